@@ -1,0 +1,1 @@
+"""Benchmarks with peers: `python -m bench SCENARIO`. Results are committed under bench/results."""

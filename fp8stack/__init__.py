@@ -1,0 +1,68 @@
+"""fp8stack: pretrain GPT-style models in FP8, with the same numerics on a laptop and on a GPU.
+
+The names below are public; they are imported when first used, so that `import fp8stack` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8stack import numerics
+    from fp8stack.backends import build_backend, fp8_state, load_fp8_state
+    from fp8stack.errors import UserError
+    from fp8stack.model import GPT, GPTConfig, load_config, plan_for
+    from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
+    from fp8stack.training.load import load
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GPT": "model",
+    "GPTConfig": "model",
+    "Hardware": "precision",
+    "Plan": "precision",
+    "Recipe": "precision",
+    "UserError": "errors",
+    "build_backend": "backends",
+    "fp8_state": "backends",
+    "load": "training.load",
+    "load_config": "model",
+    "load_fp8_state": "backends",
+    "load_recipe": "precision",
+    "plan_for": "model",
+    "probe": "precision",
+    "resolve": "precision",
+}
+
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "Hardware",
+    "Plan",
+    "Recipe",
+    "UserError",
+    "build_backend",
+    "fp8_state",
+    "load",
+    "load_config",
+    "load_fp8_state",
+    "load_recipe",
+    "numerics",
+    "plan_for",
+    "probe",
+    "resolve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "numerics":
+        return import_module("fp8stack.numerics")
+    if name in _HOMES:
+        return getattr(import_module(f"fp8stack.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'fp8stack' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,92 @@
+"""What every backend offers a model, and FP8 state by name. No GEMM here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.errors import UserError
+from fp8stack.precision.recipe import ComputeDtype
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Backend(Protocol):
+    """Builds the layers of a model; a model asks for them by module path."""
+
+    compute_dtype: torch.dtype
+    """What linears return and attention computes in."""
+
+    vocabulary_multiple: int
+    """The vocabulary is padded to a multiple of this."""
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
+        ...
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """A norm over the last dimension, computed in float32."""
+        ...
+
+    def attach(self, model: nn.Module) -> None:
+        """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
+        ...
+
+    def fp8_gemms(self) -> int:
+        """How many GEMMs on FP8 operands really ran since the last call."""
+        ...
+
+
+def plain_norm(kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+    """torch's own LayerNorm or RMSNorm; the residual stream it reads is float32."""
+    if kind == "rmsnorm":
+        return nn.RMSNorm(width, eps=eps)
+    return nn.LayerNorm(width, eps=eps, bias=bias)
+
+
+def fp8_state(module: nn.Module) -> dict[str, Tensor]:
+    """The FP8 state of a model: `<module path>.<operand>.amax_history` and `.scale`, float32.
+
+    Empty unless the recipe is delayed scaling; the other recipes keep no state.
+    """
+    delayed = _delayed_scaling(module)
+    if delayed is None:
+        return {}
+    delayed.settle()
+    return delayed.history.state_dict()
+
+
+def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `fp8_state` gave, into a model of the same layers and recipe.
+
+    Raises:
+        UserError: the model keeps no such state, or other slots, or another history length.
+    """
+    delayed = _delayed_scaling(module)
+    if delayed is not None:
+        delayed.settle()
+        delayed.history.load_state_dict(state)
+    elif state:
+        raise UserError(
+            f"FP8 state: '{next(iter(state))}' has no place in this model, whose recipe keeps none."
+        )
+
+
+def _delayed_scaling(module: nn.Module) -> DelayedScaling | None:
+    """The delayed scaling that serves the layers of `module`, or None."""
+    for part in module.modules():
+        found = getattr(part, "delayed", None)
+        if isinstance(found, DelayedScaling):
+            return found
+    return None

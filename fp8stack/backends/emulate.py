@@ -1,0 +1,341 @@
+"""FP8 linears on any device: the operands' exact FP8 values, multiplied in float32 or bfloat16.
+
+Every FP8 value is exact in the GEMM's dtype, so products are exact and sums are float32, as on
+the hardware. It must not know how a scale was found (numerics) or when (delayed).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack import numerics
+from fp8stack.backends.contract import DTYPES, Norm, plain_norm
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.reference import plain_linear
+from fp8stack.numerics.formats import FORMATS
+from fp8stack.precision.plan import Plan
+from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe, Mxfp8Recipe
+
+# The operands of the three GEMMs: y = x w^T, dx = dy w, dw = dy^T x.
+Name = Literal["input", "weight", "grad_output"]
+
+# A scaled value this little above fp8_max still rounds down to it, so it needs no clamp.
+_ROUNDS_DOWN = 1.01
+
+
+class Operand(NamedTuple):
+    """What a GEMM multiplies: FP8 values, and the float32 factor its output gets for them."""
+
+    values: Tensor
+    inv_scale: Tensor | None
+
+
+class Scaling(Protocol):
+    """How a layer's operands get their scales. `dim` is the one that the GEMM reduces over."""
+
+    one_copy: bool
+    """Whether the same quantized copy serves the GEMMs over either dimension."""
+
+    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
+        """`x` [rows, columns] quantized for a GEMM over `dim`; `record` its amax, if at all."""
+        ...
+
+    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+        """FP8 bytes and scales of the same; `operand` is the copy for dimension 1."""
+        ...
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+        """What `pack` packed."""
+        ...
+
+
+class PerTensor:
+    """One scale per tensor, from its own amax or, in delayed scaling, from earlier ones."""
+
+    one_copy = True
+
+    def __init__(
+        self, recipe: DelayedRecipe | CurrentRecipe, path: str, delayed: DelayedScaling | None
+    ) -> None:
+        self.recipe = recipe
+        self.path = path
+        self.delayed = delayed
+
+    def _format(self, name: Name) -> str:
+        recipe = self.recipe
+        return recipe.backward_format if name == "grad_output" else recipe.forward_format
+
+    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
+        """See `Scaling.operand`."""
+        format = self._format(name)
+        scale, saturates = self._scale(x, name, format, record)
+        return Operand(numerics.round_to_fp8(x, scale, format, saturates), 1.0 / scale)
+
+    def _scale(self, x: Tensor, name: Name, format: str, record: bool) -> tuple[Tensor, bool]:
+        """The scale to cast `x` with, and whether some element may saturate."""
+        if self.delayed is None:
+            assert isinstance(self.recipe, CurrentRecipe)
+            largest = numerics.amax(x)
+            scale = numerics.tensor_scale(
+                largest, format, power_of_two=self.recipe.power_of_two, eps=self.recipe.eps
+            )
+        else:
+            slot = f"{self.path}.{name}"
+            scale = self.delayed.history.scale(slot).clone()
+            if not record:
+                return scale, True
+            largest = numerics.amax(x)
+            self.delayed.history.record(slot, largest)
+        if x.device.type != "cpu":
+            return scale, True  # a clamp costs less than asking the device
+        return scale, not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN
+
+    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+        """See `Scaling.pack`."""
+        assert operand.inv_scale is not None
+        dtype = FORMATS[self._format(name)].dtype
+        assert dtype is not None
+        return operand.values.to(dtype), operand.inv_scale
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+        """See `Scaling.unpack`."""
+        return Operand(data.to(torch.float32), scales)
+
+
+class Mxfp8:
+    """A power of two per 32 elements along the GEMM's reduction: two copies of each tensor."""
+
+    one_copy = False
+
+    def __init__(self, recipe: Mxfp8Recipe) -> None:
+        self.rounding = recipe.scale_rounding
+
+    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
+        """See `Scaling.operand`."""
+        return Operand(numerics.round_to_mxfp8(x, dim, "e4m3", self.rounding), None)
+
+    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+        """See `Scaling.pack`."""
+        return numerics.quantize_mxfp8(x, dim, "e4m3", self.rounding)
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+        """See `Scaling.unpack`."""
+        return Operand(numerics.dequantize_mxfp8(data, scales, dim), None)
+
+
+class Blocks:
+    """A scale per 1x128 elements of x and dy along the reduction, and per 128x128 of w."""
+
+    one_copy = False
+
+    def __init__(self, recipe: BlockRecipe) -> None:
+        self.power_of_two = recipe.power_of_two
+
+    @staticmethod
+    def _block(name: Name, dim: int) -> tuple[int, int]:
+        if name == "weight":
+            return (128, 128)
+        return (1, 128) if dim == 1 else (128, 1)
+
+    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
+        """See `Scaling.operand`."""
+        block = self._block(name, dim)
+        return Operand(numerics.round_to_blocks(x, block, "e4m3", self.power_of_two), None)
+
+    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+        """See `Scaling.pack`."""
+        return numerics.quantize_blocks(x, self._block(name, dim), "e4m3", self.power_of_two)
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+        """See `Scaling.unpack`."""
+        return Operand(numerics.dequantize_blocks(data, scales, self._block(name, dim)), None)
+
+
+class Gemm:
+    """Multiplies operands in one dtype, and counts."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.count = 0
+
+    def __call__(
+        self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """`a` [M, K] times `b` [K, N], scaled in float32, plus `bias` [N]: [M, N]."""
+        self.count += 1
+        scale = None
+        if a.inv_scale is not None and b.inv_scale is not None:
+            scale = a.inv_scale * b.inv_scale
+        if a.values.device.type == "cpu":
+            # The scale goes into the GEMM's alpha: no pass of its own over the output.
+            alpha = 1.0 if scale is None else float(scale)
+            if bias is not None:
+                return torch.addmm(bias.float(), a.values, b.values, alpha=alpha).to(out_dtype)
+            y = a.values.new_empty(a.values.shape[0], b.values.shape[1])
+            return torch.addmm(y, a.values, b.values, beta=0, alpha=alpha, out=y).to(out_dtype)
+        left, right = a.values.to(self.dtype), b.values.to(self.dtype)
+        if self.dtype == torch.float32:
+            y = left @ right
+        else:
+            y = torch.mm(left, right, out_dtype=torch.float32)
+        if scale is not None:
+            y *= scale
+        if bias is not None:
+            y += bias
+        return y.to(out_dtype)
+
+
+class _Multiply(torch.autograd.Function):
+    """y = x w^T + b with quantized operands; x and w are quantized once and reused in backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: EmulatedLinear,
+        differentiated: bool,
+    ) -> Tensor:
+        scaling, record = layer.scaling, layer.training and differentiated
+        x_operand = scaling.operand(x, "input", 1, record)
+        w_operand = scaling.operand(weight, "weight", 1, record)
+        y = layer.gemm(x_operand, _transposed(w_operand), x.dtype, bias)
+        if differentiated:
+            saved = [
+                *_save(layer, x, "input", x_operand),
+                *_save(layer, weight, "weight", w_operand),
+            ]
+            ctx.save_for_backward(*saved)
+            ctx.layer, ctx.record = layer, record
+            ctx.has_bias = bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        layer: EmulatedLinear = ctx.layer
+        scaling, record = layer.scaling, ctx.record
+        x_values, x_scales, w_values, w_scales = ctx.saved_tensors
+        dy = dy.contiguous()
+        dy_operand = scaling.operand(dy, "grad_output", 1, record)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w_operand = _load(layer, "weight", w_values, w_scales)
+            dx = layer.gemm(dy_operand, w_operand, dy.dtype)
+        if ctx.needs_input_grad[1]:
+            x_operand = _load(layer, "input", x_values, x_scales)
+            if not scaling.one_copy:
+                dy_operand = scaling.operand(dy, "grad_output", 0, record=False)
+            dw = layer.gemm(_transposed(dy_operand), x_operand, layer.weight.dtype)
+        db = dy.sum(0).to(layer.weight.dtype) if ctx.has_bias else None
+        if record and layer.delayed is not None:
+            layer.delayed.backward_ran()
+        return dx, dw, db, None, None
+
+
+def _transposed(operand: Operand) -> Operand:
+    return Operand(operand.values.t(), operand.inv_scale)
+
+
+def _save(
+    layer: EmulatedLinear, x: Tensor, name: Name, operand: Operand
+) -> tuple[Tensor, Tensor | None]:
+    """The copy of `x` that a backward GEMM reduces over dimension 0, to be kept until then."""
+    if layer.save_fp8:
+        return layer.scaling.pack(x, name, 0, operand)
+    return operand if layer.scaling.one_copy else layer.scaling.operand(x, name, 0, record=False)
+
+
+def _load(layer: EmulatedLinear, name: Name, values: Tensor, scales: Tensor | None) -> Operand:
+    if layer.save_fp8:
+        assert scales is not None
+        return layer.scaling.unpack(values, scales, name, 0)
+    return Operand(values, scales)
+
+
+class EmulatedLinear(nn.Linear):
+    """A linear whose three GEMMs take FP8 operands; weight and bias are float32 masters."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        scaling: Scaling,
+        gemm: Gemm,
+        compute_dtype: torch.dtype,
+        delayed: DelayedScaling | None,
+        save_fp8: bool,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.scaling = scaling
+        self.gemm = gemm
+        self.compute_dtype = compute_dtype
+        self.delayed = delayed
+        self.save_fp8 = save_fp8
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] in any dtype -> [..., out] in the compute dtype."""
+        matrix = x.to(self.compute_dtype).reshape(-1, self.in_features)
+        y: Tensor = _Multiply.apply(matrix, self.weight, self.bias, self, torch.is_grad_enabled())
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class EmulateBackend:
+    """Layers that multiply FP8 values without FP8 hardware."""
+
+    def __init__(self, plan: Plan, *, save_fp8: bool = False) -> None:
+        self.compute_dtype = DTYPES[plan.compute_dtype]
+        self.vocabulary_multiple = plan.vocabulary_multiple
+        self._plan = plan
+        self._save_fp8 = save_fp8
+        recipe = plan.recipe
+        # Scales that are no powers of two make values that bfloat16 cannot hold.
+        exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
+        self._gemm = Gemm(self.compute_dtype if exact else torch.float32)
+        self._delayed = DelayedScaling(recipe) if isinstance(recipe, DelayedRecipe) else None
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """See `Backend.linear`."""
+        if not self._plan.layer(name).fp8:
+            return plain_linear(in_features, out_features, bias, self.compute_dtype)
+        if self._delayed is not None:
+            self._delayed.add_layer(name)
+        return EmulatedLinear(
+            in_features,
+            out_features,
+            bias,
+            scaling=self._scaling(name),
+            gemm=self._gemm,
+            compute_dtype=self.compute_dtype,
+            delayed=self._delayed,
+            save_fp8=self._save_fp8,
+        )
+
+    def _scaling(self, name: str) -> Scaling:
+        recipe = self._plan.recipe
+        if isinstance(recipe, Mxfp8Recipe):
+            return Mxfp8(recipe)
+        if isinstance(recipe, BlockRecipe):
+            return Blocks(recipe)
+        assert isinstance(recipe, DelayedRecipe | CurrentRecipe)
+        return PerTensor(recipe, name, self._delayed)
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """See `Backend.norm`."""
+        return plain_norm(kind, width, eps, bias)
+
+    def attach(self, model: nn.Module) -> None:
+        """See `Backend.attach`; float32 GEMMs are kept from TF32, which would round operands."""
+        torch.set_float32_matmul_precision("highest")
+        if self._delayed is not None:
+            self._delayed.attach(model)
+
+    def fp8_gemms(self) -> int:
+        """See `Backend.fp8_gemms`."""
+        count, self._gemm.count = self._gemm.count, 0
+        return count

@@ -1,0 +1,64 @@
+"""Plain torch in fp32, tf32, bf16 or fp16. It must not know what FP8 is.
+
+Weights are float32 masters, cast to the compute dtype at each use; in fp32 the layers are torch's
+own, so the recipe fp32 is plain torch to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.backends.contract import DTYPES, Norm, plain_norm
+from fp8stack.precision.plan import Plan
+
+
+class CastLinear(nn.Linear):
+    """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] in any dtype -> [..., out] in the compute dtype."""
+        dtype = self.compute_dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+
+
+def plain_linear(
+    in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype
+) -> nn.Linear:
+    """A linear without FP8: torch's own where no cast is needed."""
+    if compute_dtype == torch.float32:
+        return nn.Linear(in_features, out_features, bias=bias)
+    return CastLinear(in_features, out_features, bias, compute_dtype)
+
+
+class ReferenceBackend:
+    """Layers of plain torch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.compute_dtype = DTYPES[plan.compute_dtype]
+        self.vocabulary_multiple = plan.vocabulary_multiple
+        self._allow_tf32 = plan.compute_dtype == "tf32"
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """See `Backend.linear`."""
+        return plain_linear(in_features, out_features, bias, self.compute_dtype)
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """See `Backend.norm`."""
+        return plain_norm(kind, width, eps, bias)
+
+    def attach(self, model: nn.Module) -> None:
+        """Choose between TF32 and full float32 for the GEMMs of this process."""
+        torch.set_float32_matmul_precision("high" if self._allow_tf32 else "highest")
+
+    def fp8_gemms(self) -> int:
+        """See `Backend.fp8_gemms`: no FP8 here."""
+        return 0

@@ -1,0 +1,127 @@
+"""The command. It parses, calls and reports; it computes nothing.
+
+torch and accelerate are imported inside the commands that need them, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated, Any
+
+import click
+import typer
+
+from fp8stack.errors import UserError
+
+app = typer.Typer(
+    name="fp8stack",
+    help="Pretrain GPT-style models in FP8, on any machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, show_default=False, **more)
+
+
+@app.command()
+def pretrain(
+    model: Annotated[str | None, _option("Model preset or TOML file. [gpt-nano]")] = None,
+    recipe: Annotated[str | None, _option("Precision recipe or TOML file. [auto]")] = None,
+    backend: Annotated[
+        str | None, _option("Who computes: auto, te, torch, emulate, reference. [auto]")
+    ] = None,
+    strict: Annotated[
+        bool | None,
+        _option("Refuse to run another recipe or backend than asked.", "--strict/--no-strict"),
+    ] = None,
+    data: Annotated[
+        str | None,
+        _option("Text file, uint16 .bin, or a folder of them. [Python's standard library]"),
+    ] = None,
+    steps: Annotated[int | None, _option("Optimizer steps. [1500]")] = None,
+    batch: Annotated[int | None, _option("Sequences per step, globally. [16]")] = None,
+    context: Annotated[int | None, _option("Tokens per sequence. [the model's]")] = None,
+    accumulate: Annotated[int | None, _option("Micro-batches per step. [1]")] = None,
+    lr: Annotated[float | None, _option("Peak learning rate. [0.003]")] = None,
+    schedule: Annotated[str | None, _option("cosine, wsd or constant. [cosine]")] = None,
+    seed: Annotated[int | None, _option("Of weights, data order and samples. [0]")] = None,
+    out: Annotated[str | None, _option("Run folder. [runs/MODEL-RECIPE]")] = None,
+    config: Annotated[str | None, _option("Run file (TOML) with the same keys; flags win.")] = None,
+    set: Annotated[
+        list[str] | None,
+        _option("Any other key: --set key=value, as often as needed. Keys: docs/configuration.md."),
+    ] = None,
+    eval_every: Annotated[int | None, _option("Steps between evaluations. [250]")] = None,
+    save_every: Annotated[int | None, _option("Steps between checkpoints. [500]")] = None,
+    log_every: Annotated[int | None, _option("Steps between log lines. [1]")] = None,
+    resume: Annotated[
+        str | None, _option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")
+    ] = None,
+    device: Annotated[str | None, _option("auto, cpu or cuda. [auto]")] = None,
+    tensorboard: Annotated[
+        bool | None, _option("Write TensorBoard events too.", "--tensorboard/--no-tensorboard")
+    ] = None,
+) -> None:
+    """Train a model; with no flags, a small GPT on Python's own source."""
+    flags = {key: value for key, value in locals().items() if key not in ("config", "set", "resume")}
+    from fp8stack.training.loop import train
+    from fp8stack.training.setup import set_up
+
+    raise typer.Exit(train(set_up(flags, config, set or [], resume)))
+
+
+@app.command()
+def doctor(
+    capability: Annotated[
+        str | None,
+        _option("Answer for a GPU of this compute capability (9.0), or for a CPU (none)."),
+    ] = None,
+    te: Annotated[
+        bool, _option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
+    ] = True,
+    json: Annotated[bool, _option("Print JSON.", "--json")] = False,
+) -> None:
+    """What this machine can do: every recipe's plan with its reasons, and the number formats."""
+    from rich.console import Console
+
+    from fp8stack import doctor
+    from fp8stack.precision import assumed, probe
+
+    hardware = probe() if capability is None else assumed(capability, has_te=te)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(doctor.as_json(hardware), indent=2))
+    else:
+        doctor.show(hardware, Console())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and exit: bad input is one line on stderr and the error's exit code."""
+    try:
+        code = app(arguments, standalone_mode=False)
+    except UserError as error:
+        _fail(str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        _fail(error.format_message(), 2)
+    except click.ClickException as error:
+        hint = f" See: {error.ctx.command_path} --help" if getattr(error, "ctx", None) else ""
+        _fail(" ".join(error.format_message().split()) + hint, 2)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone; say nothing to a pipe that is closed.
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        sys.exit(1)
+    sys.exit(code)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"fp8stack: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,224 @@
+"""A corpus: the tokens of several files, seen as one array. No torch here.
+
+Small texts lie in memory; the rest is memory-mapped, read-only. Reading a mapped page beyond the
+end of a file kills the process (SIGBUS), so every read first looks at the file's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8stack.errors import UserError
+
+Tokens: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
+HASHED_WHOLE_BYTES = 64 * 2**20  # mapped files of a corpus, together, up to here: every byte
+SAMPLED_PAGES = 64  # beyond: this many pages of each mapped file
+PAGE_BYTES = 4096
+
+
+class DataError(UserError):
+    """Data that went bad after loading: a token that does not fit, a file that shrank.
+
+    The message stays one line when a DataLoader worker raises it: torch makes the error anew in
+    the main process, with the worker's whole traceback as its message.
+    """
+
+    def __init__(self, message: str) -> None:
+        if "\nOriginal Traceback" in message:
+            last_line = message.rstrip().rsplit("\n", 1)[-1]
+            message = last_line.removeprefix(f"{__name__}.{type(self).__name__}: ")
+        super().__init__(message)
+
+
+def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None) -> Tokens:
+    """Map `count` tokens of a file, from token `start` on, read-only: 1-D of `dtype`.
+
+    Raises:
+        DataError: the file cannot be opened, or does not hold that many tokens.
+    """
+    offset = start * np.dtype(dtype).itemsize
+    shape = None if count is None else (count,)
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+    except OSError as error:
+        remedy = "Check the file, and `ulimit -n` where there are many."
+        raise DataError(f"Cannot map {path}: {error.strerror}. {remedy}") from error
+    except ValueError as error:  # what numpy raises for a length that does not fit
+        raise DataError(
+            f"{path} changed its size while it was opened. Try again when it is complete."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A run of tokens of one file.
+
+    `tokens` is 1-D, uint8 or little-endian uint16, an array or a memory map; its first element is
+    token `start` of the file. A mapped part is pickled as a path and mapped again where it lands.
+    """
+
+    path: Path
+    tokens: Tokens
+    start: int = 0
+
+    def __len__(self) -> int:
+        """How many tokens this part holds."""
+        return len(self.tokens)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the tokens lie in the file and not in memory."""
+        return isinstance(self.tokens, np.memmap)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """The tokens from `start` to `stop` of this part, a view; `stop` may lie beyond the end.
+
+        Raises:
+            DataError: the file is gone or has shrunk below the end of this part.
+        """
+        if self.mapped:
+            self._require_size()
+        return self.tokens[start:stop]
+
+    def _require_size(self) -> None:
+        """Raise unless the file still reaches to the end of this part."""
+        end = self.start + len(self)
+        try:
+            present = self.path.stat().st_size // self.tokens.itemsize
+        except OSError as error:
+            raise DataError(
+                f"Cannot read {self.path} any more: {error.strerror}. "
+                "Put the file back and resume the run."
+            ) from error
+        if present < end:
+            raise DataError(
+                f"{self.path} shrank while in use: it held {end} tokens or more and ends at "
+                f"offset {present} now. Restore the file and resume the run."
+            )
+
+    def slice(self, start: int, stop: int) -> Part:
+        """The part that holds the tokens from `start` to `stop` of this one."""
+        return Part(path=self.path, tokens=self.tokens[start:stop], start=self.start + start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A memmap pickles as a copy of all its bytes: a worker would receive the whole file.
+        if self.mapped:
+            return _map_part, (self.path, self.tokens.dtype.str, self.start, len(self))
+        return _memory_part, (self.path, self.tokens, self.start)
+
+
+def _map_part(path: Path, dtype: str, start: int, count: int) -> Part:
+    return Part(path=path, tokens=map_tokens(path, dtype, start, count), start=start)
+
+
+def _memory_part(path: Path, tokens: Tokens, start: int) -> Part:
+    return Part(path=path, tokens=tokens, start=start)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """One split: the tokens of its parts, one after the other. `name` is for messages."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def __len__(self) -> int:
+        """How many tokens the corpus holds."""
+        return int(self._ends[-1]) if self.parts else 0
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the tokens are bytes of text, which `decode` turns back."""
+        return all(part.tokens.dtype == np.uint8 for part in self.parts)
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
+
+    def _find(self, position: int) -> tuple[int, int]:
+        """The index of the part that holds token `position`, and the token's offset in it."""
+        index = int(np.searchsorted(self._ends, position, side="right"))
+        return index, position - int(self._ends[index]) + len(self.parts[index])
+
+    def locate(self, position: int) -> tuple[Path, int]:
+        """The file that holds token `position` of the corpus, and the token's offset in it.
+
+        Raises:
+            IndexError: there is no such token.
+        """
+        if not 0 <= position < len(self):
+            raise IndexError(f"Token {position} of {self.name}, which has {len(self)}.")
+        index, offset = self._find(position)
+        return self.parts[index].path, self.parts[index].start + offset
+
+    def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """The `length` tokens from `start` on, across the borders of parts: int64 [length].
+
+        Raises:
+            IndexError: the window leaves the corpus.
+            DataError: a file of it is gone or has shrunk.
+        """
+        if start < 0 or length < 0 or start + length > len(self):
+            raise IndexError(
+                f"Tokens {start} to {start + length} of {self.name}, which has {len(self)}."
+            )
+        window = np.empty(length, dtype=np.int64)
+        filled = 0
+        while filled < length:
+            index, offset = self._find(start + filled)
+            piece = self.parts[index].read(offset, offset + length - filled)
+            window[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return window
+
+    def split(self, position: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """The parts before and from token `position` on; a part across it is cut in two."""
+        before: list[Part] = []
+        after: list[Part] = []
+        for part, end in zip(self.parts, self._ends.tolist(), strict=True):
+            cut = min(max(position - (end - len(part)), 0), len(part))
+            if cut > 0:
+                before.append(part.slice(0, cut))
+            if cut < len(part):
+                after.append(part.slice(cut, len(part)))
+        return tuple(before), tuple(after)
+
+    def fingerprint(self) -> str:
+        """A SHA-256 in hexadecimal that stands for the contents, whatever the files are called.
+
+        It covers the width and the number of tokens of each part, all bytes in memory, and all
+        mapped bytes of a corpus with up to 64 MiB of them. Of a larger one it covers 64 pages of
+        4 KiB of each mapped part, evenly spaced, the first and the last included: a change
+        between those pages that leaves the sizes alone goes unseen.
+
+        Raises:
+            DataError: a file is gone or has shrunk.
+        """
+        mapped_bytes = sum(part.tokens.nbytes for part in self.parts if part.mapped)
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(f"{part.tokens.itemsize} {len(part)}\n".encode())
+            content = part.read(0, len(part)).view(np.uint8)
+            whole = not part.mapped or mapped_bytes <= HASHED_WHOLE_BYTES
+            for page in [content] if whole else _sampled_pages(content):
+                digest.update(np.ascontiguousarray(page).data)
+        return digest.hexdigest()
+
+
+def _sampled_pages(content: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+    """Evenly spaced pages of `content`, the first and the last included, or all of a short one."""
+    if len(content) <= SAMPLED_PAGES * PAGE_BYTES:
+        yield content
+        return
+    for page in range(SAMPLED_PAGES):
+        start = page * (len(content) - PAGE_BYTES) // (SAMPLED_PAGES - 1)
+        yield content[start : start + PAGE_BYTES]

@@ -1,0 +1,114 @@
+"""What this machine, or any other, can do with each recipe, and the formats' facts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8stack import presets
+from fp8stack.numerics import FORMATS
+from fp8stack.precision import Hardware, Plan, resolve
+
+
+def plans(hardware: Hardware) -> dict[str, Plan]:
+    """The plan of every recipe on `hardware`, "auto" first."""
+    names = sorted(presets.names("recipes"), key=_ORDER.index)
+    return {name: resolve(name, hardware) for name in ["auto", *names]}
+
+
+_ORDER = ["delayed", "current", "block", "mxfp8", "bf16", "fp16", "tf32", "fp32"]
+
+
+def as_json(hardware: Hardware) -> dict[str, Any]:
+    """The answer as JSON data: `hardware`, `recipes` by name, `formats` by name."""
+    recipes = {
+        asked: {
+            "recipe": plan.recipe.name,
+            "backend": plan.backend,
+            "compute_dtype": plan.compute_dtype,
+            "native": plan.native,
+            "loss_scaling": plan.loss_scaling,
+            "reasons": list(plan.reasons),
+        }
+        for asked, plan in plans(hardware).items()
+    }
+    facts = asdict(hardware)
+    for key in ("capability", "cuda_version"):
+        if facts[key] is not None:
+            facts[key] = ".".join(str(part) for part in facts[key])
+    formats = {
+        name: {
+            "bits": format.bits,
+            "sign": format.sign_bits,
+            "exponent": format.exponent_bits,
+            "mantissa": format.mantissa_bits,
+            "bias": format.bias,
+            "max": format.max,
+            "min_normal": format.min_normal,
+            "min_subnormal": format.min_subnormal,
+            "epsilon": format.epsilon,
+            "has_inf": format.has_inf,
+            "hardware": format.hardware,
+        }
+        for name, format in FORMATS.items()
+    }
+    return {"hardware": facts, "recipes": recipes, "formats": formats}
+
+
+def show(hardware: Hardware, console: Console) -> None:
+    """Print the answer for people."""
+    console.print(f"machine: {hardware}", highlight=False, markup=False, soft_wrap=True)
+    software = [f"torch {hardware.torch_version}"]
+    if hardware.cuda_version:
+        software.append("CUDA {}.{}".format(*hardware.cuda_version))
+    software.append(f"Transformer Engine {hardware.te_version or 'not installed'}")
+    console.print(f"software: {', '.join(software)}\n", highlight=False, markup=False)
+    every_plan = plans(hardware)
+    console.print(_recipe_table(every_plan))
+    for asked, plan in every_plan.items():
+        for reason in plan.reasons:
+            console.print(f"{asked}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(_format_table())
+
+
+def _recipe_table(all_plans: dict[str, Plan]) -> Table:
+    table = Table(title="What each recipe does on it", title_justify="left")
+    for heading in ("recipe", "runs", "backend", "compute dtype"):
+        table.add_column(heading)
+    for asked, plan in all_plans.items():
+        runs = plan.recipe.name
+        if plan.is_fp8:
+            runs += " (native)" if plan.native else " (emulated)"
+        table.add_row(asked, runs, plan.backend, plan.compute_dtype)
+    return table
+
+
+def _format_table() -> Table:
+    table = Table(title="Number formats", title_justify="left")
+    headings = ("format", "bits", "s/e/m", "max", "normal from", "subnormal", "step at 1", "inf")
+    for heading in headings:
+        table.add_column(heading)
+    for format in FORMATS.values():
+        table.add_row(
+            format.name,
+            str(format.bits),
+            f"{format.sign_bits}/{format.exponent_bits}/{format.mantissa_bits}",
+            f"{format.max:.5g}",
+            _power(format.min_normal),
+            "-" if format.min_subnormal is None else _power(format.min_subnormal),
+            _power(format.epsilon),
+            "yes" if format.has_inf else "no",
+        )
+    return table
+
+
+def _power(value: float) -> str:
+    """A power of two as one."""
+    exponent = int(math.log2(value))
+    assert 2.0**exponent == value
+    return f"2^{exponent}"

@@ -1,0 +1,53 @@
+"""Errors that a user can cause, each with the exit code it ends in. No torch here.
+
+`UserError` is a `ValueError`: its message is one line that names the thing, its value and the
+remedy, and the command prints it without a traceback. An `assert` marks our own bugs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input: an unknown name, a wrong file, sizes that do not fit. Exit code 2."""
+
+    exit_code = 2
+
+
+class NoUsableCheckpoint(UserError):
+    """A run was to be resumed and no checkpoint of it can be loaded. Exit code 3."""
+
+    exit_code = 3
+
+
+class StorageError(UserError):
+    """The disk is full or a path cannot be written. Exit code 4."""
+
+    exit_code = 4
+
+
+class NumericFailure(UserError):
+    """The loss or a gradient is not finite and training cannot go on. Exit code 5."""
+
+    exit_code = 5
+
+
+def quoted(name: str) -> str:
+    """`name` as it can stand within one line: whatever a terminal would act on is escaped."""
+    shown = name if len(name) <= 200 else f"{name[:200]}..."
+    return shown if shown.isprintable() else repr(shown)[1:-1]
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """The error for a name that is not among `known`, with the nearest one suggested.
+
+    >>> str(unknown("recipe", "mxpf8", ["mxfp8", "bf16"]))
+    "No recipe 'mxpf8'. Did you mean 'mxfp8'? Known: bf16, mxfp8."
+    """
+    names = sorted(known)
+    name = quoted(name)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return UserError(f"No {kind} '{name}'.{hint} Known: {', '.join(names)}.")

@@ -1,0 +1,328 @@
+"""The GPT: one class, one configuration. It must not know which precision its layers run in.
+
+B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from torch import Tensor, nn
+
+from fp8stack import presets
+from fp8stack.backends import Backend, build_backend
+from fp8stack.precision import Hardware, Plan, Recipe, resolve
+
+
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class GPTConfig(BaseModel):
+    """The shape of a GPT: `models/*.toml`. GPT-2's choices are the defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    vocabulary: Size
+    context: Size
+    layers: Size
+    width: Size
+    heads: Size
+    kv_heads: Size | None = None
+    """Fewer than `heads` is grouped-query attention; None is as many."""
+    mlp_width: Size | None = None
+    """None is 4 x width."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu_tanh"
+    positions: Literal["learned", "rope"] = "learned"
+    rope_theta: PositiveFloat = 10_000.0
+    qk_norm: bool = False
+    bias: bool = True
+    tied: bool = True
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init_std: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> GPTConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        if self.heads % self.query_groups:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.positions == "rope" and self.head_width % 2:
+            raise ValueError(f"RoPE needs an even head width, this is {self.head_width}")
+        return self
+
+    @property
+    def query_groups(self) -> int:
+        """G: how many heads keys and values have."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        """E."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's inner width."""
+        return self.mlp_width or 4 * self.width
+
+    def linear_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, int]]:
+        """`{module path: (in, out)}` of every linear layer, in the order of the forward pass."""
+        qkv = (self.heads + 2 * self.query_groups) * self.head_width
+        up = self.hidden * (2 if self.activation == "swiglu" else 1)
+        shapes = {}
+        for i in range(self.layers):
+            shapes[f"blocks.{i}.attention.qkv"] = (self.width, qkv)
+            shapes[f"blocks.{i}.attention.output"] = (self.width, self.width)
+            shapes[f"blocks.{i}.mlp.up"] = (self.width, up)
+            shapes[f"blocks.{i}.mlp.down"] = (self.hidden, self.width)
+        shapes["lm_head"] = (self.width, vocabulary or self.vocabulary)
+        return shapes
+
+    def parameters(self) -> int:
+        """How many parameters the model has; tied ones count once, padding does not."""
+        linears = self.linear_shapes()
+        if self.tied:
+            del linears["lm_head"]
+        count = sum(inputs * outputs for inputs, outputs in linears.values())
+        if self.bias:
+            count += sum(outputs for name, (_, outputs) in linears.items() if name != "lm_head")
+        norm = self.width * (2 if self.norm == "layernorm" and self.bias else 1)
+        count += norm * (2 * self.layers + 1)
+        if self.qk_norm:
+            count += 2 * self.head_width * self.layers
+        count += self.vocabulary * self.width
+        return count + (self.context * self.width if self.positions == "learned" else 0)
+
+    def flops_per_token(self, context: int | None = None) -> int:
+        """Floating-point operations of forward and backward per token, causal attention counted
+        as half: `6 x matmul parameters + 6 x layers x width x context`."""
+        matmul = sum(inputs * outputs for inputs, outputs in self.linear_shapes().values())
+        return 6 * matmul + 6 * self.layers * self.width * (context or self.context)
+
+
+def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPTConfig:
+    """The configuration called `name`, or the one in the TOML file at the path `name`.
+
+    Raises:
+        UserError: no such model or file, an unknown key, sizes that do not divide.
+    """
+    stem, table = presets.read("models", name)
+    config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
+    return config
+
+
+class Attention(nn.Module):
+    """Causal self-attention, with grouped queries, RoPE and QK-norm where configured."""
+
+    def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
+        super().__init__()
+        self.config = config
+        shapes = config.linear_shapes()
+        for name in ("qkv", "output"):
+            self.add_module(name, backend.linear(f"{path}.{name}", *shapes[f"{path}.{name}"], config.bias))
+        if config.qk_norm:
+            self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
+            self.key_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
+
+    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, T, D] float32 -> [B, T, D] in the compute dtype."""
+        config = self.config
+        groups = config.query_groups
+        heads_BHTE = rearrange(self.qkv(x_BTD), "b t (h e) -> b h t e", e=config.head_width)
+        q_BHTE, k_BGTE, v_BGTE = heads_BHTE.split([config.heads, groups, groups], dim=1)
+        if config.qk_norm:
+            q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
+        if rotation is not None:
+            q_BHTE, k_BGTE = rotate(q_BHTE, *rotation), rotate(k_BGTE, *rotation)
+        y_BHTE = F.scaled_dot_product_attention(
+            q_BHTE.to(v_BGTE.dtype),
+            k_BGTE.to(v_BGTE.dtype),
+            v_BGTE,
+            dropout_p=config.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=groups != config.heads,
+        )
+        y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
+        return y
+
+
+class MLP(nn.Module):
+    """Two linears around an activation; SwiGLU's gate and value are one GEMM, gate first."""
+
+    def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
+        super().__init__()
+        self.activation = config.activation
+        shapes = config.linear_shapes()
+        for name in ("up", "down"):
+            self.add_module(name, backend.linear(f"{path}.{name}", *shapes[f"{path}.{name}"], config.bias))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] float32 -> [B, T, D] in the compute dtype."""
+        hidden = self.up(x_BTD)
+        if self.activation == "swiglu":
+            gate, value = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * value
+        elif self.activation == "relu2":
+            hidden = F.relu(hidden).square()
+        else:
+            hidden = F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        y: Tensor = self.down(hidden)
+        return y
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP on a float32 residual stream."""
+
+    def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
+        super().__init__()
+        norm = (config.norm, config.width, config.norm_eps, config.bias)
+        self.attention_norm = backend.norm(*norm)
+        self.attention = Attention(config, backend, f"{path}.attention")
+        self.mlp_norm = backend.norm(*norm)
+        self.mlp = MLP(config, backend, f"{path}.mlp")
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, T, D] float32 -> [B, T, D] float32."""
+        attended = self.attention(self.attention_norm(x_BTD), rotation)
+        x_BTD = x_BTD + self.dropout(attended).float()
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))).float()
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, built of a backend's layers.
+
+    Args:
+        config: its shape.
+        backend: who computes; plain float32 torch if left out.
+        seed: of the initial weights, which depend on it and on `config` alone: every recipe and
+            every device starts from the same.
+    """
+
+    def __init__(self, config: GPTConfig, backend: Backend | None = None, *, seed: int = 0) -> None:
+        super().__init__()
+        if backend is None:
+            backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
+        self.config = config
+        padded = padded_vocabulary(config, backend.vocabulary_multiple)
+        self.embedding = nn.Embedding(padded, config.width)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            Block(config, backend, f"blocks.{i}") for i in range(config.layers)
+        )
+        self.final_norm = backend.norm(config.norm, config.width, config.norm_eps, config.bias)
+        self.lm_head = backend.linear("lm_head", config.width, padded, False)
+        if config.tied:
+            self.lm_head.weight = self.embedding.weight
+        self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        initialize(self, seed)
+        backend.attach(self)
+
+    @overload
+    def forward(self, tokens_BT: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor: ...
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits, or the loss if there are targets.
+
+        Args:
+            tokens_BT: int64 [B, T], each below the vocabulary, T at most the context.
+            targets_BT: int64 [B, T], the next tokens; -100 is left out of the mean.
+
+        Returns:
+            float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim.
+        """
+        T = tokens_BT.shape[1]
+        x_BTD = self.embedding(tokens_BT)
+        rotation = None
+        if self.config.positions == "learned":
+            x_BTD = x_BTD + self.position_embedding.weight[:T]
+        else:
+            cosine, sine = self._rotation(x_BTD.device)
+            rotation = (cosine[:T], sine[:T])
+        x_BTD = self.dropout(x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotation)
+        logits_BTV = self.lm_head(self.final_norm(x_BTD)).float()
+        logits_BTV = logits_BTV[..., : self.config.vocabulary]  # the padding is no token
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""
+        if device not in self._rotations:
+            self._rotations[device] = rope_tables(self.config, device)
+        return self._rotations[device]
+
+
+def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E / 2] each."""
+    half = config.head_width // 2
+    exponents = torch.arange(half, dtype=torch.float64) / half
+    angles = torch.outer(
+        torch.arange(config.context, dtype=torch.float64), config.rope_theta**-exponents
+    )
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def rotate(x_BHTE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + E/2) of each head in float32, as Llama does."""
+    first, second = x_BHTE.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def padded_vocabulary(config: GPTConfig, multiple: int) -> int:
+    """The vocabulary rounded up to a multiple; the rows beyond it are zero and stay zero."""
+    return -(-config.vocabulary // multiple) * multiple
+
+
+def plan_for(
+    config: GPTConfig,
+    recipe: str | Recipe,
+    hardware: Hardware,
+    backend: str = "auto",
+    strict: bool = False,
+) -> Plan:
+    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises."""
+    plan = resolve(recipe, hardware, backend, strict)
+    vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
+    return plan.for_layers(config.linear_shapes(vocabulary))
+
+
+@torch.no_grad()
+def initialize(model: GPT, seed: int) -> None:
+    """GPT-2's initialisation: normal, residual projections scaled by 1 / sqrt(2 x layers), biases
+    zero, norms one. Drawn on the CPU, unpadded, so that every recipe starts from the same."""
+    config = model.config
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            std = config.init_std / (math.sqrt(2 * config.layers) if residual else 1.0)
+            rows = parameter.shape[0]
+            if name in PADDED:
+                rows = config.vocabulary
+                parameter.zero_()
+            parameter[:rows] = torch.empty(rows, *parameter.shape[1:]).normal_(
+                0.0, std, generator=generator
+            )
+
+
+PADDED = ("embedding.weight", "lm_head.weight")
+"""The parameters whose rows are padded to `Backend.vocabulary_multiple`."""

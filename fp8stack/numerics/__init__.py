@@ -1,0 +1,32 @@
+"""The numerics of FP8 training: formats, casts, scales, blocks and the amax history.
+
+Everything here is plain tensor arithmetic that gives the same bits on every device. It knows
+nothing of modules, models or recipes.
+"""
+
+from fp8stack.numerics.amax import AmaxHistory
+from fp8stack.numerics.blocks import (
+    dequantize_blocks,
+    dequantize_mxfp8,
+    quantize_blocks,
+    quantize_mxfp8,
+)
+from fp8stack.numerics.cast import amax, cast_to_fp8, tensor_scale
+from fp8stack.numerics.formats import FORMATS, Format
+from fp8stack.numerics.rounding import round_to_blocks, round_to_fp8, round_to_mxfp8
+
+__all__ = [
+    "FORMATS",
+    "AmaxHistory",
+    "Format",
+    "amax",
+    "cast_to_fp8",
+    "dequantize_blocks",
+    "dequantize_mxfp8",
+    "quantize_blocks",
+    "quantize_mxfp8",
+    "round_to_blocks",
+    "round_to_fp8",
+    "round_to_mxfp8",
+    "tensor_scale",
+]

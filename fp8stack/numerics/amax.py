@@ -1,0 +1,168 @@
+"""The amax history behind delayed scaling: one per model. No nn.Module here.
+
+Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import UserError
+from fp8stack.numerics.cast import FLT_MAX
+from fp8stack.numerics.formats import fp8_format
+
+AmaxAlgorithm = Literal["max", "most_recent"]
+
+
+class AmaxHistory:
+    """Amaxes and scales of every FP8 operand of a model: `history [length, slots]`, `scale
+    [slots]`, both float32.
+
+    A slot is named `<module path>.<operand>`. A cast uses the scale known before the pass, and
+    records the amax it sees; `update` moves what was recorded into the history and derives the
+    next scale. Row 0 is the one being recorded; the last row is the newest, row 1 the oldest.
+
+    Args:
+        slots: the format, "e4m3" or "e5m2", of each slot by name.
+        length: how many amaxes the window holds.
+        margin: headroom in bits: a scale aims at `fp8_max * 2^-margin`.
+        algorithm: "max" of the window, or "most_recent".
+        device: where the two tensors live.
+
+    Raises:
+        UserError: a length below 1, an unknown algorithm.
+        ValueError: an unknown format.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, str] | None = None,
+        *,
+        length: int = 1024,
+        margin: int = 0,
+        algorithm: AmaxAlgorithm = "max",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if length < 1:
+            raise UserError(f"An amax history of length {length} holds nothing. Use 1 or more.")
+        if algorithm not in ("max", "most_recent"):
+            raise UserError(f"No amax algorithm '{algorithm}'. Known: max, most_recent.")
+        self.length = length
+        self.margin = margin
+        self.algorithm = algorithm
+        self._column: dict[str, int] = {}
+        self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
+        self._scale = torch.ones(0, dtype=torch.float32, device=device)
+        # fp8_max * 2^-margin of each slot
+        self._target = torch.ones(0, dtype=torch.float32, device=device)
+        for slot, format in (slots or {}).items():
+            self.add(slot, format)
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of the slots, in the order of the columns."""
+        return list(self._column)
+
+    def add(self, slot: str, format: str) -> None:
+        """Give `slot` a column: nothing seen yet, scale 1.
+
+        Raises:
+            UserError: the slot is there already.
+        """
+        if slot in self._column:
+            raise UserError(f"The amax history has a slot '{slot}' already. Give it another name.")
+        limit = fp8_format(format).max * 2.0**-self.margin
+        self._column[slot] = len(self._column)
+        self.history = torch.cat([self.history, self.history.new_zeros(self.length, 1)], dim=1)
+        self._scale = torch.cat([self._scale, self._scale.new_ones(1)])
+        self._target = torch.cat([self._target, self._target.new_tensor([limit])])
+
+    def to(self, device: torch.device | str) -> AmaxHistory:
+        """Move the state to `device`; in place, like `nn.Module.to`."""
+        self.history = self.history.to(device)
+        self._scale = self._scale.to(device)
+        self._target = self._target.to(device)
+        return self
+
+    def scale(self, slot: str) -> Tensor:
+        """The scale to cast `slot` with now: float32, 0-dim, a view that `update` changes."""
+        return self._scale[self._at(slot)]
+
+    def record(self, slot: str, amax: Tensor | float) -> None:
+        """Note the amax of a tensor cast for `slot`; several before an update keep the largest.
+
+        A NaN is ignored.
+        """
+        row = self.history[0, self._at(slot)]
+        # fmax, unlike maximum, takes the number where the other side is NaN.
+        torch.fmax(row, torch.as_tensor(amax, dtype=torch.float32, device=row.device), out=row)
+
+    def update(self, slots: Iterable[str] | None = None) -> None:
+        """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
+        their scales.
+
+        A slot that recorded nothing, or only zeros, keeps its window and its scale. A window that
+        holds an inf keeps its scale until the inf leaves it.
+        """
+        history, scale = self.history, self._scale
+        if not self._column:
+            return
+        chosen = torch.ones_like(scale, dtype=torch.bool)
+        if slots is not None:
+            chosen.zero_()
+            chosen[[self._at(slot) for slot in slots]] = True
+        last = history[0].clone()
+        moving = chosen & (last != 0)
+        # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
+        largest = history.amax(dim=0) if self.algorithm == "max" else last
+        rolled = history.roll(-1, dims=0)
+        rolled[-1] = last
+        rolled[0] = 0
+        history.copy_(torch.where(moving, rolled, history))
+        fresh = (self._target / largest).clamp(max=FLT_MAX)
+        usable = moving & torch.isfinite(largest) & (largest > 0)
+        scale.copy_(torch.where(usable, fresh, scale))
+
+    def discard(self) -> None:
+        """Forget what was recorded since the last update."""
+        self.history[0] = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<slot>.amax_history` [length] and `<slot>.scale` [], float32, copies."""
+        state = {}
+        for slot, column in self._column.items():
+            state[f"{slot}.amax_history"] = self.history[:, column].clone()
+            state[f"{slot}.scale"] = self._scale[column].clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
+        """
+        shapes = {f"{slot}.amax_history": (self.length,) for slot in self._column}
+        shapes |= {f"{slot}.scale": () for slot in self._column}
+        odd = sorted(shapes.keys() ^ state.keys())
+        if odd:
+            where = "is missing" if odd[0] in shapes else "is not a slot of this model"
+            raise UserError(f"FP8 state: '{odd[0]}' {where}. Load it into the model it came from.")
+        for name, shape in shapes.items():
+            if tuple(state[name].shape) != shape or state[name].dtype != torch.float32:
+                raise UserError(
+                    f"FP8 state: '{name}' is {state[name].dtype} {tuple(state[name].shape)}, not "
+                    f"float32 {shape}. Use the recipe that it was saved with."
+                )
+        for slot, column in self._column.items():
+            self.history[:, column] = state[f"{slot}.amax_history"].to(self.history.device)
+            self._scale[column] = state[f"{slot}.scale"].to(self._scale.device)
+
+    def _at(self, slot: str) -> int:
+        try:
+            return self._column[slot]
+        except KeyError:
+            raise UserError(f"The amax history has no slot '{slot}'.") from None

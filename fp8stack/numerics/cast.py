@@ -1,0 +1,102 @@
+"""The FP8 cast and the per-tensor scale, to the bit. No nn.Module here, no state.
+
+`scale` multiplies into FP8, `inv_scale` multiplies out. All scale arithmetic is IEEE float32.
+The rules are those of Transformer Engine 2.20, written out in docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8stack.numerics.formats import fp8_format
+
+FLT_MAX = torch.finfo(torch.float32).max
+_NAN_CODE = 0x7F  # NaN's sign is dropped, as NVIDIA's conversion does.
+_POWER_OF_TWO_MASK = -0x800000  # 0xFF800000 as int32: sign and exponent, no mantissa.
+
+
+def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tensor:
+    """`saturate(rne(float32(x) * scale))`: multiplied in float32, rounded once, to nearest even.
+
+    Overflow and infinities become +-fp8_max (never inf, which E5M2 has), NaN becomes code 0x7F,
+    -0.0 keeps its sign, subnormals are kept.
+
+    Args:
+        x: any shape, float32, bfloat16 or float16.
+        scale: float32, broadcastable to `x`; multiplies into FP8.
+        format: "e4m3" or "e5m2".
+
+    Returns:
+        `float8_e4m3fn` or `float8_e5m2`, of the shape of `x`.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    target = fp8_format(format)
+    # Upcast first: a bfloat16 tensor times a 0-dim float32 scale would stay bfloat16.
+    scaled = x.to(torch.float32) * torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    # Clamp first: torch's own cast saturates on some versions, overflows on others.
+    assert target.dtype is not None
+    data = scaled.clamp(-target.max, target.max).to(target.dtype)
+    data.view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
+    return data
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude in `x`, NaN ignored: float32, 0-dim; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x)  # ten times as fast on a CPU as abs().max()
+    largest = torch.maximum(low.abs(), high.abs())
+    if bool(largest.isnan()):
+        largest = magnitude(x).max()
+    return largest.to(torch.float32)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """`|x|` in float32 with NaN replaced by 0, so that a NaN never enters an amax."""
+    return x.to(torch.float32).abs().nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def tensor_scale(
+    amax: Tensor | float,
+    format: str = "e4m3",
+    margin: int = 0,
+    power_of_two: bool = False,
+    eps: float = 0.0,
+    overflow: float = FLT_MAX,
+) -> Tensor:
+    """The scale that brings `amax` to `fp8_max * 2^-margin`, element by element.
+
+    An amax below `eps` counts as `eps`; an amax of 0, inf or NaN gives 1; a scale beyond float32
+    becomes `overflow`; `power_of_two` truncates the scale's mantissa.
+
+    Args:
+        amax: float32, any shape; one per tensor or one per block.
+        format: "e4m3" or "e5m2".
+        margin: headroom in bits.
+        power_of_two: round the scale down to a power of two.
+        eps: the smallest amax that is believed.
+        overflow: what an infinite scale becomes; float32's maximum.
+
+    Returns:
+        float32, of the shape of `amax`. `1 / scale` is the inverse; `amax / fp8_max` is not.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    largest = torch.as_tensor(amax, dtype=torch.float32)
+    limit = largest.new_tensor(fp8_format(format).max * 2.0**-margin)
+    # A comparison with NaN is false: a NaN amax passes and gives 1 below.
+    largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)
+    scale = limit / largest
+    scale = torch.where(scale.isinf(), torch.full_like(scale, overflow), scale)
+    usable = torch.isfinite(largest) & (largest != 0)
+    scale = torch.where(usable, scale, torch.ones_like(scale))
+    return truncate_to_power_of_two(scale) if power_of_two else scale
+
+
+def truncate_to_power_of_two(scale: Tensor) -> Tensor:
+    """The largest power of two not above `scale` (float32, normal, positive)."""
+    return (scale.view(torch.int32) & _POWER_OF_TWO_MASK).view(torch.float32)

@@ -1,0 +1,146 @@
+"""Number formats as data, read off their bits. No tensors of numbers here, no nn.Module.
+
+Sources: IEEE 754 (fp32, fp16), "FP8 formats for deep learning" (arXiv 2209.05433) for E4M3 and
+E5M2, and the OCP Microscaling specification 1.0 for E8M0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+Fp8Name = Literal["e4m3", "e5m2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A binary format: `sign_bits` + `exponent_bits` + `mantissa_bits`, and what its codes mean.
+
+    `specials` says what the topmost exponent holds: "ieee" infinities and NaNs, "fn" finite
+    values and one NaN (all ones), "e8m0" no sign, no zero, a power of two per code and one NaN.
+    `dtype` is torch's type, None where torch stores the format in a wider one (tf32).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    specials: Literal["ieee", "fn", "e8m0"]
+    dtype: torch.dtype | None
+    hardware: str
+    sign_bits: int = 1
+
+    @property
+    def bits(self) -> int:
+        """The bits that carry information (tf32 has 19 of them and is stored in 32)."""
+        return self.sign_bits + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """The exponent's bias."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether some code is an infinity."""
+        return self.specials == "ieee"
+
+    def decode(self, code: int) -> float:
+        """The value of one code, as exact arithmetic on its bits: the scalar reference."""
+        if self.specials == "e8m0":
+            return math.nan if code == 255 else 2.0 ** (code - 127)
+        top = 2**self.exponent_bits - 1
+        mantissa = code & (2**self.mantissa_bits - 1)
+        exponent = (code >> self.mantissa_bits) & top
+        sign = -1.0 if code >> (self.exponent_bits + self.mantissa_bits) else 1.0
+        if exponent == top:
+            if self.specials == "ieee":
+                return math.nan if mantissa else sign * math.inf
+            if mantissa == 2**self.mantissa_bits - 1:
+                return math.nan
+        if exponent == 0:
+            return sign * mantissa * 2.0 ** (1 - self.bias - self.mantissa_bits)
+        fraction = 1 + mantissa * 2.0**-self.mantissa_bits
+        return float(sign * fraction * 2.0 ** (exponent - self.bias))
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest finite value."""
+        if self.specials == "e8m0":
+            return 254
+        ones = int(2 ** (self.exponent_bits + self.mantissa_bits)) - 1
+        return ones - 1 if self.specials == "fn" else ones - 2**self.mantissa_bits
+
+    @cached_property
+    def max(self) -> float:
+        """The largest finite value."""
+        return self.decode(self.max_code)
+
+    @cached_property
+    def min_normal(self) -> float:
+        """The smallest positive normal value."""
+        return self.decode(0 if self.specials == "e8m0" else 2**self.mantissa_bits)
+
+    @cached_property
+    def min_subnormal(self) -> float | None:
+        """The smallest positive value; None where there are no subnormals."""
+        return None if self.specials == "e8m0" else self.decode(1)
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next value up."""
+        return float(2.0**-self.mantissa_bits)
+
+    def nan_codes(self) -> list[int]:
+        """The codes that are not a number; for formats of eight bits only."""
+        assert self.bits == 8, f"{self.name} has too many codes to list"
+        return [code for code in range(256) if math.isnan(self.decode(code))]
+
+
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        Format(
+            name="fp32", exponent_bits=8, mantissa_bits=23, specials="ieee",
+            dtype=torch.float32, hardware="any",
+        ),
+        Format(
+            name="tf32", exponent_bits=8, mantissa_bits=10, specials="ieee",
+            dtype=None, hardware="8.0+",
+        ),
+        Format(
+            name="bf16", exponent_bits=8, mantissa_bits=7, specials="ieee",
+            dtype=torch.bfloat16, hardware="8.0+",
+        ),
+        Format(
+            name="fp16", exponent_bits=5, mantissa_bits=10, specials="ieee",
+            dtype=torch.float16, hardware="7.0+",
+        ),
+        Format(
+            name="e4m3", exponent_bits=4, mantissa_bits=3, specials="fn",
+            dtype=torch.float8_e4m3fn, hardware="8.9, 9.0+",
+        ),
+        Format(
+            name="e5m2", exponent_bits=5, mantissa_bits=2, specials="ieee",
+            dtype=torch.float8_e5m2, hardware="8.9, 9.0+",
+        ),
+        Format(
+            name="e8m0", exponent_bits=8, mantissa_bits=0, specials="e8m0", sign_bits=0,
+            dtype=torch.float8_e8m0fnu, hardware="10.x (block scales)",
+        ),
+    )
+}  # fmt: skip
+
+
+def fp8_format(name: str) -> Format:
+    """The format called "e4m3" or "e5m2".
+
+    Raises:
+        ValueError: any other name.
+    """
+    if name not in ("e4m3", "e5m2"):
+        raise ValueError(f"No FP8 format '{name}'. Known: e4m3, e5m2.")
+    return FORMATS[name]

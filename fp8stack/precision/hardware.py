@@ -1,0 +1,155 @@
+"""What the machine is. The only file that asks it; everything else is handed a `Hardware`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from fp8stack.errors import UserError, quoted
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as a plain value, so that a plan for any GPU can be made and tested on a CPU.
+
+    `capability` is CUDA's compute capability, None on a CPU. `cuda_version` is the one torch was
+    built for. `cpu_bf16` says whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or
+    Arm's BF16 instructions).
+    """
+
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
+    has_te: bool = field(default=False, kw_only=True)
+    cuda_version: tuple[int, int] | None = field(default=None, kw_only=True)
+    name: str = field(default="", kw_only=True)
+    cpu_bf16: bool = field(default=False, kw_only=True)
+    memory_gib: float = field(default=0.0, kw_only=True)
+    torch_version: str = field(default="", kw_only=True)
+    te_version: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and self.capability is None:
+            raise ValueError("A CUDA device has a compute capability: Hardware('cuda', (9, 0)).")
+
+    def __str__(self) -> str:
+        if self.device == "cpu":
+            bf16 = "with" if self.cpu_bf16 else "without"
+            return f"{self.name or 'CPU'} ({bf16} bf16 instructions)"
+        assert self.capability is not None
+        major, minor = self.capability
+        return f"{self.name or 'CUDA GPU'} (compute capability {major}.{minor})"
+
+
+def probe(device: str = "auto") -> Hardware:
+    """What this machine is: its first CUDA GPU if there is one, else its CPU.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        UserError: an unknown device, or CUDA asked for where torch finds none.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"No device '{quoted(device)}'. Known: auto, cpu, cuda.")
+    has_cuda = torch.cuda.is_available() and torch.version.hip is None  # ROCm calls itself cuda
+    if device == "cuda" and not has_cuda:
+        raise UserError("No CUDA GPU is usable by this torch. Use --device cpu.")
+    if device == "cpu" or not has_cuda:
+        return Hardware(
+            "cpu",
+            name=_cpu_name(),
+            cpu_bf16=_cpu_multiplies_bf16(),
+            memory_gib=round(_system_memory_gib(), 1),
+            torch_version=torch.__version__,
+            te_version=_te_version(),
+        )
+    properties = torch.cuda.get_device_properties(0)
+    version = _te_version()
+    return Hardware(
+        "cuda",
+        (properties.major, properties.minor),
+        name=properties.name,
+        has_te=version is not None,
+        cuda_version=_version_pair(torch.version.cuda),
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        torch_version=torch.__version__,
+        te_version=version,
+    )
+
+
+def assumed(capability: str, has_te: bool = True) -> Hardware:
+    """A machine that is not here, with current software: torch for CUDA 12.9 or later, TE 2.20.
+
+    Args:
+        capability: "9.0" for a GPU of that compute capability, "none" for a CPU.
+
+    Raises:
+        UserError: not a compute capability.
+    """
+    if capability == "none":
+        return Hardware("cpu", name="assumed CPU", torch_version=torch.__version__)
+    parts = capability.split(".")
+    if len(parts) != 2 or not all(part.isdecimal() and len(part) <= 2 for part in parts):
+        raise UserError(
+            f"'{quoted(capability)}' is no compute capability. Give one such as 8.0 or 9.0, or none."
+        )
+    return Hardware(
+        "cuda",
+        (int(parts[0]), int(parts[1])),
+        name="assumed GPU",
+        has_te=has_te,
+        cuda_version=(12, 9),
+        torch_version=torch.__version__,
+        te_version="2.20" if has_te else None,
+    )
+
+
+def _te_version() -> str | None:
+    """The version of Transformer Engine's torch extension that is installed, not imported."""
+    try:
+        return metadata.version("transformer-engine-torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _version_pair(version: str | None) -> tuple[int, int] | None:
+    if not version:
+        return None
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _cpu_flags() -> set[str]:
+    """The CPU's feature flags as Linux lists them; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return set()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.lower().startswith(("flags", "features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _cpu_multiplies_bf16() -> bool:
+    return bool(_cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _system_memory_gib() -> float:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError, AttributeError):
+        return 0.0

@@ -1,0 +1,136 @@
+"""Recipes: what is asked of the numbers, as data. Nothing here knows what a machine can do.
+
+`recipes/*.toml` are recipes; a user's own file is one too. "auto" is a rule, not a recipe.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8stack import presets
+from fp8stack.numerics.amax import AmaxAlgorithm
+from fp8stack.numerics.blocks import ScaleRounding
+from fp8stack.numerics.formats import Fp8Name
+
+ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+class _Base(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str
+    description: str
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any GEMM of this recipe takes FP8 operands."""
+        return True
+
+
+class _Fp8(_Base):
+    """What every FP8 recipe may leave out of FP8; such layers run in the compute dtype."""
+
+    head: bool = False
+    exclude: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    exclude_first_blocks: Annotated[int, Field(ge=0)] = 0
+    exclude_last_blocks: Annotated[int, Field(ge=0)] = 0
+
+    def excluded(self, layer: str, blocks: int) -> str | None:
+        """Why `layer` is not in FP8 by this recipe's own choice, or None.
+
+        `layer` is a module path, such as `blocks.0.mlp.up`; `blocks` how many blocks there are.
+        """
+        if layer == "lm_head" and not self.head:
+            return "the recipe says head = false"
+        for pattern in self.exclude:
+            if fnmatch.fnmatchcase(layer, pattern):
+                return f"excluded by the pattern '{pattern}'"
+        parts = layer.split(".")
+        if parts[0] == "blocks" and len(parts) > 1 and parts[1].isdecimal():
+            index = int(parts[1])
+            if index < self.exclude_first_blocks:
+                return f"in the first {self.exclude_first_blocks} blocks"
+            if index >= blocks - self.exclude_last_blocks:
+                return f"in the last {self.exclude_last_blocks} blocks"
+        return None
+
+
+class _PerTensor(_Fp8):
+    """One scale per tensor. HYBRID by default: E4M3 for x and w, E5M2 for gradients."""
+
+    forward_format: Fp8Name = "e4m3"
+    backward_format: Fp8Name = "e5m2"
+
+
+class DelayedRecipe(_PerTensor):
+    """The scale comes from the amaxes of earlier passes."""
+
+    scaling: Literal["delayed"]
+    margin: Annotated[int, Field(ge=-64, le=64)] = 0
+    history_length: Annotated[int, Field(ge=1, le=2**20)] = 1024
+    amax_algorithm: AmaxAlgorithm = "max"
+
+
+class CurrentRecipe(_PerTensor):
+    """The scale comes from the amax of the tensor itself."""
+
+    scaling: Literal["current"]
+    power_of_two: bool = False
+    eps: Annotated[float, Field(ge=0)] = 0.0
+
+
+class BlockRecipe(_Fp8):
+    """One scale per 1x128 block of x and dy, and per 128x128 block of w; E4M3 throughout."""
+
+    scaling: Literal["block"]
+    power_of_two: bool = True
+
+
+class Mxfp8Recipe(_Fp8):
+    """One power-of-two scale per 32 elements along the reduction; E4M3 throughout."""
+
+    scaling: Literal["mxfp8"]
+    scale_rounding: ScaleRounding = "rceil"
+
+
+class PlainRecipe(_Base):
+    """No FP8: every GEMM in `compute_dtype`, with float32 master weights."""
+
+    scaling: Literal["none"]
+    compute_dtype: ComputeDtype
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any GEMM of this recipe takes FP8 operands."""
+        return False
+
+
+Fp8Recipe = DelayedRecipe | CurrentRecipe | BlockRecipe | Mxfp8Recipe
+Recipe = Annotated[Fp8Recipe | PlainRecipe, Field(discriminator="scaling")]
+
+
+def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Recipe:
+    """The recipe called `name`, or the one in the TOML file at the path `name`.
+
+    Args:
+        name: a name or a path.
+        overrides: keys to change in it.
+
+    Raises:
+        UserError: no such recipe or file, an unknown key, a value out of range.
+    """
+    stem, table = presets.read("recipes", name)
+    table = {"name": stem, **table, **(overrides or {})}
+    recipe: Recipe = presets.parse(Recipe, table, f"recipe '{stem}'")
+    return recipe
+
+
+def plain(compute_dtype: ComputeDtype) -> PlainRecipe:
+    """The recipe without FP8 that computes in `compute_dtype`; it ships as a preset."""
+    recipe = load_recipe(compute_dtype)
+    assert isinstance(recipe, PlainRecipe)
+    return recipe

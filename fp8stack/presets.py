@@ -1,0 +1,116 @@
+"""Find a preset by name or path, and parse it strictly. No torch here.
+
+`models/*.toml` and `recipes/*.toml` hold data, no code. A wheel carries them as
+`fp8stack/_presets/...`; in a checkout they lie beside the package.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from fp8stack.errors import UserError, quoted, unknown
+
+Kind = Literal["models", "recipes"]
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def folder(kind: Kind) -> Path:
+    """The folder that holds the presets of `kind`: inside the wheel, or beside the package."""
+    package = Path(str(files("fp8stack")))
+    shipped = package / "_presets" / kind
+    return shipped if shipped.is_dir() else package.parent / kind
+
+
+def names(kind: Kind) -> list[str]:
+    """The names of the presets of `kind` that come with fp8stack, sorted."""
+    return sorted(path.stem for path in folder(kind).glob("*.toml"))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in the TOML file at `path`.
+
+    Raises:
+        UserError: the file cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"Cannot read {quoted(str(path))}: {reason}. Give a TOML file.") from error
+    except ValueError as error:  # TOMLDecodeError, or an integer too long to convert
+        raise UserError(f"{path} is not valid TOML: {quoted(str(error))}.") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply to be a preset.") from error
+
+
+def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
+    """The name and the table of a preset: one that ships with fp8stack, or a user's own file.
+
+    Anything that ends in `.toml` or holds a path separator is a path; the rest are names.
+
+    Raises:
+        UserError: no such preset or file, or not TOML.
+    """
+    if name.endswith(".toml") or "/" in name or "\\" in name:
+        path = Path(name)
+        if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
+            raise UserError(
+                f"No {kind[:-1]} file '{quoted(name)}'. Give the path of a TOML file, or one of: "
+                f"{', '.join(names(kind))}."
+            )
+        return path.stem, read_toml(path)
+    if name not in names(kind):
+        raise unknown(kind[:-1], name, names(kind))
+    return name, read_toml(folder(kind) / f"{name}.toml")
+
+
+def parse(schema: Any, table: dict[str, Any], where: str) -> Any:
+    """`table` as the pydantic type `schema`.
+
+    Raises:
+        UserError: one line that names the first wrong key, its value and what is allowed.
+    """
+    try:
+        return TypeAdapter(schema).validate_python(table)
+    except ValidationError as error:
+        raise UserError(_explain(error, schema, where)) from error
+
+
+def _explain(error: ValidationError, schema: Any, where: str) -> str:
+    """The first problem of `error` in one line."""
+    # A key that is not known first: it may be a misspelled one that is missing, too.
+    problems = error.errors()
+    problem = min(problems, key=lambda found: found["type"] != "extra_forbidden")
+    tree = TypeAdapter(schema).json_schema()
+    path = [str(part) for part in problem["loc"]]
+    if "discriminator" in tree:
+        mapping = tree["discriminator"]["mapping"]
+        tag = tree["discriminator"]["propertyName"]
+        if problem["type"] == "union_tag_invalid":
+            return f"{where}: {unknown(tag, str(problem['ctx']['tag']), mapping)}"
+        if problem["type"] == "union_tag_not_found":
+            return f"{where}: key '{tag}' is missing. Known values: {', '.join(sorted(mapping))}."
+        tree = tree["$defs"][mapping[path.pop(0)].rsplit("/", 1)[-1]]
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: {unknown('key', path[-1], tree['properties'])}"
+    key = ".".join(path)
+    if problem["type"] == "missing":
+        return f"{where}: key '{key}' is missing."
+    message = problem["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{where}: {message}"
+    return f"{where}: {quoted(key)} = {_shown(problem['input'])}: {message}."
+
+
+def _shown(value: Any) -> str:
+    """A value from a user's file, as it can stand within a line."""
+    try:
+        return quoted(repr(value))
+    except ValueError:  # an integer of more digits than Python prints
+        return "a very long number"

@@ -1,0 +1,1 @@
+"""One training run: configuration, optimizer, loop, checkpoints, what it prints and writes."""

@@ -1,0 +1,151 @@
+"""What a run is made of: flags, a run file, or both, parsed strictly. No torch here."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import model_validator
+
+from fp8stack import presets
+from fp8stack.errors import UserError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Override = bool | int | float | str | list[str]
+
+
+class RunConfig(BaseModel):
+    """A run, whole: saved as `run.toml` with it, and enough to do it again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str = "gpt-nano"
+    recipe: str = "auto"
+    backend: Literal["auto", "te", "torch", "emulate", "reference"] = "auto"
+    strict: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: str | None = None
+    out: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    steps: PositiveInt = 1500
+    batch: PositiveInt = 16
+    """Sequences per step, over all ranks and micro-batches."""
+    context: PositiveInt | None = None
+    """Tokens per sequence; the model's own if left out."""
+    accumulate: PositiveInt = 1
+    lr: PositiveFloat = 3e-3
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 50
+    decay_fraction: Fraction = 0.2
+    """wsd: the share of the steps over which the learning rate falls."""
+    min_lr: Fraction = 0.1
+    """The last learning rate, as a share of `lr`."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_eps: PositiveFloat = 1e-8
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """The largest global gradient norm; 0 clips nothing."""
+
+    log_every: PositiveInt = 1
+    eval_every: PositiveInt = 250
+    eval_windows: PositiveInt = 256
+    """How many windows of the held-out part an evaluation reads."""
+    save_every: PositiveInt = 500
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    sample_tokens: NonNegativeInt = 256
+    sample_prompt: str | None = None
+    temperature: PositiveFloat = 0.8
+    workers: NonNegativeInt = 0
+    """Processes that read data ahead; batches are the same for any number."""
+    save_fp8: bool = False
+    """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
+    tensorboard: bool = False
+    model_overrides: dict[str, Override] = {}
+    recipe_overrides: dict[str, Override] = {}
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"batch {self.batch} is not divisible by accumulate {self.accumulate}. "
+                "Choose a batch that is a multiple of it."
+            )
+        return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that were set, by flag or file, with their values."""
+        return self.model_dump(exclude_unset=True)
+
+
+# What a resumed run may change: nothing that its losses depend on, but for a longer `steps`. The
+# model, the recipe and the data may have moved; it is their contents that are compared.
+FREE_ON_RESUME = frozenset(
+    {
+        "model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict",
+        "device", "out", "steps", "log_every", "eval_every", "eval_windows", "save_every",
+        "keep_checkpoints", "sample_tokens", "sample_prompt", "temperature", "workers", "save_fp8",
+        "tensorboard",
+    }
+)  # fmt: skip
+
+
+def parse_config(
+    file: str | None, flags: Mapping[str, Any], sets: Sequence[str] = ()
+) -> RunConfig:
+    """The configuration from a run file, flags and `--set key=value`; the later one wins.
+
+    Raises:
+        UserError: an unknown key, a wrong value, a `--set` that is not key=value.
+    """
+    table = presets.read_toml(Path(file)) if file else {}
+    where = f"run file '{file}'" if file else "flags"
+    # The file is checked alone first, so that an error names where the key stands.
+    presets.parse(RunConfig, table, where)
+    for item in sets:
+        _set(table, item)
+    table |= {key: value for key, value in flags.items() if value is not None}
+    config: RunConfig = presets.parse(RunConfig, table, where if not (flags or sets) else "flags")
+    return config
+
+
+def _set(table: dict[str, Any], item: str) -> None:
+    """Apply one `key=value`: `lr=0.001`, `model_overrides.layers=2`; a bare word is a string."""
+    key, equals, text = item.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {item!r} is not key=value. Example: --set lr=0.001")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *outer, last = key.split(".")
+    for part in outer:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {item!r}: '{part}' is not a table.")
+        table = inner
+    table[last] = value
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as the text of a run file; keys without a value are left out."""
+    lines, tables = [], []
+    for key, value in config.model_dump().items():
+        if isinstance(value, dict):
+            if value:
+                inner = [f"{name} = {_literal(item)}" for name, item in value.items()]
+                tables += ["", f"[{key}]", *inner]
+        elif value is not None:
+            lines.append(f"{key} = {_literal(value)}")
+    return "\n".join(lines + tables) + "\n"
+
+
+def _literal(value: Any) -> str:
+    """One TOML value; TOML's strings, numbers and booleans read as JSON's, DEL apart."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,106 @@
+"""What a run prints: a progress bar on a terminal, one plain line per logged step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fp8stack.training.throughput import Peak
+
+
+class Display(Protocol):
+    """Where a run's progress is shown."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        ...
+
+    def step(self, row: dict[str, Any], seconds_left: float) -> None:
+        """Show the metrics of a step, a row of `metrics.jsonl`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
+    """The log line of a step, without the time left."""
+    parts = [f"step {row['step']}/{steps}"]
+    loss = row["loss"]
+    parts.append("loss non-finite" if loss is None else f"loss {loss:.4f}")
+    parts.append(f"lr {row['lr']:.2e}")
+    norm = row["grad_norm"]
+    parts.append("grad norm non-finite" if norm is None else f"grad norm {norm:.2f}")
+    if "loss_scale" in row:
+        skipped = ", skipped" if row["skipped"] else ""
+        parts.append(f"loss scale {row['loss_scale']:.0f}{skipped}")
+    parts.append(f"{row['step_ms']:.0f} ms")
+    parts.append(f"{row['tokens_per_s'] / 1000:.1f}k tok/s")
+    mfu = row["mfu"]
+    parts.append(f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}")
+    parts.append(f"{row['memory_gib']:.2f} GiB")
+    parts.append(row["precision"])
+    return " | ".join(parts)
+
+
+class PlainDisplay:
+    """One line per logged step, for logs and pipes."""
+
+    def __init__(self, steps: int, peak: Peak) -> None:
+        self.steps = steps
+        self.peak = peak
+
+    def note(self, text: str) -> None:
+        """See `Display.note`."""
+        print(text, flush=True)
+
+    def step(self, row: dict[str, Any], seconds_left: float) -> None:
+        """See `Display.step`."""
+        left = timedelta(seconds=round(seconds_left))
+        print(f"{describe(row, self.steps, self.peak)} | ETA {left}", flush=True)
+
+    def close(self) -> None:
+        """See `Display.close`."""
+
+
+class RichDisplay:
+    """A bar with the latest step's figures below it; notes scroll by above."""
+
+    def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
+        self.steps = steps
+        self.peak = peak
+        self.progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+        )
+        self.task = self.progress.add_task("", total=steps, completed=start)
+        self.progress.start()
+
+    def note(self, text: str) -> None:
+        """See `Display.note`."""
+        self.progress.console.print(text, markup=False, highlight=False)
+
+    def step(self, row: dict[str, Any], seconds_left: float) -> None:
+        """See `Display.step`."""
+        text = describe(row, self.steps, self.peak).partition(" | ")[2]
+        self.progress.update(self.task, completed=row["step"], description=text)
+
+    def close(self) -> None:
+        """See `Display.close`."""
+        self.progress.stop()
+
+
+def open_display(steps: int, peak: Peak, start: int) -> Display:
+    """A display that fits where stdout goes."""
+    if sys.stdout.isatty():
+        return RichDisplay(steps, peak, start, Console())
+    return PlainDisplay(steps, peak)

@@ -1,0 +1,48 @@
+"""A trained model, back from its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8stack import presets
+from fp8stack.backends import build_backend, fp8_state, load_fp8_state
+from fp8stack.errors import UserError
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import probe
+from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.state import restore_weights
+
+
+def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
+    """The model of a run's newest good checkpoint, or of one checkpoint, in eval mode.
+
+    Args:
+        run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
+        recipe: the precision that it is to be run in, whatever it was trained in.
+
+    Returns:
+        A GPT on this machine's device: `model(tokens [B, T]) -> logits [B, T, vocabulary]`.
+
+    Raises:
+        UserError: no run there, or delayed scaling is asked of a checkpoint without its scales.
+        NoUsableCheckpoint: every checkpoint of the run is damaged.
+    """
+    path = Path(run_or_checkpoint)
+    if (path / "checkpoints").is_dir():
+        checkpoint, path, _ = checkpoints.newest(path / "checkpoints")
+    else:
+        checkpoint = checkpoints.load(path)
+    identity = checkpoint.info["identity"]
+    config: GPTConfig = presets.parse(GPTConfig, identity["model"], f"{path}")
+    hardware = probe()
+    plan = plan_for(config, recipe, hardware)
+    model = GPT(config, build_backend(plan))
+    restore_weights(model, checkpoint.tensors.get("model", {}))
+    if fp8_state(model):
+        if "fp8" not in checkpoint.tensors:
+            raise UserError(
+                f"{path} holds no scales for recipe '{recipe}': it was trained in "
+                f"{identity['recipe']['scaling']}. Use recipe 'current'."
+            )
+        load_fp8_state(model, checkpoint.tensors["fp8"])
+    return model.to(hardware.device).eval()

@@ -1,0 +1,274 @@
+"""The training loop: one step, and what happens around it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fp8stack import data
+from fp8stack.errors import NumericFailure
+from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.checkpoint import Checkpoint
+from fp8stack.training.display import Display, open_display
+from fp8stack.training.evaluate import sample, validation_loss
+from fp8stack.training.optimizer import learning_rate
+from fp8stack.training.plot import loss_plot
+from fp8stack.training.setup import Run, versions
+from fp8stack.training.state import capture
+from fp8stack.training.throughput import peak_memory_gib, peak_rate
+
+DONE, PREEMPTED = 0, 75
+
+
+def train(run: Run) -> int:
+    """Train `run` from its last step to its end, and return the exit code: done or preempted.
+
+    Raises:
+        NumericFailure: the loss or a gradient is not finite; weights and checkpoints are as before.
+        StorageError: the disk is full.
+    """
+    peak = peak_rate(run.hardware, run.plan)
+    print(*describe_run(run), sep="\n", flush=True)
+    display = open_display(run.config.steps, peak, run.step)
+    loop = _Loop(run, display, peak.tflops)
+    try:
+        with _stop_requests() as requested:
+            for step, tokens_BT in _batches(run):
+                loop.advance(step, tokens_BT)
+                if requested() and step < run.config.steps:
+                    path = loop.save()
+                    display.note(f"stopped after step {step}, saved {path}. Go on with:\n"
+                                 f"  fp8stack pretrain --resume {run.folder.path}")  # fmt: skip
+                    return PREEMPTED
+        loop.finish()
+    finally:
+        display.close()
+        run.accelerator.end_training()
+    return DONE
+
+
+def describe_run(run: Run) -> list[str]:
+    """What is about to run, in a few lines."""
+    config, accumulate = run.config, run.config.accumulate
+    tokens = config.batch * run.context
+    micro = f" in {accumulate} micro-batches" if accumulate > 1 else ""
+    return [
+        *run.notes,
+        f"machine: {run.hardware}",
+        *run.plan.summary(),
+        f"model: {config.model}, {run.model.config.parameters():,} parameters",
+        f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
+        "held out",
+        f"steps: {run.step + 1} to {config.steps} of {config.batch} x {run.context} = {tokens:,} "
+        f"tokens{micro}",
+        f"run: {run.folder.path}",
+    ]
+
+
+def _batches(run: Run) -> Iterator[tuple[int, Tensor]]:
+    """Each step that is left, with its tokens, int64 [batch, context + 1]."""
+    config = run.config
+    dataset = data.StepBatches(
+        run.train,
+        batch=config.batch,
+        context=run.context,
+        seed=config.seed,
+        vocabulary=run.model.config.vocabulary,
+    )
+    steps = range(run.step + 1, config.steps + 1)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=steps,
+        num_workers=config.workers,
+        pin_memory=run.plan.device == "cuda",
+    )
+    return zip(steps, loader, strict=True)
+
+
+class _Loop:
+    """The parts of a run that repeat."""
+
+    def __init__(self, run: Run, display: Display, peak_tflops: float | None) -> None:
+        self.run = run
+        self.config = run.config
+        self.display = display
+        self.peak_tflops = peak_tflops
+        self.tokens_per_step = run.config.batch * run.context
+        self.started = time.perf_counter()
+        self.first = run.step
+        self.saved_at = run.step
+
+    def advance(self, step: int, tokens_BT: Tensor) -> None:
+        """Train one step, then log, evaluate and save as configured."""
+        config = self.config
+        start = time.perf_counter()
+        loss, norm = self.train_step(step, tokens_BT.to(self.run.accelerator.device))
+        self.run.step = step
+        last = step == config.steps
+        evaluates = last or step % config.eval_every == 0
+        logs = step % config.log_every == 0 or evaluates
+        if logs:
+            row = self.row(step, float(loss), float(norm), time.perf_counter() - start)
+            if evaluates:
+                row["val_loss"] = self.evaluate()
+            self.log(row)
+        if last or step % config.save_every == 0:
+            self.save()
+
+    def train_step(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
+        clipping, both 0-dim.
+
+        Raises:
+            NumericFailure: the norm is not finite (in fp16, GradScaler skips the step instead).
+        """
+        run, config = self.run, self.config
+        accelerator, optimizer, scaler = run.accelerator, run.optimizer, run.scaler
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        losses = []
+        for part_BT in tokens_BT.chunk(config.accumulate):
+            with accelerator.accumulate(run.wrapped):
+                loss = run.wrapped(part_BT[:, :-1], part_BT[:, 1:])
+                # accelerate divides by the number of micro-batches
+                accelerator.backward(loss if scaler is None else scaler.scale(loss))
+                losses.append(loss.detach())
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        parameters = run.model.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
+        mean = torch.stack(losses).mean()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            self.require_finite(step, mean, norm)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return mean, norm
+
+    def require_finite(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Stop before the update if the gradient is not finite: the weights stay as they were."""
+        if math.isfinite(float(norm)) and math.isfinite(float(loss)):
+            return
+        self.log(self.row(step, float(loss), float(norm), 0.0) | {"event": "non-finite"})
+        raise NumericFailure(
+            f"Step {step}: the loss is {float(loss):.4g} and the gradient norm {float(norm):.4g}. "
+            f"The step was not taken; the last checkpoint is of step {self.saved_at}. "
+            "Lower --lr, or try a recipe with more range."
+        )
+
+    def row(self, step: int, loss: float, norm: float, seconds: float) -> dict[str, Any]:
+        """The metrics of a step: a row of `metrics.jsonl`."""
+        run = self.run
+        rate = self.tokens_per_step / seconds if seconds else 0.0
+        tflops = rate * run.model.config.flops_per_token(run.context) / 1e12
+        row = {
+            "step": step,
+            "loss": loss if math.isfinite(loss) else None,
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "step_ms": round(1000 * seconds, 2),
+            "tokens_per_s": round(rate, 1),
+            "mfu": round(tflops / self.peak_tflops, 4) if self.peak_tflops else None,
+            "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
+            "precision": run.plan.precision,
+            "fp8_gemms": run.backend.fp8_gemms(),
+        }
+        if run.scaler is not None:
+            row |= {"loss_scale": run.scaler.get_scale(), "skipped": not math.isfinite(norm)}
+        return row
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write a row to the metrics, show it, and hand it to the trackers."""
+        self.run.folder.append_metrics(row)
+        done = row["step"] - self.first
+        per_step = (time.perf_counter() - self.started) / done
+        self.display.step(row, per_step * (self.config.steps - row["step"]))
+        if "val_loss" in row:
+            self.display.note(f"step {row['step']}: validation loss {row['val_loss']:.4f}")
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        self.run.accelerator.log(numbers, step=row["step"])
+
+    def evaluate(self) -> float:
+        """The validation loss now. Its GEMMs are not counted among the training's."""
+        run = self.run
+        micro_batch = self.config.batch // self.config.accumulate
+        loss = validation_loss(run.wrapped, run.windows, micro_batch, run.accelerator.device)
+        run.backend.fp8_gemms()
+        return loss
+
+    def save(self) -> str:
+        """Write a checkpoint of the last step and return its path."""
+        run = self.run
+        run.folder.sync_metrics()
+        info = {
+            "identity": run.identity,
+            "config": self.config.model_dump(mode="json"),
+            "plan": run.plan.to_json(),
+            "scaler": run.scaler.state_dict() if run.scaler is not None else None,
+            "versions": versions(),
+        }
+        state = Checkpoint(step=run.step, info=info, tensors=capture(run.model, run.optimizer))
+        path = checkpoints.save(run.folder.checkpoints, state, self.config.keep_checkpoints)
+        self.saved_at = run.step
+        return str(path)
+
+    def finish(self) -> None:
+        """Draw the loss, show a sample, and say where everything is."""
+        run, folder = self.run, self.run.folder
+        metrics = folder.read_metrics()
+        plot = loss_plot(metrics, f"{self.config.model}, {run.plan.precision}")
+        checkpoints.write_atomically(folder.plot, plot)
+        text = self.sample()
+        if text:
+            checkpoints.write_atomically(folder.sample, text.encode())
+            self.display.note(f"sample:\n{text}")
+        final = [row["val_loss"] for row in metrics if "val_loss" in row][-1]
+        self.display.note(
+            f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
+            f"checkpoint: {folder.checkpoints}/step-{run.step:06d}\nplot: {folder.plot}"
+        )
+
+    def sample(self) -> str:
+        """Text that the model writes now; empty where tokens are not bytes or none is asked for."""
+        run, config = self.run, self.config
+        if not config.sample_tokens or not run.train.is_text:
+            return ""
+        prompt = config.sample_prompt or ("def " if config.data is None else "\n")
+        tokens = sample(
+            run.model,
+            list(prompt.encode()),
+            config.sample_tokens,
+            temperature=config.temperature,
+            seed=config.seed,
+        )
+        return prompt + data.decode(tokens)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Any]:
+    """Within, SIGINT and SIGTERM ask for a stop after the step; a second SIGINT interrupts."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,58 @@
+"""The plot of a run's loss."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
+    """A PNG of training and validation loss over the steps, from the rows of `metrics.jsonl`."""
+    train = [(row["step"], row["loss"]) for row in metrics if row.get("loss") is not None]
+    validation = [(row["step"], row["val_loss"]) for row in metrics if "val_loss" in row]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
+        axes.plot(steps, _smooth(losses), color="C0", label="training, running mean")
+        axes.set_ylim(*_range([*_smooth(losses), *(loss for _, loss in validation)]))
+    if validation:
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, "o-", color="C1", markersize=4, label="validation")
+        axes.annotate(
+            f"{losses[-1]:.3f}",
+            (steps[-1], losses[-1]),
+            textcoords="offset points",
+            xytext=(0, -14),
+            ha="right",
+            color="C1",
+        )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    if train or validation:
+        axes.legend(frameon=False)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()
+
+
+def _smooth(values: Sequence[float], weight: float = 0.95) -> list[float]:
+    """The exponential running mean, corrected for its start."""
+    mean, seen, result = 0.0, 0.0, []
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        seen = weight * seen + (1 - weight)
+        result.append(mean / seen)
+    return result
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = 0.08 * (high - low) or 0.1
+    return low - room, high + room

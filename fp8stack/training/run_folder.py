@@ -1,0 +1,97 @@
+"""The folder of a run: `run.toml`, `plan.json`, `metrics.jsonl`, `checkpoints/`, `loss.png`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fp8stack.errors import UserError
+from fp8stack.training.checkpoint import storage_errors, write_atomically
+
+
+class RunFolder:
+    """The files of one run. A folder that holds a run is never written over by another.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "run.toml"
+        self.plan = path / "plan.json"
+        self.metrics = path / "metrics.jsonl"
+        self.plot = path / "loss.png"
+        self.sample = path / "sample.txt"
+        self.checkpoints = path / "checkpoints"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.exists() or self.metrics.exists()
+
+    def create(self) -> None:
+        """Make the folder for a new run.
+
+        Raises:
+            UserError: there is a run, or a file, in its place.
+            StorageError: it cannot be made.
+        """
+        if self.holds_run:
+            raise UserError(
+                f"{self.path} holds a run already. Go on with it by --resume auto, or give "
+                "another --out."
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file. Give a folder as --out.")
+        with storage_errors(self.path):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Save the plan, as JSON."""
+        write_atomically(self.plan, (json.dumps(plan, indent=2) + "\n").encode())
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one line to the metrics; it is on its way to the disk when this returns."""
+        with storage_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def sync_metrics(self) -> None:
+        """Flush the metrics to the disk: a checkpoint must not be ahead of them."""
+        if self.metrics.exists():
+            with storage_errors(self.metrics), self.metrics.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The metrics so far; a line that was cut short by a crash ends them."""
+        rows: list[dict[str, Any]] = []
+        if not self.metrics.exists():
+            return rows
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                break
+            rows.append(row)
+        return rows
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of the steps after `step`, which are about to be done again."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_atomically(self.metrics, text.encode())
+
+
+def default_folder(model: str, recipe: str, resume: bool) -> Path:
+    """`runs/<model>-<recipe>`, or with a number: the first free one, or the last used to resume."""
+    stem = f"{Path(model).stem}-{Path(recipe).stem}"
+    used = free = Path("runs") / stem
+    number = 1
+    while RunFolder(free).holds_run:
+        used, number = free, number + 1
+        free = Path("runs") / f"{stem}-{number}"
+    return used if resume else free

@@ -1,0 +1,52 @@
+"""What the tests of whole runs share: a model that trains in a second, and the command in-process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8stack import cli
+
+TINY = [
+    "--steps", "12", "--batch", "4", "--context", "32", "--eval-every", "6", "--save-every", "4",
+    "--set", "model_overrides.layers=1", "--set", "model_overrides.width=32",
+    "--set", "model_overrides.heads=2", "--set", "eval_windows=4", "--set", "sample_tokens=8",
+    "--set", "warmup_steps=2",
+]  # fmt: skip
+
+Command = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def _same_random_state() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`fp8stack` with some arguments, in this process and a fresh folder: its exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as exit:
+            cli.main(list(arguments))
+        return int(exit.value.code or 0)
+
+    return run
+
+
+def metrics(run: Path) -> list[dict]:
+    """The rows of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple]:
+    """What a run's numbers came to, step by step; times left out."""
+    return [
+        (row["step"], row["loss"], row["grad_norm"], row["lr"], row.get("val_loss"))
+        for row in metrics(run)
+    ]

@@ -1,0 +1,153 @@
+"""References that share no code with fp8stack: numpy float32, ml_dtypes and exact fractions."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+    "fp32": np.float32,
+}
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+MAX_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
+POWERS_OF_TWO = [Fraction(2) ** (code - 127) for code in range(255)]  # E8M0's values
+FLT_MAX = float(np.finfo(np.float32).max)
+FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# The same examples on every run, however slow the machine.
+STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=100)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Torch's default dtype is another one for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """`x` as float32: exact for every dtype that a cast takes."""
+    return x.detach().to(torch.float32).numpy()
+
+
+def codes(data: Tensor) -> np.ndarray:
+    """The bytes of a tensor of eight-bit numbers."""
+    return data.view(torch.uint8).numpy()
+
+
+def decoded(name: str) -> np.ndarray:
+    """The float32 values of all codes of an eight-bit format, by ml_dtypes."""
+    return np.arange(256, dtype=np.uint8).view(ML_DTYPES[name]).astype(np.float32)
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All 65536 values of a 16-bit format."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def fp8_codes(x: np.ndarray, scale: np.ndarray | float, name: str) -> np.ndarray:
+    """The bytes of the saturated product of two float32 arrays; NaN is 0x7F."""
+    assert x.dtype == np.float32
+    with np.errstate(all="ignore"):
+        scaled = x * np.float32(scale)
+        held = np.clip(scaled, -FP8_MAX[name], FP8_MAX[name])
+    bits = held.astype(ML_DTYPES[name]).view(np.uint8)
+    return np.where(np.isnan(scaled), np.uint8(0x7F), bits)
+
+
+def rceil_code(amax: float, name: str) -> int:
+    """The E8M0 code of the smallest power of two that is not below `amax / fp8_max`."""
+    with np.errstate(all="ignore"):
+        ratio = np.float32(amax) * np.float32(1 / FP8_MAX[name])
+    if np.isinf(ratio):
+        return 254
+    return bisect_left(POWERS_OF_TWO, Fraction(float(ratio)))
+
+
+def block_amax(block: np.ndarray) -> np.float32:
+    """The largest magnitude, NaN ignored."""
+    numbers = np.abs(block[~np.isnan(block)])
+    return numbers.max() if numbers.size else np.float32(0)
+
+
+def mxfp8(x: np.ndarray, dim: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and scale codes of 1x32 blocks along `dim`, rounded up, one block after another."""
+    rows = np.moveaxis(x, dim, -1)
+    data = np.zeros(rows.shape, np.uint8)
+    scales = np.zeros((*rows.shape[:-1], -(-rows.shape[-1] // 32)), np.uint8)
+    for index in np.ndindex(scales.shape):
+        here = (*index[:-1], slice(32 * index[-1], 32 * index[-1] + 32))
+        code = rceil_code(block_amax(rows[here]), name)
+        scales[index] = code
+        data[here] = fp8_codes(rows[here], 2.0 ** (127 - code), name)
+    return np.moveaxis(data, -1, dim), np.moveaxis(scales, -1, dim)
+
+
+def scale_of(
+    amax: float, name: str, power_of_two: bool = False, overflow: float = FLT_MAX
+) -> np.float32:
+    """`fp8_max / amax` in float32, 1 for an amax of 0 or inf."""
+    if amax == 0 or not np.isfinite(amax):
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = np.float32(FP8_MAX[name]) / np.float32(amax)
+    if np.isinf(scale):
+        scale = np.float32(overflow)
+    if power_of_two:  # frexp's mantissa is in [0.5, 1)
+        scale = np.ldexp(np.float32(0.5), np.frexp(scale)[1])
+    return np.float32(scale)
+
+
+def blocked(
+    x: np.ndarray, block: tuple[int, int], name: str, power_of_two: bool, overflow: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and inverse scales of the blocks of a matrix, one block after another."""
+    high, wide = block
+    data = np.zeros(x.shape, np.uint8)
+    inv_scale = np.zeros((-(-x.shape[0] // high), -(-x.shape[1] // wide)), np.float32)
+    for row, column in np.ndindex(inv_scale.shape):
+        here = (
+            slice(row * high, row * high + high),
+            slice(column * wide, column * wide + wide),
+        )
+        scale = scale_of(block_amax(x[here]), name, power_of_two, overflow)
+        data[here] = fp8_codes(x[here], scale, name)
+        inv_scale[row, column] = np.float32(1) / scale
+    return data, inv_scale
+
+
+class PythonSlot:
+    """One slot of Transformer Engine's algorithm, in plain Python: a list of past amaxes."""
+
+    def __init__(self, name: str, length: int, margin: int, algorithm: str) -> None:
+        self.target = np.float32(FP8_MAX[name] * 2.0**-margin)
+        self.past = [0.0] * (length - 1)
+        self.algorithm = algorithm
+        self.recorded, self.scale = 0.0, 1.0
+
+    def update(self) -> None:
+        last, self.recorded = self.recorded, 0.0
+        if last == 0.0:
+            return
+        largest = last if self.algorithm == "most_recent" else max([*self.past, last])
+        self.past = [*self.past, last][1:]
+        if np.isfinite(largest):
+            with np.errstate(over="ignore"):
+                self.scale = min(float(self.target / np.float32(largest)), FLT_MAX)

@@ -1,0 +1,600 @@
+"""The data package: what is read, what is refused, and which windows make a step."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from fp8stack.data import (
+    Corpus,
+    DataError,
+    Part,
+    StepBatches,
+    corpus,
+    decode,
+    load_corpora,
+    sources,
+    validation_windows,
+)
+from fp8stack.errors import UserError
+
+GPT2 = 50257
+
+
+def write_bin(path: Path, tokens: object) -> Path:
+    np.asarray(tokens).astype("<u2").tofile(path)
+    return path
+
+
+def refusal(data: object, vocabulary: int = GPT2, **options: float) -> str:
+    """The message with which `data` is refused, checked to be one line for exit code 2."""
+    with pytest.raises(UserError) as caught:
+        load_corpora(str(data), vocabulary, **options)
+    return one_line(caught)
+
+
+def one_line(caught: pytest.ExceptionInfo[UserError]) -> str:
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+def in_memory(tokens: object, name: str = "some tokens") -> Corpus:
+    return Corpus(name=name, parts=(Part(path=Path("x"), tokens=np.array(tokens, np.uint16)),))
+
+
+def batches(of: Corpus, **changes: int) -> StepBatches:
+    return StepBatches(of, **{"batch": 3, "context": 8, "seed": 7, "vocabulary": GPT2, **changes})
+
+
+def counting(tmp_path: Path, n: int = 1000) -> Corpus:
+    """A mapped training split whose token at offset i is i."""
+    write_bin(tmp_path / "train.bin", range(n))
+    write_bin(tmp_path / "val.bin", range(n))
+    return load_corpora(str(tmp_path), GPT2)[0]
+
+
+# The default corpus
+
+
+@pytest.fixture(scope="module")
+def library() -> tuple[Corpus, Corpus]:
+    return load_corpora(None, 256)
+
+
+def test_the_default_corpus_is_about_ten_megabytes_of_python(library: tuple[Corpus, Corpus]):
+    train, val = library
+    assert 7e6 < len(train) + len(val) < 15e6
+    assert len(val) == int(0.1 * (len(train) + len(val)))
+    assert "import" in decode(train.window(0, 100_000).tolist())
+
+
+def test_the_default_corpus_holds_each_file_as_it_is(library: tuple[Corpus, Corpus]):
+    train, _ = library
+    root = Path(sysconfig.get_path("stdlib"))
+    for part in train.parts[:20]:
+        assert part.path.read_bytes().startswith(part.tokens.tobytes())
+        assert part.path.is_relative_to(root)
+
+
+def test_the_default_corpus_leaves_out_what_is_not_in_every_install(
+    library: tuple[Corpus, Corpus],
+):
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {p.path.relative_to(root).as_posix() for split in library for p in split.parts}
+    assert {"argparse.py", "json/decoder.py"} <= names
+    for name in names:
+        assert not set(name.split("/")) & {
+            *("site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"),
+            *("turtledemo", "ensurepip", "tkinter", "sitecustomize.py"),
+        }
+        assert not name.startswith("_sysconfigdata")
+
+
+def test_the_default_corpus_is_the_same_in_another_process(library: tuple[Corpus, Corpus]):
+    code = (
+        "from fp8stack.data.sources import load_corpora;"
+        "print(*[c.fingerprint() for c in load_corpora(None, 256)])"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONHASHSEED": "99"}
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert output.stdout.split() == [split.fingerprint() for split in library]
+
+
+def test_the_default_corpus_is_ordered_by_hash_and_not_by_directory(
+    library: tuple[Corpus, Corpus],
+):
+    _, val = library
+    root = Path(sysconfig.get_path("stdlib"))
+    packages = {p.path.relative_to(root).parts[0] for p in val.parts}
+    assert len(packages) > 15
+
+
+def test_a_python_without_its_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "python311.zip"))
+    with pytest.raises(UserError, match=r"python311\.zip.*--data"):
+        load_corpora(None, 256)
+
+
+def test_a_vocabulary_below_256_cannot_read_the_default_corpus():
+    with pytest.raises(UserError, match=r"Python standard library.*255.*256 tokens or more"):
+        load_corpora(None, 255)
+
+
+# Files and folders that are read
+
+
+def test_a_text_file_is_its_bytes_and_its_end_is_held_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("Grüße, ".encode() * 100)
+    train, val = load_corpora(str(path), 256, held_out=0.25)
+    everything = np.concatenate([train.window(0, len(train)), val.window(0, len(val))])
+    assert bytes(everything.tolist()) == path.read_bytes()
+    assert len(val) == 900 // 4
+    assert train.name == f"{path} (training part)"
+    assert val.name == f"{path} (held-out part)"
+
+
+def test_a_large_text_file_is_mapped_and_reads_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(1, 256)) * 8)
+    read, _ = load_corpora(str(path), 256)
+    monkeypatch.setattr(sources, "MAPPED_FROM_BYTES", 1000)
+    mapped, _ = load_corpora(str(path), 256)
+    assert [part.mapped for part in (*read.parts, *mapped.parts)] == [False, True]
+    assert (read.window(0, len(read)) == mapped.window(0, len(mapped))).all()
+    assert read.fingerprint() == mapped.fingerprint()
+
+
+def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path: Path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"\x01\x02" * 10)
+    train, val = load_corpora(str(path), GPT2)
+    assert train.window(0, 9).tolist() == [0x0201] * 9
+    assert (len(train), len(val)) == (9, 1)
+    assert train.parts[0].mapped
+    with pytest.raises(ValueError, match="read-only"):
+        train.parts[0].tokens[0] = 1
+
+
+def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path: Path):
+    write_bin(tmp_path / "train.bin", [1] * 20)
+    write_bin(tmp_path / "val.bin", [2] * 5)
+    (tmp_path / "meta.pkl").write_bytes(b"\0")
+    train, val = load_corpora(str(tmp_path), GPT2)
+    assert train.window(0, len(train)).tolist() == [1] * 20
+    assert val.window(0, len(val)).tolist() == [2] * 5
+    assert train.name == str(tmp_path / "train.bin")
+
+
+def test_a_folder_of_shards_is_joined_in_sorted_order(tmp_path: Path):
+    (tmp_path / "more").mkdir()
+    write_bin(tmp_path / "b.bin", [3, 4])
+    write_bin(tmp_path / "a.bin", [1, 2])
+    write_bin(tmp_path / "more" / "a.bin", [5, 6])
+    train, val = load_corpora(str(tmp_path), GPT2, held_out=0.5)
+    assert train.window(0, 3).tolist() == [1, 2, 3]
+    assert val.window(0, 3).tolist() == [4, 5, 6]
+
+
+def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(tmp_path: Path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.md").write_text("third")
+    (tmp_path / "b.txt").write_text("second\n")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "__init__.py").write_text("")
+    train, val = load_corpora(str(tmp_path), 256, held_out=0.01)
+    assert decode(train.window(0, len(train)).tolist()) == "first\nsecond\nthird"
+    assert len(val) == 0
+
+
+# What is refused while loading
+
+
+@pytest.mark.parametrize("data", ["", "no/such/file", "bad\0name", "two\nlines", "x" * 5000])
+def test_a_missing_path_is_named(data: str):
+    message = refusal(data)
+    assert ("No data at" in message and "--data" in message) or "Cannot read" in message
+
+
+def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe is not a regular file" in refusal(tmp_path / "pipe")
+    assert "pipe is not a regular file" in refusal(tmp_path)
+
+
+LLMC_HEADER = np.array([20240520, *[0] * 255], "<i4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"", "is empty. Give a file with tokens"),
+        ("a.bin", b"", "is empty. Give a file with tokens"),
+        ("a.bin", b"\1\2\3", "has 3 bytes, an odd number"),
+        ("a.bin", np.arange(1000).astype("<u4").tobytes(), "holds wider tokens than uint16"),
+        ("a.bin", np.arange(1000).astype("<i8").tobytes(), "holds wider tokens than uint16"),
+        ("a.bin", LLMC_HEADER + b"\1\0" * 10, "starts with llm.c's header of 1024 bytes"),
+        ("a.bin", b"\x93NUMPY\1\0", "is a .npy file"),
+        ("a.parquet", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
+        ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
+    ],
+)
+def test_a_file_with_the_wrong_content_is_refused(
+    tmp_path: Path, name: str, content: bytes, said: str
+):
+    (tmp_path / name).write_bytes(content)
+    assert f"{tmp_path / name} {said}" in refusal(tmp_path / name)
+
+
+def test_an_empty_shard_in_a_folder_is_refused(tmp_path: Path):
+    write_bin(tmp_path / "a.bin", [1])
+    (tmp_path / "b.bin").touch()
+    assert "b.bin is empty" in refusal(tmp_path)
+
+
+def test_a_folder_without_usable_files_is_refused(tmp_path: Path):
+    (tmp_path / ".hidden").write_text("x")
+    (tmp_path / "empty.txt").touch()
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message
+    assert "holds no data" in message
+
+
+def test_a_broken_link_in_a_folder_is_named(tmp_path: Path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
+    assert "a.txt: No such file" in refusal(tmp_path)
+
+
+def test_a_file_without_read_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_bin(tmp_path / "a.bin", [1])
+
+    def denied(self: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read everything, so chmod shows nothing
+    assert "a.bin: Permission denied. Check its permissions" in refusal(path)
+
+
+def test_a_folder_without_read_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(folder: str) -> None:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    assert f"{tmp_path}: Permission denied" in refusal(tmp_path)
+
+
+def test_a_bin_file_of_zeros_is_not_taken_for_wider_tokens(tmp_path: Path):
+    train, _ = load_corpora(str(write_bin(tmp_path / "a.bin", [0] * 1000)), GPT2)
+    assert len(train) == 900
+
+
+def test_a_vocabulary_beyond_uint16_refuses_bin_files(tmp_path: Path):
+    path = write_bin(tmp_path / "a.bin", [1] * 20)
+    load_corpora(str(path), 65536)
+    message = refusal(path, vocabulary=128256)
+    assert "128256" in message
+    assert "wrapped" in message
+
+
+def test_text_needs_a_vocabulary_of_256(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    message = refusal(tmp_path / "a.txt", vocabulary=255)
+    assert "a.txt do not fit a vocabulary of 255" in message
+
+
+def test_a_mixture_of_bin_and_text_is_refused(tmp_path: Path):
+    write_bin(tmp_path / "a.bin", [1])
+    (tmp_path / "b.txt").write_text("x")
+    assert "mixes .bin files (a.bin) with others (b.txt)" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("held_out", [0.0, 1.0, -1.0, float("nan")])
+def test_a_held_out_share_outside_0_to_1_is_refused(held_out: float):
+    assert "Use a share between 0 and 1" in refusal("x", held_out=held_out)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=300), name=st.sampled_from(["a.bin", "a.txt"]))
+def test_any_bytes_are_read_or_refused_with_one_line(tmp_path: Path, content: bytes, name: str):
+    (tmp_path / name).write_bytes(content)
+    message = name
+    try:
+        train, _ = load_corpora(str(tmp_path / name), 300)
+        batches(train, vocabulary=300)[0]
+    except UserError as error:
+        message = str(error)
+    assert name in message
+    assert len(message.splitlines()) == 1
+
+
+# A corpus as one array
+
+
+def test_a_window_is_contiguous_over_the_borders_of_parts(tmp_path: Path):
+    for name, tokens in {"a": range(5), "b": [5], "c": range(6, 20)}.items():
+        write_bin(tmp_path / f"{name}.bin", tokens)
+    train, val = load_corpora(str(tmp_path), GPT2, held_out=0.2)
+    for start in range(len(train)):
+        for length in range(len(train) - start + 1):
+            window = train.window(start, length)
+            assert window.dtype == np.int64
+            assert window.tolist() == list(range(start, start + length))
+    assert val.window(0, 4).tolist() == [16, 17, 18, 19]
+    assert val.locate(1) == (tmp_path / "c.bin", 11)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (9, 2), (11, 0), (0, -1)])
+def test_a_window_outside_the_corpus_is_an_index_error(start: int, length: int):
+    with pytest.raises(IndexError, match="some tokens, which has 10"):
+        in_memory(range(10)).window(start, length)
+    with pytest.raises(IndexError):
+        in_memory(range(10)).locate(10)
+
+
+def test_the_fingerprint_follows_contents_and_not_names(tmp_path: Path):
+    a = write_bin(tmp_path / "a.bin", range(100))
+    b = write_bin(tmp_path / "b.bin", range(100))
+    c = write_bin(tmp_path / "c.bin", [*range(99), 0])
+    prints = [load_corpora(str(path), GPT2)[1].fingerprint() for path in (a, b, c)]
+    assert prints[0] == prints[1] != prints[2]
+    assert len(bytes.fromhex(prints[0])) == 32
+    wide = Corpus(name="", parts=(Part(path=a, tokens=np.array([1], np.uint16)),))
+    narrow = Corpus(name="", parts=(Part(path=a, tokens=np.array([1, 0], np.uint8)),))
+    assert wide.fingerprint() != narrow.fingerprint()
+
+
+def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(corpus, "HASHED_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(corpus, "SAMPLED_PAGES", 3)
+    monkeypatch.setattr(corpus, "PAGE_BYTES", 10)
+    path = tmp_path / "train.bin"
+    write_bin(tmp_path / "val.bin", [1])
+
+    def fingerprint_with(changed: int | None, n: int = 1000) -> str:
+        tokens = np.ones(n)
+        if changed is not None:
+            tokens[changed] = 2
+        write_bin(path, tokens)
+        return load_corpora(str(tmp_path), GPT2)[0].fingerprint()
+
+    seen = {fingerprint_with(c) for c in (None, 0, 4, 499, 995, 999)}
+    assert len(seen) == 6
+    assert fingerprint_with(200) == fingerprint_with(None)  # between the pages, as documented
+    assert fingerprint_with(None, 1001) not in seen
+
+
+def test_a_mapped_corpus_is_pickled_as_paths(tmp_path: Path):
+    train = counting(tmp_path, 40_000)
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 2000
+    again = pickle.loads(pickled)
+    assert again.parts[0].mapped
+    assert again.fingerprint() == train.fingerprint()
+
+
+def test_a_pickled_slice_of_a_mapped_file_keeps_its_place(tmp_path: Path):
+    _, val = load_corpora(str(write_bin(tmp_path / "a.bin", range(100))), GPT2)
+    again = pickle.loads(pickle.dumps(val))
+    assert again.window(0, 10).tolist() == list(range(90, 100))
+    assert again.locate(3) == (tmp_path / "a.bin", 93)
+
+
+def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path: Path):
+    pickled = pickle.dumps(counting(tmp_path))
+    (tmp_path / "train.bin").write_bytes(b"\1\2")
+    with pytest.raises(DataError, match=r"train\.bin changed its size"):
+        pickle.loads(pickled)
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(DataError, match=r"train\.bin: No such file"):
+        pickle.loads(pickled)
+
+
+# The batch of a step
+
+
+def test_a_batch_is_rows_of_consecutive_tokens(tmp_path: Path):
+    batch = batches(counting(tmp_path))[5]
+    assert batch.dtype == torch.int64
+    assert batch.shape == (3, 9)
+    assert (batch - batch[:, :1] == torch.arange(9)).all()
+
+
+def test_the_windows_of_a_step_never_change_between_releases(tmp_path: Path):
+    train = counting(tmp_path)
+    starts = [batches(train, seed=s)[n][:, 0].tolist() for s, n in [(0, 0), (0, 1), (7, 10**9)]]
+    assert starts == [[731, 338, 281], [87, 353, 409], [531, 568, 407]]
+
+
+def test_steps_and_seeds_draw_different_windows(tmp_path: Path):
+    train = counting(tmp_path)
+    drawn = {
+        tuple(batches(train, seed=seed)[step][:, 0].tolist())
+        for seed in (0, 1, 2**64 - 1)
+        for step in (0, 1, 2, 10**12)
+    }
+    assert len(drawn) == 12
+
+
+def test_every_start_is_drawn_and_equally_often():
+    starts = batches(in_memory(range(20)), batch=12_000)[0][:, 0]
+    counts = torch.bincount(starts)
+    assert len(counts) == 12  # 20 tokens hold 12 windows of 8 + 1
+    assert ((counts - 1000).abs() < 5 * 1000**0.5).all()
+
+
+def test_the_only_window_of_a_minimal_corpus_is_drawn():
+    assert batches(in_memory(range(9)))[3].tolist() == [list(range(9))] * 3
+
+
+def loaded(of: StepBatches, steps: range, **options: object) -> list[torch.Tensor]:
+    return list(DataLoader(of, sampler=steps, batch_size=None, **options))  # type: ignore[arg-type]
+
+
+def test_batches_are_the_same_for_any_workers_and_from_any_step(tmp_path: Path):
+    dataset = batches(counting(tmp_path))
+    expected = [dataset[step] for step in range(6)]
+    for workers in (0, 2):
+        whole = loaded(dataset, range(6), num_workers=workers)
+        resumed = loaded(dataset, range(4, 6), num_workers=workers)
+        assert all(map(torch.equal, whole, expected))
+        assert all(map(torch.equal, resumed, expected[4:]))
+
+
+def test_batches_reach_a_spawned_worker(tmp_path: Path):
+    dataset = batches(counting(tmp_path))
+    spawned = loaded(dataset, range(2), num_workers=1, multiprocessing_context="spawn")
+    assert all(map(torch.equal, spawned, [dataset[0], dataset[1]]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": -1}, "--seed -1"),
+        ({"seed": 2**64}, "--seed 18446744073709551616"),
+        ({"batch": 0}, "--batch 0"),
+        ({"context": 0}, "--context 0"),
+    ],
+)
+def test_sizes_and_seeds_that_make_no_batch_are_refused(change: dict[str, int], message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        batches(in_memory(range(100)), **change)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 8])
+def test_a_split_shorter_than_a_window_says_how_many_tokens_it_has(n: int):
+    short = in_memory([0] * n)
+    for use in (
+        lambda: batches(short),
+        lambda: validation_windows(short, count=1, context=8, vocabulary=9),
+    ):
+        with pytest.raises(UserError, match="some tokens") as caught:
+            use()
+        message = one_line(caught)
+        assert f"has {n} tokens; --context 8 needs 9" in message
+        assert (f"Lower --context to {n - 1} or give" in message) == (n > 1)
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_file_offset_and_value(tmp_path: Path):
+    write_bin(tmp_path / "a.bin", [1] * 30)
+    write_bin(tmp_path / "b.bin", [*[1] * 10, 300, *[1] * 30])
+    train, _ = load_corpora(str(tmp_path), 300)
+    with pytest.raises(DataError) as caught:
+        batches(train, batch=300, vocabulary=300)[0]
+    message = one_line(caught)
+    assert f"{tmp_path / 'b.bin'}: token 300 at offset 10 is outside" in message
+    assert "vocabulary of 300" in message
+
+
+def test_the_largest_token_of_the_vocabulary_passes():
+    assert batches(in_memory([299] * 9), vocabulary=300)[0].max() == 299
+
+
+def test_a_negative_token_was_wrapped_by_uint16_and_is_caught(tmp_path: Path):
+    (tmp_path / "a.bin").write_bytes(np.full(40, -100, "<i2").tobytes())
+    train, _ = load_corpora(str(tmp_path / "a.bin"), GPT2)
+    with pytest.raises(DataError, match=r"a\.bin: token 65436 at offset"):
+        batches(train)[0]
+
+
+def test_validation_names_the_place_in_the_file_and_not_in_the_split(tmp_path: Path):
+    path = write_bin(tmp_path / "a.bin", [*[1] * 99, 400])
+    _, val = load_corpora(str(path), 300)
+    with pytest.raises(DataError, match="token 400 at offset 99"):
+        validation_windows(val, count=9, context=3, vocabulary=300)
+
+
+def test_a_file_that_shrinks_while_training_is_named_before_it_is_touched(tmp_path: Path):
+    train = counting(tmp_path, 20_000)
+    dataset = batches(train)
+    dataset[0]
+    os.truncate(tmp_path / "train.bin", 100)
+    for use in (lambda: dataset[0], train.fingerprint):
+        with pytest.raises(DataError) as caught:
+            use()
+        message = one_line(caught)
+        assert f"{tmp_path / 'train.bin'} shrank" in message
+        assert "20000 tokens or more and ends at offset 50 now" in message
+
+
+def test_a_file_that_grows_or_loses_the_other_split_trains_on(tmp_path: Path):
+    path = write_bin(tmp_path / "a.bin", range(100))
+    train, val = load_corpora(str(path), GPT2)
+    before = batches(train)[0]
+    os.truncate(path, 400)
+    assert torch.equal(batches(train)[0], before)
+    os.truncate(path, 190)
+    assert torch.equal(batches(train)[0], before)
+    with pytest.raises(DataError, match="shrank"):
+        val.window(0, 1)
+
+
+def test_a_file_that_is_removed_while_training_is_named(tmp_path: Path):
+    dataset = batches(counting(tmp_path))
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(DataError, match=r"train\.bin any more: No such file"):
+        dataset[0]
+
+
+def test_an_error_in_a_worker_is_still_one_line(tmp_path: Path):
+    dataset = batches(counting(tmp_path), vocabulary=1)
+    with pytest.raises(DataError) as here:
+        dataset[0]
+    with pytest.raises(DataError) as there:
+        loaded(dataset, range(2), num_workers=2)
+    assert one_line(there) == one_line(here)
+
+
+# Validation and samples
+
+
+def test_validation_windows_are_evenly_spaced_from_first_to_last_token():
+    windows = validation_windows(in_memory(range(101)), count=5, context=4, vocabulary=101)
+    assert windows.dtype == torch.int64
+    assert windows[:, 0].tolist() == [0, 24, 48, 72, 96]
+    assert windows[-1].tolist() == [96, 97, 98, 99, 100]
+
+
+@pytest.mark.parametrize("n", [5, 6, 8, 9, 10, 50, 101])
+def test_no_label_stands_in_two_validation_windows(n: int):
+    windows = validation_windows(in_memory(range(n)), count=1000, context=4, vocabulary=n)
+    assert len(windows) == (n - 1) // 4
+    labels = windows[:, 1:].flatten().tolist()
+    assert len(set(labels)) == len(labels)
+
+
+def test_one_validation_window_is_the_first():
+    windows = validation_windows(in_memory(range(50)), count=1, context=4, vocabulary=50)
+    assert windows.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_no_validation_windows_are_refused():
+    with pytest.raises(UserError, match="0 validation windows"):
+        validation_windows(in_memory(range(50)), count=0, context=4, vocabulary=50)
+
+
+def test_decode_reads_utf8_and_replaces_what_is_not():
+    assert decode(list("Grüße".encode())) == "Grüße"
+    assert decode([65, 0xFF, 66, 50000, -1, 67]) == "A�B��C"
+    assert decode([]) == ""

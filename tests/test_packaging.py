@@ -1,0 +1,219 @@
+"""What a user gets from pip: built, installed and used as they would, without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fp8stack import __version__, presets
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MODELS, RECIPES = presets.names("models"), presets.names("recipes")
+
+
+def run(*command: str, cwd: Path, path: str = "") -> str:
+    """What a command prints; its errors are shown if it fails."""
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=80
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), ".", cwd=ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(built: Path) -> set[str]:
+    """The files in the sdist, without the folder that they are all in."""
+    with tarfile.open(built / f"fp8stack-{__version__}.tar.gz") as archive:
+        return {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(built / f"fp8stack-{__version__}-py3-none-any.whl")
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> str:
+    return wheel.read(f"fp8stack-{__version__}.dist-info/METADATA").decode()
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel is installed in, away from the checkout."""
+    target = tmp_path_factory.mktemp("site")
+    install = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile")
+    wheels = [str(path) for path in built.glob("*.whl")]
+    run(*install, "--quiet", "--target", str(target), *wheels, cwd=target)
+    return target
+
+
+def ask(installed: Path, folder: Path, code: str) -> list[str]:
+    """The lines that `code` prints where only the installed wheel can be found."""
+    code = f"import sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}]\n{code}"
+    return run(sys.executable, "-c", code, cwd=folder, path=str(installed)).splitlines()
+
+
+# What the test command needs
+
+
+@pytest.mark.parametrize("needed", ["build", "hatchling", "pytest", "hypothesis"])
+def test_what_these_tests_import_is_in_the_test_extra(needed):
+    extra = PYPROJECT["project"]["optional-dependencies"]["test"]
+    assert needed in {re.split(r"[^\w-]", requirement)[0] for requirement in extra}
+
+
+# The sdist
+
+
+NEEDED = ["pyproject.toml", "README.md", "LICENSE", "constraints.txt", "PKG-INFO"]
+NEEDED_INSIDE = ["fp8stack/__init__.py", "fp8stack/py.typed", "tests/test_packaging.py"]
+
+
+@pytest.mark.parametrize("name", [*NEEDED, *NEEDED_INSIDE])
+def test_the_sdist_holds_what_a_reader_and_a_builder_need(sdist, name):
+    assert name in sdist
+
+
+def test_the_sdist_holds_every_preset(sdist):
+    for kind, names in (("models", MODELS), ("recipes", RECIPES)):
+        assert {f"{kind}/{name}.toml" for name in names} <= sdist
+
+
+def test_the_sdist_holds_every_source_file(sdist):
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8stack").rglob("*.py")}
+    assert sources <= sdist
+
+
+def test_the_sdist_holds_no_rubbish(sdist):
+    rubbish = re.compile(r"__pycache__|\.pyc$|(^|/)(\.git|\.hypothesis|runs|dist)/")
+    assert [name for name in sdist if rubbish.search(name)] == []
+
+
+# The wheel
+
+
+def test_the_wheel_has_one_top_level_package(wheel):
+    """A package called models or recipes would collide with other projects in site-packages."""
+    top = {name.partition("/")[0] for name in wheel.namelist()}
+    assert top == {"fp8stack", f"fp8stack-{__version__}.dist-info"}
+
+
+def test_the_wheel_holds_every_preset_as_in_the_checkout_and_nothing_else_there(wheel):
+    shipped = {name for name in wheel.namelist() if name.startswith("fp8stack/_presets/")}
+    assert shipped == {
+        f"fp8stack/_presets/{kind}/{name}.toml"
+        for kind, names in (("models", MODELS), ("recipes", RECIPES))
+        for name in names
+    }
+    for name in shipped:
+        assert wheel.read(name) == (ROOT / name.removeprefix("fp8stack/_presets/")).read_bytes()
+
+
+def test_the_wheel_holds_every_source_file(wheel):
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8stack").rglob("*.py")}
+    assert sources <= set(wheel.namelist())
+
+
+def test_the_wheel_tells_type_checkers_that_it_is_typed(wheel):
+    assert "fp8stack/py.typed" in wheel.namelist()
+
+
+def test_the_wheel_carries_its_license(wheel, metadata):
+    name = f"fp8stack-{__version__}.dist-info/licenses/LICENSE"
+    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
+    assert b"Apache License" in wheel.read(name)
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "License-File: LICENSE" in metadata
+
+
+def test_the_metadata_says_name_version_and_python(metadata):
+    assert "\nName: fp8stack\n" in metadata
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "\nRequires-Python: >=3.11\n" in metadata
+    assert "\nSummary: " in metadata
+
+
+def test_transformer_engine_is_needed_by_no_one_who_does_not_ask_for_it(metadata):
+    lines = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: transf")]
+    assert lines
+    assert all("extra ==" in line for line in lines)
+
+
+def test_the_command_starts_in_a_module_of_the_wheel(wheel):
+    points = wheel.read(f"fp8stack-{__version__}.dist-info/entry_points.txt").decode()
+    found = re.search(r"^fp8stack = ([\w.]+):(\w+)$", points, re.MULTILINE)
+    assert found
+    assert found[1].replace(".", "/") + ".py" in wheel.namelist()
+
+
+# Installed
+
+
+def test_the_installed_presets_are_inside_the_package(installed, tmp_path):
+    code = """
+import fp8stack
+from fp8stack import presets
+print(fp8stack.__file__)
+print(presets.folder("models"))
+print(presets.folder("recipes"))
+print(*presets.names("models"))
+print(*presets.names("recipes"))
+"""
+    package = installed / "fp8stack"
+    assert ask(installed, tmp_path, code) == [
+        str(package / "__init__.py"),
+        str(package / "_presets" / "models"),
+        str(package / "_presets" / "recipes"),
+        " ".join(MODELS),
+        " ".join(RECIPES),
+    ]
+
+
+def test_the_installed_package_loads_every_preset_and_plans_every_recipe(installed, tmp_path):
+    code = """
+from fp8stack import presets
+from fp8stack.model import load_config, plan_for
+from fp8stack.precision import assumed, load_recipe
+for name in presets.names("models"):
+    assert load_config(name).layers
+for name in presets.names("recipes"):
+    assert load_recipe(name).name == name
+    for machine in ("none", "9.0"):
+        assert plan_for(load_config("gpt-nano"), name, assumed(machine)).layers
+print("done")
+"""
+    assert ask(installed, tmp_path, code) == ["done"]
+
+
+def test_the_installed_package_takes_a_users_own_file(installed, tmp_path):
+    (tmp_path / "mine.toml").write_text('description = "x"\nscaling = "block"\n')
+    code = "from fp8stack.precision import load_recipe; print(load_recipe('mine.toml').scaling)"
+    assert ask(installed, tmp_path, code) == ["block"]
+
+
+def test_folders_called_models_and_recipes_where_the_user_works_are_not_read(installed, tmp_path):
+    for kind in ("models", "recipes"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "mine.toml").write_text("x = 1\n")
+    code = (
+        "from fp8stack import presets; print(*presets.names('models'), *presets.names('recipes'))"
+    )
+    assert ask(installed, tmp_path, code) == [" ".join([*MODELS, *RECIPES])]

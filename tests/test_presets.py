@@ -1,0 +1,392 @@
+"""Presets: found by name or path, parsed strictly, refused in one line whatever they hold."""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8stack import presets
+from fp8stack.errors import UserError, unknown
+from fp8stack.model import GPTConfig, load_config
+from fp8stack.precision import load_recipe
+from fp8stack.precision.recipe import Recipe
+
+QUICK = settings(
+    max_examples=150,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+LONG = settings(QUICK, max_examples=1000)  # 10,000 in all
+
+MODELS = {  # the parameters of each shipped model, in millions
+    "gpt-nano": 0.85,
+    "gpt2-124m": 124.4,
+    "gpt2-350m": 354.8,
+    "gpt2-774m": 774.0,
+    "gpt2-1.5b": 1557.6,
+    "llama-1b": 1235.8,
+    "llama-8b": 8030.3,
+}
+LEAST = "vocabulary = 256\ncontext = 128\nlayers = 2\nwidth = 64\nheads = 4\n"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a user's own model and gives its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    """The message of the refusal: always one line."""
+    with pytest.raises(UserError) as caught:
+        ask()
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+# Names
+
+
+@pytest.mark.parametrize("kind", ["models", "recipes"])
+def test_names_are_sorted_and_those_of_the_files(kind):
+    found = presets.names(kind)
+    assert found == sorted(found)
+    assert set(found) == {path.stem for path in presets.folder(kind).iterdir()}
+    assert len(found) >= 7
+
+
+def test_the_shipped_models_are_listed_here():
+    assert presets.names("models") == sorted(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shipped_model_has_as_many_parameters_as_its_name_says(name):
+    assert load_config(name).parameters() / 1e6 == pytest.approx(MODELS[name], rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["models", "recipes"])
+def test_every_shipped_file_is_read_by_its_name_and_by_its_path(kind):
+    for name in presets.names(kind):
+        path = presets.folder(kind) / f"{name}.toml"
+        assert (
+            presets.read(kind, name)
+            == presets.read(kind, str(path))
+            == (
+                name,
+                tomllib.loads(path.read_text()),
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "near"),
+    [
+        ("models", "gpt2-124", "gpt2-124m"),
+        ("models", "gpt2-1.5B", "gpt2-1.5b"),
+        ("models", "nano", "gpt-nano"),
+        ("models", "llama-8", "llama-8b"),
+        ("recipes", "mxpf8", "mxfp8"),
+        ("recipes", "dleayed", "delayed"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(kind, name, near):
+    message = refusal(lambda: presets.read(kind, name))
+    known = ", ".join(presets.names(kind))
+    assert message == f"No {kind[:-1]} '{name}'. Did you mean '{near}'? Known: {known}."
+
+
+@pytest.mark.parametrize("name", ["", "zzzzzzzz", "\u2028", "日本語"])
+def test_a_name_like_no_other_gets_no_suggestion(name):
+    assert "Did you mean" not in refusal(lambda: presets.read("models", name))
+
+
+@pytest.mark.parametrize("name", ["gpt\nnano", "gpt-nano\n", "a\rb", "x\ny.toml", "x/\n"], ids=repr)
+def test_a_name_with_a_line_break_is_refused_in_one_line(name):
+    refusal(lambda: presets.read("models", name))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\r\nb", "a\u2028b", "a\x1b[2Jb"], ids=repr)
+def test_an_unknown_name_is_quoted_so_that_no_control_character_reaches_the_terminal(name):
+    message = str(unknown("thing", name, ["one"]))
+    assert message.isprintable()
+
+
+def test_an_error_is_a_value_error_with_an_exit_code():
+    assert issubclass(UserError, ValueError)
+    assert UserError("x").exit_code == 2
+
+
+# A user's own model
+
+
+def test_a_users_own_model_works_by_path_with_gpt2s_choices_as_defaults(own):
+    config = load_config(own(LEAST))
+    assert (config.layers, config.width, config.norm) == (2, 64, "layernorm")
+    assert (config.tied, config.bias, config.positions) == (True, True, "learned")
+
+
+def test_overrides_win_over_the_file(own):
+    config = load_config(own(LEAST), {"layers": 3, "tied": False})
+    assert (config.layers, config.tied, config.width) == (3, False, 64)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("layer = 3", "No key 'layer'. Did you mean 'layers'?"),
+        ("n_embd = 3", "No key 'n_embd'."),
+        ("kv_head = 2", "Did you mean 'kv_heads'?"),
+        ("[optimizer]\nlr = 1.0", "No key 'optimizer'."),
+        ("dropout = 1.0", "dropout = 1.0: Input should be less than 1"),
+        ("dropout = -0.1", "dropout = -0.1: "),
+        ("dropout = nan", "dropout = nan: "),
+        ('norm = "batchnorm"', "norm = 'batchnorm': Input should be 'layernorm' or 'rmsnorm'"),
+        ("bias = 1", "bias = 1: "),
+        ("kv_heads = 3", "heads 4 is not divisible by kv_heads 3"),
+        ("kv_heads = 0", "kv_heads = 0: "),
+        ("mlp_width = 1.5", "mlp_width = 1.5: "),
+        ('init_std = "small"', "init_std = 'small': "),
+        ("norm_eps = 0.0", "norm_eps = 0.0: "),
+        ("norm_eps = inf", "norm_eps = inf: "),
+        ("rope_theta = inf", "rope_theta = inf: "),
+        ("init_std = inf", "init_std = inf: "),
+        ("norm_eps = 1979-05-27", "norm_eps = "),
+    ],
+)
+def test_a_wrong_model_is_refused_with_the_file_the_key_and_the_value(own, line, said):
+    message = refusal(lambda: load_config(own(f"{LEAST}{line}\n")))
+    assert message.startswith("model 'mine': ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("width", "66", "width 66 is not divisible by heads 4"),
+        ("width", "0", "width = 0: "),
+        ("layers", "-1", "layers = -1: "),
+        ("heads", "4.0", "heads = 4.0: "),
+        ("heads", "true", "heads = True: "),
+        ("context", '"128"', "context = '128': "),
+        ("vocabulary", "[]", "vocabulary = []: "),
+        ("vocabulary", "{ a = 1 }", "vocabulary = {'a': 1}: "),
+    ],
+)
+def test_a_wrong_size_is_refused_with_its_key_and_value(own, key, value, said):
+    lines = [line for line in LEAST.splitlines() if not line.startswith(key)]
+    text = "\n".join([*lines, f"{key} = {value}"])
+    assert said in refusal(lambda: load_config(own(text)))
+
+
+@pytest.mark.parametrize("key", ["vocabulary", "context", "layers", "width", "heads"])
+def test_a_missing_size_is_named(own, key):
+    text = "\n".join(line for line in LEAST.splitlines() if not line.startswith(key))
+    message = refusal(lambda: load_config(own(text)))
+    assert message == f"model 'mine': key '{key}' is missing."
+
+
+@pytest.mark.parametrize(
+    ("key", "typo"), [("vocabulary", "vocab_size"), ("width", "widht"), ("layers", "n_layers")]
+)
+def test_a_size_under_another_name_is_called_unknown_not_missing(own, key, typo):
+    text = LEAST.replace(f"{key} =", f"{typo} =")
+    message = refusal(lambda: load_config(own(text)))
+    assert f"No key '{typo}'. Did you mean '{key}'?" in message
+
+
+def test_rope_needs_an_even_head_width(own):
+    text = LEAST.replace("width = 64", "width = 12") + 'positions = "rope"\n'
+    assert "even head width, this is 3" in refusal(lambda: load_config(own(text)))
+
+
+@pytest.mark.parametrize("value", ["layers", ["layers"], None, object()], ids=repr)
+def test_a_wrong_override_is_refused_too(value):
+    assert "layers = " in refusal(lambda: load_config("gpt-nano", {"layers": value}))
+
+
+@pytest.mark.parametrize(
+    "key", ["vocabulary", "context", "layers", "width", "kv_heads", "mlp_width"]
+)
+def test_a_size_that_no_machine_can_hold_is_refused(key):
+    """Else it ends in a hang or an untyped error while the model is built."""
+    sizes = {key: 10**30} | ({"heads": 10**30, "width": 10**30} if key == "kv_heads" else {})
+    assert " = 1000000" in refusal(lambda: load_config("gpt-nano", sizes))
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\r", "\x1b[2J", "", "=", "'\"", "日本語"], ids=repr)
+@pytest.mark.parametrize("load", [load_config, load_recipe])
+def test_a_key_of_any_characters_is_refused_in_one_printable_line(tmp_path, load, key):
+    escaped = "".join(f"\\U{ord(character):08x}" for character in key)
+    head = LEAST if load is load_config else 'description = "x"\nscaling = "mxfp8"\n'
+    path = tmp_path / "mine.toml"
+    path.write_text(f'{head}"{escaped}" = 1\n')
+    assert refusal(lambda: load(str(path))).isprintable()
+
+
+# Whatever a file holds, nothing but a UserError comes out
+
+KEYS = sorted(
+    {
+        *GPTConfig.model_fields,
+        *("name", "description", "scaling", "compute_dtype", "head", "exclude", "margin", "eps"),
+        *("exclude_first_blocks", "exclude_last_blocks", "forward_format", "backward_format"),
+        *("history_length", "amax_algorithm", "power_of_two", "scale_rounding"),
+    }
+)
+WORDS = [
+    *("delayed", "current", "block", "mxfp8", "none", "bf16", "fp32", "e4m3", "e5m2", "max"),
+    *("most_recent", "rceil", "layernorm", "rmsnorm", "rope", "swiglu", "gelu"),
+]
+scalars = st.one_of(
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=-(2**70), max_value=2**70),
+    st.sampled_from([0, 1, 2, 4, 64, 128, 10**30, 10**400]),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(WORDS),
+    st.dates(),
+    st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
+    st.times(),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+tables = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=10), values, max_size=8)
+
+RECIPE_LIKE = st.fixed_dictionaries(
+    {"name": st.just("x"), "description": st.just("x")},
+    optional={
+        "scaling": st.sampled_from(["delayed", "current", "block", "mxfp8", "none"]) | values,
+        "compute_dtype": st.sampled_from(["bf16", "fp32"]) | values,
+        "margin": values,
+        "history_length": values,
+        "eps": values,
+        "exclude": st.lists(st.text(max_size=5), max_size=3) | values,
+        "head": values,
+        "exclude_first_blocks": values,
+        "forward_format": values,
+    },
+)
+MODEL_LIKE = st.fixed_dictionaries(
+    {key: st.integers(1, 64) | values for key in ("vocabulary", "context", "layers")},
+    optional={
+        "width": st.sampled_from([64, 128]) | values,
+        "heads": st.sampled_from([1, 2, 4]) | values,
+        "kv_heads": st.integers(-1, 4) | values,
+        "positions": st.just("rope") | values,
+        "norm_eps": values,
+        "dropout": values,
+        "rope_theta": values,
+    },
+)
+
+
+def parses_or_refuses(ask: Callable[[], object], start: str = "") -> None:
+    """A value comes out of `ask`, or a UserError of one line."""
+    message = start
+    try:
+        ask()
+    except UserError as error:
+        message = str(error)
+    assert len(message.splitlines()) <= 1, message
+    assert message.startswith(start)
+
+
+def loads_or_refuses(load: Callable[[str], object], path: Path, data: bytes) -> None:
+    """Load a file that holds `data`: a value comes out, or a UserError of one line."""
+    path.write_bytes(data)
+    parses_or_refuses(lambda: load(str(path)))
+
+
+def mutated(text: str) -> st.SearchStrategy[bytes]:
+    """`text` with a few of its parts replaced, cut out or doubled."""
+    data = text.encode()
+    place = st.integers(0, len(data))
+    piece = st.binary(max_size=4) | st.sampled_from(
+        [b"\n", b"=", b"[", b"]", b'"', b"'''", b"{", b"nan", b"-1", b"1e999", b"0x", b"\xff"]
+    )
+
+    def apply(edits: list[tuple[int, int, bytes]]) -> bytes:
+        result = data
+        for start, length, new in edits:
+            start = min(start, len(result))
+            result = result[:start] + new + result[start + length :]
+        return result
+
+    return st.lists(st.tuples(place, st.integers(0, 20), piece), min_size=1, max_size=3).map(apply)
+
+
+SHIPPED_TEXTS = {
+    kind: st.sampled_from(
+        [(presets.folder(kind) / f"{name}.toml").read_text() for name in presets.names(kind)]
+    ).flatmap(mutated)
+    for kind in ("models", "recipes")
+}
+LOADERS: dict[str, Callable[[str], object]] = {"models": load_config, "recipes": load_recipe}
+SCHEMAS = [
+    pytest.param(Recipe, tables, id="recipe-any"),
+    pytest.param(Recipe, RECIPE_LIKE, id="recipe-like"),
+    pytest.param(GPTConfig, tables, id="model-any"),
+    pytest.param(GPTConfig, MODEL_LIKE, id="model-like"),
+]
+EFFORT = [
+    pytest.param(QUICK, id="quick"),
+    pytest.param(LONG, id="long", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("effort", EFFORT)
+@pytest.mark.parametrize(("schema", "like"), SCHEMAS)
+def test_any_table_parses_or_is_refused_in_one_line(effort, schema, like):
+    def check(table: dict[str, Any]) -> None:
+        parses_or_refuses(lambda: presets.parse(schema, table, "here"), "here: ")
+
+    effort(given(like)(check))()
+
+
+@pytest.mark.parametrize("effort", EFFORT)
+@pytest.mark.parametrize("kind", ["models", "recipes"])
+def test_any_damaged_file_loads_or_is_refused_in_one_line(tmp_path, effort, kind):
+    path = tmp_path / "mine.toml"
+    effort(given(SHIPPED_TEXTS[kind])(lambda data: loads_or_refuses(LOADERS[kind], path, data)))()
+
+
+@pytest.mark.parametrize("effort", EFFORT)
+@pytest.mark.parametrize("kind", ["models", "recipes"])
+def test_any_bytes_load_or_are_refused_in_one_line(tmp_path, effort, kind):
+    path = tmp_path / "mine.toml"
+    like = st.binary(max_size=60) | st.text(max_size=60).map(
+        lambda text: text.encode("utf-8", "surrogatepass")
+    )
+    effort(given(like)(lambda data: loads_or_refuses(LOADERS[kind], path, data)))()
+
+
+@pytest.mark.parametrize("effort", EFFORT)
+@pytest.mark.parametrize("kind", ["models", "recipes"])
+def test_any_name_is_found_or_refused_in_one_line(effort, kind):
+    def check(name: str) -> None:
+        parses_or_refuses(lambda: presets.read(kind, name))
+
+    like = st.text(max_size=20) | st.text(max_size=20).map(lambda text: text + ".toml")
+    effort(given(like)(check))()

@@ -1,0 +1,489 @@
+"""Recipes as files: what ships, what a user may write, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from fp8stack import presets
+from fp8stack.errors import UserError
+from fp8stack.precision import load_recipe
+from fp8stack.precision.recipe import (
+    BlockRecipe,
+    CurrentRecipe,
+    DelayedRecipe,
+    Mxfp8Recipe,
+    PlainRecipe,
+    Recipe,
+    plain,
+)
+
+COMMON = {"head": False, "exclude": (), "exclude_first_blocks": 0, "exclude_last_blocks": 0}
+HYBRID = {"forward_format": "e4m3", "backward_format": "e5m2"}
+
+# What each shipped recipe holds, beside its name and its description.
+SHIPPED: dict[str, tuple[type, dict[str, Any]]] = {
+    "delayed": (
+        DelayedRecipe,
+        {
+            "scaling": "delayed",
+            "margin": 0,
+            "history_length": 1024,
+            "amax_algorithm": "max",
+            **HYBRID,
+            **COMMON,
+        },
+    ),
+    "current": (
+        CurrentRecipe,
+        {"scaling": "current", "power_of_two": False, "eps": 0.0, **HYBRID, **COMMON},
+    ),
+    "block": (BlockRecipe, {"scaling": "block", "power_of_two": True, **COMMON}),
+    "mxfp8": (Mxfp8Recipe, {"scaling": "mxfp8", "scale_rounding": "rceil", **COMMON}),
+    "bf16": (PlainRecipe, {"scaling": "none", "compute_dtype": "bf16"}),
+    "fp16": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp16"}),
+    "tf32": (PlainRecipe, {"scaling": "none", "compute_dtype": "tf32"}),
+    "fp32": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp32"}),
+}
+FP8 = ("delayed", "current", "block", "mxfp8")
+LEAST = {  # the least that a user's own file of each scaling holds
+    **{name: f'description = "mine"\nscaling = "{name}"\n' for name in FP8},
+    "none": 'description = "mine"\nscaling = "none"\ncompute_dtype = "bf16"\n',
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path):
+    """Writes a user's own recipe and gives its path."""
+
+    def write(text: str | bytes, name: str = "mine.toml") -> str:
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def refusal(name: str) -> str:
+    """The message with which the recipe `name` is refused: always one line."""
+    with pytest.raises(UserError) as caught:
+        load_recipe(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+# What ships
+
+
+def test_every_shipped_recipe_is_listed_here():
+    assert presets.names("recipes") == sorted(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_holds_the_documented_values(name):
+    kind, values = SHIPPED[name]
+    recipe = load_recipe(name)
+    assert type(recipe) is kind
+    held = recipe.model_dump()
+    assert held.pop("name") == name
+    assert held.pop("description")
+    assert held == values
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_writes_out_every_key_it_has(name):
+    _, table = presets.read("recipes", name)
+    assert {"name", *table} == {"name", "description", *SHIPPED[name][1]}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_description_is_one_sentence_without_a_full_stop(name):
+    description = load_recipe(name).description
+    assert "\n" not in description
+    assert not description.endswith(".")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_only_recipes_with_scaling_are_fp8(name):
+    assert load_recipe(name).is_fp8 == (name in FP8)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_the_defaults_of_a_users_own_file_are_those_of_the_shipped_one(own, name):
+    mine = load_recipe(own(LEAST[name]))
+    assert (mine.name, mine.description) == ("mine", "mine")
+    shipped = load_recipe(name).model_dump()
+    assert mine.model_dump() == {**shipped, "name": "mine", "description": "mine"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
+def test_every_compute_dtype_has_a_plain_recipe_of_its_name(dtype):
+    assert plain(dtype).compute_dtype == dtype
+    assert plain(dtype) == load_recipe(dtype)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipe_is_never_mutated(name):
+    with pytest.raises(ValidationError):
+        load_recipe(name).description = "other"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipe_survives_the_round_trip_through_json(name):
+    recipe = load_recipe(name)
+    assert TypeAdapter(Recipe).validate_json(recipe.model_dump_json()) == recipe
+
+
+# A user's own file
+
+
+def test_a_users_own_recipe_works_by_absolute_path(own):
+    recipe = load_recipe(own('description = "x"\nscaling = "delayed"\nhistory_length = 16\n'))
+    assert isinstance(recipe, DelayedRecipe)
+    assert (recipe.name, recipe.history_length) == ("mine", 16)
+
+
+@pytest.mark.parametrize("path", ["mine.toml", "./mine.toml", "../here/mine.toml"])
+def test_a_users_own_recipe_works_by_relative_path(tmp_path, monkeypatch, path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mine.toml").write_text(LEAST["block"])
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_recipe(path).scaling == "block"
+
+
+def test_a_path_without_the_ending_toml_is_a_path_if_it_has_a_separator(own):
+    assert load_recipe(own(LEAST["mxfp8"], "mine.txt")).name == "mine"
+
+
+def test_a_users_own_file_may_have_the_name_of_a_shipped_recipe(own):
+    recipe = load_recipe(own(LEAST["current"], "delayed.toml"))
+    assert (recipe.name, recipe.scaling) == ("delayed", "current")
+
+
+def test_a_shipped_recipe_is_not_shadowed_by_a_file_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "delayed").write_text(LEAST["current"])
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "delayed.toml").write_text(LEAST["current"])
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("delayed").scaling == "delayed"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "line", "value"),
+    [
+        ("delayed", "margin = 3", 3),
+        ("delayed", "margin = -1", -1),
+        ("delayed", "history_length = 1", 1),
+        ("delayed", 'amax_algorithm = "most_recent"', "most_recent"),
+        ("delayed", 'backward_format = "e4m3"', "e4m3"),
+        ("current", 'forward_format = "e5m2"', "e5m2"),
+        ("current", "power_of_two = true", True),
+        ("current", "eps = 1e-12", 1e-12),
+        ("current", "eps = 1", 1.0),
+        ("block", "power_of_two = false", False),
+        ("mxfp8", 'scale_rounding = "floor"', "floor"),
+        ("mxfp8", 'scale_rounding = "even"', "even"),
+        ("mxfp8", "head = true", True),
+        ("block", 'exclude = ["*.qkv", "blocks.0.*"]', ("*.qkv", "blocks.0.*")),
+        ("delayed", "exclude_first_blocks = 2", 2),
+        ("current", "exclude_last_blocks = 100", 100),
+        ("none", 'name = "other"', "other"),
+    ],
+)
+def test_a_users_own_file_may_set_each_key(own, scaling, line, value):
+    recipe = load_recipe(own(LEAST[scaling] + line + "\n"))
+    assert recipe.model_dump()[line.partition(" = ")[0]] == value
+
+
+# Keys that are refused
+
+
+@pytest.mark.parametrize(
+    ("scaling", "typo", "meant"),
+    [
+        ("delayed", "history_lenght", "history_length"),
+        ("delayed", "amax_algo", "amax_algorithm"),
+        ("delayed", "Margin", "margin"),
+        ("current", "power_of_2", "power_of_two"),
+        ("current", "forward_fmt", "forward_format"),
+        ("block", "excludes", "exclude"),
+        ("block", "power-of-two", "power_of_two"),
+        ("mxfp8", "scale_round", "scale_rounding"),
+        ("mxfp8", "exclude_first_block", "exclude_first_blocks"),
+        ("none", "desciption", "description"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(own, scaling, typo, meant):
+    message = refusal(own(f"{LEAST[scaling]}{typo} = 1\n"))
+    assert message.startswith(f"recipe 'mine': No key '{typo}'. Did you mean '{meant}'? Known: ")
+
+
+@pytest.mark.parametrize("scaling", LEAST)
+def test_the_known_keys_are_those_of_the_scaling(own, scaling):
+    message = refusal(own(f"{LEAST[scaling]}zzzzzz = 1\n"))
+    known = set(message.partition("Known: ")[2].rstrip(".").split(", "))
+    own_keys = {"compute_dtype"} if scaling == "none" else set(SHIPPED[scaling][1])
+    assert known == {"name", "description", "scaling"} | own_keys
+    assert "Did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("scaling", "foreign"),
+    [
+        ("mxfp8", "history_length = 16"),
+        ("mxfp8", 'forward_format = "e4m3"'),
+        ("mxfp8", "power_of_two = true"),
+        ("block", "margin = 0"),
+        ("block", 'backward_format = "e5m2"'),
+        ("block", 'scale_rounding = "rceil"'),
+        ("current", "history_length = 16"),
+        ("current", 'amax_algorithm = "max"'),
+        ("delayed", "power_of_two = true"),
+        ("delayed", "eps = 0.0"),
+        ("delayed", 'compute_dtype = "bf16"'),
+        ("none", "head = true"),
+        ("none", "exclude = []"),
+        ("none", "history_length = 16"),
+    ],
+)
+def test_a_key_of_another_scaling_is_refused(own, scaling, foreign):
+    message = refusal(own(f"{LEAST[scaling]}{foreign}\n"))
+    assert f"recipe 'mine': No key '{foreign.partition(' = ')[0]}'." in message
+
+
+@pytest.mark.parametrize("scaling", LEAST)
+def test_a_table_where_a_key_belongs_is_refused(own, scaling):
+    assert "No key 'training'" in refusal(own(f"{LEAST[scaling]}[training]\nlr = 1.0\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('scaling = "delayed"\n', "description"),
+        ('description = "x"\nscaling = "none"\n', "compute_dtype"),
+        ('description = "x"\n', "scaling"),
+        ("", "scaling"),
+        ("# nothing but a comment\n", "scaling"),
+    ],
+)
+def test_a_missing_key_is_named(own, text, key):
+    assert f"recipe 'mine': key '{key}' is missing." in refusal(own(text))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "key", "typo"),
+    [("delayed", "description", "desciption"), ("none", "compute_dtype", "compute_dtyp")],
+)
+def test_a_required_key_that_is_mistyped_is_called_unknown_not_missing(own, scaling, key, typo):
+    text = LEAST[scaling].replace(f"{key} =", f"{typo} =")
+    assert f"No key '{typo}'. Did you mean '{key}'?" in refusal(own(text))
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ('"delayd"', "No scaling 'delayd'. Did you mean 'delayed'?"),
+        ('"blocks"', "Did you mean 'block'?"),
+        ('"mxpf8"', "Did you mean 'mxfp8'?"),
+        ('"auto"', "Known: block, current, delayed, mxfp8, none."),
+        ('""', "Known: block, current, delayed, mxfp8, none."),
+        ("3", "recipe 'mine'"),
+        ("true", "recipe 'mine'"),
+        ("[]", "recipe 'mine'"),
+        ('["delayed"]', "recipe 'mine'"),
+        ("{ delayed = 1 }", "recipe 'mine'"),
+        ("nan", "recipe 'mine'"),
+        ("1979-05-27", "recipe 'mine'"),
+    ],
+)
+def test_an_unknown_scaling_is_refused(own, value, hint):
+    assert hint in refusal(own(f'description = "x"\nscaling = {value}\n'))
+
+
+# Values that are refused
+
+WRONG_TYPES = [
+    ("delayed", "margin", '"0"'),
+    ("delayed", "margin", "0.5"),
+    ("delayed", "margin", "true"),
+    ("delayed", "history_length", "16.0"),
+    ("delayed", "history_length", '"16"'),
+    ("delayed", "history_length", "[16]"),
+    ("delayed", "amax_algorithm", "1"),
+    ("delayed", "forward_format", '["e4m3"]'),
+    ("current", "power_of_two", "1"),
+    ("current", "power_of_two", '"yes"'),
+    ("current", "eps", '"small"'),
+    ("current", "eps", "true"),
+    ("block", "head", "0"),
+    ("block", "head", '"false"'),
+    ("block", "exclude", '"lm_head"'),
+    ("block", "exclude", "true"),
+    ("block", "exclude", "{ a = 1 }"),
+    ("mxfp8", "exclude_first_blocks", "1.0"),
+    ("mxfp8", "exclude_last_blocks", "[1]"),
+    ("mxfp8", "exclude_last_blocks", "1979-05-27"),
+    ("mxfp8", "scale_rounding", "false"),
+    ("none", "name", "1"),
+]
+OUT_OF_RANGE = [
+    ("delayed", "history_length", "0"),
+    ("delayed", "history_length", "-1"),
+    ("delayed", "amax_algorithm", '"mean"'),
+    ("delayed", "forward_format", '"e8m0"'),
+    ("delayed", "backward_format", '"E5M2"'),
+    ("current", "eps", "-1e-6"),
+    ("current", "eps", "nan"),
+    ("current", "eps", "-inf"),
+    ("mxfp8", "scale_rounding", '"up"'),
+    ("mxfp8", "exclude_first_blocks", "-1"),
+    ("block", "exclude_last_blocks", "-2"),
+]
+NOT_USABLE = [  # in the type's range, and yet no scale, no window and no memory can be made of it
+    ("current", "eps", "inf"),
+    ("delayed", "margin", "2000"),
+    ("delayed", "margin", "-2000"),
+    ("delayed", "history_length", "1000000000000000000000000000000"),
+]
+
+
+@pytest.mark.parametrize(("scaling", "key", "value"), WRONG_TYPES + OUT_OF_RANGE + NOT_USABLE)
+def test_a_wrong_value_is_refused_with_its_file_key_and_value(own, scaling, key, value):
+    message = refusal(own(f"{LEAST[scaling]}{key} = {value}\n"))
+    assert message.startswith(f"recipe 'mine': {key} = ")
+    assert value.strip("\"[]{} '").partition(" ")[0].lower()[:4] in message.lower()
+
+
+@pytest.mark.parametrize("value", ['"fp8"', '"bfloat16"', '"float32"', '"BF16"', "16", "true"])
+def test_a_compute_dtype_is_spelled_in_one_way(own, value):
+    message = refusal(own(f'description = "x"\nscaling = "none"\ncompute_dtype = {value}\n'))
+    assert message.startswith("recipe 'mine': compute_dtype = ")
+    assert "'fp32', 'tf32', 'bf16' or 'fp16'" in message
+
+
+@pytest.mark.parametrize("value", ["[1]", '["a", 2]', "[[]]", "[true]"])
+def test_a_pattern_that_is_no_string_is_refused_with_its_place(own, value):
+    message = refusal(own(f"{LEAST['delayed']}exclude = {value}\n"))
+    assert message.startswith("recipe 'mine': exclude.")
+
+
+# Files that are refused
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not toml",
+        "a = ",
+        "a = 1\na = 2",
+        "[x",
+        "a = 'x\n'",
+        "= 1",
+        '{"scaling": "delayed"}',
+        "\x00",
+    ],
+)
+def test_a_file_that_is_not_toml_is_refused_by_its_path(own, text):
+    path = own(text)
+    message = refusal(path)
+    assert path in message
+    assert "not valid TOML" in message
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"description = '\xe9'\n", "x = 1".encode("utf-16")])
+def test_a_file_that_is_not_utf_8_is_refused_by_its_path(own, data):
+    path = own(data)
+    message = refusal(path)
+    assert path in message
+    assert "UTF-8" in message
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(own):
+    path = own("a = " + "[" * 100_000 + "]" * 100_000)
+    assert path in refusal(path)
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000], ids=["decimal", "hex"])
+def test_a_number_of_thousands_of_digits_is_refused(own, digits):
+    assert "mine" in refusal(own(f"{LEAST['delayed']}margin = {digits}\n"))
+
+
+def test_a_directory_is_refused(tmp_path):
+    folder = tmp_path / "mine.toml"
+    folder.mkdir()
+    message = refusal(str(folder))
+    assert str(folder) in message
+    assert "TOML file" in message
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "./missing.toml", "no/such/file", "/", "a\\b"])
+def test_a_missing_path_is_refused_and_the_shipped_recipes_are_named(name):
+    message = refusal(name)
+    assert f"No recipe file '{name}'" in message
+    assert "mxfp8" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 300 + ".toml", "x/" * 3000, "nul\0byte.toml"], ids=["name", "path", "nul"]
+)
+def test_a_path_that_no_file_system_takes_is_refused(name):
+    assert refusal(name).startswith("No recipe file")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("mxpf8", "mxfp8"),
+        ("delay", "delayed"),
+        ("blocks", "block"),
+        ("bfloat16", "bf16"),
+        ("fp23", "fp32"),
+        ("Delayed", "delayed"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(name, near):
+    known = "bf16, block, current, delayed, fp16, fp32, mxfp8, tf32"
+    assert refusal(name) == f"No recipe '{name}'. Did you mean '{near}'? Known: {known}."
+
+
+@pytest.mark.parametrize("name", ["", "zzzzzzz", ".", "..", "*", "mxfp8 "])
+def test_a_name_that_is_no_recipe_is_refused(name):
+    assert refusal(name).startswith(f"No recipe '{name}'.")
+
+
+def test_auto_is_a_rule_and_no_file():
+    assert "auto" not in presets.names("recipes")
+    assert refusal("auto").startswith("No recipe 'auto'.")
+
+
+# What stays out of FP8
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize(
+    ("over", "layer", "said"),
+    [
+        ({}, "lm_head", "the recipe says head = false"),
+        ({"head": True}, "lm_head", None),
+        ({}, "blocks.0.mlp.up", None),
+        ({"exclude": ("*.up",)}, "blocks.0.mlp.up", "excluded by the pattern '*.up'"),
+        ({"exclude": ("*.UP",)}, "blocks.0.mlp.up", None),
+        ({"exclude": ("mlp",)}, "blocks.0.mlp.up", None),
+        ({"exclude": ("*.down", "*.up")}, "blocks.0.mlp.up", "excluded by the pattern '*.up'"),
+        ({"exclude": ("lm_*",), "head": True}, "lm_head", "excluded by the pattern 'lm_*'"),
+        ({"exclude_first_blocks": 1}, "blocks.0.mlp.up", "in the first 1 blocks"),
+        ({"exclude_first_blocks": 1}, "blocks.1.mlp.up", None),
+        ({"exclude_last_blocks": 2}, "blocks.9.mlp.up", None),
+        ({"exclude_last_blocks": 2}, "blocks.10.mlp.up", "in the last 2 blocks"),
+        ({"exclude_last_blocks": 2}, "encoder.11", None),
+        ({"exclude_last_blocks": 12}, "blocks.0.mlp.up", "in the last 12 blocks"),
+    ],
+    ids=str,
+)
+def test_a_recipe_says_why_a_layer_of_twelve_blocks_stays_out(name, over, layer, said):
+    assert load_recipe(name).model_copy(update=over).excluded(layer, 12) == said

@@ -1,0 +1,246 @@
+"""What a resumed run accepts, refuses and passes over; what a checkpoint survives."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Command, losses, metrics
+
+from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError
+from fp8stack.training import checkpoint
+from fp8stack.training.checkpoint import Checkpoint
+
+
+@pytest.fixture
+def run(command: Command, tmp_path: Path) -> Path:
+    """A finished delayed run of 12 steps with checkpoints of steps 8 and 12."""
+    assert command("pretrain", "--recipe", "delayed", "--out", "r", *TINY) == 0
+    return tmp_path / "r"
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        (["--recipe", "current"], "recipe.scaling is 'current' here and 'delayed'"),
+        (["--set", "recipe_overrides.margin=1"], "recipe.margin is 1 here and 0"),
+        (["--set", "model_overrides.layers=2"], "model.layers is 2 here and 1"),
+        (["--data", "other.txt"], "data.train is "),
+        (["--seed", "3"], "seed is 3 here and 0"),
+        (["--lr", "0.1"], "lr is 0.1 here and 0.003"),
+        (["--batch", "8"], "batch is 8 here and 4"),
+    ],
+)
+def test_a_run_that_differs_is_refused_and_the_difference_named(
+    flags: list[str],
+    difference: str,
+    run: Path,
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "other.txt").write_text("some other text\n" * 500)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    overrides = ["model_overrides.width=32", "model_overrides.heads=2"]
+    if "model_overrides.layers=2" not in flags:
+        overrides.append("model_overrides.layers=1")
+    sets = [word for item in overrides for word in ("--set", item)]
+    assert command("pretrain", "--resume", "auto", "--out", "r", *sets, *flags) == 2
+    error = capsys.readouterr().err
+    assert difference in error
+    assert error.count("\n") == 1
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_the_data_may_have_moved_if_its_contents_are_the_same(
+    command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 500)
+    assert command("pretrain", "--recipe", "fp32", "--data", "a.txt", "--out", "r", *TINY) == 0
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert command("pretrain", "--resume", "r", "--data", "b.txt", "--steps", "13") == 0
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = losses(run)
+    weights = run / "checkpoints" / "step-000012" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1
+    weights.write_bytes(content)
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "auto", "--out", "r") == 0
+    printed = capsys.readouterr().out
+    assert "resumed from r/checkpoints/step-000008; passed over:" in printed
+    assert "step-000012/model.safetensors is damaged" in printed
+    assert losses(run) == whole
+
+
+def test_when_all_checkpoints_are_damaged_the_exit_code_is_3(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for manifest in run.glob("checkpoints/*/checkpoint.json"):
+        manifest.write_text("{}")
+    before = metrics(run)
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "auto", "--out", "r") == 3
+    error = capsys.readouterr().err
+    assert "step-000012" in error
+    assert "step-000008" in error
+    assert error.count("\n") == 1
+    assert metrics(run) == before
+
+
+def test_a_named_checkpoint_is_the_one_that_is_used(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = losses(run)
+    assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 0
+    assert "resumed from r/checkpoints/step-000008\n" in capsys.readouterr().out
+    assert losses(run) == whole
+    (run / "checkpoints" / "step-000008" / "checkpoint.json").unlink()
+    assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 3
+
+
+def test_resuming_a_finished_run_changes_nothing(run: Path, command: Command) -> None:
+    whole = losses(run)
+    assert command("pretrain", "--resume", "r") == 0
+    assert losses(run) == whole
+
+
+def test_auto_starts_anew_where_there_is_no_run(command: Command, tmp_path: Path) -> None:
+    assert command("pretrain", "--recipe", "fp32", "--resume", "auto", "--out", "n", *TINY) == 0
+    assert len(losses(tmp_path / "n")) == 12
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_in_place(
+    run: Path, command: Command
+) -> None:
+    whole = losses(run)
+    shutil.rmtree(run / "checkpoints")
+    assert command("pretrain", "--resume", "auto", "--out", "r") == 0
+    assert losses(run) == whole
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert command("pretrain", "--recipe", "delayed", "--out", "r", *TINY) == 2
+    assert "r holds a run already" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_longer_run_says_that_the_schedule_follows(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--resume", "r", "--steps", "14") == 0
+    assert "steps 12 -> 14: the learning rate follows the new" in capsys.readouterr().out
+    assert losses(run)[-1][0] == 14
+    assert command("pretrain", "--resume", "r", "--steps", "3") == 2
+
+
+def test_a_checkpoint_moves_between_backends_and_recipes_with_its_weights(run: Path) -> None:
+    import fp8stack
+
+    tokens = torch.randint(256, (2, 32))
+    plain = fp8stack.load(str(run))
+    quantized = fp8stack.load(str(run / "checkpoints" / "step-000012"), recipe="mxfp8")
+    with torch.no_grad():
+        assert plain(tokens).shape == (2, 32, 256)
+        assert not plain.training
+        difference = (plain(tokens) - quantized(tokens)).norm() / plain(tokens).norm()
+    assert 0 < difference < 0.1
+
+
+def _checkpoint(step: int) -> Checkpoint:
+    values = torch.arange(1000, dtype=torch.float32) + step
+    return Checkpoint(step=step, info={"a": [1, "ü"]}, tensors={"model": {"x": values}})
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, _checkpoint(7), keep=2)
+    loaded = checkpoint.load(path)
+    assert (loaded.step, loaded.info) == (7, {"a": [1, "ü"]})
+    assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
+
+
+def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
+    for step in (999_998, 1_000_000, 999_999):
+        checkpoint.save(tmp_path, _checkpoint(step), keep=2)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
+    assert checkpoint.newest(tmp_path)[0].step == 1_000_000
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _point_outside(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    manifest["files"] = {"../../secret.safetensors": {"bytes": 1, "sha256": ""}}
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    manifest["sha256"] = checkpoint._sha256(checkpoint._canonical(body))
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink, lambda p: p.write_bytes(b"")])
+def test_damage_is_found_and_the_file_named(
+    file: str, damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
+    damage(path / file)
+    with pytest.raises(UserError, match=file):
+        checkpoint.load(path)
+    with pytest.raises(NoUsableCheckpoint, match=file):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
+    _point_outside(path / "checkpoint.json")
+    with pytest.raises(UserError, match="none of a checkpoint's"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("room", [0, 100, 4000, 4300])
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, _checkpoint(1), keep=2)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
+        with pytest.raises(StorageError, match="disk is full"):
+            checkpoint.save(tmp_path, _checkpoint(2), keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert checkpoint.newest(tmp_path)[0].step == 1
+
+
+def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, _checkpoint(1), keep=2)
+    litter = tmp_path / ".tmp-step-000002-123"
+    litter.mkdir()
+    (litter / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.newest(tmp_path)[0].step == 1
+    checkpoint.remove_litter(tmp_path)
+    assert not litter.exists()
