@@ -9,7 +9,6 @@ import contextlib
 import sys
 from typing import Annotated, Any
 
-import click
 import typer
 
 from fp8stack.errors import UserError
@@ -17,11 +16,17 @@ from fp8stack.errors import UserError
 app = typer.Typer(
     name="fp8stack",
     help="Pretrain GPT-style models in FP8, on any machine.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@app.callback()
+def _no_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
@@ -104,15 +109,13 @@ def doctor(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit: bad input is one line on stderr and the error's exit code."""
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
     except UserError as error:
         _fail(str(error), error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        _fail(error.format_message(), 2)
-    except click.ClickException as error:
-        hint = f" See: {error.ctx.command_path} --help" if getattr(error, "ctx", None) else ""
-        _fail(" ".join(error.format_message().split()) + hint, 2)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except _UsageError as error:
+        message = " ".join(error.format_message().split()).rstrip(".?")
+        _fail(f"{message}. See --help.", 2)
+    except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except BrokenPipeError:
         # The reader of our output has gone; say nothing to a pipe that is closed.
@@ -120,6 +123,10 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stdout.close()
         sys.exit(1)
     sys.exit(code)
+
+
+# click's UsageError, from click or, since typer 0.26, from typer's own copy of it.
+_UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def _fail(message: str, code: int) -> None:

@@ -22,7 +22,7 @@ CASES = {
     "device": (["--device", "tpu"], "device = 'tpu'"),
     "no cuda": (["--device", "cuda"], "No CUDA GPU is usable"),
     "flag": (["--stpes", "3"], "--stpes"),
-    "number": (["--steps", "many"], "many"),
+    "number": (["--steps", "many"], "Invalid value for '--steps'"),
     "steps": (["--steps", "0"], "steps = 0"),
     "batch": (["--batch", "-1"], "batch = -1"),
     "accumulate": (["--batch", "5", "--accumulate", "2"], "batch 5 is not divisible by accumulate 2"),
@@ -99,12 +99,13 @@ def test_doctor_refuses_what_is_no_capability(
     assert "is no compute capability" in capsys.readouterr().err
 
 
-def test_no_command_and_an_unknown_one_exit_with_2(
+def test_an_unknown_command_is_refused_and_none_prints_the_help(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("pretrian") == 2
     assert "pretrian" in capsys.readouterr().err
-    assert command() == 2
+    assert command() == 0
+    assert "pretrain" in capsys.readouterr().out
 
 
 values = st.one_of(

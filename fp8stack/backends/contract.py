@@ -55,16 +55,22 @@ def plain_norm(kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
     return nn.LayerNorm(width, eps=eps, bias=bias)
 
 
+def set_matmul_precision(model: nn.Module, precision: Literal["highest", "high"]) -> None:
+    """Let float32 GEMMs of `model` be exact, or TF32 ("high"), whatever other models here want."""
+
+    def before_forward(model: nn.Module, args: tuple[object, ...]) -> None:
+        torch.set_float32_matmul_precision(precision)
+
+    model.register_forward_pre_hook(before_forward)
+
+
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """The FP8 state of a model: `<module path>.<operand>.amax_history` and `.scale`, float32.
 
     Empty unless the recipe is delayed scaling; the other recipes keep no state.
     """
     delayed = _delayed_scaling(module)
-    if delayed is None:
-        return {}
-    delayed.settle()
-    return delayed.history.state_dict()
+    return {} if delayed is None else delayed.state()
 
 
 def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -75,8 +81,7 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     delayed = _delayed_scaling(module)
     if delayed is not None:
-        delayed.settle()
-        delayed.history.load_state_dict(state)
+        delayed.load_state(state)
     elif state:
         raise UserError(
             f"FP8 state: '{next(iter(state))}' has no place in this model, whose recipe keeps none."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import numerics
-from fp8stack.backends.contract import DTYPES, Norm, plain_norm
+from fp8stack.backends.contract import DTYPES, Norm, plain_norm, set_matmul_precision
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.reference import plain_linear
 from fp8stack.numerics.formats import FORMATS
@@ -331,7 +331,7 @@ class EmulateBackend:
 
     def attach(self, model: nn.Module) -> None:
         """See `Backend.attach`; float32 GEMMs are kept from TF32, which would round operands."""
-        torch.set_float32_matmul_precision("highest")
+        set_matmul_precision(model, "highest")
         if self._delayed is not None:
             self._delayed.attach(model)
 

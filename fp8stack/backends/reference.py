@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack.backends.contract import DTYPES, Norm, plain_norm
+from fp8stack.backends.contract import DTYPES, Norm, plain_norm, set_matmul_precision
 from fp8stack.precision.plan import Plan
 
 
@@ -56,8 +56,8 @@ class ReferenceBackend:
         return plain_norm(kind, width, eps, bias)
 
     def attach(self, model: nn.Module) -> None:
-        """Choose between TF32 and full float32 for the GEMMs of this process."""
-        torch.set_float32_matmul_precision("high" if self._allow_tf32 else "highest")
+        """See `Backend.attach`: TF32 or full float32."""
+        set_matmul_precision(model, "high" if self._allow_tf32 else "highest")
 
     def fp8_gemms(self) -> int:
         """See `Backend.fp8_gemms`: no FP8 here."""

@@ -91,6 +91,7 @@ def _batches(run: Run) -> Iterator[tuple[int, Tensor]]:
         sampler=steps,
         num_workers=config.workers,
         pin_memory=run.plan.device == "cuda",
+        generator=torch.Generator(),  # else each start of the loader would draw from torch's own
     )
     return zip(steps, loader, strict=True)
 

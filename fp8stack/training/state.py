@@ -94,7 +94,8 @@ def _random_state() -> dict[str, Tensor]:
 
 def differences(saved: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
     """Where two pieces of JSON data differ, each as `key is X here and Y in the checkpoint`."""
-    for key in sorted(saved.keys() | now.keys()):
+    # What both have first: a key that only one recipe knows follows from the recipes' difference.
+    for key in sorted(saved.keys() | now.keys(), key=lambda k: (k not in saved or k not in now, k)):
         ours, theirs = now.get(key), saved.get(key)
         name = f"{path}{key}"
         if isinstance(ours, dict) and isinstance(theirs, dict):

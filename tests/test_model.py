@@ -1,0 +1,468 @@
+"""The GPT against independent Hugging Face models, and its configuration, padding and start."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from fp8stack import presets
+from fp8stack.backends import Backend, build_backend
+from fp8stack.errors import UserError
+from fp8stack.model import GPT, GPTConfig, load_config, padded_vocabulary, rope_tables
+from fp8stack.precision import Hardware, load_recipe, resolve
+
+CPU = Hardware("cpu")
+FP8_RECIPES = ["delayed", "current", "block", "mxfp8"]
+RECIPES = ["fp32", "bf16", "fp16", *FP8_RECIPES]
+TINY = {"vocabulary": 61, "context": 16, "layers": 2, "width": 32, "heads": 4}
+MODERN = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Tiny GEMMs wait longer for a second thread than they take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def backend_for(config: GPTConfig, recipe: str, **options: object) -> Backend:
+    plan = resolve(load_recipe(recipe).model_copy(update=options), CPU)
+    vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
+    return build_backend(plan.for_layers(config.linear_shapes(vocabulary)))
+
+
+def build(recipe: str = "fp32", seed: int = 0, **shape: object) -> GPT:
+    config = GPTConfig(**(TINY | shape))
+    return GPT(config, backend_for(config, recipe), seed=seed)
+
+
+def tokens(batch: int = 3, length: int = 16, vocabulary: int = 61, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (batch, length), generator=generator)
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Equal to `tolerance` of the largest element."""
+    assert one.shape == other.shape
+    assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+# Against Hugging Face
+
+
+def from_gpt2(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by our names; Conv1D keeps its weights as [in, out]."""
+    ours = {
+        "embedding.weight": hf["transformer.wte.weight"],
+        "position_embedding.weight": hf["transformer.wpe.weight"],
+        "final_norm.weight": hf["transformer.ln_f.weight"],
+        "final_norm.bias": hf["transformer.ln_f.bias"],
+    }
+    parts = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for i, (our, their) in itertools.product(range(TINY["layers"]), parts.items()):
+        ours[f"blocks.{i}.{our}.weight"] = hf[f"transformer.h.{i}.{their}.weight"].t()
+        ours[f"blocks.{i}.{our}.bias"] = hf[f"transformer.h.{i}.{their}.bias"]
+    return ours
+
+
+def from_llama(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by our names; q, k, v are one matrix, gate and up another."""
+    joined = {
+        "attention_norm": ["input_layernorm"],
+        "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attention.query_norm": ["self_attn.q_norm"],
+        "attention.key_norm": ["self_attn.k_norm"],
+        "attention.output": ["self_attn.o_proj"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down": ["mlp.down_proj"],
+    }
+    names = {"embedding": ["embed_tokens"], "final_norm": ["norm"]}
+    for i, (our, theirs) in itertools.product(range(TINY["layers"]), joined.items()):
+        names[f"blocks.{i}.{our}"] = [f"layers.{i}.{their}" for their in theirs]
+    ours = {}
+    for (our, theirs), kind in itertools.product(names.items(), ["weight", "bias"]):
+        found = [hf[f"model.{their}.{kind}"] for their in theirs if f"model.{their}.{kind}" in hf]
+        if found:
+            ours[f"{our}.{kind}"] = torch.cat(found)
+    return ours | ({"lm_head.weight": hf["lm_head.weight"]} if "lm_head.weight" in hf else {})
+
+
+def gpt2(**ours: object):
+    config = GPT2Config(
+        vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config), from_gpt2
+
+
+def llama(kind=(LlamaConfig, LlamaForCausalLM), **ours):
+    """The twin of `GPTConfig(**TINY | MODERN | ours)`."""
+    config = kind[0](
+        vocab_size=61, max_position_embeddings=16, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=ours.get("kv_heads") or 4, head_dim=8,
+        intermediate_size=ours.get("mlp_width", 128), rms_norm_eps=ours.get("norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": ours.get("rope_theta", 10_000.0)},
+        tie_word_embeddings=ours.get("tied", True), attention_bias=ours.get("bias", False),
+        mlp_bias=ours.get("bias", False), attn_implementation="eager",
+    )  # fmt: skip
+    return kind[1](config), from_llama
+
+
+def qwen3(**ours):
+    return llama((Qwen3Config, Qwen3ForCausalLM), **ours)
+
+
+TWINS = {
+    "gpt2": (gpt2, {}),
+    "llama-tied": (llama, {"kv_heads": 2, "mlp_width": 40}),
+    "llama-untied": (llama, {"kv_heads": 1, "tied": False, "rope_theta": 500.0}),
+    "llama-all-heads": (llama, {"norm_eps": 0.1}),
+    "llama-biases": (llama, {"kv_heads": 2, "bias": True}),
+    "qwen3": (qwen3, {"kv_heads": 2, "qk_norm": True, "tied": False}),
+}
+
+
+@pytest.mark.parametrize(("twin", "shape"), TWINS.values(), ids=TWINS)
+def test_logits_loss_and_gradients_equal_hugging_face(twin, shape):
+    theirs, translate = twin(**shape)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # far from zero and one, so that every parameter matters
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+    ours = build(**({} if twin is gpt2 else MODERN | shape))
+    weights = translate(dict(theirs.named_parameters()))
+    assert weights.keys() == dict(ours.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(weights[name])
+    inputs = tokens()
+    assert_close(ours(inputs), theirs(inputs).logits)
+    labels = inputs.clone()
+    labels[0, 5:9] = -100
+    loss, expected = ours(inputs[:, :-1], labels[:, 1:]), theirs(inputs, labels=labels).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    expected.backward()
+    for name, gradient in translate(grads(theirs)).items():
+        assert_close(ours.get_parameter(name).grad, gradient, 2e-5)
+
+
+# Presets and sizes
+
+PUBLISHED = {
+    "gpt-nano": 853_376,
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-8b": 8_030_261_248,
+}
+
+
+def test_every_preset_is_counted_below():
+    assert presets.names("models") == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_a_preset_has_its_published_parameter_count(name, count):
+    config = load_config(name)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert config.parameters() == sum(p.numel() for p in model.parameters()) == count
+
+
+def test_parameters_counts_every_combination_of_options():
+    options = {
+        "norm": ["layernorm", "rmsnorm"],
+        "activation": ["gelu", "swiglu"],
+        "positions": ["learned", "rope"],
+        "qk_norm": [False, True],
+        "bias": [False, True],
+        "tied": [False, True],
+        "kv_heads": [None, 1],
+        "mlp_width": [None, 12],
+    }
+    for values in itertools.product(*options.values()):
+        shape = TINY | {"width": 8, "heads": 2} | dict(zip(options, values, strict=True))
+        config = GPTConfig(**shape)
+        with torch.device("meta"):
+            model = GPT(config)
+        assert config.parameters() == sum(p.numel() for p in model.parameters()), shape
+        for path, (inputs, outputs) in config.linear_shapes().items():
+            assert model.get_submodule(path).weight.shape == (outputs, inputs), shape
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        # 6 x (12 x 7,077,888 + 768 x 50,257) + 6 x 12 x 768 x 1024
+        ("gpt2-124m", 797_815_296),
+        # 6 x (16 x 60,817,408 + 2048 x 128,256) + 6 x 16 x 2048 x 8192
+        ("llama-1b", 9_025_093_632),
+    ],
+)
+def test_flops_per_token_equal_a_hand_count(name, flops):
+    assert load_config(name).flops_per_token() == flops
+
+
+def test_gpt_nano_runs_as_shipped():
+    config = load_config("gpt-nano", {"layers": 1})
+    loss = GPT(config)(tokens(2, 128, 256), tokens(2, 128, 256, seed=2))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+# The wrong configurations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"widht": 3}, ["widht", "Did you mean 'width'?"]),
+        ({"heads": 3}, ["width 128", "heads 3"]),
+        ({"kv_heads": 3}, ["heads 4", "kv_heads 3"]),
+        ({"heads": 128}, ["even head width", "1"]),
+        ({"layers": 0}, ["layers", "0"]),
+        ({"layers": "4"}, ["layers", "'4'"]),
+        ({"dropout": 1.0}, ["dropout", "1.0"]),
+        ({"norm": "batchnorm"}, ["norm", "batchnorm", "rmsnorm"]),
+        ({"init_std": -1.0}, ["init_std", "-1.0"]),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_that_names_it(overrides, words):
+    with pytest.raises(UserError) as error:
+        load_config("gpt-nano", overrides)
+    message = str(error.value)
+    assert all(word in message for word in ["gpt-nano", *words]), message
+    assert "\n" not in message
+
+
+def test_overrides_replace_what_the_preset_says():
+    config = load_config("gpt-nano", {"width": 64, "kv_heads": 2})
+    assert (config.width, config.kv_heads, config.layers) == (64, 2, 4)
+
+
+# The start
+
+
+def test_initial_weights_have_the_stated_deviations():
+    model = build(vocabulary=512, width=128, layers=8, init_std=0.05, tied=False, context=256)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert torch.equal(parameter, torch.zeros_like(parameter)), name
+        elif parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        else:
+            residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            std = 0.05 / 4 if residual else 0.05
+            assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(parameter.mean().item()) < std / 25, name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_starts_from_the_same_weights_under_the_same_names(recipe, tied):
+    torch.manual_seed(3)
+    plain = dict(build(tied=tied).named_parameters())
+    torch.manual_seed(4)  # which the initial weights do not depend on
+    other = dict(build(recipe, tied=tied).named_parameters())
+    assert list(plain) == list(other)
+    for name, parameter in other.items():
+        rows = len(plain[name])
+        assert torch.equal(parameter[:rows], plain[name]), name
+        assert not parameter[rows:].any(), name
+        assert parameter.dtype == torch.float32
+
+
+def test_another_seed_gives_other_weights():
+    assert not torch.equal(build(seed=1).lm_head.weight, build(seed=2).lm_head.weight)
+
+
+# The padded vocabulary
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("multiple", [8, 16, 32])
+def test_padding_changes_no_logit_and_no_gradient(multiple, tied):
+    plain = build(tied=tied)
+    backend = backend_for(plain.config, "fp32")
+    backend.vocabulary_multiple = multiple
+    padded = GPT(plain.config, backend)
+    assert len(padded.lm_head.weight) == 64
+    assert_close(padded(tokens()), plain(tokens()), 1e-6)
+    losses = [model(tokens(), tokens(seed=2)) for model in (plain, padded)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    for name, gradient in grads(plain).items():
+        assert_close(padded.get_parameter(name).grad[: len(gradient)], gradient, 1e-5)
+    assert not padded.embedding.weight.grad[61:].any()
+    assert not padded.lm_head.weight.grad[61:].any()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("head", [False, True], ids=["plain-head", "fp8-head"])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_padding_does_not_change_what_fp8_computes(recipe, head, tied):
+    config = GPTConfig(**TINY, tied=tied)
+    models = []
+    for padding in (True, False):
+        backend = backend_for(config, recipe, head=head)
+        if not padding:
+            backend.vocabulary_multiple = 1
+        models.append(GPT(config, backend))
+    for step in range(2):
+        losses = [model(tokens(seed=step), tokens(seed=step + 1)) for model in models]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+        for model, loss in zip(models, losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+    padded, plain = models
+    assert len(padded.lm_head.weight) == 64
+    for name in ("embedding.weight", "lm_head.weight"):
+        gradient = padded.get_parameter(name).grad
+        assert gradient[:61].any()
+        assert not gradient[61:].any()
+    # A last bit of difference in an activation can move an operand by one FP8 step.
+    assert_close(padded.lm_head.weight.grad[:61], plain.lm_head.weight.grad, 0.02)
+
+
+def test_padded_rows_stay_zero_in_training():
+    model = build("mxfp8", tied=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(tokens(seed=step), tokens(seed=step + 1)).backward()
+        optimizer.step()
+    assert not model.embedding.weight[61:].any()
+    assert not model.lm_head.weight[61:].any()
+
+
+# What the layers do
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits_and_loss_are_float32_without_the_padding(recipe):
+    model = build(recipe, **MODERN)
+    logits, loss = model(tokens()), model(tokens(), tokens(seed=2))
+    assert (logits.dtype, logits.shape) == (torch.float32, (3, 16, 61))
+    assert (loss.dtype, loss.shape) == (torch.float32, ())
+
+
+@pytest.mark.parametrize("shape", [{}, MODERN | {"kv_heads": 2}], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8", "block"])
+def test_a_token_does_not_influence_the_logits_before_it(recipe, shape):
+    model = build(recipe, **shape).eval()
+    one, other = tokens(), tokens()
+    other[:, 7] = (other[:, 7] + 1) % 61
+    with torch.no_grad():
+        before, after = model(one), model(other)
+    assert_close(after[:, :7], before[:, :7], 1e-6)
+    assert ((after - before)[:, 7:].abs().amax(dim=(0, 2)) > 1e-5).all()
+
+
+@pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "llama"])
+def test_a_shorter_text_has_the_same_logits(shape):
+    model = build(**shape)
+    assert_close(model(tokens()[:, :5]), model(tokens())[:, :5], 1e-5)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2", "swiglu"])
+def test_the_mlp_computes_its_activation_exactly(activation):
+    mlp = build(activation=activation).blocks[0].mlp.double()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 32, generator=generator, dtype=torch.float64) * 50
+    h = x @ mlp.up.weight.T + mlp.up.bias
+    cubic = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
+    half = h.shape[1] // 2
+    expected = {
+        "gelu": lambda: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda: h * (1 + torch.tanh(cubic)) / 2,
+        "relu2": lambda: torch.where(h > 0, h * h, 0.0),
+        "swiglu": lambda: h[:, :half] / (1 + torch.exp(-h[:, :half])) * h[:, half:],
+    }[activation]()
+    assert_close(mlp(x), expected @ mlp.down.weight.T + mlp.down.bias, 1e-12)
+
+
+def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
+    model = build(**MODERN, rope_theta=50.0)
+    angles = [[t / 50.0 ** (2 * i / 8) for i in range(4)] for t in range(16)]
+    for table, of in zip(rope_tables(model.config, "cpu"), (math.cos, math.sin), strict=True):
+        assert (table.dtype, table.shape) == (torch.float32, (16, 4))
+        expected = torch.tensor([[of(a) for a in row] for row in angles])
+        torch.testing.assert_close(table, expected, rtol=0, atol=6e-8)
+    model(tokens())
+    model.bfloat16()
+    assert all(t.dtype == torch.float32 for tables in model._rotations.values() for t in tables)
+
+
+def test_dropout_is_active_in_training_alone(monkeypatch):
+    attend, rates = nn.functional.scaled_dot_product_attention, []
+
+    def spy(*args, dropout_p, **kwargs):
+        rates.append(dropout_p)
+        return attend(*args, dropout_p=dropout_p, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+    model, plain = build(dropout=0.3), build()
+    torch.manual_seed(0)
+    assert not torch.equal(model(tokens()), model(tokens()))
+    assert rates == [0.3] * 4
+    model.eval()
+    rates.clear()
+    assert torch.equal(model(tokens()), plain(tokens()))
+    assert rates == [0.0] * 4
+
+
+def test_dropout_drops_the_embedding_and_both_residual_branches():
+    model, seen = build(dropout=0.3), {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(
+                lambda _, args, y, name=name: seen.setdefault(name, []).append((y == 0).any())
+            )
+    model(tokens())
+    assert {name: len(zeros) for name, zeros in seen.items()} == {
+        "dropout": 1,
+        "blocks.0.dropout": 2,
+        "blocks.1.dropout": 2,
+    }
+    assert all(all(zeros) for zeros in seen.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_state_dict_moves_between_recipes(recipe):
+    trained = build(recipe, seed=7, vocabulary=64)
+    plain = build(vocabulary=64)
+    plain.load_state_dict(trained.state_dict())
+    inputs = tokens(vocabulary=64)
+    assert torch.equal(plain(inputs), build(seed=7, vocabulary=64)(inputs))
+    back = build(recipe, vocabulary=64)
+    back.load_state_dict(plain.state_dict())
+    assert torch.equal(back(inputs), build(recipe, seed=7, vocabulary=64)(inputs))
