@@ -16,7 +16,10 @@ def main() -> None:
     for module, name in ((emulation, "emulation"), (recipes, "recipes")):
         scenario = scenarios.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         scenario.add_argument(
-            "--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)"
+            "--out",
+            type=Path,
+            default=RESULTS,
+            help="folder for the results (default: %(default)s)",
         )
         module.add_arguments(scenario)
         scenario.set_defaults(run=module.run)

@@ -52,7 +52,7 @@ def measure(tokens: int, inputs: int, outputs: int, rounds: int) -> dict[str, ob
     torch.manual_seed(0)
     x = torch.randn(tokens, inputs, requires_grad=True)
     dy = torch.randn(tokens, outputs) * 1e-3
-    layers = {"fp32": nn.Linear(inputs, outputs)}
+    layers: dict[str, nn.Module] = {"fp32": nn.Linear(inputs, outputs)}
     layers |= {recipe: ours(recipe, inputs, outputs) for recipe in RECIPES}
     layers["torchao tensorwise"] = convert_to_float8_training(
         nn.Sequential(nn.Linear(inputs, outputs)), config=Float8LinearConfig(emulate=True)

@@ -74,12 +74,12 @@ def markdown(report: dict[str, Any]) -> str:
         "# Final validation loss by recipe",
         "",
         f"Made by `python -m bench recipes`, which runs `{report['command']}` for each recipe R: "
-        "same data, same initial weights, same order, one seed.",
+        "same data, same initial weights, same order, one seed. Losses are in nats per byte.",
         "",
         f"{facts['machine']}, {facts['threads']} threads, torch {facts['torch']}, "
         f"accelerate {facts['accelerate']}, fp8stack {facts['fp8stack']}.",
         "",
-        "| recipe | ran | FP8 layers | FP8 GEMMs per step | validation loss (nats/byte) | gap to fp32 |",
+        "| recipe | ran | FP8 layers | FP8 GEMMs per step | validation loss | gap to fp32 |",
         "|---|---|---|---|---|---|",
     ]
     for row in report["results"]:

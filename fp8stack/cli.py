@@ -73,7 +73,9 @@ def pretrain(
     ] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
-    flags = {key: value for key, value in locals().items() if key not in ("config", "set", "resume")}
+    flags = {
+        key: value for key, value in locals().items() if key not in ("config", "set", "resume")
+    }
     from fp8stack.training.loop import train
     from fp8stack.training.setup import set_up
 

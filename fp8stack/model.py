@@ -19,7 +19,6 @@ from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 
-
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
@@ -126,8 +125,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         shapes = config.linear_shapes()
-        for name in ("qkv", "output"):
-            self.add_module(name, backend.linear(f"{path}.{name}", *shapes[f"{path}.{name}"], config.bias))
+        qkv, output = f"{path}.qkv", f"{path}.output"
+        self.qkv = backend.linear(qkv, *shapes[qkv], config.bias)
+        self.output = backend.linear(output, *shapes[output], config.bias)
         if config.qk_norm:
             self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
             self.key_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
@@ -161,8 +161,9 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = config.activation
         shapes = config.linear_shapes()
-        for name in ("up", "down"):
-            self.add_module(name, backend.linear(f"{path}.{name}", *shapes[f"{path}.{name}"], config.bias))
+        up, down = f"{path}.up", f"{path}.down"
+        self.up = backend.linear(up, *shapes[up], config.bias)
+        self.down = backend.linear(down, *shapes[down], config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] float32 -> [B, T, D] in the compute dtype."""
@@ -173,7 +174,9 @@ class MLP(nn.Module):
         elif self.activation == "relu2":
             hidden = F.relu(hidden).square()
         else:
-            hidden = F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            hidden = F.gelu(
+                hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none"
+            )
         y: Tensor = self.down(hidden)
         return y
 
@@ -194,7 +197,8 @@ class Block(nn.Module):
         """[B, T, D] float32 -> [B, T, D] float32."""
         attended = self.attention(self.attention_norm(x_BTD), rotation)
         x_BTD = x_BTD + self.dropout(attended).float()
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))).float()
+        x_BTD = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))).float()
+        return x_BTD
 
 
 class GPT(nn.Module):
@@ -254,7 +258,7 @@ class GPT(nn.Module):
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation)
-        logits_BTV = self.lm_head(self.final_norm(x_BTD)).float()
+        logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
         logits_BTV = logits_BTV[..., : self.config.vocabulary]  # the padding is no token
         if targets_BT is None:
             return logits_BTV

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a model that trains in a second, and the command in-process."""
+"""What the tests of whole runs share: a model that trains in a second, and the command."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ CASES = {
     "number": (["--steps", "many"], "Invalid value for '--steps'"),
     "steps": (["--steps", "0"], "steps = 0"),
     "batch": (["--batch", "-1"], "batch = -1"),
-    "accumulate": (["--batch", "5", "--accumulate", "2"], "batch 5 is not divisible by accumulate 2"),
+    "accumulate": (
+        ["--batch", "5", "--accumulate", "2"],
+        "batch 5 is not divisible by accumulate 2",
+    ),
     "lr": (["--lr", "0"], "lr = 0.0"),
     "lr nan": (["--lr", "nan"], "lr = nan"),
     "schedule": (["--schedule", "cosin"], "schedule = 'cosin'"),
@@ -118,11 +121,10 @@ values = st.one_of(
 @given(st.dictionaries(st.sampled_from([*RunConfig.model_fields, "bogus"]), values))
 def test_any_configuration_is_taken_or_refused_in_one_line(table: dict) -> None:
     try:
-        config = parse_config(None, table)
+        outcome = repr(parse_config(None, table))
     except UserError as error:
-        assert "\n" not in str(error)
-    else:
-        assert isinstance(config, RunConfig)
+        outcome = str(error)
+    assert "\n" not in outcome
 
 
 @settings(max_examples=200, deadline=None)
@@ -151,7 +153,11 @@ def test_doctor_answers_in_json_for_any_machine(
     answer = json.loads(capsys.readouterr().out)
     assert answer["hardware"]["capability"] == "8.0"
     delayed = answer["recipes"]["delayed"]
-    assert (delayed["recipe"], delayed["compute_dtype"], delayed["native"]) == ("bf16", "bf16", False)
+    assert (delayed["recipe"], delayed["compute_dtype"], delayed["native"]) == (
+        "bf16",
+        "bf16",
+        False,
+    )
     assert "8.9" in delayed["reasons"][0]
     assert answer["recipes"]["auto"]["recipe"] == "bf16"
     assert answer["formats"]["e4m3"]["max"] == 448

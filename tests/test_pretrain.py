@@ -34,7 +34,15 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(
     fp8 = json.loads((run / "plan.json").read_text())["layers"]
     assert rows[-1]["fp8_gemms"] == 3 * sum(layer["fp8"] for layer in fp8)
     printed = capsys.readouterr().out
-    for piece in ("plan: ", "step 12/12 | loss ", " tok/s", "MFU ", " GiB", "ETA ", "sample:\ndef "):
+    for piece in (
+        "plan: ",
+        "step 12/12 | loss ",
+        " tok/s",
+        "MFU ",
+        " GiB",
+        "ETA ",
+        "sample:\ndef ",
+    ):
         assert piece in printed
 
 

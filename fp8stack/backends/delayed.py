@@ -63,7 +63,7 @@ class DelayedScaling:
         task = torch._C._current_graph_task_id()
         if self._backward_task != task:
             self._backward_task = task
-            Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._after_backward)
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         device = next(model.parameters()).device

@@ -192,7 +192,7 @@ class _Multiply(torch.autograd.Function):
     """y = x w^T + b with quantized operands; x and w are quantized once and reused in backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -215,7 +215,7 @@ class _Multiply(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: EmulatedLinear = ctx.layer
         scaling, record = layer.scaling, ctx.record
         x_values, x_scales, w_values, w_scales = ctx.saved_tensors
@@ -281,7 +281,10 @@ class EmulatedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] in any dtype -> [..., out] in the compute dtype."""
         matrix = x.to(self.compute_dtype).reshape(-1, self.in_features)
-        y: Tensor = _Multiply.apply(matrix, self.weight, self.bias, self, torch.is_grad_enabled())
+        differentiated = torch.is_grad_enabled()
+        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
+            matrix, self.weight, self.bias, self, differentiated
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
 

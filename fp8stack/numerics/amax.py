@@ -145,8 +145,9 @@ class AmaxHistory:
         Raises:
             UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
         """
-        shapes = {f"{slot}.amax_history": (self.length,) for slot in self._column}
-        shapes |= {f"{slot}.scale": () for slot in self._column}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for slot in self._column:
+            shapes |= {f"{slot}.amax_history": (self.length,), f"{slot}.scale": ()}
         odd = sorted(shapes.keys() ^ state.keys())
         if odd:
             where = "is missing" if odd[0] in shapes else "is not a slot of this model"

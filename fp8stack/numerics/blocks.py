@@ -144,9 +144,7 @@ def e8m0_value(codes: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def split_into_blocks(
-    x: Tensor, block: Sequence[int]
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def split_into_blocks(x: Tensor, block: Sequence[int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """`x` padded with zeros and viewed as [n0, b0, n1, b1, ...], and the way back to its shape."""
     padding: list[int] = []
     for length, size in zip(reversed(x.shape), reversed(block), strict=True):

@@ -41,7 +41,7 @@ class Format:
     @property
     def bias(self) -> int:
         """The exponent's bias."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        return (1 << self.exponent_bits - 1) - 1
 
     @property
     def has_inf(self) -> bool:
@@ -62,17 +62,17 @@ class Format:
             if mantissa == 2**self.mantissa_bits - 1:
                 return math.nan
         if exponent == 0:
-            return sign * mantissa * 2.0 ** (1 - self.bias - self.mantissa_bits)
-        fraction = 1 + mantissa * 2.0**-self.mantissa_bits
-        return float(sign * fraction * 2.0 ** (exponent - self.bias))
+            return sign * math.ldexp(mantissa, 1 - self.bias - self.mantissa_bits)
+        fraction = 1 + math.ldexp(mantissa, -self.mantissa_bits)
+        return sign * math.ldexp(fraction, exponent - self.bias)
 
     @property
     def max_code(self) -> int:
         """The code of the largest finite value."""
         if self.specials == "e8m0":
             return 254
-        ones = int(2 ** (self.exponent_bits + self.mantissa_bits)) - 1
-        return ones - 1 if self.specials == "fn" else ones - 2**self.mantissa_bits
+        ones = (1 << self.exponent_bits + self.mantissa_bits) - 1
+        return ones - 1 if self.specials == "fn" else ones - (1 << self.mantissa_bits)
 
     @cached_property
     def max(self) -> float:
@@ -92,7 +92,7 @@ class Format:
     @property
     def epsilon(self) -> float:
         """The distance from 1 to the next value up."""
-        return float(2.0**-self.mantissa_bits)
+        return math.ldexp(1.0, -self.mantissa_bits)
 
     def nan_codes(self) -> list[int]:
         """The codes that are not a number; for formats of eight bits only."""

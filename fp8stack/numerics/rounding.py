@@ -38,9 +38,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _LARGE, _SMALL = 2.0**100, 2.0**-100
 
 
-def round_to_fp8(
-    x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool = True
-) -> Tensor:
+def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool = True) -> Tensor:
     """The values of `cast_to_fp8(x, scale, format)`, still multiplied by `scale`: float32.
 
     Args:
@@ -157,5 +155,3 @@ def _ordinary(largest: Tensor) -> bool:
 def _chunk(x: Tensor) -> int:
     """How many elements to treat at a time: all of them on a GPU, where a launch costs more."""
     return CHUNK if x.device.type == "cpu" else max(1, x.numel())
-
-

@@ -76,7 +76,9 @@ class Plan:
     @property
     def precision(self) -> str:
         """The active precision in a word, for the log line."""
-        return self.recipe.name if self.native or not self.is_fp8 else f"{self.recipe.name}-emulated"
+        return (
+            self.recipe.name if self.native or not self.is_fp8 else f"{self.recipe.name}-emulated"
+        )
 
     @property
     def vocabulary_multiple(self) -> int:
@@ -94,7 +96,9 @@ class Plan:
         """
         if isinstance(self.recipe, PlainRecipe):
             return replace(self, layers=tuple(self._plain_layer(n, s) for n, s in shapes.items()))
-        indices = [int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))]
+        indices = [
+            int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))
+        ]
         blocks = max(indices, default=-1) + 1
         self._check_patterns(shapes)
         layers = []
@@ -196,7 +200,9 @@ def resolve(
     if recipe == "auto":
         recipe = auto_recipe(hardware)
         if recipe == "fp32" and hardware.capability is not None:
-            notes = (f"auto needs compute capability 7.0 for more, this is {_kind(hardware)}: fp32",)
+            notes = (
+                f"auto needs compute capability 7.0 for more, this is {_kind(hardware)}: fp32",
+            )
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if isinstance(chosen, PlainRecipe):
         plan, substitutions = _resolve_plain(asked, chosen, hardware, backend)
@@ -246,7 +252,9 @@ def _resolve_plain(
         runs = "fp32"
     if runs != wanted:
         scaled = " with loss scaling" if runs == "fp16" else ""
-        substitutions.append(f"{wanted} needs {_NEEDS[wanted]}, this is {_kind(hardware)}: {runs}{scaled}")
+        substitutions.append(
+            f"{wanted} needs {_NEEDS[wanted]}, this is {_kind(hardware)}: {runs}{scaled}"
+        )
         recipe = plain(runs)
     if backend not in ("auto", "reference"):
         substitutions.append(f"{recipe.name} has no FP8 GEMM: the reference backend runs it")
@@ -299,7 +307,9 @@ def _resolve_fp8(
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)
     if capability is None:
-        reason = f"{recipe.name} needs an FP8 GPU and this is a CPU: emulated, same bytes and scales"
+        reason = (
+            f"{recipe.name} needs an FP8 GPU and this is a CPU: emulated, same bytes and scales"
+        )
         return planned("emulate", False, reason), [reason]
     able, problem = _native_backends(recipe.scaling, hardware)
     if problem:
@@ -344,7 +354,9 @@ def _native_backends(scaling: str, hardware: Hardware) -> tuple[list[BackendName
             return [], lacking
         return (able, "") if _has_cuda(hardware, (12, 8)) else ([], "mxfp8 needs CUDA 12.8")
     if capability[0] == 10:  # run as MXFP8 with the block recipe's scales, which only TE does
-        return (["te"], "") if hardware.has_te else ([], f"{scaling} on 10.x needs TE, not installed")
+        return (
+            (["te"], "") if hardware.has_te else ([], f"{scaling} on 10.x needs TE, not installed")
+        )
     if capability != (9, 0):
         return [], lacking
     return (able, "") if _has_cuda(hardware, (12, 9)) else ([], "block needs CUDA 12.9")

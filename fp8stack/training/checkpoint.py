@@ -117,8 +117,9 @@ def newest(folder: Path) -> tuple[Checkpoint, Path, list[str]]:
             passed_over.append(str(error))
     if not passed_over:
         raise NoUsableCheckpoint(f"No checkpoint in {folder}. Start the run without --resume.")
+    reasons = " ".join(passed_over)
     raise NoUsableCheckpoint(
-        f"No usable checkpoint in {folder}: {' '.join(passed_over)} Start a new run in another --out."
+        f"No usable checkpoint in {folder}: {reasons} Start a new run in another --out."
     )
 
 
@@ -142,7 +143,9 @@ def storage_errors(path: Path) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else None
         full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else str(error)
-        raise StorageError(f"Cannot write to {path}: {reason}. Make room or choose another --out.") from error
+        raise StorageError(
+            f"Cannot write to {path}: {reason}. Make room or choose another --out."
+        ) from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -176,7 +179,9 @@ def _candidates(folder: Path) -> list[Path]:
     """The checkpoint folders in `folder`, newest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 

@@ -8,8 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from fp8stack import presets
 from fp8stack.errors import UserError
@@ -96,9 +103,7 @@ FREE_ON_RESUME = frozenset(
 )  # fmt: skip
 
 
-def parse_config(
-    file: str | None, flags: Mapping[str, Any], sets: Sequence[str] = ()
-) -> RunConfig:
+def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str] = ()) -> RunConfig:
     """The configuration from a run file, flags and `--set key=value`; the later one wins.
 
     Raises:

@@ -42,7 +42,9 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     parts.append(f"{row['step_ms']:.0f} ms")
     parts.append(f"{row['tokens_per_s'] / 1000:.1f}k tok/s")
     mfu = row["mfu"]
-    parts.append(f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}")
+    parts.append(
+        f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}"
+    )
     parts.append(f"{row['memory_gib']:.2f} GiB")
     parts.append(row["precision"])
     return " | ".join(parts)

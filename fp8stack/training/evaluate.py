@@ -27,9 +27,9 @@ def validation_loss(model: nn.Module, windows: Tensor, batch: int, device: torch
     """The mean loss in nats per token over `windows`, int64 [N, T + 1]."""
     total = 0.0
     with eval_mode(model):
-        for part in windows.split(batch):
-            tokens = part.to(device)
-            total += float(model(tokens[:, :-1], tokens[:, 1:])) * len(part)
+        for start in range(0, len(windows), batch):
+            tokens = windows[start : start + batch].to(device)
+            total += float(model(tokens[:, :-1], tokens[:, 1:])) * len(tokens)
     return total / len(windows)
 
 

@@ -40,9 +40,14 @@ def learning_rate(step: int, config: RunConfig) -> float:
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "cosine":
-        start, shape = config.warmup_steps, lambda done: 0.5 * (1 + math.cos(math.pi * done))
+        done = _share(step, config.warmup_steps, config.steps)
+        left = 0.5 * (1 + math.cos(math.pi * done))
     else:
-        start = max(config.warmup_steps, round(config.steps * (1 - config.decay_fraction)))
-        shape = lambda done: 1 - done  # noqa: E731
-    done = min(1.0, max(0.0, (step - start) / max(1, config.steps - start)))
-    return config.lr * (config.min_lr + (1 - config.min_lr) * shape(done))
+        stable_until = round(config.steps * (1 - config.decay_fraction))
+        left = 1 - _share(step, max(config.warmup_steps, stable_until), config.steps)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * left)
+
+
+def _share(step: int, start: int, end: int) -> float:
+    """How much of the way from `start` to `end` is behind `step`: 0 to 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))

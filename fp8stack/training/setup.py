@@ -206,13 +206,17 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     else:
         folder, named = _locate(Path(resume))
         if config.out and Path(config.out).resolve() != folder.path.resolve():
-            raise UserError(f"--resume {resume} goes on in {folder.path}, not in --out {config.out}.")
+            raise UserError(
+                f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
+            )
     saved = parse_config(str(folder.config), {})
     if named is not None:
         try:
             checkpoint = checkpoints.load(named)
         except UserError as error:
-            raise NoUsableCheckpoint(f"{error} Give another checkpoint or the run's folder.") from error
+            raise NoUsableCheckpoint(
+                f"{error} Give another checkpoint or the run's folder."
+            ) from error
         return _resumption(folder, saved, checkpoint, [f"resumed from {named}"])
     if not checkpoints.exists(folder.checkpoints):
         note = f"{folder.path} has no checkpoint yet: starting again from step 1"

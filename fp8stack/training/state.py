@@ -38,7 +38,11 @@ def restore(model: GPT, optimizer: Optimizer, groups: dict[str, dict[str, Tensor
     restore_weights(model, groups.get("model", {}))
     moments = groups.get("optimizer", {})
     for name, parameter in model.named_parameters():
-        keys = [key for key in moments if key.startswith(f"{name}.") and key.count(".") == name.count(".") + 1]
+        keys = [
+            key
+            for key in moments
+            if key.startswith(f"{name}.") and key.count(".") == name.count(".") + 1
+        ]
         optimizer.state[parameter] = {
             key.rpartition(".")[2]: _pad(name, moments[key], parameter).to(parameter.device)
             for key in keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -40,12 +41,14 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
         tflops = _measure_cpu()
         return Peak(tflops=tflops, name=f"{1000 * tflops:.0f} GFLOP/s measured fp32 matmul")
     for name, (half, fp8) in _PEAKS.items():
-        if name in hardware.name:
+        if re.search(rf"\b{name}\b", hardware.name):
             native_fp8 = plan.is_fp8 and plan.native and fp8 is not None
-            tflops = fp8 if native_fp8 else half
+            tflops = float(fp8 if native_fp8 and fp8 else half)
             if plan.compute_dtype in ("fp32", "tf32"):
                 break
-            return Peak(tflops=tflops, name=f"{tflops} TFLOP/s {'fp8' if native_fp8 else 'half'}")
+            return Peak(
+                tflops=tflops, name=f"{tflops:.0f} TFLOP/s {'fp8' if native_fp8 else 'half'}"
+            )
     return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
 
 
