@@ -48,8 +48,8 @@ def pretrain(
         str | None,
         _option("Text file, uint16 .bin, or a folder of them. [Python's standard library]"),
     ] = None,
-    steps: Annotated[int | None, _option("Optimizer steps. [1500]")] = None,
-    batch: Annotated[int | None, _option("Sequences per step, globally. [16]")] = None,
+    steps: Annotated[int | None, _option("Optimizer steps. [1200]")] = None,
+    batch: Annotated[int | None, _option("Sequences per step, globally. [8]")] = None,
     context: Annotated[int | None, _option("Tokens per sequence. [the model's]")] = None,
     accumulate: Annotated[int | None, _option("Micro-batches per step. [1]")] = None,
     lr: Annotated[float | None, _option("Peak learning rate. [0.003]")] = None,
@@ -61,8 +61,8 @@ def pretrain(
         list[str] | None,
         _option("Any other key: --set key=value, as often as needed. Keys: docs/configuration.md."),
     ] = None,
-    eval_every: Annotated[int | None, _option("Steps between evaluations. [250]")] = None,
-    save_every: Annotated[int | None, _option("Steps between checkpoints. [500]")] = None,
+    eval_every: Annotated[int | None, _option("Steps between evaluations. [200]")] = None,
+    save_every: Annotated[int | None, _option("Steps between checkpoints. [400]")] = None,
     log_every: Annotated[int | None, _option("Steps between log lines. [1]")] = None,
     resume: Annotated[
         str | None, _option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")

@@ -39,8 +39,8 @@ class RunConfig(BaseModel):
     out: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
-    steps: PositiveInt = 1500
-    batch: PositiveInt = 16
+    steps: PositiveInt = 1200
+    batch: PositiveInt = 8
     """Sequences per step, over all ranks and micro-batches."""
     context: PositiveInt | None = None
     """Tokens per sequence; the model's own if left out."""
@@ -60,16 +60,18 @@ class RunConfig(BaseModel):
     """The largest global gradient norm; 0 clips nothing."""
 
     log_every: PositiveInt = 1
-    eval_every: PositiveInt = 250
+    eval_every: PositiveInt = 200
     eval_windows: PositiveInt = 256
     """How many windows of the held-out part an evaluation reads."""
-    save_every: PositiveInt = 500
+    save_every: PositiveInt = 400
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     sample_tokens: NonNegativeInt = 256
     sample_prompt: str | None = None
     temperature: PositiveFloat = 0.8
     workers: NonNegativeInt = 0
     """Processes that read data ahead; batches are the same for any number."""
+    deterministic: bool = True
+    """CUDA: use kernels that repeat to the bit, where there are any; they may be slower."""
     save_fp8: bool = False
     """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
     tensorboard: bool = False
@@ -95,12 +97,12 @@ class RunConfig(BaseModel):
 # model, the recipe and the data may have moved; it is their contents that are compared.
 FREE_ON_RESUME = frozenset(
     {
-        "model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict",
-        "device", "out", "steps", "log_every", "eval_every", "eval_windows", "save_every",
-        "keep_checkpoints", "sample_tokens", "sample_prompt", "temperature", "workers", "save_fp8",
-        "tensorboard",
+        *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
+        *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
+        *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
+        *("sample_tokens", "sample_prompt", "temperature", "tensorboard"),
     }
-)  # fmt: skip
+)
 
 
 def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str] = ()) -> RunConfig:

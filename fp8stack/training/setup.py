@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     windows = data.validation_windows(
         validation, count=config.eval_windows, context=context, vocabulary=model_config.vocabulary
     )
+    if plan.device == "cuda" and config.deterministic:
+        _be_deterministic()
     backend = build_backend(plan, save_fp8=config.save_fp8)
     model = GPT(model_config, backend, seed=config.seed)
     torch.manual_seed(config.seed)  # after the model: what its making draws depends on the recipe
@@ -135,6 +138,14 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
         windows=windows,
         identity=_identity(model_config, plan, train, validation),
     )
+
+
+def _be_deterministic() -> None:
+    """Ask CUDA for results that repeat; a CPU's do already, for the same number of threads."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Else every buffer would be written twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan) -> Accelerator:

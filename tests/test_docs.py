@@ -1,0 +1,67 @@
+"""What the documents say of defaults and names is what the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8stack.model import GPTConfig
+from fp8stack.precision import recipe as recipes
+from fp8stack.training.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("key", RunConfig.model_fields)
+def test_every_key_is_documented_with_its_default(key: str) -> None:
+    row = re.search(rf"^\| `{key}` \| (.*?) \| (.*?) \|", _text("docs/configuration.md"), re.M)
+    assert row, key
+    default = RunConfig.model_fields[key].default
+    shown = str(default).lower() if isinstance(default, bool) else str(default)
+    assert row[2].strip("` ") == ("" if default is None else shown)
+
+
+def test_every_flag_is_documented_and_every_documented_flag_exists() -> None:
+    import inspect
+
+    from fp8stack.cli import pretrain
+
+    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(pretrain).parameters}
+    documented = set(re.findall(r"`(--[a-z-]+)", _text("docs/configuration.md")))
+    assert documented == flags
+
+
+def test_the_defaults_in_the_help_are_the_defaults() -> None:
+    import inspect
+
+    from fp8stack.cli import pretrain
+
+    for name, parameter in inspect.signature(pretrain, eval_str=True).parameters.items():
+        option = parameter.annotation.__metadata__[0]
+        found = re.search(r"\[([0-9a-z.-]+)\]$", option.help)
+        if found and name in RunConfig.model_fields:
+            assert found[1] == str(RunConfig.model_fields[name].default), name
+
+
+def test_recipe_and_model_keys_are_documented() -> None:
+    text = _text("docs/configuration.md")
+    kinds = (
+        recipes.DelayedRecipe, recipes.CurrentRecipe, recipes.BlockRecipe, recipes.Mxfp8Recipe,
+        recipes.PlainRecipe, GPTConfig,
+    )  # fmt: skip
+    for kind in kinds:
+        for key in kind.model_fields:
+            if key not in ("name", "description", "scaling"):
+                assert f"`{key}`" in text, key
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_links_between_documents_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", _text(name)):
+        assert (ROOT / name).parent.joinpath(target).exists(), target

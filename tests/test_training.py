@@ -1,0 +1,198 @@
+"""The parts of a run one by one: schedule, optimizer, evaluation, throughput, display, plot."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from fp8stack.backends import build_backend, fp8_state
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware, resolve
+from fp8stack.training import display, throughput
+from fp8stack.training.config import RunConfig
+from fp8stack.training.display import PlainDisplay, RichDisplay, describe
+from fp8stack.training.evaluate import sample, validation_loss
+from fp8stack.training.optimizer import build_optimizer, learning_rate
+from fp8stack.training.plot import loss_plot
+from fp8stack.training.throughput import Peak, peak_rate
+
+CPU = Hardware("cpu")
+SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
+
+
+def _model(recipe: str) -> GPT:
+    return GPT(SMALL, build_backend(plan_for(SMALL, recipe, CPU)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # 10 steps, 2 of warm-up, from 1.0 to 0.1; cosine: 0.1 + 0.9 * (1 + cos(pi * done)) / 2
+        ("cosine", {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
+        # the last fifth falls linearly: from step 8 to step 10
+        ("wsd", {1: 0.5, 2: 1.0, 6: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
+        ("constant", {1: 0.5, 2: 1.0, 6: 1.0, 10: 1.0}),
+    ],
+)
+def test_the_learning_rate_is_the_schedule_computed_by_hand(
+    schedule: str, expected: dict[int, float]
+) -> None:
+    config = RunConfig(schedule=schedule, steps=10, warmup_steps=2, lr=1.0, min_lr=0.1)
+    for step, rate in expected.items():
+        assert learning_rate(step, config) == pytest.approx(rate)
+
+
+def test_a_run_shorter_than_its_warm_up_and_one_without_have_a_rate() -> None:
+    assert learning_rate(3, RunConfig(steps=3, warmup_steps=6, lr=1.0)) == 0.5
+    assert learning_rate(
+        1, RunConfig(steps=1, warmup_steps=0, lr=1.0, min_lr=0.1)
+    ) == pytest.approx(0.1)
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = _model("fp32")
+    decaying, resting = build_optimizer(model, RunConfig(weight_decay=0.3)).param_groups
+    assert (decaying["weight_decay"], resting["weight_decay"]) == (0.3, 0.0)
+    assert {p.ndim for p in decaying["params"]} == {2}
+    assert {p.ndim for p in resting["params"]} == {1}
+    assert len(decaying["params"]) + len(resting["params"]) == len(list(model.parameters()))
+
+
+def test_adamw_is_torchs_own_update_by_hand() -> None:
+    weight = torch.nn.Parameter(torch.tensor([[2.0]]))
+    module = torch.nn.Module()
+    module.weight = weight
+    config = RunConfig(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.99, adam_eps=1e-12)
+    optimizer = build_optimizer(module, config)
+    weight.grad = torch.tensor([[4.0]])
+    optimizer.step()
+    # the first Adam step is lr * sign(gradient); the decay multiplies by 1 - lr * decay before
+    assert weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) - 0.1)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
+def test_evaluating_and_sampling_leave_no_trace(recipe: str) -> None:
+    model = _model(recipe)
+    tokens = torch.randint(61, (4, 17))
+    for _ in range(2):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    before = {name: value.clone() for name, value in fp8_state(model).items()}
+    random = torch.get_rng_state()
+    first = validation_loss(model, tokens, 3, torch.device("cpu"))
+    written = sample(model, [1, 2], 20, temperature=1.0, seed=5)
+    assert validation_loss(model, tokens, 3, torch.device("cpu")) == first
+    assert sample(model, [1, 2], 20, temperature=1.0, seed=5) == written
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    after = fp8_state(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_validation_loss_is_the_mean_over_all_tokens_whatever_the_batch() -> None:
+    model = _model("fp32").eval()
+    windows = torch.randint(61, (7, 17))
+    with torch.no_grad():
+        expected = model(windows[:, :-1], windows[:, 1:]).item()
+    for batch in (1, 3, 7):
+        got = validation_loss(model, windows, batch, torch.device("cpu"))
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context() -> None:
+    model = _model("fp32").eval()
+    cold = sample(model, [3], 40, temperature=1e-6, seed=0)
+    assert cold == sample(model, [3], 40, temperature=1e-6, seed=1)
+    with torch.no_grad():
+        assert cold[0] == model(torch.tensor([[3]]))[0, -1].argmax().item()
+    assert len(cold) == 40
+    assert max(cold) < 61
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA H200", "fp32", None),
+    ],
+)
+def test_mfu_divides_by_the_data_sheets_peak_or_by_none(
+    name: str, recipe: str, tflops: float | None
+) -> None:
+    hardware = Hardware("cuda", (9, 0), name=name)
+    peak = peak_rate(hardware, resolve(recipe, hardware))
+    assert peak.tflops == tflops
+    assert (str(tflops) in peak.name) == (tflops is not None)
+
+
+def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "_measure_cpu", lambda: 0.2)
+    peak = peak_rate(CPU, resolve("fp32", CPU))
+    assert (peak.tflops, peak.name) == (0.2, "200 GFLOP/s measured fp32 matmul")
+
+
+ROW = {
+    "step": 3,
+    "loss": 1.23456,
+    "lr": 0.001,
+    "grad_norm": 0.5,
+    "step_ms": 12.3,
+    "tokens_per_s": 45600.0,
+    "mfu": 0.37,
+    "memory_gib": 0.5,
+    "precision": "delayed-emulated",
+    "fp8_gemms": 48,
+}
+PEAK = Peak(tflops=1.0, name="1 TFLOP/s bf16")
+
+
+def test_the_log_line_says_it_all() -> None:
+    assert describe(ROW, 10, PEAK) == (
+        "step 3/10 | loss 1.2346 | lr 1.00e-03 | grad norm 0.50 | 12 ms | 45.6k tok/s | "
+        "MFU 37% of 1 TFLOP/s bf16 | 0.50 GiB | delayed-emulated"
+    )
+    broken = ROW | {"loss": None, "grad_norm": None, "mfu": None}
+    assert "loss non-finite" in describe(broken, 10, PEAK)
+    assert "MFU n/a (1 TFLOP/s bf16)" in describe(broken, 10, PEAK)
+    scaled = ROW | {"loss_scale": 32768.0, "skipped": True}
+    assert "loss scale 32768, skipped" in describe(scaled, 10, PEAK)
+
+
+def test_plain_lines_are_complete_and_carry_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = display.open_display(10, PEAK, 0)
+    assert isinstance(shown, PlainDisplay)
+    shown.step(ROW, 61.0)
+    shown.note("[a note]")
+    shown.close()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("| delayed-emulated | ETA 0:01:01")
+    assert printed[1] == "[a note]"
+
+
+def test_a_terminal_gets_a_bar_and_notes_as_they_are() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=200)
+    shown = RichDisplay(10, PEAK, 2, console)
+    shown.step(ROW, 61.0)
+    shown.note("sample: [bold] stays")
+    shown.close()
+    printed = screen.getvalue()
+    assert "3/10" in printed
+    assert "loss 1.2346" in printed
+    assert "sample: [bold] stays" in printed
+
+
+def test_the_plot_is_a_picture_even_of_little() -> None:
+    rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
+    rows[-1]["val_loss"] = 0.2
+    for metrics in (rows, rows[:1], [{"step": 1, "loss": None}], []):
+        assert loss_plot(metrics, "title").startswith(b"\x89PNG")
