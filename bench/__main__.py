@@ -1,31 +1,38 @@
-"""`python -m bench`: run a scenario, print its table and write its JSON."""
+"""`python -m bench SCENARIO`: measure, print a table and write the results."""
 
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
-from bench import emulation, recipes
-
 RESULTS = Path(__file__).parent / "results"
+SCENARIOS = {
+    "emulation": "the cost of emulated FP8 on a CPU, as a ratio to fp32, with torchao beside",
+    "recipes": "final validation losses of every recipe on the same data, weights and order",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    scenarios = parser.add_subparsers(dest="scenario", required=True)
-    for module, name in ((emulation, "emulation"), (recipes, "recipes")):
-        scenario = scenarios.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
-        scenario.add_argument(
-            "--out",
-            type=Path,
-            default=RESULTS,
-            help="folder for the results (default: %(default)s)",
-        )
-        module.add_arguments(scenario)
-        scenario.set_defaults(run=module.run)
-    arguments = parser.parse_args()
+    listing = "\n".join(f"  {name}: {what}" for name, what in SCENARIOS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=f"{__doc__}\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="see SCENARIO --help")
+    chosen = parser.parse_args()
+    # Imported by name: one scenario's peers need not be installed for another to run.
+    scenario = import_module(f"bench.{chosen.scenario}")
+    options = argparse.ArgumentParser(
+        prog=f"python -m bench {chosen.scenario}", description=SCENARIOS[chosen.scenario]
+    )
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder (default: %(default)s)")
+    scenario.add_arguments(options)
+    arguments = options.parse_args(chosen.options)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    arguments.run(arguments)
+    scenario.run(arguments)
 
 
 main()

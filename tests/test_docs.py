@@ -65,3 +65,34 @@ def test_recipe_and_model_keys_are_documented() -> None:
 def test_links_between_documents_lead_somewhere(name: str) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", _text(name)):
         assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_the_readmes_python_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", _text("README.md"), re.S)
+    scope: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert scope["model"].training
+
+
+def test_the_readmes_commands_have_only_flags_that_exist() -> None:
+    import inspect
+
+    from fp8stack import cli
+
+    flags = {
+        name: {f"--{key.replace('_', '-')}" for key in inspect.signature(command).parameters}
+        for name, command in (("pretrain", cli.pretrain), ("doctor", cli.doctor))
+    }
+    flags["doctor"].add("--no-te")
+    text = _text("README.md").replace("\\\n", " ")
+    commands = re.findall(r"fp8stack (pretrain|doctor)((?: +[^`\n ]+)*)", text)
+    assert len(commands) > 4
+    for name, words in commands:
+        used = {word for word in words.split() if word.startswith("--")}
+        assert used <= flags[name], (name, used - flags[name])
+
+
+def test_the_readmes_table_is_the_committed_result() -> None:
+    for line in _text("bench/results/recipes.md").splitlines():
+        if line.startswith("|"):
+            assert line in _text("README.md")

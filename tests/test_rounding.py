@@ -64,12 +64,15 @@ def assert_rounds_like_the_cast(x: Tensor, scale: float, name: str) -> None:
 
 def assert_rounds_like_mxfp8(x: Tensor, dim: int, name: str, rule: str) -> None:
     exact = dequantize_mxfp8(*quantize_mxfp8(x, dim, name, rule), dim)
-    assert_same(round_to_mxfp8(x, dim, name, rule), exact)
+    for both in ([dim], [0, 1]):
+        values = round_to_mxfp8(x, both, name, rule)[both.index(dim % 2) if len(both) > 1 else 0]
+        assert_same(values, exact)
 
 
 def assert_rounds_like_blocks(x: Tensor, block: tuple, name: str, power_of_two: bool) -> None:
     exact = dequantize_blocks(*quantize_blocks(x, block, name, power_of_two), block)
-    assert_same(round_to_blocks(x, block, name, power_of_two), exact)
+    for blocks in ([block], [block, (1, 128), (128, 1)]):
+        assert_same(round_to_blocks(x, blocks, name, power_of_two)[0], exact)
 
 
 def uneven(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -172,7 +175,7 @@ def test_every_bfloat16_value_in_a_block_of_its_like_rounds_to_its_mxfp8_value(n
         expected = np.ldexp(decoded(name)[data], scales.astype(int) - 127)
     for part in (slice(None), slice(300, 600), slice(1400, 1700)):  # all; the fast path only
         matrix, wanted = x[part], expected[part]
-        ours = round_to_mxfp8(matrix.T if dim == 0 else matrix, dim, name)
+        (ours,) = round_to_mxfp8(matrix.T if dim == 0 else matrix, [dim], name)
         assert_same(ours, wanted.T if dim == 0 else wanted)
 
 
@@ -197,11 +200,11 @@ def test_a_matrix_larger_than_a_chunk_rounds_to_its_mxfp8_values(name, dim, rule
 @pytest.mark.parametrize("dim", [0, 1])
 def test_one_extreme_element_leaves_all_other_blocks_as_they_were(dim, rule, special):
     x = uneven(70, 70)
-    usual = round_to_mxfp8(x, dim, "e4m3", rule)
+    (usual,) = round_to_mxfp8(x, [dim], "e4m3", rule)
     block = (slice(32, 64), slice(5, 6)) if dim == 0 else (slice(5, 6), slice(32, 64))
     x[block] = 0
     x[block][0, 0] = special
-    ours = round_to_mxfp8(x, dim, "e4m3", rule)
+    (ours,) = round_to_mxfp8(x, [dim], "e4m3", rule)
     exact = dequantize_mxfp8(*quantize_mxfp8(x, dim, "e4m3", rule), dim)
     assert_same(ours, exact)
     ours[block] = usual[block]
@@ -226,7 +229,7 @@ def test_blocks_round_as_a_numpy_loop_casts_them(name, block, power_of_two, dtyp
     x[:128, :128] = 0
     data, inv_scale = blocked(to_numpy(x), block, name, power_of_two, torch.finfo(dtype).max)
     spread = np.kron(inv_scale, np.ones(block, np.float32))[:150, :300]
-    assert_same(round_to_blocks(x, block, name, power_of_two), decoded(name)[data] * spread)
+    assert_same(round_to_blocks(x, [block], name, power_of_two)[0], decoded(name)[data] * spread)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -257,15 +260,15 @@ def test_zero_blocks_and_common_magnitudes_need_no_float8_tensor(monkeypatch):
     monkeypatch.setattr(rounding, "quantize_blocks", None)
     x = uneven(64, 256)
     x[:, 64:192] = 0
-    assert not round_to_mxfp8(x, 1)[:, 64:192].any()
-    assert not round_to_blocks(x, (1, 128))[:, 64:192].any()
+    assert not round_to_mxfp8(x, [1])[0][:, 64:192].any()
+    assert not round_to_blocks(x, [(1, 128)])[0][:, 64:192].any()
 
 
 @pytest.mark.parametrize("round_to", [round_to_mxfp8, round_to_blocks])
 def test_the_input_of_a_blocked_rounding_is_left_alone(round_to):
     x = uneven(64, 256)
     before = x.clone()
-    round_to(x, 1 if round_to is round_to_mxfp8 else (1, 128))
+    round_to(x, [1] if round_to is round_to_mxfp8 else [(1, 128)])
     assert torch.equal(x, before)
 
 
@@ -274,8 +277,8 @@ def test_an_unknown_format_is_refused():
     with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
         round_to_fp8(x, torch.ones(()), "fp8")
     with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
-        round_to_mxfp8(x, 1, "fp8")
+        round_to_mxfp8(x, [1], "fp8")
     with pytest.raises(ValueError, match="No FP8 format 'fp8'"):
-        round_to_blocks(x, (1, 128), "fp8")
+        round_to_blocks(x, [(1, 128)], "fp8")
     with pytest.raises(ValueError, match="No scale rounding 'ceil'"):
-        round_to_mxfp8(x, 1, "e4m3", "ceil")
+        round_to_mxfp8(x, [1], "e4m3", "ceil")

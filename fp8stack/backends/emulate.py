@@ -34,28 +34,26 @@ class Operand(NamedTuple):
 
 
 class Scaling(Protocol):
-    """How a layer's operands get their scales. `dim` is the one that the GEMM reduces over."""
+    """How a layer's operands get their scales."""
 
-    one_copy: bool
-    """Whether the same quantized copy serves the GEMMs over either dimension."""
-
-    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
-        """`x` [rows, columns] quantized for a GEMM over `dim`; `record` its amax, if at all."""
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """`x` [rows, columns] quantized for a GEMM that reduces over its columns and, if `both`,
+        for one that reduces over its rows; `record` its amax, if amaxes are recorded at all."""
         ...
 
-    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
-        """FP8 bytes and scales of the same; `operand` is the copy for dimension 1."""
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
+        """FP8 bytes and scales for the GEMM over rows; `operand` is that for columns."""
         ...
 
-    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
         """What `pack` packed."""
         ...
 
 
 class PerTensor:
     """One scale per tensor, from its own amax or, in delayed scaling, from earlier ones."""
-
-    one_copy = True
 
     def __init__(
         self, recipe: DelayedRecipe | CurrentRecipe, path: str, delayed: DelayedScaling | None
@@ -68,11 +66,14 @@ class PerTensor:
         recipe = self.recipe
         return recipe.backward_format if name == "grad_output" else recipe.forward_format
 
-    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
-        """See `Scaling.operand`."""
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`: one copy serves both."""
         format = self._format(name)
         scale, saturates = self._scale(x, name, format, record)
-        return Operand(numerics.round_to_fp8(x, scale, format, saturates), 1.0 / scale)
+        operand = Operand(numerics.round_to_fp8(x, scale, format, saturates), 1.0 / scale)
+        return operand, operand if both else None
 
     def _scale(self, x: Tensor, name: Name, format: str, record: bool) -> tuple[Tensor, bool]:
         """The scale to cast `x` with, and whether some element may saturate."""
@@ -93,14 +94,14 @@ class PerTensor:
             return scale, True  # a clamp costs less than asking the device
         return scale, not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN
 
-    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
         """See `Scaling.pack`."""
         assert operand.inv_scale is not None
         dtype = FORMATS[self._format(name)].dtype
         assert dtype is not None
         return operand.values.to(dtype), operand.inv_scale
 
-    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
         """See `Scaling.unpack`."""
         return Operand(data.to(torch.float32), scales)
 
@@ -108,50 +109,58 @@ class PerTensor:
 class Mxfp8:
     """A power of two per 32 elements along the GEMM's reduction: two copies of each tensor."""
 
-    one_copy = False
-
     def __init__(self, recipe: Mxfp8Recipe) -> None:
         self.rounding = recipe.scale_rounding
 
-    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
-        """See `Scaling.operand`."""
-        return Operand(numerics.round_to_mxfp8(x, dim, "e4m3", self.rounding), None)
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`."""
+        dims = (1, 0) if both else (1,)
+        return _pair(numerics.round_to_mxfp8(x, dims, "e4m3", self.rounding))
 
-    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
         """See `Scaling.pack`."""
-        return numerics.quantize_mxfp8(x, dim, "e4m3", self.rounding)
+        return numerics.quantize_mxfp8(x, 0, "e4m3", self.rounding)
 
-    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
         """See `Scaling.unpack`."""
-        return Operand(numerics.dequantize_mxfp8(data, scales, dim), None)
+        return Operand(numerics.dequantize_mxfp8(data, scales, 0), None)
 
 
 class Blocks:
     """A scale per 1x128 elements of x and dy along the reduction, and per 128x128 of w."""
 
-    one_copy = False
-
     def __init__(self, recipe: BlockRecipe) -> None:
         self.power_of_two = recipe.power_of_two
 
-    @staticmethod
-    def _block(name: Name, dim: int) -> tuple[int, int]:
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`: a square block serves both."""
         if name == "weight":
-            return (128, 128)
-        return (1, 128) if dim == 1 else (128, 1)
+            values = numerics.round_to_blocks(x, [(128, 128)], "e4m3", self.power_of_two)
+            return _pair(values * 2 if both else values)
+        blocks = [(1, 128), (128, 1)] if both else [(1, 128)]
+        return _pair(numerics.round_to_blocks(x, blocks, "e4m3", self.power_of_two))
 
-    def operand(self, x: Tensor, name: Name, dim: int, record: bool) -> Operand:
-        """See `Scaling.operand`."""
-        block = self._block(name, dim)
-        return Operand(numerics.round_to_blocks(x, block, "e4m3", self.power_of_two), None)
+    @staticmethod
+    def _block(name: Name) -> tuple[int, int]:
+        return (128, 128) if name == "weight" else (128, 1)
 
-    def pack(self, x: Tensor, name: Name, dim: int, operand: Operand) -> tuple[Tensor, Tensor]:
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
         """See `Scaling.pack`."""
-        return numerics.quantize_blocks(x, self._block(name, dim), "e4m3", self.power_of_two)
+        return numerics.quantize_blocks(x, self._block(name), "e4m3", self.power_of_two)
 
-    def unpack(self, data: Tensor, scales: Tensor, name: Name, dim: int) -> Operand:
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
         """See `Scaling.unpack`."""
-        return Operand(numerics.dequantize_blocks(data, scales, self._block(name, dim)), None)
+        return Operand(numerics.dequantize_blocks(data, scales, self._block(name)), None)
+
+
+def _pair(copies: list[Tensor]) -> tuple[Operand, Operand | None]:
+    """Values that carry their scales, for the GEMM over columns and that over rows, if any."""
+    first, *second = [Operand(values, None) for values in copies]
+    return first, second[0] if second else None
 
 
 class Gemm:
@@ -201,15 +210,17 @@ class _Multiply(torch.autograd.Function):
         differentiated: bool,
     ) -> Tensor:
         scaling, record = layer.scaling, layer.training and differentiated
-        x_operand = scaling.operand(x, "input", 1, record)
-        w_operand = scaling.operand(weight, "weight", 1, record)
+        both = differentiated and not layer.save_fp8
+        x_operand, x_saved = scaling.operands(x, "input", record, both)
+        w_operand, w_saved = scaling.operands(weight, "weight", record, both)
         y = layer.gemm(x_operand, _transposed(w_operand), x.dtype, bias)
         if differentiated:
-            saved = [
-                *_save(layer, x, "input", x_operand),
-                *_save(layer, weight, "weight", w_operand),
-            ]
-            ctx.save_for_backward(*saved)
+            if x_saved is None or w_saved is None:
+                ctx.save_for_backward(
+                    *scaling.pack(x, "input", x_operand), *scaling.pack(weight, "weight", w_operand)
+                )
+            else:
+                ctx.save_for_backward(*x_saved, *w_saved)
             ctx.layer, ctx.record = layer, record
             ctx.has_bias = bias is not None
         return y
@@ -219,17 +230,14 @@ class _Multiply(torch.autograd.Function):
         layer: EmulatedLinear = ctx.layer
         scaling, record = layer.scaling, ctx.record
         x_values, x_scales, w_values, w_scales = ctx.saved_tensors
-        dy = dy.contiguous()
-        dy_operand = scaling.operand(dy, "grad_output", 1, record)
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        dy_operand, dy_over_rows = scaling.operands(dy, "grad_output", record, both=needs_dw)
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            w_operand = _load(layer, "weight", w_values, w_scales)
-            dx = layer.gemm(dy_operand, w_operand, dy.dtype)
-        if ctx.needs_input_grad[1]:
+        if needs_dx:
+            dx = layer.gemm(dy_operand, _load(layer, "weight", w_values, w_scales), dy.dtype)
+        if dy_over_rows is not None:
             x_operand = _load(layer, "input", x_values, x_scales)
-            if not scaling.one_copy:
-                dy_operand = scaling.operand(dy, "grad_output", 0, record=False)
-            dw = layer.gemm(_transposed(dy_operand), x_operand, layer.weight.dtype)
+            dw = layer.gemm(_transposed(dy_over_rows), x_operand, layer.weight.dtype)
         db = dy.sum(0).to(layer.weight.dtype) if ctx.has_bias else None
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
@@ -240,19 +248,10 @@ def _transposed(operand: Operand) -> Operand:
     return Operand(operand.values.t(), operand.inv_scale)
 
 
-def _save(
-    layer: EmulatedLinear, x: Tensor, name: Name, operand: Operand
-) -> tuple[Tensor, Tensor | None]:
-    """The copy of `x` that a backward GEMM reduces over dimension 0, to be kept until then."""
-    if layer.save_fp8:
-        return layer.scaling.pack(x, name, 0, operand)
-    return operand if layer.scaling.one_copy else layer.scaling.operand(x, name, 0, record=False)
-
-
 def _load(layer: EmulatedLinear, name: Name, values: Tensor, scales: Tensor | None) -> Operand:
     if layer.save_fp8:
         assert scales is not None
-        return layer.scaling.unpack(values, scales, name, 0)
+        return layer.scaling.unpack(values, scales, name)
     return Operand(values, scales)
 
 

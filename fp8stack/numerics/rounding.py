@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.numerics.blocks import (
@@ -26,7 +27,6 @@ from fp8stack.numerics.blocks import (
     e8m0_value,
     quantize_blocks,
     quantize_mxfp8,
-    split_into_blocks,
 )
 from fp8stack.numerics.formats import Format, fp8_format
 
@@ -65,57 +65,97 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool
 
 
 def round_to_mxfp8(
-    x: Tensor, dim: int, format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
-) -> Tensor:
-    """The values of `quantize_mxfp8(x, dim)`: float32, of the shape of the matrix `x`."""
-    block = (MX_BLOCK, 1) if dim in (0, -2) else (1, MX_BLOCK)
-    blocks, restore = split_into_blocks(x.contiguous().to(torch.float32), block)
-    largest = _block_amax(blocks)
-    if not _ordinary(largest):
-        return dequantize_mxfp8(*quantize_mxfp8(x, dim, format, scale_rounding), dim)
-    inv_scale = e8m0_value(e8m0_code(largest, format, scale_rounding))
+    x: Tensor,
+    dims: Sequence[int],
+    format: str = "e4m3",
+    scale_rounding: ScaleRounding = "rceil",
+) -> list[Tensor]:
+    """The values of `quantize_mxfp8(x, dim)` for each of `dims`: float32, of the shape of `x`.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        dims: 0 and 1, or one of them; both at once cost less than one after the other.
+        format: "e4m3" or "e5m2".
+        scale_rounding: see `quantize_mxfp8`.
+    """
+    blocks = [(MX_BLOCK, 1) if dim % 2 == 0 else (1, MX_BLOCK) for dim in dims]
+    source = _padded(x, MX_BLOCK)
+    amaxes = _block_amaxes(source, blocks)
+    if not all(map(_ordinary, amaxes)):
+        return [
+            dequantize_mxfp8(*quantize_mxfp8(x, dim, format, scale_rounding), dim) for dim in dims
+        ]
+    scales = [e8m0_value(e8m0_code(largest, format, scale_rounding)) for largest in amaxes]
     # Rounded up, a scale leaves room for its whole block; the other rules saturate.
-    return restore(_round_blocks(blocks, inv_scale, format, saturates=scale_rounding != "rceil"))
+    rounded = _round_blocks(source, blocks, scales, format, saturates=scale_rounding != "rceil")
+    return [_trimmed(values, x) for values in rounded]
 
 
 def round_to_blocks(
-    x: Tensor, block: Sequence[int], format: str = "e4m3", power_of_two: bool = True
-) -> Tensor:
-    """The values of `quantize_blocks(x, block)`: float32, of the shape of the matrix `x`."""
-    blocks, restore = split_into_blocks(x.contiguous().to(torch.float32), block)
-    largest = _block_amax(blocks)
-    if not _ordinary(largest):
-        data, inv_scale = quantize_blocks(x, block, format, power_of_two)
-        return dequantize_blocks(data, inv_scale, block)
-    scale = block_scale(largest, x.dtype, format, power_of_two)
+    x: Tensor, blocks: Sequence[tuple[int, int]], format: str = "e4m3", power_of_two: bool = True
+) -> list[Tensor]:
+    """The values of `quantize_blocks(x, block)` for each of `blocks`: float32, the shape of `x`.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        blocks: such as (1, 128) and (128, 1), together or alone.
+        format: "e4m3" or "e5m2".
+        power_of_two: see `quantize_blocks`.
+    """
+    source = _padded(x, max(max(block) for block in blocks))
+    amaxes = _block_amaxes(source, blocks)
+    if not all(map(_ordinary, amaxes)):
+        return [
+            dequantize_blocks(*quantize_blocks(x, block, format, power_of_two), block)
+            for block in blocks
+        ]
+    scales = [block_scale(largest, x.dtype, format, power_of_two) for largest in amaxes]
     if power_of_two:
-        return restore(_round_blocks(blocks, 1.0 / scale, format, saturates=False))
+        inverses = [1.0 / scale for scale in scales]
+        rounded = _round_blocks(source, blocks, inverses, format, saturates=False)
+        return [_trimmed(values, x) for values in rounded]
     # Such a scale is no power of two: it has to be multiplied in, and its inverse out.
-    scaled = round_to_fp8(blocks * scale, scale.new_ones(()), format, saturates=False)
-    return restore(scaled.mul_(1.0 / scale))
+    results = []
+    for block, scale in zip(blocks, scales, strict=True):
+        scaled = _blocked(source, block) * scale
+        rounded_once = round_to_fp8(scaled, scale.new_ones(()), format, saturates=False)
+        results.append(_trimmed(rounded_once.mul_(1.0 / scale).view_as(source), x))
+    return results
 
 
-def _round_blocks(blocks: Tensor, inv_scale: Tensor, format: str, saturates: bool) -> Tensor:
-    """`blocks` [n0, b0, n1, b1] rounded to FP8 times `inv_scale` [n0, 1, n1, 1], powers of two.
+def _round_blocks(
+    source: Tensor,
+    blocks: Sequence[tuple[int, int]],
+    inv_scales: Sequence[Tensor],
+    format: str,
+    saturates: bool,
+) -> list[Tensor]:
+    """The matrix `source` rounded to FP8 times each of `inv_scales`, powers of two, one per block.
 
     A power of two commutes with rounding, so the values are rounded where they stand.
     """
     target = fp8_format(format)
-    smallest = inv_scale * (target.min_normal * _magic(target))
-    limit = inv_scale * target.max
-    result = torch.empty_like(blocks)
-    rows = max(1, _chunk(blocks) // max(1, blocks[:1].numel()))
-    scratch = torch.empty_like(blocks[:rows], dtype=torch.int32)
-    for start in range(0, blocks.shape[0], rows):
-        chunk = slice(start, start + rows)
-        part, out = blocks[chunk], result[chunk]
+    smallest = [inv_scale * (target.min_normal * _magic(target)) for inv_scale in inv_scales]
+    results = [torch.empty_like(source) for _ in blocks]
+    rows = _chunk_rows(source, blocks)
+    scratch = torch.empty_like(source[:rows], dtype=torch.int32)
+    floor = torch.empty_like(source[:rows])
+    for start in range(0, source.shape[0], rows):
+        part = source[start : start + rows]
         spacing = _spacing(part, scratch[: part.shape[0]], target)
-        torch.maximum(spacing, smallest[chunk], out=spacing)
-        torch.add(part, spacing, out=out)
-        out.sub_(spacing)
-        if saturates:
-            out.clamp_(-limit[chunk], limit[chunk])
-    return result
+        here = floor[: part.shape[0]]
+        for block, least, inv_scale, result in zip(
+            blocks, smallest, inv_scales, results, strict=True
+        ):
+            chunk = slice(start // block[0], (start + rows) // block[0])
+            out = result[start : start + rows]
+            torch.maximum(_blocked(spacing, block), least[chunk], out=_blocked(here, block))
+            torch.add(part, here, out=out)
+            out.sub_(here)
+            if saturates:
+                limit = inv_scale[chunk] * target.max
+                _blocked(out, block).clamp_(-limit, limit)
+    return results
 
 
 def _spacing(values: Tensor, scratch: Tensor, target: Format) -> Tensor:
@@ -128,22 +168,51 @@ def _magic(target: Format) -> float:
     return float(1.5 * 2.0 ** (23 - target.mantissa_bits))
 
 
-def _block_amax(blocks: Tensor) -> Tensor:
-    """The amax of each block of [n0, b0, n1, b1], a NaN included: float32 [n0, 1, n1, 1].
+def _block_amaxes(source: Tensor, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The amax of each block of a matrix, a NaN included: float32 [n0, 1, n1, 1] for each size.
 
     By integers: the bits of magnitudes are ordered as the magnitudes are, NaN above all.
     """
-    n0, _, n1, _ = blocks.shape
-    bits = blocks.view(torch.int32)
-    result = torch.zeros(n0, 1, n1, 1, dtype=torch.int32, device=blocks.device)
-    rows = max(1, 2 * _chunk(blocks) // max(1, blocks[:1].numel()))
+    bits = source.view(torch.int32)
+    results = [
+        torch.zeros(source.shape[0] // b0, 1, source.shape[1] // b1, 1, dtype=torch.int32)
+        for b0, b1 in blocks
+    ]
+    results = [result.to(source.device) for result in results]
+    rows = _chunk_rows(source, blocks)
     scratch = torch.empty_like(bits[:rows])
-    for start in range(0, n0, rows):
+    for start in range(0, source.shape[0], rows):
         part = bits[start : start + rows]
         masked = scratch[: part.shape[0]]
         torch.bitwise_and(part, _MAGNITUDE, out=masked)
-        torch.amax(masked, dim=(1, 3), keepdim=True, out=result[start : start + rows])
-    return result.view(torch.float32)
+        for block, result in zip(blocks, results, strict=True):
+            chunk = slice(start // block[0], (start + rows) // block[0])
+            torch.amax(_blocked(masked, block), dim=(1, 3), keepdim=True, out=result[chunk])
+    return [result.view(torch.float32) for result in results]
+
+
+def _blocked(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """A contiguous matrix as [n0, b0, n1, b1], a view."""
+    (rows, columns), (b0, b1) = matrix.shape, block
+    return matrix.view(rows // b0, b0, columns // b1, b1)
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """The matrix `x` in float32, contiguous, with zeros up to a multiple in both dimensions."""
+    rows, columns = x.shape
+    padding = (0, -columns % multiple, 0, -rows % multiple)
+    return F.pad(x.to(torch.float32), padding) if any(padding) else x.to(torch.float32).contiguous()
+
+
+def _trimmed(values: Tensor, x: Tensor) -> Tensor:
+    """`values` without the padding, contiguous."""
+    return values[: x.shape[0], : x.shape[1]].contiguous()
+
+
+def _chunk_rows(matrix: Tensor, blocks: Sequence[tuple[int, int]]) -> int:
+    """How many rows to treat at a time: whole blocks, about as many elements as a chunk has."""
+    tallest = max(block[0] for block in blocks)
+    return max(1, _chunk(matrix) // max(1, matrix[:1].numel()) // tallest) * tallest
 
 
 def _ordinary(largest: Tensor) -> bool:
