@@ -33,13 +33,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tiny GEMMs wait longer for a second thread than they take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def linear(recipe, inputs, outputs, bias=True, *, hardware=CPU, save_fp8=False, seed=0, **options):

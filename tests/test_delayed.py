@@ -27,13 +27,7 @@ LINEARS = [
 FORWARD, BACKWARD = ("input", "weight"), ("grad_output",)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tiny GEMMs wait longer for a second thread than they take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plan_for(shapes, **options):
@@ -64,9 +58,9 @@ def loss_of(model, step):
     return model(tokens(step), tokens(step + 100))
 
 
-def train(model, steps):
+def train(model, steps, optimizer=None):
     """Losses of AdamW steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -373,21 +367,13 @@ def test_a_restored_state_continues_training_to_the_bit():
     straight, first, second = gpt(), gpt(), gpt(seed=5)
     expected = train(straight, range(6))
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
-    losses = []
-    for model, steps in ((first, range(3)), (second, range(3, 6))):
-        if model is second:
-            train(second, [9])  # a past to be forgotten
-            second.load_state_dict(first.state_dict())
-            load_fp8_state(second, fp8_state(first))
-            moments = optimizer.state_dict()
-            optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
-            optimizer.load_state_dict(moments)
-        for step in steps:
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    losses = train(first, range(3), optimizer)
+    train(second, [9])  # a past to be forgotten
+    second.load_state_dict(first.state_dict())
+    load_fp8_state(second, fp8_state(first))
+    resumed = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    resumed.load_state_dict(optimizer.state_dict())
+    losses += train(second, range(3, 6), resumed)
     assert losses == expected
     assert same(fp8_state(straight), fp8_state(second))
 

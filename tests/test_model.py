@@ -30,13 +30,7 @@ TINY = {"vocabulary": 61, "context": 16, "layers": 2, "width": 32, "heads": 4}
 MODERN = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tiny GEMMs wait longer for a second thread than they take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def backend_for(config: GPTConfig, recipe: str, **options: object) -> Backend:

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from fp8stack.errors import UserError
-from fp8stack.precision import Hardware, Plan, auto_recipe, load_recipe, plan, resolve
+from fp8stack.precision import Hardware, Plan, auto_recipe, load_recipe, resolve, rules
 
 FOUR = frozenset({"reference", "emulate", "torch", "te"})
 TWO = frozenset({"reference", "emulate"})
@@ -121,7 +121,7 @@ EVERY_CELL = [
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[frozenset[str]], None]:
     """Sets which backends count as built."""
-    return lambda names: monkeypatch.setattr(plan, "BUILT", frozenset(names))
+    return lambda names: monkeypatch.setattr(rules, "BUILT", frozenset(names))
 
 
 @pytest.fixture
@@ -407,8 +407,8 @@ def test_an_unknown_backend_is_refused_with_the_nearest_name(asked, backend, nea
 
 
 def test_the_backends_that_count_as_built_are_known_names():
-    assert plan.BUILT >= TWO
-    assert plan.BUILT <= FOUR
+    assert rules.BUILT >= TWO
+    assert rules.BUILT <= FOUR
 
 
 # Software that is missing or too old

@@ -1,11 +1,14 @@
-"""Which precision runs where: recipes (what is asked), hardware (what there is), plan (what runs).
+"""Which precision runs where: recipes (what is asked), hardware (what there is), plan (what
+runs), and the rules that lead from the first
+two to the third.
 
 It knows no module and no tensor; the backends build from its plan.
 """
 
 from fp8stack.precision.hardware import Hardware, assumed, probe
-from fp8stack.precision.plan import LayerPlan, Plan, auto_recipe, resolve
+from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import Recipe, load_recipe
+from fp8stack.precision.rules import auto_recipe, resolve
 
 __all__ = [
     "Hardware",

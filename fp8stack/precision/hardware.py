@@ -96,7 +96,8 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     parts = capability.split(".")
     if len(parts) != 2 or not all(part.isdecimal() and len(part) <= 2 for part in parts):
         raise UserError(
-            f"'{quoted(capability)}' is no compute capability. Give one, such as 9.0, or none."
+            f"'{quoted(capability)}' is no compute capability. "
+            "Give one such as 8.0 or 9.0, or none."
         )
     return Hardware(
         "cuda",

@@ -1,0 +1,170 @@
+"""How the operands of a linear get their scales, one class per recipe. No GEMM here.
+
+What comes out are FP8 values in float32, or FP8 bytes with scales to be kept for later.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.numerics.formats import FORMATS
+from fp8stack.precision import Recipe
+from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe, Mxfp8Recipe
+
+# The operands of the three GEMMs: y = x w^T, dx = dy w, dw = dy^T x.
+Name = Literal["input", "weight", "grad_output"]
+
+# A scaled value this little above fp8_max still rounds down to it, so it needs no clamp.
+_ROUNDS_DOWN = 1.01
+
+
+class Operand(NamedTuple):
+    """What a GEMM multiplies: FP8 values, and the float32 factor its output gets for them."""
+
+    values: Tensor
+    inv_scale: Tensor | None
+
+
+class Scaling(Protocol):
+    """How a layer's operands get their scales."""
+
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """`x` [rows, columns] quantized for a GEMM that reduces over its columns and, if `both`,
+        for one that reduces over its rows; `record` its amax, if amaxes are recorded at all."""
+        ...
+
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
+        """FP8 bytes and scales for the GEMM over rows; `operand` is that for columns."""
+        ...
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
+        """What `pack` packed."""
+        ...
+
+
+class PerTensor:
+    """One scale per tensor, from its own amax or, in delayed scaling, from earlier ones."""
+
+    def __init__(
+        self, recipe: DelayedRecipe | CurrentRecipe, path: str, delayed: DelayedScaling | None
+    ) -> None:
+        self.recipe = recipe
+        self.path = path
+        self.delayed = delayed
+
+    def _format(self, name: Name) -> str:
+        recipe = self.recipe
+        return recipe.backward_format if name == "grad_output" else recipe.forward_format
+
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`: one copy serves both."""
+        format = self._format(name)
+        scale, saturates = self._scale(x, name, format, record)
+        operand = Operand(numerics.round_to_fp8(x, scale, format, saturates), 1.0 / scale)
+        return operand, operand if both else None
+
+    def _scale(self, x: Tensor, name: Name, format: str, record: bool) -> tuple[Tensor, bool]:
+        """The scale to cast `x` with, and whether some element may saturate."""
+        if self.delayed is None:
+            assert isinstance(self.recipe, CurrentRecipe)
+            largest = numerics.amax(x)
+            scale = numerics.tensor_scale(
+                largest, format, power_of_two=self.recipe.power_of_two, eps=self.recipe.eps
+            )
+        else:
+            slot = f"{self.path}.{name}"
+            scale = self.delayed.history.scale(slot).clone()
+            if not record:
+                return scale, True
+            largest = numerics.amax(x)
+            self.delayed.history.record(slot, largest)
+        if x.device.type != "cpu":
+            return scale, True  # a clamp costs less than asking the device
+        return scale, not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN
+
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
+        """See `Scaling.pack`."""
+        assert operand.inv_scale is not None
+        dtype = FORMATS[self._format(name)].dtype
+        assert dtype is not None
+        return operand.values.to(dtype), operand.inv_scale
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
+        """See `Scaling.unpack`."""
+        return Operand(data.to(torch.float32), scales)
+
+
+class Mxfp8:
+    """A power of two per 32 elements along the GEMM's reduction: two copies of each tensor."""
+
+    def __init__(self, recipe: Mxfp8Recipe) -> None:
+        self.rounding = recipe.scale_rounding
+
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`."""
+        dims = (1, 0) if both else (1,)
+        return _pair(numerics.round_to_mxfp8(x, dims, "e4m3", self.rounding))
+
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
+        """See `Scaling.pack`."""
+        return numerics.quantize_mxfp8(x, 0, "e4m3", self.rounding)
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
+        """See `Scaling.unpack`."""
+        return Operand(numerics.dequantize_mxfp8(data, scales, 0), None)
+
+
+class Blocks:
+    """A scale per 1x128 elements of x and dy along the reduction, and per 128x128 of w."""
+
+    def __init__(self, recipe: BlockRecipe) -> None:
+        self.power_of_two = recipe.power_of_two
+
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`: a square block serves both."""
+        if name == "weight":
+            values = numerics.round_to_blocks(x, [(128, 128)], "e4m3", self.power_of_two)
+            return _pair(values * 2 if both else values)
+        blocks = [(1, 128), (128, 1)] if both else [(1, 128)]
+        return _pair(numerics.round_to_blocks(x, blocks, "e4m3", self.power_of_two))
+
+    @staticmethod
+    def _block(name: Name) -> tuple[int, int]:
+        return (128, 128) if name == "weight" else (128, 1)
+
+    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
+        """See `Scaling.pack`."""
+        return numerics.quantize_blocks(x, self._block(name), "e4m3", self.power_of_two)
+
+    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
+        """See `Scaling.unpack`."""
+        return Operand(numerics.dequantize_blocks(data, scales, self._block(name)), None)
+
+
+def _pair(copies: list[Tensor]) -> tuple[Operand, Operand | None]:
+    """Values that carry their scales, for the GEMM over columns and that over rows, if any."""
+    first, *second = [Operand(values, None) for values in copies]
+    return first, second[0] if second else None
+
+
+def build_scaling(recipe: Recipe, path: str, delayed: DelayedScaling | None) -> Scaling:
+    """The scaling of `recipe` for the layer at the module path `path`."""
+    if isinstance(recipe, Mxfp8Recipe):
+        return Mxfp8(recipe)
+    if isinstance(recipe, BlockRecipe):
+        return Blocks(recipe)
+    assert isinstance(recipe, DelayedRecipe | CurrentRecipe)
+    return PerTensor(recipe, path, delayed)
