@@ -1,6 +1,4 @@
-"""Which precision runs where: recipes (what is asked), hardware (what there is), plan (what
-runs), and the rules that lead from the first
-two to the third.
+"""Which precision runs where: recipes (asked), hardware (there), plan (what runs), rules (why).
 
 It knows no module and no tensor; the backends build from its plan.
 """

@@ -53,6 +53,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """
     final = folder / f"step-{checkpoint.step:06d}"
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+    replaced = folder / f"{temporary.name}-replaced"
     with storage_errors(folder):
         try:
             temporary.mkdir(parents=True, exist_ok=False)
@@ -74,11 +75,12 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             _write(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
             sync_folder(temporary)
             if final.exists():  # left by a run that went on from an older step: replaced whole
-                shutil.rmtree(final)
+                final.rename(replaced)
             temporary.rename(final)
             sync_folder(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
     for old in _candidates(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
