@@ -6,6 +6,7 @@ torch and accelerate are imported inside the commands that need them, so that `-
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from typing import Annotated, Any
 
@@ -110,6 +111,8 @@ def doctor(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit: bad input is one line on stderr and the error's exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
     try:
         code = app(sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
     except UserError as error:
@@ -132,5 +135,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"fp8stack: {message}", file=sys.stderr)
+    # Names from files and the command line may hold anything; what is printed stays one line.
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+    print(f"fp8stack: {line}", file=sys.stderr)
     sys.exit(code)

@@ -16,7 +16,10 @@ from fp8stack.precision import Hardware, Plan, resolve
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
     """The plan of every recipe on `hardware`, "auto" first."""
-    names = sorted(presets.names("recipes"), key=_ORDER.index)
+    names = sorted(
+        presets.names("recipes"),
+        key=lambda name: (name not in _ORDER, _ORDER.index(name) if name in _ORDER else 0, name),
+    )
     return {name: resolve(name, hardware) for name in ["auto", *names]}
 
 

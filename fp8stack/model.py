@@ -246,8 +246,15 @@ class GPT(nn.Module):
 
         Returns:
             float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim.
+
+        Raises:
+            ValueError: T is more than the context.
         """
         T = tokens_BT.shape[1]
+        if self.config.context < T:
+            raise ValueError(
+                f"{T} tokens are more than the model's context, {self.config.context}."
+            )
         x_BTD = self.embedding(tokens_BT)
         rotation = None
         if self.config.positions == "learned":

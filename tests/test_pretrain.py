@@ -213,3 +213,35 @@ def test_without_out_runs_are_numbered(command: Command, tmp_path: Path) -> None
         "gpt-nano-fp32",
         "gpt-nano-fp32-2",
     ]
+
+
+def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "40", "--save-every", "100"]
+    flags += ["--set", "model_overrides.init_std=300.0", "--eval-every", "100"]
+    assert command("pretrain", *flags) == 5
+    error = capsys.readouterr().err
+    assert "overflows in fp16 even with loss scale 1" in error
+    scales = [row["loss_scale"] for row in metrics(tmp_path / "r")]
+    assert min(scales) == 1
+    assert all(row["skipped"] for row in metrics(tmp_path / "r"))
+
+
+def test_the_environment_does_not_change_the_gradients(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("pretrain", "--recipe", "fp32", "--out", "a", *TINY) == 0
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert command("pretrain", "--recipe", "fp32", "--out", "b", *TINY) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(
+    command: Command, tmp_path: Path
+) -> None:
+    flags = ["--recipe", "delayed", "--out", "r", *TINY, "--log-every", "5"]
+    assert command("pretrain", *flags) == 0
+    assert [(row["step"], row["fp8_gemms"]) for row in metrics(tmp_path / "r")] == [
+        (5, 12), (6, 12), (10, 12), (12, 12),
+    ]  # fmt: skip

@@ -161,15 +161,24 @@ def test_a_checkpoint_moves_between_backends_and_recipes_with_its_weights(run: P
     assert 0 < difference < 0.1
 
 
+INFO = {
+    "identity": {"a": [1, "ü"]},
+    "config": {},
+    "plan": {},
+    "scaler": None,
+    "versions": {"torch": "x"},
+}
+
+
 def _checkpoint(step: int) -> Checkpoint:
     values = torch.arange(1000, dtype=torch.float32) + step
-    return Checkpoint(step=step, info={"a": [1, "ü"]}, tensors={"model": {"x": values}})
+    return Checkpoint(step=step, info=INFO, tensors={"model": {"x": values}})
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, _checkpoint(7), keep=2)
     loaded = checkpoint.load(path)
-    assert (loaded.step, loaded.info) == (7, {"a": [1, "ü"]})
+    assert (loaded.step, loaded.info) == (7, INFO)
     assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
 
 
@@ -190,12 +199,14 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _point_outside(path: Path) -> None:
-    manifest = json.loads(path.read_text())
-    manifest["files"] = {"../../secret.safetensors": {"bytes": 1, "sha256": ""}}
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    manifest["sha256"] = checkpoint._sha256(checkpoint._canonical(body))
-    path.write_text(json.dumps(manifest))
+def _rewrite(path: Path, **changes: object) -> None:
+    """Change the manifest at `path` and state its new checksum, as a stranger could."""
+    body = json.loads(path.read_text()) | changes
+    del body["sha256"]
+    for key in [key for key, value in body.items() if value is ...]:
+        del body[key]
+    body["sha256"] = checkpoint._sha256(checkpoint._canonical(body))
+    path.write_text(json.dumps(body))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
@@ -211,11 +222,106 @@ def test_damage_is_found_and_the_file_named(
         checkpoint.newest(tmp_path)
 
 
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"../../secret.safetensors": {"bytes": 1, "sha256": ""}}},
+        {"files": {"model.safetensors": {"sha256": ""}}},
+        {"files": {"model.safetensors": "x"}},
+        {"files": []},
+        {"step": ...},
+        {"step": "x"},
+        {"info": []},
+        {"info": ...},
+        {"format": 2},
+        {"more": 1},
+    ],
+)
+def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(
+    changes: dict, tmp_path: Path
+) -> None:
     path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
-    _point_outside(path / "checkpoint.json")
-    with pytest.raises(UserError, match="none of a checkpoint's"):
+    _rewrite(path / "checkpoint.json", **changes)
+    with pytest.raises(UserError, match=r"checkpoint\.json") as error:
         checkpoint.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
+def test_json_that_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
+    (path / "checkpoint.json").write_text(text)
+    with pytest.raises(UserError, match=r"checkpoint\.json"):
+        checkpoint.load(path)
+
+
+def _tensor_faults() -> dict[str, tuple[str, str, object]]:
+    """What is wrong: the group, the tensor, and what is done to it (None takes it away)."""
+    up = "blocks.0.mlp.up.weight"
+    return {
+        "short moment": ("optimizer", f"{up}.exp_avg", lambda t: t[:3]),
+        "double moment": ("optimizer", f"{up}.exp_avg_sq", lambda t: t.double()),
+        "no moment": ("optimizer", f"{up}.step", None),
+        "short weight": ("model", "embedding.weight", lambda t: t[:3]),
+        "nan weight": ("model", up, lambda t: t * torch.nan),
+        "no weight": ("model", up, None),
+        "short random state": ("rng", "cpu", lambda t: t[:9]),
+        "float random state": ("rng", "cpu", lambda t: t.float()),
+        "no scale": ("fp8", "blocks.0.mlp.up.input.scale", None),
+        "short history": ("fp8", "blocks.0.mlp.up.input.amax_history", lambda t: t[:5]),
+    }
+
+
+@pytest.mark.parametrize("fault", _tensor_faults())
+def test_tensors_that_do_not_fit_are_refused_before_a_step_is_taken(
+    fault: str, run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, name, change = _tensor_faults()[fault]
+    path = run / "checkpoints" / "step-000008"
+    saved = checkpoint.load(path)
+    tensor = saved.tensors[group].pop(name)
+    if change is not None:
+        saved.tensors[group][name] = change(tensor)  # type: ignore[operator]
+    shutil.rmtree(run / "checkpoints")
+    checkpoint.save(path.parent, saved, keep=2)
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "r") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert (name if group != "rng" else "random state") in error
+
+
+def test_going_back_to_an_older_checkpoint_abandons_the_later_ones(
+    run: Path, command: Command
+) -> None:
+    whole = losses(run)
+    resume = ["pretrain", "--resume", "r/checkpoints/step-000008", "--save-every", "100"]
+    assert command(*resume, "--steps", "10") == 0
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-000008", "step-000010"]
+    assert [row[0] for row in losses(run)] == list(range(1, 11))
+    assert losses(run)[:8] == whole[:8]
+
+
+def test_damaged_newer_checkpoints_do_not_crowd_out_good_ones(run: Path, command: Command) -> None:
+    (run / "checkpoints" / "step-000012" / "checkpoint.json").write_text("{")
+    assert command("pretrain", "--resume", "r", "--save-every", "2") == 0
+    assert checkpoint.newest(run / "checkpoints")[2] == []
+    assert checkpoint.load(run / "checkpoints" / "step-000010").step == 10
+
+
+def test_an_edited_run_file_does_not_change_a_run_that_has_checkpoints(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "run.toml"
+    file.write_text(file.read_text().replace("lr = 0.003", "lr = 0.1"))
+    assert command("pretrain", "--resume", "r", "--steps", "13") == 0
+    assert metrics(run)[-1]["lr"] < 0.003
+    assert "lr = 0.003" in file.read_text()
+
+
+def test_a_run_shortened_to_where_it_stands_ends_well(run: Path, command: Command) -> None:
+    assert command("pretrain", "--resume", "r/checkpoints/step-000008", "--steps", "8") == 0
 
 
 @pytest.mark.parametrize("room", [0, 100, 4000])
@@ -242,5 +348,5 @@ def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path: Path) -> 
     litter.mkdir()
     (litter / "model.safetensors").write_bytes(b"half")
     assert checkpoint.newest(tmp_path)[0].step == 1
-    checkpoint.remove_litter(tmp_path)
-    assert not litter.exists()
+    checkpoint.forget_after(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

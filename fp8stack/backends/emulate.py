@@ -94,7 +94,7 @@ class _Multiply(torch.autograd.Function):
         if dy_over_rows is not None:
             x_operand = _load(layer, "input", x_values, x_scales)
             dw = layer.gemm(_transposed(dy_over_rows), x_operand, layer.weight.dtype)
-        db = dy.sum(0).to(layer.weight.dtype) if ctx.has_bias else None
+        db = dy.sum(0, dtype=layer.weight.dtype) if ctx.has_bias else None
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
         return dx, dw, db, None, None

@@ -137,7 +137,7 @@ class Blocks:
         """See `Scaling.operands`: a square block serves both."""
         if name == "weight":
             values = numerics.round_to_blocks(x, [(128, 128)], "e4m3", self.power_of_two)
-            return _pair(values * 2 if both else values)
+            return _pair([*values, *values] if both else values)
         blocks = [(1, 128), (128, 1)] if both else [(1, 128)]
         return _pair(numerics.round_to_blocks(x, blocks, "e4m3", self.power_of_two))
 

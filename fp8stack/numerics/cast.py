@@ -47,6 +47,8 @@ def amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x`, NaN ignored: float32, 0-dim; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.device.type != "cpu":
+        return magnitude(x).max()  # to look for a NaN first would wait for the device
     low, high = torch.aminmax(x)  # ten times as fast on a CPU as abs().max()
     largest = torch.maximum(low.abs(), high.abs())
     if bool(largest.isnan()):

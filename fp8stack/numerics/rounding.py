@@ -174,11 +174,7 @@ def _block_amaxes(source: Tensor, blocks: Sequence[tuple[int, int]]) -> list[Ten
     By integers: the bits of magnitudes are ordered as the magnitudes are, NaN above all.
     """
     bits = source.view(torch.int32)
-    results = [
-        torch.zeros(source.shape[0] // b0, 1, source.shape[1] // b1, 1, dtype=torch.int32)
-        for b0, b1 in blocks
-    ]
-    results = [result.to(source.device) for result in results]
+    results = [bits.new_zeros(len(bits) // b0, 1, bits.shape[1] // b1, 1) for b0, b1 in blocks]
     rows = _chunk_rows(source, blocks)
     scratch = torch.empty_like(bits[:rows])
     for start in range(0, source.shape[0], rows):

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError
+from fp8stack import presets
+from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError, quoted
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
@@ -45,6 +47,36 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileSum(_Strict):
+    """A file's size and checksum."""
+
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class Info(_Strict):
+    """What a run needs to know of itself besides tensors; JSON data."""
+
+    identity: dict[str, Any]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    scaler: dict[str, Any] | None
+    versions: dict[str, str]
+
+
+class Manifest(_Strict):
+    """`checkpoint.json`, less its own checksum."""
+
+    format: int
+    step: NonNegativeInt
+    files: dict[str, FileSum]
+    info: Info
+
+
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write `checkpoint` to `folder/step-000200` and remove all but the newest `keep`.
 
@@ -53,7 +85,6 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """
     final = folder / f"step-{checkpoint.step:06d}"
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
-    replaced = folder / f"{temporary.name}-replaced"
     with storage_errors(folder):
         try:
             temporary.mkdir(parents=True, exist_ok=False)
@@ -74,13 +105,10 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             manifest = {"sha256": _sha256(_canonical(body)), **body}
             _write(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
             sync_folder(temporary)
-            if final.exists():  # left by a run that went on from an older step: replaced whole
-                final.rename(replaced)
             temporary.rename(final)
             sync_folder(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(replaced, ignore_errors=True)
     for old in _candidates(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -94,15 +122,15 @@ def load(path: Path) -> Checkpoint:
     """
     manifest = _manifest(path)
     groups: dict[str, dict[str, Tensor]] = {}
-    for name, expected in manifest["files"].items():
-        content = _read(path / name, expected["bytes"])
-        if _sha256(content) != expected["sha256"]:
+    for name, expected in manifest.files.items():
+        content = _read(path / name, expected.bytes)
+        if _sha256(content) != expected.sha256:
             raise UserError(f"{path / name} is damaged: its SHA-256 is not the manifest's.")
         try:
             groups[name.removesuffix(".safetensors")] = safetensors.torch.load(content)
-        except SafetensorError as error:
+        except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path / name} is not a safetensors file: {error}.") from error
-    return Checkpoint(step=manifest["step"], info=manifest["info"], tensors=groups)
+    return Checkpoint(step=manifest.step, info=manifest.info.model_dump(), tensors=groups)
 
 
 def newest(folder: Path) -> tuple[Checkpoint, Path, list[str]]:
@@ -130,9 +158,11 @@ def exists(folder: Path) -> bool:
     return bool(_candidates(folder))
 
 
-def remove_litter(folder: Path) -> None:
-    """Remove what a process that died in the middle of a save left behind."""
-    for path in folder.glob(f"{_TEMPORARY}*"):
+def forget_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, damaged or abandoned, which are about to be done
+    again, and what a process that died in the middle of a save left behind."""
+    later = [path for path in _candidates(folder) if _step(path) > step]
+    for path in [*later, *folder.glob(f"{_TEMPORARY}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -181,29 +211,37 @@ def _candidates(folder: Path) -> list[Path]:
     """The checkpoint folders in `folder`, newest first."""
     if not folder.is_dir():
         return []
-    found = [
-        (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_step, reverse=True)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _step(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`, checked against its own sum."""
     file = path / _MANIFEST
     try:
-        manifest = json.loads(_read(file, None))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        body = json.loads(_read(file, None))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged: it is not JSON.") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+    stated = body.pop("sha256", None) if isinstance(body, dict) else None
+    if stated is None:
         raise UserError(f"{file} is no checkpoint manifest.")
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    if manifest.get("sha256") != _sha256(_canonical(body)):
+    if stated != _sha256(_canonical(body)):
         raise UserError(f"{file} is damaged: its SHA-256 is not the one it states.")
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"{file} has format {manifest.get('format')}; this version reads {FORMAT}.")
-    for name in manifest["files"]:
+    if body.get("format") != FORMAT:
+        raise UserError(f"{file} has format {body.get('format')}; this version reads {FORMAT}.")
+    manifest: Manifest = presets.parse(Manifest, body, str(file))
+    for name in manifest.files:
         if not re.fullmatch(r"[a-z0-9]+\.safetensors", name):
-            raise UserError(f"{file} names a file '{name}', which is none of a checkpoint's.")
+            raise UserError(
+                f"{file} names a file '{quoted(name)}', which is none of a checkpoint's."
+            )
     return manifest
 
 

@@ -28,7 +28,7 @@ Override = bool | int | float | str | list[str]
 class RunConfig(BaseModel):
     """A run, whole: saved as `run.toml` with it, and enough to do it again."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = "gpt-nano"
     recipe: str = "auto"
@@ -87,14 +87,24 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _can_be_written(self) -> RunConfig:
+        for key, value in self:
+            try:
+                str(value).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{key} is not valid UTF-8. Use another name.") from None
+        return self
+
     @property
     def given(self) -> dict[str, Any]:
         """The keys that were set, by flag or file, with their values."""
         return self.model_dump(exclude_unset=True)
 
 
-# What a resumed run may change: nothing that its losses depend on, but for a longer `steps`. The
-# model, the recipe and the data may have moved; it is their contents that are compared.
+# What a resumed run may change: what leaves its numbers alone, who computes them (another device or
+# backend sums in another order), and a longer `steps`. The model, the recipe and the data may have
+# moved; it is their contents that are compared.
 FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
@@ -128,9 +138,12 @@ def _set(table: dict[str, Any], item: str) -> None:
     if not equals or not key:
         raise UserError(f"--set {item!r} is not key=value. Example: --set lr=0.001")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        parsed = {"value": text}
+    if len(parsed) > 1:
+        raise UserError(f"--set {item!r} sets more than one key. Give each its own --set.")
+    value = parsed["value"]
     *outer, last = key.split(".")
     for part in outer:
         inner = table.setdefault(part, {})

@@ -89,7 +89,7 @@ class RichDisplay:
 
     def note(self, text: str) -> None:
         """See `Display.note`."""
-        self.progress.console.print(text, markup=False, highlight=False)
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, row: dict[str, Any], seconds_left: float) -> None:
         """See `Display.step`."""

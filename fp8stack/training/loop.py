@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fp8stack import data
-from fp8stack.errors import NumericFailure
+from fp8stack.errors import NumericFailure, UserError
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.display import Display, open_display
@@ -27,6 +27,7 @@ from fp8stack.training.state import capture
 from fp8stack.training.throughput import peak_memory_gib, peak_rate
 
 DONE, PREEMPTED = 0, 75
+SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss in fp16; at 0 it would make NaN
 
 
 def train(run: Run) -> int:
@@ -93,7 +94,15 @@ def _batches(run: Run) -> Iterator[tuple[int, Tensor]]:
         pin_memory=run.plan.device == "cuda",
         generator=torch.Generator(),  # else each start of the loader would draw from torch's own
     )
-    return zip(steps, loader, strict=True)
+    try:
+        yield from zip(steps, loader, strict=True)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            "A process that reads data died; was it out of memory? Go on with --resume auto "
+            "--set workers=0"
+        ) from error
 
 
 class _Loop:
@@ -105,26 +114,29 @@ class _Loop:
         self.display = display
         self.peak_tflops = peak_tflops
         self.tokens_per_step = run.config.batch * run.context
-        self.started = time.perf_counter()
+        self.started = self.ready = time.perf_counter()
+        self.fp8_gemms = 0
         self.first = run.step
         self.saved_at = run.step
 
     def advance(self, step: int, tokens_BT: Tensor) -> None:
         """Train one step, then log, evaluate and save as configured."""
         config = self.config
-        start = time.perf_counter()
-        loss, norm = self.train_step(step, tokens_BT.to(self.run.accelerator.device))
+        tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
+        loss, norm = self.train_step(step, tokens_BT)
         self.run.step = step
+        self.fp8_gemms = self.run.backend.fp8_gemms()
         last = step == config.steps
         evaluates = last or step % config.eval_every == 0
         logs = step % config.log_every == 0 or evaluates
         if logs:
-            row = self.row(step, float(loss), float(norm), time.perf_counter() - start)
+            row = self.row(step, float(loss), float(norm), time.perf_counter() - self.ready)
             if evaluates:
                 row["val_loss"] = self.evaluate()
             self.log(row)
         if last or step % config.save_every == 0:
             self.save()
+        self.ready = time.perf_counter()
 
     def train_step(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
@@ -150,8 +162,10 @@ class _Loop:
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
         mean = torch.stack(losses).mean()
         if scaler is not None:
+            self.require_room_to_scale(step, scaler, norm)
             scaler.step(optimizer)
             scaler.update()
+            scaler.update(min(max(scaler.get_scale(), SMALLEST_SCALE), LARGEST_SCALE))
         else:
             self.require_finite(step, mean, norm)
             optimizer.step()
@@ -163,10 +177,21 @@ class _Loop:
         if math.isfinite(float(norm)) and math.isfinite(float(loss)):
             return
         self.log(self.row(step, float(loss), float(norm), 0.0) | {"event": "non-finite"})
-        raise NumericFailure(
+        self.fail(
             f"Step {step}: the loss is {float(loss):.4g} and the gradient norm {float(norm):.4g}. "
-            f"The step was not taken; the last checkpoint is of step {self.saved_at}. "
-            "Lower --lr, or try a recipe with more range."
+            "The step was not taken."
+        )
+
+    def require_room_to_scale(self, step: int, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
+        """Stop if gradients overflow with the smallest loss scale: no smaller one will help."""
+        if scaler.get_scale() <= SMALLEST_SCALE and not math.isfinite(float(norm)):
+            self.fail(f"Step {step}: the gradient overflows in fp16 even with loss scale 1.")
+
+    def fail(self, what: str) -> NoReturn:
+        """Give up: say what happened, what there is to go back to, and what to try."""
+        saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
+        raise NumericFailure(
+            f"{what} The last checkpoint is {saved}. Lower --lr, or try a recipe with more range."
         )
 
     def row(self, step: int, loss: float, norm: float, seconds: float) -> dict[str, Any]:
@@ -184,18 +209,27 @@ class _Loop:
             "mfu": round(tflops / self.peak_tflops, 4) if self.peak_tflops else None,
             "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
             "precision": run.plan.precision,
-            "fp8_gemms": run.backend.fp8_gemms(),
+            "fp8_gemms": self.fp8_gemms,
         }
         if run.scaler is not None:
             row |= {"loss_scale": run.scaler.get_scale(), "skipped": not math.isfinite(norm)}
         return row
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write a row to the metrics, show it, and hand it to the trackers."""
+        """Write a row to the metrics, show it, and hand it to the trackers.
+
+        Raises:
+            NumericFailure: the row has a validation loss that is not finite.
+        """
+        broken = not math.isfinite(row.get("val_loss", 0.0))
+        if broken:
+            row |= {"val_loss": None, "event": "non-finite"}
         self.run.folder.append_metrics(row)
         done = row["step"] - self.first
         per_step = (time.perf_counter() - self.started) / done
         self.display.step(row, per_step * (self.config.steps - row["step"]))
+        if broken:
+            self.fail(f"Step {row['step']}: the validation loss is not finite.")
         if "val_loss" in row:
             self.display.note(f"step {row['step']}: validation loss {row['val_loss']:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
@@ -210,8 +244,10 @@ class _Loop:
         return loss
 
     def save(self) -> str:
-        """Write a checkpoint of the last step and return its path."""
+        """Write a checkpoint of the last step, unless there is one, and return its path."""
         run = self.run
+        if self.saved_at == run.step:
+            return f"{run.folder.checkpoints}/step-{run.step:06d}"
         run.folder.sync_metrics()
         info = {
             "identity": run.identity,
@@ -235,7 +271,8 @@ class _Loop:
         if text:
             checkpoints.write_atomically(folder.sample, text.encode())
             self.display.note(f"sample:\n{text}")
-        final = [row["val_loss"] for row in metrics if "val_loss" in row][-1]
+        evaluated = [row["val_loss"] for row in metrics if "val_loss" in row]
+        final = evaluated[-1] if evaluated else self.evaluate()
         self.display.note(
             f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
             f"checkpoint: {folder.checkpoints}/step-{run.step:06d}\nplot: {folder.plot}"

@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     """A PNG of training and validation loss over the steps, from the rows of `metrics.jsonl`."""
     train = [(row["step"], row["loss"]) for row in metrics if row.get("loss") is not None]
-    validation = [(row["step"], row["val_loss"]) for row in metrics if "val_loss" in row]
+    validation = [
+        (row["step"], row["val_loss"]) for row in metrics if row.get("val_loss") is not None
+    ]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError
-from fp8stack.training.checkpoint import storage_errors, write_atomically
+from fp8stack.training.checkpoint import forget_after, storage_errors, write_atomically
 
 
 class RunFolder:
@@ -32,12 +32,11 @@ class RunFolder:
         """Whether a run was started here."""
         return self.config.exists() or self.metrics.exists()
 
-    def create(self) -> None:
-        """Make the folder for a new run.
+    def require_free(self) -> None:
+        """See that a new run can be made here.
 
         Raises:
             UserError: there is a run, or a file, in its place.
-            StorageError: it cannot be made.
         """
         if self.holds_run:
             raise UserError(
@@ -46,6 +45,13 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
+
+    def create(self) -> None:
+        """Make the folder.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
         with storage_errors(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
 
@@ -80,7 +86,9 @@ class RunFolder:
         return rows
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of the steps after `step`, which are about to be done again."""
+        """Drop metrics and checkpoints of the steps after `step`, which are about to be done
+        again."""
+        forget_after(self.checkpoints, step)
         rows = [row for row in self.read_metrics() if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         write_atomically(self.metrics, text.encode())

@@ -72,11 +72,12 @@ def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str
     found = find_resumption(config, resume)
     if found is None:
         folder = RunFolder(Path(config.out) if config.out else _default(config, resume=False))
-        folder.create()
+        folder.require_free()
     else:
         folder = found.folder
         config = config_to_resume(found, config)
     run = build(config, folder)
+    folder.create()
     if found is not None:
         _resume(run, found)
     checkpoints.write_atomically(folder.config, to_toml(config).encode())
@@ -115,7 +116,15 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     if plan.device == "cuda" and config.deterministic:
         _be_deterministic()
     backend = build_backend(plan, save_fp8=config.save_fp8)
-    model = GPT(model_config, backend, seed=config.seed)
+    try:
+        model = GPT(model_config, backend, seed=config.seed)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        raise UserError(
+            f"Model {config.model} with {model_config.parameters():,} parameters does not fit into "
+            f"this machine's memory. Choose a smaller one."
+        ) from error
     torch.manual_seed(config.seed)  # after the model: what its making draws depends on the recipe
     accelerator = _accelerator(config, folder, plan)
     model = model.to(accelerator.device)
@@ -165,6 +174,8 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan) -> Accelerato
             f"{accelerator.num_processes} processes were started and this version trains in one. "
             "Start it without torchrun or accelerate launch."
         )
+    # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+    accelerator.gradient_accumulation_steps = config.accumulate
     if config.tensorboard:
         accelerator.init_trackers("tensorboard")
     return accelerator
@@ -240,6 +251,9 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
 def _resumption(
     folder: RunFolder, saved: RunConfig, checkpoint: Checkpoint | None, notes: list[str]
 ) -> Resumption:
+    if checkpoint is not None:  # what the run was made with, whatever run.toml says now
+        where = f"checkpoint of step {checkpoint.step}"
+        saved = presets.parse(RunConfig, checkpoint.info["config"], where)
     return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
 
 
@@ -267,7 +281,6 @@ def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
 
 def _resume(run: Run, found: Resumption) -> None:
     """Put `run` where the checkpoint left off."""
-    checkpoints.remove_litter(found.folder.checkpoints)
     run.notes = found.notes
     if found.checkpoint is None:
         run.folder.forget_after(0)
@@ -281,6 +294,9 @@ def _resume(run: Run, found: Resumption) -> None:
         )
     if run.config.steps != found.saved.steps:
         note = f"steps {found.saved.steps} -> {run.config.steps}: the learning rate follows the new"
+        run.notes = (*run.notes, note)
+    if info["versions"].get("torch") != torch.__version__:
+        note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"
         run.notes = (*run.notes, note)
     restore(run.model, run.optimizer, found.checkpoint.tensors)
     if run.scaler is not None:

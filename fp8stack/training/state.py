@@ -36,24 +36,36 @@ def restore(model: GPT, optimizer: Optimizer, groups: dict[str, dict[str, Tensor
         UserError: a tensor is missing, left over, or of another shape or dtype.
     """
     restore_weights(model, groups.get("model", {}))
-    moments = groups.get("optimizer", {})
+    moments = _moments(model, groups.get("optimizer", {}))
     for name, parameter in model.named_parameters():
-        keys = [
-            key
-            for key in moments
-            if key.startswith(f"{name}.") and key.count(".") == name.count(".") + 1
-        ]
-        optimizer.state[parameter] = {
-            key.rpartition(".")[2]: _pad(name, moments[key], parameter).to(parameter.device)
-            for key in keys
-        }
+        if name in moments:
+            optimizer.state[parameter] = moments[name]
     load_fp8_state(model, groups.get("fp8", {}))
     rng = groups.get("rng", {})
-    if "cpu" not in rng:
-        raise UserError("The checkpoint has no random state 'cpu': it is not a run's.")
-    torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng and torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng["cuda"])
+    try:
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng and torch.cuda.is_available():
+            torch.cuda.set_rng_state(rng["cuda"])
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise UserError("The checkpoint's random state is none of torch's.") from error
+
+
+def _moments(model: GPT, saved: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """AdamW's state of each parameter by name; empty if the optimizer had not stepped yet."""
+    moments: dict[str, dict[str, Tensor]] = {}
+    parameters = dict(model.named_parameters()) if saved else {}
+    expected = {f"{name}.{key}" for name in parameters for key in ("exp_avg", "exp_avg_sq", "step")}
+    odd = sorted(expected ^ saved.keys())
+    if odd:
+        which = "lacks" if odd[0] in expected else "has a tensor too many,"
+        raise UserError(f"The checkpoint's optimizer state {which} '{odd[0]}'.")
+    for name, parameter in parameters.items():
+        like = {"exp_avg": parameter, "exp_avg_sq": parameter, "step": torch.zeros(())}
+        moments[name] = {
+            key: _fitted(f"{name}.{key}", saved[f"{name}.{key}"], shape, model).to(parameter.device)
+            for key, shape in like.items()
+        }
+    return moments
 
 
 @torch.no_grad()
@@ -68,25 +80,29 @@ def restore_weights(model: GPT, weights: dict[str, Tensor]) -> None:
     if odd:
         which = "lacks" if odd[0] in parameters else "has a tensor too many,"
         raise UserError(f"The checkpoint {which} '{odd[0]}': it is of another model.")
+    fitted = {name: _fitted(name, weights[name], like, model) for name, like in parameters.items()}
     for name, parameter in parameters.items():
-        padded = _pad(name, weights[name], parameter)
-        if padded.shape != parameter.shape or padded.dtype != parameter.dtype:
-            raise UserError(
-                f"The checkpoint's '{name}' is {weights[name].dtype} {tuple(weights[name].shape)}, "
-                f"the model's {parameter.dtype} {tuple(parameter.shape)}: it is of another model."
-            )
-        parameter.copy_(padded)
+        parameter.copy_(fitted[name])
 
 
 def _trim(name: str, tensor: Tensor, model: GPT) -> Tensor:
     return tensor[: model.config.vocabulary] if name in PADDED and tensor.ndim else tensor
 
 
-def _pad(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
-    if name not in PADDED or not tensor.ndim or tensor.shape[0] >= parameter.shape[0]:
-        return tensor
-    missing = tensor.new_zeros(parameter.shape[0] - tensor.shape[0], *tensor.shape[1:])
-    return torch.cat([tensor, missing])
+def _fitted(name: str, tensor: Tensor, like: Tensor, model: GPT) -> Tensor:
+    """`tensor` with the rows that `_trim` cut off, checked to be what `like` can take."""
+    shape = tuple(like.shape)
+    if name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq") in PADDED:
+        shape = (model.config.vocabulary, *shape[1:])
+    if tuple(tensor.shape) != shape or tensor.dtype != like.dtype:
+        raise UserError(
+            f"The checkpoint's '{name}' is {tensor.dtype} {tuple(tensor.shape)}, the model's "
+            f"{like.dtype} {shape}: it is of another model."
+        )
+    if not tensor.isfinite().all():
+        raise UserError(f"The checkpoint's '{name}' is not finite. Use an older checkpoint.")
+    missing = like.shape[0] - shape[0] if shape else 0
+    return torch.cat([tensor, tensor.new_zeros(missing, *shape[1:])]) if missing else tensor
 
 
 def _random_state() -> dict[str, Tensor]:
