@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8stack.errors import UserError
+import fp8stack
+from fp8stack.errors import Interrupted, StorageError, UserError
 
 app = typer.Typer(
     name="fp8stack",
@@ -24,14 +25,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _no_command(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
 def _option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, show_default=False, **more)
+
+
+@app.callback()
+def _no_command(
+    context: typer.Context,
+    version: Annotated[bool, _option("Print the version.", "--version")] = False,
+) -> None:
+    if version:
+        print(f"fp8stack {fp8stack.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -80,7 +86,12 @@ def pretrain(
     from fp8stack.training.loop import train
     from fp8stack.training.setup import set_up
 
-    raise typer.Exit(train(set_up(flags, config, set or [], resume)))
+    try:
+        raise typer.Exit(train(set_up(flags, config, set or [], resume)))
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "Interrupted. The last checkpoint, if any, is whole; go on with --resume auto."
+        ) from None
 
 
 @app.command()
@@ -121,12 +132,14 @@ def main(arguments: list[str] | None = None) -> None:
         message = " ".join(error.format_message().split()).rstrip(".?")
         _fail(f"{message}. See --help.", 2)
     except (typer.Abort, KeyboardInterrupt):
-        _fail("interrupted", 130)
+        _fail("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
         # The reader of our output has gone; say nothing to a pipe that is closed.
         with contextlib.suppress(OSError):
             sys.stdout.close()
         sys.exit(1)
+    except OSError as error:  # such as a full disk behind a redirected stdout
+        _fail(f"{error.filename or 'output'}: {error.strerror}", StorageError.exit_code)
     sys.exit(code)
 
 

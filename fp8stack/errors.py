@@ -34,6 +34,12 @@ class NumericFailure(UserError):
     exit_code = 5
 
 
+class Interrupted(UserError):
+    """The user did not want to wait for a checkpoint. Exit code 130."""
+
+    exit_code = 130
+
+
 def quoted(name: str) -> str:
     """`name` as it can stand within one line: whatever a terminal would act on is escaped."""
     shown = name if len(name) <= 200 else f"{name[:200]}..."

@@ -39,14 +39,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # /dev/zero has no end
+            raise UserError(f"{quoted(str(path))} is no regular file. Give a TOML file.")
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"Cannot read {quoted(str(path))}: {reason}. Give a TOML file.") from error
     except ValueError as error:  # TOMLDecodeError, or an integer too long to convert
         raise UserError(f"{path} is not valid TOML: {quoted(str(error))}.") from error
     except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply to be a preset.") from error
+        raise UserError(f"{path} is nested too deeply.") from error
 
 
 def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from fp8stack.training.config import RunConfig, parse_config, to_toml
 
 CASES = {
     "recipe": (["--recipe", "mxpf8"], "No recipe 'mxpf8'. Did you mean 'mxfp8'?"),
-    "recipe file": (["--recipe", "./none.toml"], "No recipe file './none.toml'"),
+    "recipe file": (["--recipe", "./none.toml"], "none.toml'. Give the path of a TOML file"),
     "model": (["--model", "gpt-nan"], "No model 'gpt-nan'. Did you mean 'gpt-nano'?"),
     "backend": (["--backend", "tee"], "backend = 'tee'"),
     "device": (["--device", "tpu"], "device = 'tpu'"),
@@ -39,7 +39,7 @@ CASES = {
     "newline": (["--resume", "a\nb"], "--resume a\\nb"),
     "too large": (
         ["--set", "model_overrides.vocabulary=2147483648", "--set", "model_overrides.width=1024"],
-        "does not fit into this machine's memory",
+        "this machine's memory has",
     ),
     "schedule": (["--schedule", "cosin"], "schedule = 'cosin'"),
     "seed": (["--seed", "-1"], "seed = -1"),
@@ -71,6 +71,10 @@ CASES = {
     "large token": (["--data", "large.bin"], "large.bin"),
     "resume": (["--resume", "nowhere"], "--resume nowhere"),
     "out": (["--out", "file"], "file"),
+    "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
+    "endless config": (["--config", "/dev/zero"], "/dev/zero is no regular file"),
+    "many steps": (["--steps", "9" * 30], "steps = "),
+    "many workers": (["--set", "workers=1000"], "workers = 1000"),
 }
 
 
@@ -85,6 +89,8 @@ def files(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"\x01" * 9999)
     np.full(5000, 300, dtype="<u2").tofile(tmp_path / "large.bin")
     (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
 
 
 @pytest.mark.usefixtures("files")

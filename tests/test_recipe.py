@@ -264,7 +264,6 @@ def test_a_table_where_a_key_belongs_is_refused(own, scaling):
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ('scaling = "delayed"\n', "description"),
         ('description = "x"\nscaling = "none"\n', "compute_dtype"),
         ('description = "x"\n', "scaling"),
         ("", "scaling"),

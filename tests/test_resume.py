@@ -30,7 +30,7 @@ def run(command: Command, tmp_path: Path) -> Path:
         (["--recipe", "current"], "recipe.scaling is 'current' here and 'delayed'"),
         (["--set", "recipe_overrides.margin=1"], "recipe.margin is 1 here and 0"),
         (["--set", "model_overrides.layers=2"], "model.layers is 2 here and 1"),
-        (["--data", "other.txt"], "data.train is "),
+        (["--data", "other.txt"], "the data are not those that the run was trained on"),
         (["--seed", "3"], "seed is 3 here and 0"),
         (["--lr", "0.1"], "lr is 0.1 here and 0.003"),
         (["--batch", "8"], "batch is 8 here and 4"),

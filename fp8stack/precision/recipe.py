@@ -23,7 +23,7 @@ class _Base(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: str
-    description: str
+    description: str = ""
 
     @property
     def is_fp8(self) -> bool:

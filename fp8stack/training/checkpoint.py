@@ -174,10 +174,9 @@ def storage_errors(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         code = error.errno if isinstance(error, OSError) else None
         full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = "the disk is full" if full else str(error)
-        raise StorageError(
-            f"Cannot write to {path}: {reason}. Make room or choose another --out."
-        ) from error
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+        remedy = "Make room there" if full else "Give a folder that can be written"
+        raise StorageError(f"Cannot write to {path}: {reason}. {remedy}.") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:

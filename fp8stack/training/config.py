@@ -39,7 +39,7 @@ class RunConfig(BaseModel):
     out: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
-    steps: PositiveInt = 1200
+    steps: Annotated[int, Field(ge=1, le=2**31)] = 1200
     batch: PositiveInt = 8
     """Sequences per step, over all ranks and micro-batches."""
     context: PositiveInt | None = None
@@ -68,7 +68,7 @@ class RunConfig(BaseModel):
     sample_tokens: NonNegativeInt = 256
     sample_prompt: str | None = None
     temperature: PositiveFloat = 0.8
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that read data ahead; batches are the same for any number."""
     deterministic: bool = True
     """CUDA: use kernels that repeat to the bit, where there are any; they may be slower."""

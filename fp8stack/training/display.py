@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from fp8stack.training.throughput import Peak
 
@@ -59,15 +62,31 @@ class PlainDisplay:
 
     def note(self, text: str) -> None:
         """See `Display.note`."""
-        print(text, flush=True)
+        self._print(text)
 
     def step(self, row: dict[str, Any], seconds_left: float) -> None:
         """See `Display.step`."""
         left = timedelta(seconds=round(seconds_left))
-        print(f"{describe(row, self.steps, self.peak)} | ETA {left}", flush=True)
+        self._print(f"{describe(row, self.steps, self.peak)} | ETA {left}")
 
     def close(self) -> None:
         """See `Display.close`."""
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # who read the output has gone; the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Bar(Progress):
+    """A bar that keeps its width, and a line below it that is cut where the terminal ends."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.line, no_wrap=True, overflow="ellipsis")
 
 
 class RichDisplay:
@@ -76,12 +95,12 @@ class RichDisplay:
     def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
         self.steps = steps
         self.peak = peak
-        self.progress = Progress(
-            BarColumn(),
+        self.progress = _Bar(
+            TextColumn("step"),
             MofNCompleteColumn(),
+            BarColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
-            TextColumn("{task.description}"),
             console=console,
         )
         self.task = self.progress.add_task("", total=steps, completed=start)
@@ -93,8 +112,8 @@ class RichDisplay:
 
     def step(self, row: dict[str, Any], seconds_left: float) -> None:
         """See `Display.step`."""
-        text = describe(row, self.steps, self.peak).partition(" | ")[2]
-        self.progress.update(self.task, completed=row["step"], description=text)
+        self.progress.line = describe(row, self.steps, self.peak).partition(" | ")[2]
+        self.progress.update(self.task, completed=row["step"])
 
     def close(self) -> None:
         """See `Display.close`."""

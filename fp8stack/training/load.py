@@ -28,6 +28,8 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
         NoUsableCheckpoint: every checkpoint of the run is damaged.
     """
     path = Path(run_or_checkpoint)
+    if not path.is_dir():
+        raise UserError(f"No run and no checkpoint at '{path}'. Give a run's folder.")
     if (path / "checkpoints").is_dir():
         checkpoint, path, _ = checkpoints.newest(path / "checkpoints")
     else:

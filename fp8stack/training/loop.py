@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +21,7 @@ from fp8stack.training.optimizer import learning_rate
 from fp8stack.training.plot import loss_plot
 from fp8stack.training.setup import Run, versions
 from fp8stack.training.state import capture
+from fp8stack.training.stop import stop_requests
 from fp8stack.training.throughput import peak_memory_gib, peak_rate
 
 DONE, PREEMPTED = 0, 75
@@ -42,26 +40,35 @@ def train(run: Run) -> int:
     display = open_display(run.config.steps, peak, run.step)
     loop = _Loop(run, display, peak.tflops)
     try:
-        with _stop_requests() as requested:
+        with stop_requests() as requested:
             for step, tokens_BT in _batches(run):
                 loop.advance(step, tokens_BT)
                 if requested() and step < run.config.steps:
                     path = loop.save()
-                    display.note(f"stopped after step {step}, saved {path}. Go on with:\n"
-                                 f"  fp8stack pretrain --resume {run.folder.path}")  # fmt: skip
+                    display.close()
+                    print(f"stopped after step {step}, saved {path}. Go on with:")
+                    print(f"  fp8stack pretrain --resume {run.folder.path}", flush=True)
                     return PREEMPTED
-        loop.finish()
+            loop.finish()
+    except data.DataError:
+        loop.save()  # what was learnt so far is not lost with the file
+        raise
     finally:
         display.close()
         run.accelerator.end_training()
+        run.folder.release()
     return DONE
 
 
 def describe_run(run: Run) -> list[str]:
     """What is about to run, in a few lines."""
-    config, accumulate = run.config, run.config.accumulate
-    tokens = config.batch * run.context
-    micro = f" in {accumulate} micro-batches" if accumulate > 1 else ""
+    config = run.config
+    sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
+    steps = f"{run.step + 1} to {config.steps} of {sizes}"
+    if config.accumulate > 1:
+        steps += f" in {config.accumulate} micro-batches"
+    if run.step >= config.steps:
+        steps = f"all {run.step} are done; give a larger --steps to train on"
     return [
         *run.notes,
         f"machine: {run.hardware}",
@@ -69,8 +76,7 @@ def describe_run(run: Run) -> list[str]:
         f"model: {config.model}, {run.model.config.parameters():,} parameters",
         f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
         "held out",
-        f"steps: {run.step + 1} to {config.steps} of {config.batch} x {run.context} = {tokens:,} "
-        f"tokens{micro}",
+        f"steps: {steps}",
         f"run: {run.folder.path}",
     ]
 
@@ -246,7 +252,7 @@ class _Loop:
     def save(self) -> str:
         """Write a checkpoint of the last step, unless there is one, and return its path."""
         run = self.run
-        if self.saved_at == run.step:
+        if self.saved_at == run.step:  # step 0 is not worth one
             return f"{run.folder.checkpoints}/step-{run.step:06d}"
         run.folder.sync_metrics()
         info = {
@@ -292,21 +298,3 @@ class _Loop:
             seed=config.seed,
         )
         return prompt + data.decode(tokens)
-
-
-@contextmanager
-def _stop_requests() -> Iterator[Any]:
-    """Within, SIGINT and SIGTERM ask for a stop after the step; a second SIGINT interrupts."""
-    asked: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -44,7 +44,7 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     return png.getvalue()
 
 
-def _smooth(values: Sequence[float], weight: float = 0.95) -> list[float]:
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """The exponential running mean, corrected for its start."""
     mean, seen, result = 0.0, 0.0, []
     for value in values:

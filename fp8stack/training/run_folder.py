@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs in one folder are not kept apart there
+    fcntl = None  # type: ignore[assignment]
 
 from fp8stack.errors import UserError
 from fp8stack.training.checkpoint import forget_after, storage_errors, write_atomically
@@ -26,6 +31,7 @@ class RunFolder:
         self.plot = path / "loss.png"
         self.sample = path / "sample.txt"
         self.checkpoints = path / "checkpoints"
+        self._lock: TextIO | None = None
 
     @property
     def holds_run(self) -> bool:
@@ -45,15 +51,35 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
+        for own in (self.plan, self.plot, self.sample, self.checkpoints):
+            if own.exists():
+                raise UserError(f"{own} is in the way: it is no run's. Give another --out.")
 
-    def create(self) -> None:
-        """Make the folder.
+    def claim(self) -> None:
+        """Make the folder and hold it until this process ends.
 
         Raises:
+            UserError: another process trains in it.
             StorageError: it cannot be made.
         """
         with storage_errors(self.path):
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("a")
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"Another process trains in {self.path}. Wait for it or give another --out."
+                ) from None
+        with storage_errors(self.path):
+            self.checkpoints.mkdir(exist_ok=True)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""
@@ -99,7 +125,7 @@ def default_folder(model: str, recipe: str, resume: bool) -> Path:
     stem = f"{Path(model).stem}-{Path(recipe).stem}"
     used = free = Path("runs") / stem
     number = 1
-    while RunFolder(free).holds_run:
+    while RunFolder(free).holds_run or (free.exists() and not resume):
         used, number = free, number + 1
         free = Path("runs") / f"{stem}-{number}"
     return used if resume else free

@@ -15,15 +15,20 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import fp8stack
-from fp8stack import data, presets
+from fp8stack import data
 from fp8stack.backends import Backend, build_backend
-from fp8stack.errors import NoUsableCheckpoint, UserError
+from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, load_config, plan_for
 from fp8stack.precision import Hardware, Plan, load_recipe, probe
 from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config, to_toml
+from fp8stack.training.config import RunConfig, parse_config, to_toml
 from fp8stack.training.optimizer import build_optimizer
+from fp8stack.training.resume import (
+    Resumption,
+    config_to_resume,
+    find_resumption,
+    refuse_differences,
+)
 from fp8stack.training.run_folder import RunFolder, default_folder
 from fp8stack.training.state import differences, restore
 
@@ -51,16 +56,6 @@ class Run:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumption:
-    """Where a run goes on: its folder, its configuration as saved, and a checkpoint if any."""
-
-    folder: RunFolder
-    saved: RunConfig
-    checkpoint: Checkpoint | None
-    notes: tuple[str, ...]
-
-
 def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str | None) -> Run:
     """The run that the flags, the run file and `--set` describe; `resume` is auto or a path.
 
@@ -68,16 +63,20 @@ def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str
         UserError: bad input, or a run to resume that differs in what its losses depend on.
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
-    config = parse_config(file, flags, sets)
+    config = _with_absolute_paths(parse_config(file, flags, sets))
     found = find_resumption(config, resume)
     if found is None:
-        folder = RunFolder(Path(config.out) if config.out else _default(config, resume=False))
+        folder = RunFolder(
+            Path(config.out)
+            if config.out
+            else default_folder(config.model, config.recipe, resume=False)
+        )
         folder.require_free()
     else:
         folder = found.folder
         config = config_to_resume(found, config)
     run = build(config, folder)
-    folder.create()
+    folder.claim()
     if found is not None:
         _resume(run, found)
     checkpoints.write_atomically(folder.config, to_toml(config).encode())
@@ -85,8 +84,15 @@ def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str
     return run
 
 
-def _default(config: RunConfig, resume: bool) -> Path:
-    return default_folder(config.model, config.recipe, resume)
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """`config` with files named from the root, so that the run can be resumed from anywhere."""
+    files: dict[str, Any] = {
+        key: str(Path(value).resolve())
+        for key in ("model", "recipe", "data")
+        if key in config.given and (value := getattr(config, key))
+        if key == "data" or value.endswith(".toml")
+    }
+    return config.model_copy(update=files)
 
 
 def build(config: RunConfig, folder: RunFolder) -> Run:
@@ -116,14 +122,12 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     if plan.device == "cuda" and config.deterministic:
         _be_deterministic()
     backend = build_backend(plan, save_fp8=config.save_fp8)
+    _require_memory(config.model, model_config, hardware)
     try:
         model = GPT(model_config, backend, seed=config.seed)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):
-            raise
+    except MemoryError as error:
         raise UserError(
-            f"Model {config.model} with {model_config.parameters():,} parameters does not fit into "
-            f"this machine's memory. Choose a smaller one."
+            f"Model {config.model} does not fit into the memory that is left. Choose a smaller one."
         ) from error
     torch.manual_seed(config.seed)  # after the model: what its making draws depends on the recipe
     accelerator = _accelerator(config, folder, plan)
@@ -147,6 +151,17 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
         windows=windows,
         identity=_identity(model_config, plan, train, validation),
     )
+
+
+def _require_memory(name: str, model: GPTConfig, hardware: Hardware) -> None:
+    """Refuse a model whose weights, gradients and moments alone exceed the machine's memory."""
+    needed_gib = 16 * model.parameters() / 2**30  # float32, four times
+    if 0 < hardware.memory_gib < needed_gib:
+        raise UserError(
+            f"Model {name} needs {needed_gib:,.1f} GiB for the weights, gradients and optimizer of "
+            f"{model.parameters():,} parameters; this machine's memory has {hardware.memory_gib} "
+            "GiB. Choose a smaller one."
+        )
 
 
 def _be_deterministic() -> None:
@@ -186,7 +201,7 @@ def _require_tensorboard() -> None:
         import tensorboard  # noqa: F401
     except ImportError:
         raise UserError(
-            "--tensorboard needs the package tensorboard: pip install 'fp8stack[tensorboard]'"
+            "--tensorboard needs the package tensorboard: pip install tensorboard"
         ) from None
 
 
@@ -211,74 +226,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
-    """The run to go on with, or None for a new one.
-
-    Raises:
-        UserError: no run at the path given, or `--out` names another folder.
-        NoUsableCheckpoint: the checkpoints are damaged, or the one that was named is.
-    """
-    if resume is None:
-        return None
-    if resume == "auto":
-        folder = RunFolder(Path(config.out) if config.out else _default(config, resume=True))
-        if not folder.holds_run:
-            return None
-        named = None
-    else:
-        folder, named = _locate(Path(resume))
-        if config.out and Path(config.out).resolve() != folder.path.resolve():
-            raise UserError(
-                f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
-            )
-    saved = parse_config(str(folder.config), {})
-    if named is not None:
-        try:
-            checkpoint = checkpoints.load(named)
-        except UserError as error:
-            raise NoUsableCheckpoint(
-                f"{error} Give another checkpoint or the run's folder."
-            ) from error
-        return _resumption(folder, saved, checkpoint, [f"resumed from {named}"])
-    if not checkpoints.exists(folder.checkpoints):
-        note = f"{folder.path} has no checkpoint yet: starting again from step 1"
-        return _resumption(folder, saved, None, [note])
-    checkpoint, path, passed_over = checkpoints.newest(folder.checkpoints)
-    why = "".join(f"; passed over: {reason}" for reason in passed_over)
-    return _resumption(folder, saved, checkpoint, [f"resumed from {path}{why}"])
-
-
-def _resumption(
-    folder: RunFolder, saved: RunConfig, checkpoint: Checkpoint | None, notes: list[str]
-) -> Resumption:
-    if checkpoint is not None:  # what the run was made with, whatever run.toml says now
-        where = f"checkpoint of step {checkpoint.step}"
-        saved = presets.parse(RunConfig, checkpoint.info["config"], where)
-    return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
-
-
-def _locate(path: Path) -> tuple[RunFolder, Path | None]:
-    """The run folder that `path` names, and the checkpoint in it if it names one."""
-    if (path / "run.toml").is_file():
-        return RunFolder(path), None
-    if path.parent.name == "checkpoints" and (path.parent.parent / "run.toml").is_file():
-        return RunFolder(path.parent.parent), path
-    raise UserError(f"--resume {path}: there is no run and no checkpoint. Give a run's folder.")
-
-
-def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
-    """The saved configuration with the flags that were given now.
-
-    Raises:
-        UserError: a flag differs in something that the run's losses depend on.
-    """
-    merged: RunConfig = presets.parse(RunConfig, found.saved.model_dump() | asked.given, "flags")
-    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
-    saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
-    _refuse(found, list(differences(saved, now)))
-    return merged
-
-
 def _resume(run: Run, found: Resumption) -> None:
     """Put `run` where the checkpoint left off."""
     run.notes = found.notes
@@ -286,7 +233,7 @@ def _resume(run: Run, found: Resumption) -> None:
         run.folder.forget_after(0)
         return
     info = found.checkpoint.info
-    _refuse(found, list(differences(info["identity"], run.identity)))
+    refuse_differences(found, list(differences(info["identity"], run.identity)))
     if found.checkpoint.step > run.config.steps:
         raise UserError(
             f"--steps {run.config.steps} is less than the {found.checkpoint.step} that the run has "
@@ -303,11 +250,3 @@ def _resume(run: Run, found: Resumption) -> None:
         run.scaler.load_state_dict(info["scaler"])
     run.step = found.checkpoint.step
     run.folder.forget_after(run.step)
-
-
-def _refuse(found: Resumption, differing: list[str]) -> None:
-    if differing:
-        raise UserError(
-            f"Cannot resume {found.folder.path}: {differing[0]}. Leave it as it was, or start a "
-            "new run in another --out."
-        )

@@ -1,0 +1,108 @@
+"""Which run to go on with, from which checkpoint, and whether it is the same run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8stack import presets
+from fp8stack.errors import NoUsableCheckpoint, UserError
+from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.checkpoint import Checkpoint
+from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config
+from fp8stack.training.run_folder import RunFolder, default_folder
+from fp8stack.training.state import differences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """Where a run goes on: its folder, its configuration as saved, and a checkpoint if any."""
+
+    folder: RunFolder
+    saved: RunConfig
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...]
+
+
+def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
+    """The run to go on with, or None for a new one.
+
+    Raises:
+        UserError: no run at the path given, or `--out` names another folder.
+        NoUsableCheckpoint: the checkpoints are damaged, or the one that was named is.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = RunFolder(
+            Path(config.out)
+            if config.out
+            else default_folder(config.model, config.recipe, resume=True)
+        )
+        if not folder.holds_run:
+            return None
+        named = None
+    else:
+        folder, named = _locate(Path(resume))
+        if config.out and Path(config.out).resolve() != folder.path.resolve():
+            raise UserError(
+                f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
+            )
+    saved = parse_config(str(folder.config), {})
+    if named is not None:
+        try:
+            checkpoint = checkpoints.load(named)
+        except UserError as error:
+            raise NoUsableCheckpoint(
+                f"{error} Give another checkpoint or the run's folder."
+            ) from error
+        return _resumption(folder, saved, checkpoint, [f"resumed from {named}"])
+    if not checkpoints.exists(folder.checkpoints):
+        note = f"{folder.path} has no checkpoint yet: starting again from step 1"
+        return _resumption(folder, saved, None, [note])
+    checkpoint, path, passed_over = checkpoints.newest(folder.checkpoints)
+    why = "".join(f"; passed over: {reason}" for reason in passed_over)
+    return _resumption(folder, saved, checkpoint, [f"resumed from {path}{why}"])
+
+
+def _resumption(
+    folder: RunFolder, saved: RunConfig, checkpoint: Checkpoint | None, notes: list[str]
+) -> Resumption:
+    if checkpoint is not None:  # what the run was made with, whatever run.toml says now
+        where = f"checkpoint of step {checkpoint.step}"
+        saved = presets.parse(RunConfig, checkpoint.info["config"], where)
+    return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
+
+
+def _locate(path: Path) -> tuple[RunFolder, Path | None]:
+    """The run folder that `path` names, and the checkpoint in it if it names one."""
+    if (path / "run.toml").is_file():
+        return RunFolder(path), None
+    if path.parent.name == "checkpoints" and (path.parent.parent / "run.toml").is_file():
+        return RunFolder(path.parent.parent), path
+    raise UserError(f"--resume {path}: there is no run and no checkpoint. Give a run's folder.")
+
+
+def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
+    """The saved configuration with the flags that were given now.
+
+    Raises:
+        UserError: a flag differs in something that the run's losses depend on.
+    """
+    merged: RunConfig = presets.parse(RunConfig, found.saved.model_dump() | asked.given, "flags")
+    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
+    saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
+    refuse_differences(found, list(differences(saved, now)))
+    return merged
+
+
+def refuse_differences(found: Resumption, differing: list[str]) -> None:
+    """Raise a UserError that names the first of the `differing` things, if there is one."""
+    if differing:
+        what = differing[0]
+        if what.startswith("data."):
+            what = "the data are not those that the run was trained on"
+        raise UserError(
+            f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or start a "
+            "new run in another --out."
+        )
