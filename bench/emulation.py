@@ -25,6 +25,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from bench import machine
 from fp8stack.backends import build_backend
 from fp8stack.precision import probe, resolve
+from fp8stack.training.allocator import keep_freed_memory
 
 SHAPES = [(2048, 512, 512), (2048, 768, 3072), (4096, 1024, 4096)]
 RECIPES = ["bf16", "delayed", "current", "block", "mxfp8"]
@@ -38,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure every shape, print the table, write `emulation.json`."""
+    allocator = "keeps freed memory" if keep_freed_memory() else "the system's own"
     results = [measure(*shape, rounds=arguments.rounds) for shape in SHAPES]
     report = {"machine": machine.describe("torchao"), "rounds": arguments.rounds, "bars": BARS}
+    report["allocator"] = allocator
     report["results"] = results
     path = arguments.out / "emulation.json"
     path.write_text(json.dumps(report, indent=2) + "\n")

@@ -12,6 +12,7 @@ from fp8stack.backends import build_backend, fp8_state
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import Hardware, resolve
 from fp8stack.training import display, throughput
+from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.config import RunConfig
 from fp8stack.training.display import PlainDisplay, RichDisplay, describe
 from fp8stack.training.evaluate import sample, validation_loss
@@ -196,3 +197,10 @@ def test_the_plot_is_a_picture_even_of_little() -> None:
     rows[-1]["val_loss"] = 0.2
     for metrics in (rows, rows[:1], [{"step": 1, "loss": None}], []):
         assert loss_plot(metrics, "title").startswith(b"\x89PNG")
+
+
+def test_the_allocator_is_left_alone_where_the_environment_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not keep_freed_memory()

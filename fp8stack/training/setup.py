@@ -21,6 +21,7 @@ from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, load_config, plan_for
 from fp8stack.precision import Hardware, Plan, load_recipe, probe
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.config import RunConfig, parse_config, to_toml
 from fp8stack.training.optimizer import build_optimizer
 from fp8stack.training.resume import (
@@ -119,6 +120,8 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     windows = data.validation_windows(
         validation, count=config.eval_windows, context=context, vocabulary=model_config.vocabulary
     )
+    if plan.device == "cpu":
+        keep_freed_memory()
     if plan.device == "cuda" and config.deterministic:
         _be_deterministic()
     backend = build_backend(plan, save_fp8=config.save_fp8)
