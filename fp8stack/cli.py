@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-# click's UsageError, from click or, since typer 0.26, from typer's own copy of it.
+# click's UsageError: from click or, in newer versions (0.29 is one), from typer's copy of it.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 

@@ -16,10 +16,8 @@ from fp8stack.precision import Hardware, Plan, resolve
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
     """The plan of every recipe on `hardware`, "auto" first."""
-    names = sorted(
-        presets.names("recipes"),
-        key=lambda name: (name not in _ORDER, _ORDER.index(name) if name in _ORDER else 0, name),
-    )
+    # A recipe that is not in the order comes after those that are.
+    names = sorted(presets.names("recipes"), key=lambda name: [*_ORDER, name].index(name))
     return {name: resolve(name, hardware) for name in ["auto", *names]}
 
 

@@ -49,7 +49,7 @@ def amax(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     if x.device.type != "cpu":
         return magnitude(x).max()  # to look for a NaN first would wait for the device
-    low, high = torch.aminmax(x)  # ten times as fast on a CPU as abs().max()
+    low, high = torch.aminmax(x)  # one pass; abs() would write a copy first
     largest = torch.maximum(low.abs(), high.abs())
     if bool(largest.isnan()):
         largest = magnitude(x).max()

@@ -1,8 +1,7 @@
 """FP8 values in float32: what a cast would give, with no float8 tensor. No nn.Module here.
 
 An emulated GEMM multiplies these. They equal the casts of `cast` and `blocks` to the bit (only
-the sign of a zero may differ), and cost a few passes over chunks that stay in the cache, where a
-cast to float8 and back costs ten times as much on a CPU.
+the sign of a zero may differ), and cost a few passes over chunks that stay in the cache.
 
 How a value is rounded: adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times the value's own
 power of two leaves just `mantissa_bits` of mantissa, to nearest even, by float32's own addition.

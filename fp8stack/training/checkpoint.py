@@ -83,7 +83,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     Raises:
         StorageError: the disk is full or cannot be written; older checkpoints are untouched.
     """
-    final = folder / f"step-{checkpoint.step:06d}"
+    final = path_of(folder, checkpoint.step)
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
     with storage_errors(folder):
         try:
@@ -151,6 +151,11 @@ def newest(folder: Path) -> tuple[Checkpoint, Path, list[str]]:
     raise NoUsableCheckpoint(
         f"No usable checkpoint in {folder}: {reasons} Start a new run in another --out."
     )
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return folder / f"step-{step:06d}"
 
 
 def exists(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -249,11 +250,11 @@ class _Loop:
         run.backend.fp8_gemms()
         return loss
 
-    def save(self) -> str:
+    def save(self) -> Path:
         """Write a checkpoint of the last step, unless there is one, and return its path."""
         run = self.run
         if self.saved_at == run.step:  # step 0 is not worth one
-            return f"{run.folder.checkpoints}/step-{run.step:06d}"
+            return checkpoints.path_of(run.folder.checkpoints, run.step)
         run.folder.sync_metrics()
         info = {
             "identity": run.identity,
@@ -265,7 +266,7 @@ class _Loop:
         state = Checkpoint(step=run.step, info=info, tensors=capture(run.model, run.optimizer))
         path = checkpoints.save(run.folder.checkpoints, state, self.config.keep_checkpoints)
         self.saved_at = run.step
-        return str(path)
+        return path
 
     def finish(self) -> None:
         """Draw the loss, show a sample, and say where everything is."""
@@ -281,7 +282,7 @@ class _Loop:
         final = evaluated[-1] if evaluated else self.evaluate()
         self.display.note(
             f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
-            f"checkpoint: {folder.checkpoints}/step-{run.step:06d}\nplot: {folder.plot}"
+            f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
         )
 
     def sample(self) -> str:

@@ -10,7 +10,7 @@ from fp8stack.errors import NoUsableCheckpoint, UserError
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config
-from fp8stack.training.run_folder import RunFolder, default_folder
+from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.state import differences
 
 
@@ -34,11 +34,7 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     if resume is None:
         return None
     if resume == "auto":
-        folder = RunFolder(
-            Path(config.out)
-            if config.out
-            else default_folder(config.model, config.recipe, resume=True)
-        )
+        folder = choose_folder(config, resume=True)
         if not folder.holds_run:
             return None
         named = None

@@ -14,6 +14,7 @@ except ImportError:  # Windows: two runs in one folder are not kept apart there
 
 from fp8stack.errors import UserError
 from fp8stack.training.checkpoint import forget_after, storage_errors, write_atomically
+from fp8stack.training.config import RunConfig
 
 
 class RunFolder:
@@ -120,12 +121,15 @@ class RunFolder:
         write_atomically(self.metrics, text.encode())
 
 
-def default_folder(model: str, recipe: str, resume: bool) -> Path:
-    """`runs/<model>-<recipe>`, or with a number: the first free one, or the last used to resume."""
-    stem = f"{Path(model).stem}-{Path(recipe).stem}"
+def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
+    """`--out`, or `runs/<model>-<recipe>`, or that with a number: the first free, or the last used
+    to resume."""
+    if config.out:
+        return RunFolder(Path(config.out))
+    stem = f"{Path(config.model).stem}-{Path(config.recipe).stem}"
     used = free = Path("runs") / stem
     number = 1
     while RunFolder(free).holds_run or (free.exists() and not resume):
         used, number = free, number + 1
         free = Path("runs") / f"{stem}-{number}"
-    return used if resume else free
+    return RunFolder(used if resume else free)

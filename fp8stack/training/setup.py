@@ -30,7 +30,7 @@ from fp8stack.training.resume import (
     find_resumption,
     refuse_differences,
 )
-from fp8stack.training.run_folder import RunFolder, default_folder
+from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.state import differences, restore
 
 
@@ -67,11 +67,7 @@ def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str
     config = _with_absolute_paths(parse_config(file, flags, sets))
     found = find_resumption(config, resume)
     if found is None:
-        folder = RunFolder(
-            Path(config.out)
-            if config.out
-            else default_folder(config.model, config.recipe, resume=False)
-        )
+        folder = choose_folder(config, resume=False)
         folder.require_free()
     else:
         folder = found.folder

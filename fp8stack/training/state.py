@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -55,10 +55,7 @@ def _moments(model: GPT, saved: dict[str, Tensor]) -> dict[str, dict[str, Tensor
     moments: dict[str, dict[str, Tensor]] = {}
     parameters = dict(model.named_parameters()) if saved else {}
     expected = {f"{name}.{key}" for name in parameters for key in ("exp_avg", "exp_avg_sq", "step")}
-    odd = sorted(expected ^ saved.keys())
-    if odd:
-        which = "lacks" if odd[0] in expected else "has a tensor too many,"
-        raise UserError(f"The checkpoint's optimizer state {which} '{odd[0]}'.")
+    _require_names(expected, saved)
     for name, parameter in parameters.items():
         like = {"exp_avg": parameter, "exp_avg_sq": parameter, "step": torch.zeros(())}
         moments[name] = {
@@ -76,13 +73,17 @@ def restore_weights(model: GPT, weights: dict[str, Tensor]) -> None:
         UserError: a tensor is missing, left over, or of another shape or dtype.
     """
     parameters = dict(model.named_parameters())
-    odd = sorted(parameters.keys() ^ weights.keys())
-    if odd:
-        which = "lacks" if odd[0] in parameters else "has a tensor too many,"
-        raise UserError(f"The checkpoint {which} '{odd[0]}': it is of another model.")
+    _require_names(parameters.keys(), weights)
     fitted = {name: _fitted(name, weights[name], like, model) for name, like in parameters.items()}
     for name, parameter in parameters.items():
         parameter.copy_(fitted[name])
+
+
+def _require_names(expected: Set[str], saved: dict[str, Tensor]) -> None:
+    odd = sorted(expected ^ saved.keys())
+    if odd:
+        which = "lacks" if odd[0] in expected else "has a tensor too many,"
+        raise UserError(f"The checkpoint {which} '{odd[0]}': it is of another model.")
 
 
 def _trim(name: str, tensor: Tensor, model: GPT) -> Tensor:
