@@ -12,6 +12,7 @@ from rich.table import Table
 from fp8stack import presets
 from fp8stack.numerics import FORMATS
 from fp8stack.precision import Hardware, Plan, resolve
+from fp8stack.precision.hardware import TE_REMEDY
 
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
@@ -67,7 +68,10 @@ def show(hardware: Hardware, console: Console) -> None:
     if hardware.cuda_version:
         software.append("CUDA {}.{}".format(*hardware.cuda_version))
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}")
-    console.print(f"software: {', '.join(software)}\n", highlight=False, markup=False)
+    console.print(f"software: {', '.join(software)}", highlight=False, markup=False)
+    if remedy := _te_remedy(hardware):
+        console.print(remedy, highlight=False, markup=False, soft_wrap=True)
+    console.print()
     every_plan = plans(hardware)
     console.print(_recipe_table(every_plan))
     for asked, plan in every_plan.items():
@@ -77,6 +81,15 @@ def show(hardware: Hardware, console: Console) -> None:
     console.print(_format_table())
 
 
+def _te_remedy(hardware: Hardware) -> str:
+    """What to do so that Transformer Engine can be used; "" if it can, or never could."""
+    if hardware.te_problem:
+        return hardware.te_problem
+    if hardware.capability is None or hardware.capability < (8, 9) or hardware.has_te:
+        return ""
+    return f"Transformer Engine is optional; to add it: {TE_REMEDY}"
+
+
 def _recipe_table(all_plans: dict[str, Plan]) -> Table:
     table = Table(title="What each recipe does on it", title_justify="left")
     for heading in ("recipe", "runs", "backend", "compute dtype"):
@@ -84,7 +97,7 @@ def _recipe_table(all_plans: dict[str, Plan]) -> Table:
     for asked, plan in all_plans.items():
         runs = plan.recipe.name
         if plan.is_fp8:
-            runs += " (native)" if plan.native else " (emulated)"
+            runs += " (emulated)" if plan.backend == "emulate" else " (native)"
         table.add_row(asked, runs, plan.backend, plan.compute_dtype)
     return table
 

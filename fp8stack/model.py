@@ -132,12 +132,12 @@ class Attention(nn.Module):
             self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
             self.key_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, T, D] float32 -> [B, T, D] in the compute dtype."""
+    def forward(self, qkv_BTF: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype."""
         config = self.config
         groups = config.query_groups
-        heads_BHTE = rearrange(self.qkv(x_BTD), "b t (h e) -> b h t e", e=config.head_width)
-        q_BHTE, k_BGTE, v_BGTE = heads_BHTE.split([config.heads, groups, groups], dim=1)
+        heads_BHTE = rearrange(qkv_BTF, "b t (h e) -> b h t e", e=config.head_width)
+        q_BHTE, k_BGTE, v_BGTE = torch.split(heads_BHTE, [config.heads, groups, groups], dim=1)
         if config.qk_norm:
             q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
         if rotation is not None:
@@ -186,6 +186,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
+        self.backend = backend
         norm = (config.norm, config.width, config.norm_eps, config.bias)
         self.attention_norm = backend.norm(*norm)
         self.attention = Attention(config, backend, f"{path}.attention")
@@ -195,9 +196,10 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """[B, T, D] float32 -> [B, T, D] float32."""
-        attended = self.attention(self.attention_norm(x_BTD), rotation)
-        x_BTD = x_BTD + self.dropout(attended).float()
-        x_BTD = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))).float()
+        qkv_BTF = self.backend.norm_linear(x_BTD, self.attention_norm, self.attention.qkv)
+        x_BTD = x_BTD + self.dropout(self.attention(qkv_BTF, rotation)).float()
+        expanded = self.backend.norm_mlp(x_BTD, self.mlp_norm, self.mlp)
+        x_BTD = x_BTD + self.dropout(expanded).float()
         return x_BTD
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import pytest
 from conftest import TINY, Command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from fp8stack import doctor
 from fp8stack.errors import UserError
+from fp8stack.precision import Hardware
+from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.training.config import RunConfig, parse_config, to_toml
 
 CASES = {
@@ -59,6 +64,25 @@ CASES = {
     ),
     "context": (["--context", "4096"], "--context 4096 is more than the 128"),
     "strict": (["--recipe", "delayed", "--strict"], "--strict: 'delayed' does not run as asked"),
+    "strict torch": (
+        ["--recipe", "block", "--backend", "torch", "--device", "cpu", "--strict"],
+        "--strict: 'block' does not run as asked: block needs an FP8 GPU and this is a CPU",
+    ),
+    "strict te": (
+        ["--recipe", "delayed", "--backend", "te", "--device", "cpu", "--strict"],
+        "--strict: 'delayed' does not run as asked: delayed needs an FP8 GPU",
+    ),
+    "strict reference": (
+        ["--recipe", "current", "--backend", "reference", "--strict"],
+        "the reference backend has no FP8, which current asks for",
+    ),
+    "strict shape": (
+        [
+            *("--recipe", "delayed", "--backend", "torch", "--device", "cpu", "--strict"),
+            *("--set", "model_overrides.width=24"),
+        ],
+        "--strict: blocks.0.attention.qkv cannot run in FP8: 24 in features, not divisible by 16",
+    ),
     "config": (["--config", "none.toml"], "Cannot read none.toml"),
     "config syntax": (["--config", "broken.toml"], "broken.toml is not valid TOML"),
     "config key": (["--config", "key.toml"], "Did you mean 'steps'?"),
@@ -177,7 +201,10 @@ def test_doctor_answers_in_json_for_any_machine(
     assert answer["recipes"]["auto"]["recipe"] == "bf16"
     assert answer["formats"]["e4m3"]["max"] == 448
     assert command("doctor", "--capability", "9.0", "--no-te", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["hardware"]["has_te"] is False
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["hardware"]["has_te"], answer["hardware"]["te_problem"]) == (False, "")
+    delayed = answer["recipes"]["delayed"]
+    assert (delayed["backend"], delayed["native"], delayed["reasons"]) == ("torch", True, [])
 
 
 def test_doctor_prints_this_machine_the_recipes_and_the_formats(
@@ -187,3 +214,46 @@ def test_doctor_prints_this_machine_the_recipes_and_the_formats(
     printed = capsys.readouterr().out
     for piece in ("machine: ", "delayed (emulated)", "e5m2", "57344", "448", "2^-9"):
         assert piece in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["8.9", "--no-te"], True),
+        (["9.0", "--no-te"], True),
+        (["12.0", "--no-te"], True),
+        (["9.0"], False),
+        (["8.6", "--no-te"], False),
+        (["7.0", "--no-te"], False),
+        (["none", "--no-te"], False),
+    ],
+    ids=str,
+)
+def test_doctor_says_how_to_add_te_where_it_would_be_of_use(
+    flags: list[str], said: bool, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("doctor", "--capability", *flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (f"Transformer Engine is optional; to add it: {TE_REMEDY}" in lines) == said
+
+
+def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("doctor", "--capability", "10.0", "--no-te") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("block: ") and TE_REMEDY in line]) == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 400])
+def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width: int) -> None:
+    problem = "importing Transformer Engine 2.20.0 failed (x [red]y): pip install 'te[pytorch]'"
+    here = Hardware("cuda", (9, 0), te_version="2.20.0", te_problem=problem, torch_version="2.13.0")
+    printed = io.StringIO()
+    doctor.show(here, Console(file=printed, width=width))
+    lines = printed.getvalue().splitlines()
+    assert problem in lines
+    for recipe in ("auto", "delayed", "current", "block"):
+        assert f"{recipe}: {problem}; until then torch runs" in lines
+    assert not [line for line in lines if line.startswith("mxfp8: importing")]
+    assert doctor.as_json(here)["hardware"]["te_problem"] == problem

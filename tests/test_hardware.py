@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +17,8 @@ import pytest
 import torch
 
 from fp8stack.errors import UserError
-from fp8stack.precision import Hardware, assumed, hardware, probe
+from fp8stack.precision import Hardware, assumed, hardware, probe, rules
+from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -39,7 +47,14 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch):
     """Makes torch report a GPU."""
 
-    def fake(name: str, capability: tuple[int, int], gib: float, cuda: str | None, te: str | None):
+    def fake(
+        name: str,
+        capability: tuple[int, int],
+        gib: float,
+        cuda: str | None,
+        te: str | None,
+        problem: str = "",
+    ):
         properties = SimpleNamespace(
             name=name,
             major=capability[0],
@@ -49,9 +64,64 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(hardware, "_te_version", lambda: te)
+        monkeypatch.setattr(hardware, "find_te", lambda: (te, problem))
 
     return fake
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Makes a version of Transformer Engine count as installed."""
+
+    def install(version: str | None) -> None:
+        def find(name: str) -> str:
+            assert name == "transformer-engine"
+            if version is None:
+                raise metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(hardware.metadata, "version", find)
+
+    return install
+
+
+@pytest.fixture
+def import_ends(monkeypatch: pytest.MonkeyPatch):
+    """Makes the process that imports Transformer Engine end in some way; gives its calls."""
+
+    def end(code: int = 0, stderr: str = "", error: Exception | None = None) -> list:
+        calls = []
+
+        def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+            calls.append((command, options))
+            if error is not None:
+                raise error
+            return subprocess.CompletedProcess(command, code, "some output", stderr)
+
+        monkeypatch.setattr(hardware.subprocess, "run", run)
+        return calls
+
+    return end
+
+
+@pytest.fixture
+def fake_te(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a `transformer_engine.pytorch` of some source on the path of new processes."""
+
+    def write(source: str, fake_torch: bool = True) -> None:
+        site = tmp_path / "site"
+        (site / "transformer_engine").mkdir(parents=True)
+        (site / "transformer_engine" / "__init__.py").write_text("")
+        (site / "transformer_engine" / "pytorch.py").write_text(source)
+        if fake_torch:  # the real one takes seconds
+            (site / "torch.py").write_text("")
+        here = tmp_path / "here"
+        here.mkdir()
+        monkeypatch.chdir(here)
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        monkeypatch.setattr(hardware, "_te_version", lambda: "2.20.0")
+
+    return write
 
 
 @pytest.fixture
@@ -130,7 +200,25 @@ def test_the_cuda_version_is_read_as_two_numbers(fake_gpu, cuda, expected):
 def test_a_gpu_without_te_says_so(fake_gpu):
     fake_gpu("a GPU", (9, 0), 80.0, "12.9", None)
     found = probe()
-    assert (found.has_te, found.te_version) == (False, None)
+    assert (found.has_te, found.te_version, found.te_problem) == (False, None, "")
+
+
+def test_a_gpu_with_a_te_that_cannot_be_used_says_which_and_why(fake_gpu):
+    fake_gpu("a GPU", (9, 0), 80.0, "12.9", "2.20.0", "it is broken: mend it")
+    found = probe()
+    assert (found.has_te, found.te_version) == (False, "2.20.0")
+    assert found.te_problem == "it is broken: mend it"
+
+
+def test_te_is_not_imported_for_a_cpu(no_cuda, installed, monkeypatch):
+    def looked(*args: object) -> None:
+        raise AssertionError("Transformer Engine was looked for")
+
+    installed("2.20.0")
+    monkeypatch.setattr(hardware, "find_te", looked)
+    monkeypatch.setattr(hardware.subprocess, "run", looked)
+    found = probe("cpu")
+    assert (found.has_te, found.te_version, found.te_problem) == (False, "2.20.0", "")
 
 
 def test_the_cpu_is_probed_without_a_look_at_the_gpu(fake_gpu, monkeypatch):
@@ -142,6 +230,203 @@ def test_the_cpu_is_probed_without_a_look_at_the_gpu(fake_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", touched)
     found = probe("cpu")
     assert (found.device, found.capability, found.has_te) == ("cpu", None, False)
+
+
+# Transformer Engine
+
+LEAST = "2.20"
+UPGRADE = "pip install --upgrade --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
+AGAIN = (
+    "pip install --force-reinstall --no-cache-dir --no-build-isolation "
+    "'transformer-engine[pytorch]=={}'"
+)
+TRACEBACK = """Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+{}
+
+"""
+
+
+def test_a_te_that_is_not_installed_is_no_problem_and_not_imported(installed, import_ends):
+    installed(None)
+    calls = import_ends(1)
+    assert find_te() == (None, "")
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "version", ["2.19.0", "2.9", "2.2.0", "1.13.0", "0.6+abc", "1.99", "2", "2.x", "stable", ""]
+)
+def test_a_te_that_is_too_old_is_named_with_the_remedy_and_not_imported(
+    installed, import_ends, version
+):
+    installed(version)
+    calls = import_ends(0)
+    problem = f"Transformer Engine {version} is older than {LEAST}: {UPGRADE}"
+    assert find_te() == (version, problem)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "version", ["2.20", "2.20.0", "2.20.0.dev0+1a2b3c", "2.20rc1", "2.21.1", "2.100", "3.0.0"]
+)
+def test_a_te_that_can_be_imported_can_be_used(installed, import_ends, version):
+    installed(version)
+    calls = import_ends(0, stderr="UserWarning: something\n")
+    assert find_te() == (version, "")
+    assert len(calls) == 1
+
+
+def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(installed, import_ends):
+    installed("2.20.0")
+    calls = import_ends(0)
+    find_te()
+    find_te(timeout_s=7)
+    for command, _ in calls:
+        assert command[:3] == [sys.executable, "-P", "-c"]
+        assert "import torch, transformer_engine.pytorch" in command[3]
+    assert [options["timeout"] for _, options in calls] == [180, 7]
+
+
+@pytest.mark.parametrize("version", ["2.20.0", "2.31"])
+@pytest.mark.parametrize(
+    ("code", "stderr", "error", "why"),
+    [
+        (1, TRACEBACK.format("ImportError: libcudnn.so.9"), None, "failed (ImportError: libcudnn"),
+        (1, TRACEBACK.format("  OSError: indented\t"), None, "failed (OSError: indented)"),
+        (1, "A\r\nB\r\n\r\n", None, "failed (B)"),
+        (3, "", None, "died with exit code 3"),
+        (3, " \n\n", None, "died with exit code 3"),
+        (-6, "", None, "died with exit code -6"),
+        (-11, "", None, "died with exit code -11"),
+        (0, "", subprocess.TimeoutExpired("python", 180.0), "took more than 180 s"),
+    ],
+)
+def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
+    installed, import_ends, version, code, stderr, error, why
+):
+    installed(version)
+    import_ends(code, stderr, error)
+    found, problem = find_te()
+    assert found == version
+    assert problem.startswith(f"importing Transformer Engine {version} {why}")
+    assert problem.endswith(f": {AGAIN.format(version)}")
+    assert problem.isprintable()
+
+
+@pytest.mark.parametrize("length", [100, 200, 10_000])
+def test_a_long_reason_is_cut_and_the_remedy_is_not(installed, import_ends, length):
+    installed("2.20.0")
+    import_ends(1, "ImportError: " + "x" * length)
+    _, problem = find_te()
+    assert problem.startswith("importing Transformer Engine 2.20.0 failed (ImportError: xxx")
+    assert problem.endswith(f": {AGAIN.format('2.20.0')}")
+    assert len(problem) < 360
+    assert ("..." in problem) == (length > 150)
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: what the terminal acts on is not escaped")
+def test_what_a_terminal_would_act_on_is_escaped(installed, import_ends):
+    installed("2.20.0")
+    import_ends(1, "\x1b[31mImportError: \x07red\x1b[0m\n")
+    _, problem = find_te()
+    assert "ImportError" in problem
+    assert problem.isprintable()
+
+
+GOOD = "def autocast(): ...\nclass Linear: ...\n"
+# What `transformer_engine.pytorch` holds, and what is said of it.
+BROKEN = {
+    "import error": (
+        "raise ImportError('libcudnn.so.9: cannot open shared object file')",
+        "failed (ImportError: libcudnn.so.9: cannot open shared object file)",
+    ),
+    "chained": (
+        "try:\n    1 / 0\nexcept ArithmeticError:\n    raise OSError('undefined symbol: _Z3c10')",
+        "failed (OSError: undefined symbol: _Z3c10)",
+    ),
+    "no dependency": (
+        "import no_such_dependency",
+        "failed (ModuleNotFoundError: No module named 'no_such_dependency')",
+    ),
+    "no autocast": ("class Linear: ...", "autocast"),
+    "no Linear": ("def autocast(): ...", "Linear"),
+    "syntax": ("def autocast(:", "failed (SyntaxError"),
+    "exit": ("import sys; sys.exit(3)", "died with exit code 3"),
+    "abort": ("import os; os.abort()", "died with exit code -6"),
+    "fault": ("import os; os.kill(os.getpid(), 11)", "died with exit code -11"),
+    "kill": ("import os; os.kill(os.getpid(), 9)", "died with exit code -9"),
+    "noise before it": (
+        "import warnings; warnings.warn('noise'); print('noise'); raise ImportError('the cause')",
+        "failed (ImportError: the cause)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_real_te_that_is_broken_does_not_break_us_and_says_why(fake_te, case):
+    source, why = BROKEN[case]
+    fake_te(source)
+    version, problem = find_te()
+    assert version == "2.20.0"
+    assert problem.startswith("importing Transformer Engine 2.20.0 ")
+    assert why in problem
+    assert problem.endswith(AGAIN.format("2.20.0"))
+    assert problem.isprintable()
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: UnicodeDecodeError; the last warning hides the signal")
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import os; os.write(2, b'caf\\xe9'); raise ImportError('why')", "ImportError: why"),
+        ("import os; os.write(1, b'\\xff\\xfe'); raise ImportError('why')", "ImportError: why"),
+        ("import os, warnings; warnings.warn('slow'); os.abort()", "-6"),
+        ("import os; os.write(2, b'terminate called\\n'); os.abort()", "-6"),
+    ],
+)
+def test_what_a_broken_te_writes_does_not_hide_how_it_ended(fake_te, source, why):
+    fake_te(source)
+    _, problem = find_te()
+    assert why in problem
+
+
+def test_a_real_te_that_hangs_is_given_up_and_ended(fake_te):
+    fake_te("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    version, problem = find_te(timeout_s=2)
+    assert version == "2.20.0"
+    assert problem.startswith("importing Transformer Engine 2.20.0 took more than 2 s: pip install")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("noise", ["", "import sys; print('noise', file=sys.stderr)\n"])
+def test_a_real_te_that_works_is_found_and_not_imported_here(fake_te, capfd, noise):
+    fake_te(noise + GOOD)
+    assert find_te() == ("2.20.0", "")
+    assert "transformer_engine" not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_real_te_is_imported_after_the_real_torch(fake_te):
+    fake_te("import sys\nassert sys.modules['torch'].nn.functional\n" + GOOD, fake_torch=False)
+    assert find_te() == ("2.20.0", "")
+
+
+@pytest.mark.parametrize("name", ["torch.py", "transformer_engine.py"])
+def test_files_of_the_working_directory_are_not_taken_for_te(fake_te, name):
+    fake_te(GOOD)
+    Path(name).write_text("raise ImportError('this is the file beside the run')")
+    assert find_te() == ("2.20.0", "")
+
+
+def test_the_least_versions_are_those_that_the_package_asks_for():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    te = "transformer-engine[pytorch]>={}.{}".format(*TE_MINIMUM)
+    assert project["optional-dependencies"]["te"] == [te]
+    assert re.search(rf"'{re.escape(te)}'$", TE_REMEDY)
+    assert "torch>={}.{}".format(*rules.TORCH_MINIMUM) in project["dependencies"]
 
 
 # A fake CPU
@@ -195,7 +480,7 @@ def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
 def test_an_assumed_gpu_has_current_software(text, capability):
     found = assumed(text)
     assert (found.device, found.capability) == ("cuda", capability)
-    assert (found.has_te, found.te_version) == (True, "2.20")
+    assert (found.has_te, found.te_version, found.te_problem) == (True, LEAST, "")
     assert found.cuda_version is not None
     assert found.cuda_version >= (12, 9)
     assert text in str(found)
@@ -219,7 +504,7 @@ def test_assuming_asks_nothing_of_this_machine(monkeypatch):
 
     for name in ("is_available", "get_device_properties", "get_device_capability"):
         monkeypatch.setattr(torch.cuda, name, touched)
-    for name in ("_te_version", "_cpu_flags", "_cpu_name", "_system_memory_gib"):
+    for name in ("_te_version", "find_te", "_cpu_flags", "_cpu_name", "_system_memory_gib"):
         monkeypatch.setattr(hardware, name, touched)
     assert assumed("9.0") == assumed("9.0")
     assert assumed("none") == assumed("none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from pydantic import ValidationError
 
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, Plan, auto_recipe, load_recipe, resolve, rules
-
-FOUR = frozenset({"reference", "emulate", "torch", "te"})
-TWO = frozenset({"reference", "emulate"})
+from fp8stack.precision.hardware import TE_REMEDY
+from fp8stack.precision.plan import block_indices
+from fp8stack.precision.recipe import Block
 
 CPU = Hardware("cpu")
 CPU_BF16 = Hardware("cpu", cpu_bf16=True)
@@ -45,25 +44,49 @@ MACHINES = {
     "12.0": RTX5090,
 }
 FP8 = ("delayed", "current", "block", "mxfp8")
-RECIPES = ("auto", *FP8, "bf16", "fp16", "fp32", "tf32")
+PLAIN = ("bf16", "fp16", "fp32", "tf32")
+RECIPES = ("auto", *FP8, *PLAIN)
 
-# The table of which recipe runs where, with all four backends built.
+# The software that a machine can have, beside the CUDA version.
+BROKEN = "importing Transformer Engine 2.20.0 failed (ImportError: cudnn): pip install --force"
+TOO_OLD = "Transformer Engine 2.9.0 is older than 2.20: pip install --upgrade"
+OLD_TORCH = "2.9.1+cu128"
+SOFTWARE = {
+    "te": {"has_te": True},
+    "te, old torch": {"has_te": True, "torch_version": OLD_TORCH},
+    "no te": {"has_te": False},
+    "broken te": {"has_te": False, "te_version": "2.20.0", "te_problem": BROKEN},
+    "old te": {"has_te": False, "te_version": "2.9.0", "te_problem": TOO_OLD},
+    "neither": {"has_te": False, "torch_version": OLD_TORCH},
+}
+
+
+def having(machine: Hardware, software: str) -> Hardware:
+    """`machine` with some of `SOFTWARE`; Transformer Engine is never looked for on a CPU."""
+    held = SOFTWARE[software]
+    if machine.capability is None:
+        held = {key: value for key, value in held.items() if key == "torch_version"}
+    return dataclasses.replace(machine, **held)
+
+
+# The table of which recipe runs where, with Transformer Engine installed.
 #   bf16 ...  this precision runs, in plain torch, as asked (or as "auto" means)
 #   !         it runs instead of what was asked: a substitution, with its reason
 #   ?         it runs as asked, and something is worth a sentence
-#   te        the recipe as asked, natively through TE, other layers in bf16
+#   fp8       the recipe as asked, natively through TE, else torch; other layers in bf16
+#   te        the recipe as asked, natively through TE alone
 #   em32 em16 the recipe as asked, emulated with float32 or bfloat16 GEMMs
 TABLE = """
-asked    cpu   cpu-bf16  6.0    7.0    7.5    8.0    8.6    8.9         9.0         10.0      12.0
-auto     fp32  bf16      fp32?  fp16   fp16   bf16   bf16   delayed:te  delayed:te  mxfp8:te  delayed:te
-delayed  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  te          te          te        te
-current  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  te          te          te        te
-block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!       te          te        bf16!
-mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!       em16!       te        em16!
-bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16        bf16        bf16      bf16
-fp16     fp16? fp16?     fp16   fp16   fp16   fp16   fp16   fp16        fp16        fp16      fp16
-fp32     fp32  fp32      fp32   fp32   fp32   fp32   fp32   fp32        fp32        fp32      fp32
-tf32     fp32! fp32!     fp32!  fp32!  fp32!  tf32   tf32   tf32        tf32        tf32      tf32
+asked    cpu   cpu-bf16  6.0    7.0    7.5    8.0    8.6    8.9          9.0          10.0       12.0
+auto     fp32  bf16      fp32?  fp16   fp16   bf16   bf16   delayed:fp8  delayed:fp8  mxfp8:fp8  delayed:fp8
+delayed  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8          fp8        fp8
+current  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8          fp8        fp8
+block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!        fp8          te         bf16!
+mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        em16!
+bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16         bf16         bf16       bf16
+fp16     fp16? fp16?     fp16   fp16   fp16   fp16   fp16   fp16         fp16         fp16       fp16
+fp32     fp32  fp32      fp32   fp32   fp32   fp32   fp32   fp32         fp32         fp32       fp32
+tf32     fp32! fp32!     fp32!  fp32!  fp32!  tf32   tf32   tf32         tf32         tf32       tf32
 """  # noqa: E501
 
 
@@ -79,75 +102,87 @@ class Cell:
     compute_dtype: str
     reason: bool
     substituted: bool
+    software: str
+    cause: str  # what a substitution's reason names
 
     def __str__(self) -> str:
-        return f"{self.asked}-{self.machine}"
+        return f"{self.asked}-{self.machine}-{self.software}"
+
+    @property
+    def hardware(self) -> Hardware:
+        return having(MACHINES[self.machine], self.software)
 
 
-def cell(asked: str, machine: str, code: str, built: frozenset[str]) -> Cell:
+def cell(asked: str, machine: str, code: str, software: str = "te") -> Cell:
     named, _, how = code.rstrip("!?").rpartition(":")
     recipe = named or asked
+    generation = MACHINES[machine].capability
+    cause = f"this is {'a CPU' if generation is None else f'compute capability {machine}'}"
+
+    def made(
+        recipe: str, backend: str, native: bool, dtype: str, reason: bool, instead: bool
+    ) -> Cell:
+        return Cell(
+            asked, machine, recipe, backend, native, dtype, reason, instead, software, cause
+        )
+
+    if how in ("fp8", "te"):
+        usable = [] if software == "neither" else ["torch"]
+        usable = ["te"] if software.startswith("te") else usable if how == "fp8" else []
+        if usable:
+            return made(recipe, usable[0], True, "bf16", software in ("broken te", "old te"), False)
+        cause = "Transformer Engine"
+        if recipe == "mxfp8":
+            return made(recipe, "emulate", False, "bf16", True, True)
+        return made("bf16", "reference", False, "bf16", True, True)
     substituted, reason = code.endswith("!"), code[-1] in "!?"
-    if how == "te" and "te" not in built:
-        return Cell(asked, machine, recipe, "emulate", False, "bf16", True, True)
-    if how == "te":
-        return Cell(asked, machine, recipe, "te", True, "bf16", False, False)
     if how.startswith("em"):
         dtype = {"em16": "bf16", "em32": "fp32"}[how]
-        return Cell(asked, machine, recipe, "emulate", False, dtype, reason, substituted)
+        return made(recipe, "emulate", False, dtype, reason, substituted)
     # fp32 on an old GPU for "auto" is what "auto" stands for there, and native; it has a reason.
     native = not reason or asked == "auto"
-    return Cell(asked, machine, how, "reference", native, how, reason, substituted)
+    return made(how, "reference", native, how, reason, substituted)
 
 
-def cells(built: frozenset[str]) -> list[Cell]:
+def cells() -> list[Cell]:
     header, *rows = (line.split() for line in TABLE.strip().splitlines())
     assert header[1:] == list(MACHINES)
     assert [row[0] for row in rows] == list(RECIPES)
     return [
-        cell(row[0], machine, code, built)
+        cell(row[0], machine, code, software)
         for row in rows
         for machine, code in zip(header[1:], row[1:], strict=True)
+        for software in SOFTWARE
+        # Other software changes nothing for the rest: a test below says so.
+        if software == "te" or (row[0] not in PLAIN and MACHINES[machine].device == "cuda")
     ]
 
 
-EVERY_CELL = [
-    pytest.param(built, each, id=f"{'four' if built == FOUR else 'two'}-{each}")
-    for built in (FOUR, TWO)
-    for each in cells(built)
+EVERY_CELL = [pytest.param(each, id=str(each)) for each in cells()]
+TE_CELLS = [pytest.param(each, id=str(each)) for each in cells() if each.software == "te"]
+# BUG: without TE and with an old torch, a GPU that has no FP8 at all is told to install TE.
+WRONG_CAUSE = pytest.mark.xfail(strict=True, reason="the software is named, not the GPU")
+SUBSTITUTED_CELLS = [
+    pytest.param(
+        each,
+        id=str(each),
+        marks=[WRONG_CAUSE] if each.software == "neither" and "this is" in each.cause else [],
+    )
+    for each in cells()
+    if each.substituted
 ]
-
-
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[frozenset[str]], None]:
-    """Sets which backends count as built."""
-    return lambda names: monkeypatch.setattr(rules, "BUILT", frozenset(names))
-
-
-@pytest.fixture
-def four(build: Callable[[frozenset[str]], None]) -> None:
-    """All four backends count as built."""
-    build(FOUR)
 
 
 def sentences(made: Plan) -> str:
     return " | ".join(made.reasons)
 
 
-def names_the_cause(reasons: str, machine: Hardware) -> bool:
-    """Whether they name the machine's capability, or what is missing."""
-    what = ["CPU"] if machine.capability is None else [".".join(map(str, machine.capability))]
-    what += ["CUDA 12.", "Transformer Engine", "TE, not installed", "not built yet"]
-    return any(part in reasons for part in what)
-
-
 # The table
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_every_recipe_runs_on_every_machine_as_the_table_says(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine])
+@pytest.mark.parametrize("expected", EVERY_CELL)
+def test_every_recipe_runs_on_every_machine_as_the_table_says(expected):
+    made = resolve(expected.asked, expected.hardware)
     assert made.asked == expected.asked
     assert made.recipe.name == expected.recipe
     assert (made.backend, made.native) == (expected.backend, expected.native)
@@ -157,34 +192,31 @@ def test_every_recipe_runs_on_every_machine_as_the_table_says(build, built, expe
     assert made.scaling == (expected.recipe if expected.recipe in FP8 else "none")
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_a_plan_has_reasons_exactly_where_the_table_says(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine])
+@pytest.mark.parametrize("expected", EVERY_CELL)
+def test_a_plan_has_reasons_exactly_where_the_table_says(expected):
+    made = resolve(expected.asked, expected.hardware)
     assert bool(made.reasons) == expected.reason, made.reasons
 
 
-@pytest.mark.parametrize(("built", "expected"), [p for p in EVERY_CELL if p.values[1].substituted])
-def test_every_substitution_names_the_cause_and_what_runs_instead(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine])
+@pytest.mark.parametrize("expected", SUBSTITUTED_CELLS)
+def test_every_substitution_names_the_cause_and_what_runs_instead(expected):
+    made = resolve(expected.asked, expected.hardware)
     reasons = sentences(made)
-    assert names_the_cause(reasons, MACHINES[expected.machine]), reasons
+    assert expected.cause in reasons
     assert ("emulated" if made.backend == "emulate" else expected.recipe) in reasons
     if made.loss_scaling:
         assert "loss scaling" in reasons
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_strict_refuses_substitutions_and_nothing_else(build, built, expected):
-    build(built)
-    machine = MACHINES[expected.machine]
+@pytest.mark.parametrize("expected", EVERY_CELL)
+def test_strict_refuses_substitutions_and_nothing_else(expected):
+    machine = expected.hardware
     if expected.substituted:
         with pytest.raises(UserError, match="--strict") as caught:
             resolve(expected.asked, machine, strict=True)
         message = str(caught.value)
         assert f"'{expected.asked}'" in message
-        assert names_the_cause(message, machine)
+        assert resolve(expected.asked, machine).reasons[0] in message
         assert "\n" not in message
     else:
         lenient = resolve(expected.asked, machine)
@@ -194,35 +226,36 @@ def test_strict_refuses_substitutions_and_nothing_else(build, built, expected):
 
 
 @pytest.mark.parametrize(
-    "expected", [each for each in cells(FOUR) if each.backend == "te"], ids=str
+    ("asked", "machine"),
+    [
+        (asked, machine)
+        for asked in RECIPES
+        for machine in MACHINES
+        if asked in PLAIN or MACHINES[machine].capability is None
+    ],
 )
-def test_a_native_cell_without_its_backend_says_that_it_is_not_built_yet(build, expected):
-    build(TWO)
-    made = resolve(expected.asked, MACHINES[expected.machine])
-    assert not made.native
-    assert "backend not built yet" in sentences(made)
-    assert "emulated by bf16 GEMMs" in sentences(made)
+def test_te_and_the_version_of_torch_matter_to_fp8_on_a_gpu_alone(asked, machine):
+    here = MACHINES[machine]
+    plans = {software: resolve(asked, having(here, software)) for software in SOFTWARE}
+    assert plans == dict.fromkeys(SOFTWARE, resolve(asked, here))
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_loss_scaling_is_for_fp16_alone(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine])
+@pytest.mark.parametrize("expected", TE_CELLS)
+def test_loss_scaling_is_for_fp16_alone(expected):
+    made = resolve(expected.asked, expected.hardware)
     assert made.loss_scaling == (expected.compute_dtype == "fp16")
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_the_vocabulary_is_padded_to_what_the_heads_gemm_needs(build, built, expected):
-    build(built)
+@pytest.mark.parametrize("expected", TE_CELLS)
+def test_the_vocabulary_is_padded_to_what_the_heads_gemm_needs(expected):
     multiples = {"delayed": 16, "current": 16, "block": 16, "mxfp8": 32, "bf16": 8, "fp16": 8}
-    made = resolve(expected.asked, MACHINES[expected.machine])
+    made = resolve(expected.asked, expected.hardware)
     assert made.vocabulary_multiple == multiples.get(expected.recipe, 1)
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_the_active_precision_says_whether_it_is_emulated(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine])
+@pytest.mark.parametrize("expected", EVERY_CELL)
+def test_the_active_precision_says_whether_it_is_emulated(expected):
+    made = resolve(expected.asked, expected.hardware)
     suffix = "-emulated" if made.backend == "emulate" else ""
     assert made.precision == expected.recipe + suffix
 
@@ -248,13 +281,14 @@ def test_the_active_precision_says_whether_it_is_emulated(build, built, expected
     ids=str,
 )
 def test_auto_stands_for_the_recipe_of_the_generation(machine, expected):
-    assert auto_recipe(machine) == expected
+    found = {software: auto_recipe(having(machine, software)) for software in SOFTWARE}
+    assert found == dict.fromkeys(SOFTWARE, expected)
     assert resolve("auto", machine).recipe.name == expected
 
 
 @pytest.mark.parametrize("machine", [gpu(10, 3), gpu(10, 1)], ids=str)
 @pytest.mark.parametrize("asked", FP8)
-def test_every_blackwell_10_x_is_as_10_0(four, asked, machine):
+def test_every_blackwell_10_x_is_as_10_0(asked, machine):
     assert resolve(asked, machine) == resolve(asked, B200)
 
 
@@ -274,7 +308,7 @@ def test_every_blackwell_10_x_is_as_10_0(four, asked, machine):
         ("12.0", "delayed", "torch", "torch"),
     ],
 )
-def test_a_backend_that_can_serve_runs_when_it_is_named(four, machine, asked, backend, runs):
+def test_a_backend_that_can_serve_runs_when_it_is_named(machine, asked, backend, runs):
     made = resolve(asked, MACHINES[machine], backend, strict=True)
     assert (made.backend, made.native, made.compute_dtype) == (runs, True, "bf16")
     assert made.reasons == ()
@@ -282,9 +316,7 @@ def test_a_backend_that_can_serve_runs_when_it_is_named(four, machine, asked, ba
 
 @pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("built", [FOUR, TWO], ids=["four", "two"])
-def test_emulation_that_was_asked_for_is_no_substitution(build, built, machine, asked):
-    build(built)
+def test_emulation_that_was_asked_for_is_no_substitution(machine, asked):
     made = resolve(asked, MACHINES[machine], "emulate", strict=True)
     assert (made.recipe.name, made.backend, made.native) == (asked, "emulate", False)
     generation = MACHINES[machine].capability
@@ -294,14 +326,14 @@ def test_emulation_that_was_asked_for_is_no_substitution(build, built, machine, 
 
 @pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", ["cpu", "8.0", "9.0"])
-def test_emulation_that_was_asked_for_is_still_said_in_the_plan(four, machine, asked):
+def test_emulation_that_was_asked_for_is_still_said_in_the_plan(machine, asked):
     """Each recipe that is not run natively adds a sentence."""
     assert "emulate" in sentences(resolve(asked, MACHINES[machine], "emulate"))
 
 
 @pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_reference_backend_replaces_an_fp8_recipe_and_says_so(four, machine, asked):
+def test_the_reference_backend_replaces_an_fp8_recipe_and_says_so(machine, asked):
     made = resolve(asked, MACHINES[machine], "reference")
     dtype = {"cpu": "fp32", "6.0": "fp32", "7.0": "fp16", "7.5": "fp16"}.get(machine, "bf16")
     assert (made.recipe.name, made.backend, made.compute_dtype) == (dtype, "reference", dtype)
@@ -325,7 +357,7 @@ def test_a_plain_recipe_is_content_with_the_reference_backend(asked):
 
 @pytest.mark.parametrize("backend", ["te", "torch", "emulate"])
 @pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "tf32"])
-def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(four, asked, backend):
+def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(asked, backend):
     made = resolve(asked, H100, backend)
     assert (made.recipe.name, made.backend) == (asked, "reference")
     assert "reference" in sentences(made)
@@ -336,60 +368,61 @@ def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(four, asked,
 @pytest.mark.parametrize(
     ("machine", "asked", "backend", "runs", "said"),
     [
-        (gpu(9, 0, te=False), "delayed", "te", "torch", "Transformer Engine is not installed"),
-        (gpu(10, 0, te=False), "mxfp8", "te", "torch", "Transformer Engine is not installed"),
-        (B200, "block", "torch", "te", "torch backend cannot run"),
         (CPU, "delayed", "te", "emulate", "CPU"),
+        (CPU, "mxfp8", "te", "emulate", "CPU"),
         (CPU, "mxfp8", "torch", "emulate", "CPU"),
+        (CPU_BF16, "block", "torch", "emulate", "CPU"),
         (H100, "mxfp8", "te", "emulate", "9.0"),
         (A100, "mxfp8", "torch", "emulate", "8.0"),
         (A100, "delayed", "te", "reference", "8.0"),
+        (V100, "delayed", "te", "reference", "7.0"),
         (T4, "current", "torch", "reference", "7.5"),
+        (A40, "current", "te", "reference", "8.6"),
         (L4, "block", "te", "reference", "8.9"),
+        (RTX5090, "block", "torch", "reference", "12.0"),
+        (RTX5090, "mxfp8", "te", "emulate", "12.0"),
     ],
 )
-def test_a_backend_that_cannot_serve_is_replaced_and_said(
-    four, machine, asked, backend, runs, said
-):
+def test_a_backend_that_cannot_serve_is_replaced_and_said(machine, asked, backend, runs, said):
     made = resolve(asked, machine, backend)
     assert made.backend == runs
     assert said in sentences(made)
-    assert {"emulate": "emulated", "reference": made.compute_dtype}.get(runs, runs) in sentences(
-        made
-    )
+    assert {"emulate": "emulated", "reference": made.compute_dtype}[runs] in sentences(made)
     with pytest.raises(UserError, match="--strict"):
         resolve(asked, machine, backend, strict=True)
 
 
-@pytest.mark.parametrize("absent", ["te", "torch"])
-@pytest.mark.parametrize("asked", ["delayed", "current", "block"])
-def test_a_named_backend_that_is_not_built_is_replaced_by_the_other_one(build, absent, asked):
-    build(FOUR - {absent})
-    other = {"te": "torch", "torch": "te"}[absent]
-    made = resolve(asked, H100, absent)
-    assert (made.backend, made.native) == (other, True)
-    assert f"{absent}: backend not built yet" in sentences(made)
-    with pytest.raises(UserError, match="not built yet"):
-        resolve(asked, H100, absent, strict=True)
+@pytest.mark.parametrize("machine", [CPU, CPU_BF16], ids=str)
+@pytest.mark.parametrize("asked", ["delayed", "current"])
+def test_torchs_gemm_runs_per_tensor_scaling_on_a_cpu_that_asks_for_it(asked, machine):
+    made = resolve(asked, machine, "torch", strict=True)
+    assert (made.recipe.name, made.backend, made.native) == (asked, "torch", False)
+    assert (made.compute_dtype, made.precision) == ("fp32", asked)
+    assert "--backend torch" in sentences(made)
+    odd = {"blocks.0.mlp.up": (64, 24), "blocks.0.mlp.down": (64, 64)}
+    assert left_out(resolve(asked, machine, "torch").for_layers(odd)) == {"blocks.0.mlp.up"}
+    with pytest.raises(UserError, match="24 out features, not divisible by 16"):
+        made.for_layers(odd)
 
 
-@pytest.mark.parametrize("absent", ["te", "torch"])
-def test_a_named_backend_that_is_not_built_yet_names_who_runs_instead(build, absent):
-    build(FOUR - {absent})
-    made = resolve("delayed", H100, absent)
-    assert made.backend in sentences(made)
+@pytest.mark.xfail(strict=True, reason="BUG: the version of torch is not looked at on a CPU")
+@pytest.mark.parametrize("asked", ["delayed", "current"])
+def test_a_torch_without_the_gemm_emulates_on_a_cpu_and_says_so(asked):
+    made = resolve(asked, having(CPU, "neither"), "torch")
+    assert made.backend == "emulate"
+    assert OLD_TORCH in sentences(made)
 
 
-@pytest.mark.parametrize("asked", ["auto", "delayed", "current", "block"])
-def test_strict_is_content_with_any_native_backend_when_none_was_named(build, asked):
-    build(FOUR - {"te"})
-    made = resolve(asked, H100, strict=True)
-    assert (made.backend, made.native) == ("torch", True)
+@pytest.mark.parametrize("machine", [L4, H100, B200, RTX5090], ids=str)
+@pytest.mark.parametrize("first", ["te", "torch"])
+def test_the_preferred_backend_runs_where_both_can_and_none_is_named(monkeypatch, first, machine):
+    monkeypatch.setattr(rules, "PREFERENCE", sorted(["te", "torch"], key=lambda n: n != first))
+    made = resolve("delayed", machine, strict=True)
+    assert (made.backend, made.native, made.reasons) == (first, True, ())
 
 
-def test_te_comes_before_torch_where_both_can_serve(four):
-    assert resolve("delayed", H100).backend == "te"
-    assert resolve("delayed", dataclasses.replace(H100, has_te=False)).backend == "torch"
+def test_te_is_preferred_to_torch():
+    assert rules.PREFERENCE == ("te", "torch")
 
 
 @pytest.mark.parametrize(
@@ -406,16 +439,11 @@ def test_an_unknown_backend_is_refused_with_the_nearest_name(asked, backend, nea
     assert message.endswith("Known: auto, emulate, reference, te, torch.")
 
 
-def test_the_backends_that_count_as_built_are_known_names():
-    assert rules.BUILT >= TWO
-    assert rules.BUILT <= FOUR
-
-
 # Software that is missing or too old
 
 
 @pytest.mark.parametrize("cuda", [(12, 8), (12, 6), (11, 8)], ids=str)
-def test_block_on_hopper_needs_cuda_12_9(four, cuda):
+def test_block_on_hopper_needs_cuda_12_9(cuda):
     made = resolve("block", gpu(9, 0, cuda=cuda))
     assert (made.recipe.name, made.backend, made.native) == ("bf16", "reference", False)
     assert "block needs CUDA 12.9" in sentences(made)
@@ -425,12 +453,12 @@ def test_block_on_hopper_needs_cuda_12_9(four, cuda):
 
 
 @pytest.mark.parametrize("cuda", [(12, 9), (13, 0), None], ids=str)
-def test_block_on_hopper_is_native_from_cuda_12_9_on(four, cuda):
+def test_block_on_hopper_is_native_from_cuda_12_9_on(cuda):
     assert resolve("block", gpu(9, 0, cuda=cuda), strict=True).native
 
 
 @pytest.mark.parametrize("cuda", [(12, 7), (12, 4), (11, 8)], ids=str)
-def test_mxfp8_on_blackwell_needs_cuda_12_8(four, cuda):
+def test_mxfp8_on_blackwell_needs_cuda_12_8(cuda):
     made = resolve("mxfp8", gpu(10, 0, cuda=cuda))
     assert (made.recipe.name, made.backend, made.native) == ("mxfp8", "emulate", False)
     assert made.compute_dtype == "bf16"
@@ -441,56 +469,143 @@ def test_mxfp8_on_blackwell_needs_cuda_12_8(four, cuda):
 
 
 @pytest.mark.parametrize("cuda", [(12, 8), (12, 9), (13, 0), None], ids=str)
-def test_mxfp8_on_blackwell_is_native_from_cuda_12_8_on(four, cuda):
+def test_mxfp8_on_blackwell_is_native_from_cuda_12_8_on(cuda):
     assert resolve("mxfp8", gpu(10, 0, cuda=cuda), strict=True).native
 
 
 @pytest.mark.parametrize("cuda", [(11, 8), (12, 4)], ids=str)
 @pytest.mark.parametrize("asked", ["delayed", "current"])
-def test_per_tensor_scaling_asks_nothing_of_the_cuda_version(four, asked, cuda):
+def test_per_tensor_scaling_asks_nothing_of_the_cuda_version(asked, cuda):
     assert resolve(asked, gpu(9, 0, cuda=cuda), strict=True).native
 
 
+NEEDS_EITHER = ("needs Transformer Engine or a newer torch", OLD_TORCH, "2.10", TE_REMEDY)
+NO_TE = ("Transformer Engine is not installed", TE_REMEDY)
+OLD = ("torch backend needs torch 2.10", OLD_TORCH)
+BLOCK = "block on 10.x needs Transformer Engine"
+
+# What is asked, of which backend, where, with which software: who runs it, and what is said.
+#   !  who runs it is a substitution
+SOFTWARE_CASES = [
+    ("delayed", "auto", L4, "no te", "torch", ()),
+    ("current", "auto", H100, "no te", "torch", ()),
+    ("block", "auto", H100, "no te", "torch", ()),
+    ("mxfp8", "auto", B200, "no te", "torch", ()),
+    ("delayed", "auto", RTX5090, "no te", "torch", ()),
+    ("auto", "auto", B200, "no te", "torch", ()),
+    ("delayed", "auto", L4, "te, old torch", "te", ()),
+    ("block", "auto", H100, "te, old torch", "te", ()),
+    ("mxfp8", "auto", B200, "te, old torch", "te", ()),
+    ("delayed", "auto", H100, "broken te", "torch", (BROKEN, "until then torch runs")),
+    ("auto", "auto", H100, "broken te", "torch", (BROKEN, "until then torch runs")),
+    ("block", "auto", H100, "old te", "torch", (TOO_OLD, "until then torch runs")),
+    ("mxfp8", "auto", B200, "old te", "torch", (TOO_OLD, "until then torch runs")),
+    ("delayed", "te", H100, "no te", "torch!", (*NO_TE, "torch runs instead")),
+    ("block", "te", H100, "no te", "torch!", (*NO_TE, "torch runs instead")),
+    ("mxfp8", "te", B200, "no te", "torch!", (*NO_TE, "torch runs instead")),
+    ("delayed", "te", L4, "broken te", "torch!", (BROKEN, "torch runs instead")),
+    ("mxfp8", "te", B200, "broken te", "torch!", (BROKEN, "torch runs instead")),
+    ("current", "te", RTX5090, "old te", "torch!", (TOO_OLD, "torch runs instead")),
+    ("delayed", "torch", H100, "broken te", "torch", ()),
+    ("delayed", "torch", H100, "te, old torch", "te!", (*OLD, "te runs instead")),
+    ("mxfp8", "torch", B200, "te, old torch", "te!", (*OLD, "te runs instead")),
+    ("block", "torch", B200, "te", "te!", ("torch backend cannot run", "te runs instead")),
+    ("block", "auto", B200, "no te", "bf16!", (BLOCK, "not installed", TE_REMEDY, ": bf16")),
+    ("block", "te", B200, "no te", "bf16!", (BLOCK, "not installed", TE_REMEDY, ": bf16")),
+    ("block", "torch", B200, "no te", "bf16!", (BLOCK, "not installed", TE_REMEDY, ": bf16")),
+    ("block", "auto", B200, "broken te", "bf16!", (BLOCK, BROKEN, ": bf16")),
+    ("block", "te", B200, "old te", "bf16!", (BLOCK, TOO_OLD, ": bf16")),
+    ("delayed", "auto", L4, "neither", "bf16!", ("delayed", *NEEDS_EITHER, ": bf16")),
+    ("auto", "auto", H100, "neither", "bf16!", ("delayed", *NEEDS_EITHER, ": bf16")),
+    ("current", "te", H100, "neither", "bf16!", ("current", *NEEDS_EITHER, ": bf16")),
+    ("block", "torch", H100, "neither", "bf16!", ("block", *NEEDS_EITHER, ": bf16")),
+    ("delayed", "auto", RTX5090, "neither", "bf16!", ("delayed", *NEEDS_EITHER, ": bf16")),
+    ("mxfp8", "auto", B200, "neither", "emulate!", ("mxfp8", *NEEDS_EITHER, ": emulated")),
+    ("mxfp8", "te", B200, "neither", "emulate!", ("mxfp8", *NEEDS_EITHER, ": emulated")),
+]
+
+
 @pytest.mark.parametrize(
-    ("machine", "asked"),
+    ("asked", "backend", "machine", "software", "runs", "said"),
     [
-        (gpu(8, 9, te=False), "delayed"),
-        (gpu(9, 0, te=False), "delayed"),
-        (gpu(9, 0, te=False), "current"),
-        (gpu(9, 0, te=False), "block"),
-        (gpu(10, 0, te=False), "mxfp8"),
-        (gpu(12, 0, te=False), "delayed"),
+        pytest.param(*case, id="-".join([case[0], case[1], str(case[2].capability), case[3]]))
+        for case in SOFTWARE_CASES
     ],
-    ids=str,
 )
-def test_without_te_torch_serves_what_it_can(four, machine, asked):
-    made = resolve(asked, machine, strict=True)
-    assert (made.backend, made.native, made.reasons) == ("torch", True, ())
+def test_software_that_is_missing_is_named_with_its_remedy_and_who_runs_instead(
+    asked, backend, machine, software, runs, said
+):
+    here = having(machine, software)
+    made = resolve(asked, here, backend)
+    who = runs.rstrip("!")
+    assert (made.recipe.name if who == "bf16" else made.backend) == who
+    assert made.native == (who in ("te", "torch"))
+    assert made.compute_dtype == "bf16"
+    assert len(made.reasons) == bool(said)
+    for piece in said:
+        assert piece in made.reasons[0]
+    if runs.endswith("!"):
+        with pytest.raises(UserError, match="--strict") as caught:
+            resolve(asked, here, backend, strict=True)
+        assert made.reasons[0] in str(caught.value)
+    else:
+        strict = resolve(asked, here, backend, strict=True)
+        assert strict == dataclasses.replace(made, strict=True)
 
 
-def test_without_te_block_on_blackwell_runs_in_bf16_and_names_te(four):
-    made = resolve("block", gpu(10, 0, te=False))
-    assert (made.recipe.name, made.backend, made.compute_dtype) == ("bf16", "reference", "bf16")
-    assert "TE" in sentences(made)
-    with pytest.raises(UserError, match="TE"):
-        resolve("block", gpu(10, 0, te=False), strict=True)
+@pytest.mark.xfail(strict=True, reason="BUG: a broken TE is called missing if torch is old too")
+@pytest.mark.parametrize("problem", [BROKEN, TOO_OLD])
+@pytest.mark.parametrize("backend", ["auto", "te"])
+def test_a_broken_te_beside_an_old_torch_is_named_with_its_own_remedy(backend, problem):
+    here = dataclasses.replace(having(H100, "neither"), te_problem=problem)
+    assert problem in sentences(resolve("delayed", here, backend))
+
+
+@pytest.mark.parametrize("software", ["broken te", "old te"])
+@pytest.mark.parametrize("backend", ["torch", "emulate", "reference"])
+@pytest.mark.parametrize("asked", ["delayed", "current", "bf16"])
+def test_a_te_that_cannot_be_used_is_not_spoken_of_where_nobody_wants_it(asked, backend, software):
+    made = resolve(asked, having(H100, software), backend)
+    assert made == resolve(asked, having(H100, "no te"), backend)
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("2.9.1", True),
+        ("2.9.1+cu128", True),
+        ("2.1", True),
+        ("1.13.1", True),
+        ("2.10.0", False),
+        ("2.10.0a0+git1234", False),
+        ("2.13.0+cpu", False),
+        ("3.0", False),
+        ("", False),
+        ("unknown", False),
+    ],
+)
+def test_torch_runs_fp8_from_2_10_on_and_a_version_not_known_counts_as_current(version, old):
+    here = dataclasses.replace(having(H100, "no te"), torch_version=version)
+    made = resolve("delayed", here)
+    assert (made.backend, made.native) == (("reference", False) if old else ("torch", True))
+    assert (f"torch {version} is older than 2.10" in sentences(made)) == old
 
 
 # A user's own recipe
 
 
-def test_a_recipe_given_as_a_value_resolves_like_its_name(four):
+def test_a_recipe_given_as_a_value_resolves_like_its_name():
     assert resolve(load_recipe("delayed"), H100) == resolve("delayed", H100)
 
 
-def test_a_users_own_fp8_recipe_keeps_its_settings_where_fp8_runs(four):
+def test_a_users_own_fp8_recipe_keeps_its_settings_where_fp8_runs():
     mine = load_recipe("delayed").model_copy(update={"name": "mine", "history_length": 16})
     made = resolve(mine, H100)
     assert (made.asked, made.recipe, made.precision) == ("mine", mine, "mine")
     assert resolve(mine, H100, "emulate").precision == "mine-emulated"
 
 
-def test_a_users_own_recipe_is_substituted_by_what_it_asks_for_not_by_its_name(four):
+def test_a_users_own_recipe_is_substituted_by_what_it_asks_for_not_by_its_name():
     mine = load_recipe("bf16").model_copy(update={"name": "delayed"})
     assert resolve(mine, H100).compute_dtype == "bf16"
     made = resolve(mine, T4)
@@ -532,7 +647,7 @@ def left_out(made: Plan) -> set[str]:
 
 @pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", [CPU, H100, B200], ids=str)
-def test_every_layer_but_the_head_is_in_fp8_by_default(four, asked, machine):
+def test_every_layer_but_the_head_is_in_fp8_by_default(asked, machine):
     made = layered(machine, asked)
     assert [layer.name for layer in made.layers] == list(shapes())
     assert left_out(made) == {"lm_head"}
@@ -570,7 +685,7 @@ def test_a_recipe_that_fell_back_has_no_fp8_layers_and_checks_no_pattern():
     ],
     ids=str,
 )
-def test_layers_that_match_a_pattern_stay_out_and_name_it(four, patterns, expected):
+def test_layers_that_match_a_pattern_stay_out_and_name_it(patterns, expected):
     if expected is None:
         expected = {"blocks.3.mlp.down"} | {f"blocks.{i}.attention.output" for i in range(6)}
     made = layered(exclude=patterns, strict=True)
@@ -582,9 +697,7 @@ def test_layers_that_match_a_pattern_stay_out_and_name_it(four, patterns, expect
 
 @pytest.mark.parametrize("pattern", ["*.QKV", "qkv", "blocks.6.*", "transformer.*", "", "lm_heads"])
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
-def test_a_pattern_that_matches_no_layer_is_refused_and_the_layers_are_named(
-    four, machine, pattern
-):
+def test_a_pattern_that_matches_no_layer_is_refused_and_the_layers_are_named(machine, pattern):
     with pytest.raises(UserError) as caught:
         layered(machine, exclude=("*.qkv", pattern))
     message = str(caught.value)
@@ -593,7 +706,7 @@ def test_a_pattern_that_matches_no_layer_is_refused_and_the_layers_are_named(
     assert "\n" not in message
 
 
-def test_a_pattern_that_matches_no_layer_of_a_model_without_blocks_is_refused(four):
+def test_a_pattern_that_matches_no_layer_of_a_model_without_blocks_is_refused():
     recipe = load_recipe("delayed").model_copy(update={"exclude": ("decoder.*",)})
     with pytest.raises(UserError, match=r"'decoder\.\*'"):
         resolve(recipe, H100).for_layers({"encoder.0": (64, 64), "encoder.1": (64, 64)})
@@ -611,7 +724,7 @@ def test_a_pattern_that_matches_no_layer_of_a_model_without_blocks_is_refused(fo
         (0, 9, {0, 1, 2, 3, 4, 5}),
     ],
 )
-def test_the_first_and_last_blocks_stay_out_as_asked(four, first, last, out):
+def test_the_first_and_last_blocks_stay_out_as_asked(first, last, out):
     made = layered(exclude_first_blocks=first, exclude_last_blocks=last, strict=True)
     names = {name for name in shapes() if name.startswith("blocks.") and int(name[7]) in out}
     assert left_out(made) == names | {"lm_head"}
@@ -620,19 +733,146 @@ def test_the_first_and_last_blocks_stay_out_as_asked(four, first, last, out):
         assert said in (f"in the first {first} blocks", f"in the last {last} blocks")
 
 
-def test_blocks_are_counted_beyond_nine(four):
+def test_blocks_are_counted_beyond_nine():
     made = layered(blocks=12, exclude_first_blocks=2, exclude_last_blocks=2)
     out = {name.split(".")[1] for name in left_out(made) - {"lm_head"}}
     assert out == {"0", "1", "10", "11"}
 
 
 @pytest.mark.parametrize("name", ["blocks", "blocks.attention", "blocks.first.mlp", "block.0.mlp"])
-def test_a_module_path_that_only_resembles_a_block_is_no_error(four, name):
+def test_a_module_path_that_only_resembles_a_block_is_no_error(name):
     made = resolve("delayed", H100).for_layers({name: (64, 64), "blocks.0.mlp.up": (64, 64)})
     assert made.layer(name).fp8
 
 
-def test_the_head_is_in_fp8_when_the_recipe_says_so(four):
+@dataclasses.dataclass(frozen=True)
+class Naming:
+    """How a model names its layers: its list of blocks, what a block holds, what is outside."""
+
+    stem: str
+    inside: tuple[str, ...]
+    outside: tuple[str, ...] = ()
+
+    def names(self, count: int = 12) -> list[str]:
+        return [
+            *self.outside,
+            *(f"{self.stem}{i}.{part}" for i in range(count) for part in self.inside),
+        ]
+
+
+NAMINGS = {
+    "ours": Naming("blocks.", ("attention.qkv", "mlp.up"), ("lm_head",)),
+    "GPT-2": Naming(
+        "transformer.h.", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), ("lm_head",)
+    ),
+    "Llama": Naming("model.layers.", ("self_attn.q_proj", "mlp.up_proj"), ("lm_head",)),
+    "GPT-NeoX": Naming("gpt_neox.layers.", ("attention.dense",), ("embed_out",)),
+    "BERT": Naming("bert.encoder.layer.", ("attention.self.query",), ("bert.pooler.dense",)),
+    "Sequential": Naming("", ("0", "up"), ("head",)),
+    "MoE": Naming(
+        "model.layers.",
+        ("self_attn.q_proj", *(f"experts.{i}.up" for i in range(16)), "mlp.0.1.gate"),
+        ("lm_head",),
+    ),
+    "numbers in names": Naming("layer2.blocks3.", ("conv1", "2fc.x")),
+    "a smaller list beside it": Naming(
+        "decoder.layers.", ("q", "k", "v"), ("encoder.layers.0.q", "encoder.layers.1.q", "h.0")
+    ),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "backwards"])
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_a_layers_block_is_found_in_any_naming(naming, turned):
+    kind = NAMINGS[naming]
+    names = kind.names()
+    found = block_indices(reversed(names) if turned else names)
+    assert found == {
+        f"{kind.stem}{i}.{part}": Block(i, 12) for i in range(12) for part in kind.inside
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("lm_head",),
+        ("0", "1", "2"),  # nn.Sequential of layers: no block holds them
+        ("encoder.0", "encoder.1"),
+        ("fc1", "fc2", "layer1.conv"),
+        ("a.1x.b", "a.x1.b", "1x.b"),
+        ("blocks.first.up", "blocks.-1.up", "blocks..up"),
+    ],
+    ids=str,
+)
+def test_a_model_without_numbered_blocks_has_no_block_indices(names):
+    assert block_indices(names) == {}
+
+
+def test_blocks_without_a_layer_of_their_own_still_count():
+    names = ["h.0.up", "h.4.up", "h.9.up"]
+    assert block_indices(names) == dict(
+        zip(names, [Block(0, 10), Block(4, 10), Block(9, 10)], strict=True)
+    )
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_the_first_and_last_blocks_stay_out_in_any_naming(naming):
+    kind = NAMINGS[naming]
+    over = {"exclude_first_blocks": 1, "exclude_last_blocks": 2}
+    recipe = load_recipe("delayed").model_copy(update=over)
+    made = resolve(recipe, H100, strict=True).for_layers(
+        dict.fromkeys(kind.names(), (64, 64)), heads=()
+    )
+    assert left_out(made) == {f"{kind.stem}{i}.{part}" for i in (0, 10, 11) for part in kind.inside}
+
+
+@pytest.mark.parametrize("over", [{"exclude_first_blocks": 1}, {"exclude_last_blocks": 2}], ids=str)
+@pytest.mark.parametrize("machine", [CPU, H100], ids=str)
+@pytest.mark.parametrize("names", [("fc1", "fc2"), ("0", "2", "4"), ("net.0", "net.2")], ids=str)
+def test_leaving_blocks_out_of_a_model_without_any_is_refused_with_a_way_out(names, machine, over):
+    recipe = load_recipe("current").model_copy(update=over)
+    with pytest.raises(UserError, match="numbered blocks") as caught:
+        resolve(recipe, machine).for_layers(dict.fromkeys(names, (64, 64)))
+    message = str(caught.value)
+    assert "'current'" in message
+    assert next(iter(over)) in message
+    assert "Use exclude instead" in message
+    assert "\n" not in message
+
+
+def test_a_model_without_blocks_runs_in_fp8_if_none_are_to_stay_out():
+    made = resolve("delayed", H100, strict=True).for_layers({"0": (64, 64), "fc": (64, 64)})
+    assert left_out(made) == set()
+
+
+def test_a_recipe_that_fell_back_asks_for_no_blocks():
+    recipe = load_recipe("delayed").model_copy(update={"exclude_first_blocks": 1})
+    made = resolve(recipe, A100).for_layers({"fc": (64, 64)})
+    assert [layer.precision for layer in made.layers] == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head", "out"),
+    [
+        (("lm_head",), False, {"lm_head"}),
+        (("score", "embed_out"), False, {"score", "embed_out"}),
+        ((), False, set()),
+        (("model.lm_head",), False, set()),
+        (("lm_head", "score"), True, set()),
+    ],
+    ids=str,
+)
+def test_the_layers_that_are_named_as_heads_stay_out_and_no_others(heads, head, out):
+    recipe = load_recipe("delayed").model_copy(update={"head": head})
+    names = ["h.0.up", "h.0.lm_head.up", "lm_head", "score", "embed_out"]
+    made = resolve(recipe, H100, strict=True).for_layers(dict.fromkeys(names, (64, 64)), heads)
+    assert left_out(made) == out
+    for name in out:
+        assert made.layer(name).reason == "the recipe says head = false"
+
+
+def test_the_head_is_in_fp8_when_the_recipe_says_so():
     recipe = load_recipe("delayed").model_copy(update={"head": True})
     made = resolve(recipe, H100, strict=True).for_layers(shapes(vocabulary=50304))
     assert left_out(made) == set()
@@ -650,9 +890,7 @@ def test_the_head_is_in_fp8_when_the_recipe_says_so(four):
         ("mxfp8", B200, (16, 64), "16 in features, not divisible by 32"),
     ],
 )
-def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(
-    four, asked, machine, shape, said
-):
+def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(asked, machine, shape, said):
     layers = {"blocks.0.mlp.up": (64, 64), "blocks.0.mlp.down": shape}
     made = resolve(asked, machine).for_layers(layers)
     assert left_out(made) == {"blocks.0.mlp.down"}
@@ -665,22 +903,21 @@ def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(
 
 
 @pytest.mark.parametrize("asked", ["delayed", "current", "block"])
-def test_48_features_divide_for_every_native_recipe_but_mxfp8(four, asked):
+def test_48_features_divide_for_every_native_recipe_but_mxfp8(asked):
     made = resolve(asked, H100, strict=True).for_layers({"blocks.0.mlp.up": (48, 16)})
     assert left_out(made) == set()
 
 
 @pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
-def test_an_emulated_layer_is_padded_so_any_shape_is_in_fp8(build, asked, machine):
-    build(TWO)
+def test_an_emulated_layer_is_padded_so_any_shape_is_in_fp8(asked, machine):
     recipe = load_recipe(asked).model_copy(update={"head": True})
     odd = {"blocks.0.mlp.up": (7, 13), "lm_head": (7, 50257)}
     made = resolve(recipe, machine, "emulate", strict=True).for_layers(odd)
     assert left_out(made) == set()
 
 
-def test_strict_forgives_a_requested_exclusion_whose_shape_does_not_divide(four):
+def test_strict_forgives_a_requested_exclusion_whose_shape_does_not_divide():
     recipe = load_recipe("delayed").model_copy(update={"exclude": ("*.odd",)})
     made = resolve(recipe, H100, strict=True).for_layers(
         {"blocks.0.odd": (7, 7), "blocks.0.mlp.up": (64, 64), "lm_head": (7, 50257)}
@@ -688,7 +925,7 @@ def test_strict_forgives_a_requested_exclusion_whose_shape_does_not_divide(four)
     assert left_out(made) == {"blocks.0.odd", "lm_head"}
 
 
-def test_each_layer_that_is_not_in_fp8_adds_a_sentence_to_the_plans_reasons(four):
+def test_each_layer_that_is_not_in_fp8_adds_a_sentence_to_the_plans_reasons():
     """No layer leaves FP8 silently."""
     made = layered(exclude=("blocks.0.mlp.up",), exclude_last_blocks=1)
     assert len(left_out(made)) == 6
@@ -696,7 +933,7 @@ def test_each_layer_that_is_not_in_fp8_adds_a_sentence_to_the_plans_reasons(four
         assert name in sentences(made)
 
 
-def test_layers_decided_twice_are_the_same(four):
+def test_layers_decided_twice_are_the_same():
     made = layered(exclude=("*.qkv",), exclude_first_blocks=1)
     assert made.for_layers(shapes()) == made
 
@@ -705,42 +942,43 @@ def test_layers_decided_twice_are_the_same(four):
 
 
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
-def test_the_summary_counts_fp8_layers_and_says_why_the_head_is_not(four, machine):
+def test_the_summary_counts_fp8_layers_and_says_why_the_head_is_not(machine):
     made = layered(machine)
     line = f"FP8 layers 24/25 (lm_head: {made.compute_dtype}, the recipe says head = false)"
     assert line in made.summary()
 
 
-def test_the_summary_names_a_vocabulary_that_does_not_divide(four):
+def test_the_summary_names_a_vocabulary_that_does_not_divide():
     line = "FP8 layers 24/25 (lm_head: bf16, 50257 out features, not divisible by 16)"
     assert line in layered(head=True).summary()
 
 
-def test_the_summary_has_no_parenthesis_when_all_layers_are_in_fp8(four):
+def test_the_summary_has_no_parenthesis_when_all_layers_are_in_fp8():
     recipe = load_recipe("delayed").model_copy(update={"head": True})
     made = resolve(recipe, H100).for_layers(shapes(vocabulary=50304))
     assert "FP8 layers 25/25" in made.summary()
 
 
 @pytest.mark.parametrize(
-    ("asked", "machine", "first"),
+    ("asked", "machine", "backend", "first"),
     [
-        ("delayed", H100, "plan: delayed, native, on cuda"),
-        ("auto", H100, "plan: auto -> delayed, native, on cuda"),
-        ("auto", CPU, "plan: auto -> fp32, plain torch, on cpu"),
-        ("delayed", A100, "plan: delayed -> bf16, plain torch, on cuda"),
-        ("mxfp8", A100, "plan: mxfp8, emulated by bf16 GEMMs on the exact operands, on cuda"),
-        ("mxfp8", CPU, "plan: mxfp8, emulated by fp32 GEMMs on the exact operands, on cpu"),
+        ("delayed", H100, "auto", "delayed, FP8 GEMMs by Transformer Engine, on cuda"),
+        ("delayed", H100, "torch", "delayed, FP8 GEMMs by torch's scaled_mm, on cuda"),
+        ("delayed", CPU, "torch", "delayed, FP8 GEMMs by torch's scaled_mm, on cpu"),
+        ("auto", H100, "auto", "auto -> delayed, FP8 GEMMs by Transformer Engine, on cuda"),
+        ("auto", CPU, "auto", "auto -> fp32, plain torch, on cpu"),
+        ("delayed", A100, "auto", "delayed -> bf16, plain torch, on cuda"),
+        ("mxfp8", A100, "auto", "mxfp8, emulated by bf16 GEMMs on the exact operands, on cuda"),
+        ("mxfp8", CPU, "auto", "mxfp8, emulated by fp32 GEMMs on the exact operands, on cpu"),
     ],
 )
-def test_the_summary_starts_with_what_was_asked_and_what_runs(four, asked, machine, first):
-    assert resolve(asked, machine).summary()[0] == first
+def test_the_summary_starts_with_what_was_asked_and_what_runs(asked, machine, backend, first):
+    assert resolve(asked, machine, backend).summary()[0] == f"plan: {first}"
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_the_summary_holds_every_reason_in_lines_of_their_own(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine]).for_layers(shapes())
+@pytest.mark.parametrize("expected", EVERY_CELL)
+def test_the_summary_holds_every_reason_in_lines_of_their_own(expected):
+    made = resolve(expected.asked, expected.hardware).for_layers(shapes())
     lines = made.summary()
     assert all("\n" not in line for line in lines)
     for reason in made.reasons:
@@ -748,10 +986,9 @@ def test_the_summary_holds_every_reason_in_lines_of_their_own(build, built, expe
     assert any(line.startswith("FP8 layers") for line in lines) == made.is_fp8
 
 
-@pytest.mark.parametrize(("built", "expected"), EVERY_CELL)
-def test_a_plan_as_json_survives_the_round_trip(build, built, expected):
-    build(built)
-    made = resolve(expected.asked, MACHINES[expected.machine]).for_layers(shapes())
+@pytest.mark.parametrize("expected", TE_CELLS)
+def test_a_plan_as_json_survives_the_round_trip(expected):
+    made = resolve(expected.asked, expected.hardware).for_layers(shapes())
     data = made.to_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["asked"] == expected.asked
@@ -764,7 +1001,7 @@ def test_a_plan_as_json_survives_the_round_trip(build, built, expected):
     assert data["layers"][0]["fp8"] == made.is_fp8
 
 
-def test_the_recipe_stored_with_a_plan_makes_the_same_recipe_again(four):
+def test_the_recipe_stored_with_a_plan_makes_the_same_recipe_again():
     made = layered(exclude=("*.qkv",), history_length=16)
     again = type(made.recipe).model_validate_json(json.dumps(made.to_json()["recipe"]))
     assert again == made.recipe
@@ -796,7 +1033,7 @@ def test_deciding_layers_leaves_the_plan_without_them_as_it_was():
 
 @pytest.mark.parametrize("asked", RECIPES)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_plan_is_made_without_touching_cuda_and_twice_the_same(four, monkeypatch, machine, asked):
+def test_a_plan_is_made_without_touching_cuda_and_twice_the_same(monkeypatch, machine, asked):
     def touched(*args: object, **options: object) -> None:
         raise AssertionError("resolve asked the machine")
 

@@ -12,6 +12,7 @@ from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.precision import load_recipe
 from fp8stack.precision.recipe import (
+    Block,
     BlockRecipe,
     CurrentRecipe,
     DelayedRecipe,
@@ -463,26 +464,43 @@ def test_auto_is_a_rule_and_no_file():
 # What stays out of FP8
 
 
+HEAD = ("lm_head", None, True)
+
+
+def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
+    return (f"blocks.{index}.mlp.up", Block(index, count), False)
+
+
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize(
     ("over", "layer", "said"),
     [
-        ({}, "lm_head", "the recipe says head = false"),
-        ({"head": True}, "lm_head", None),
-        ({}, "blocks.0.mlp.up", None),
-        ({"exclude": ("*.up",)}, "blocks.0.mlp.up", "excluded by the pattern '*.up'"),
-        ({"exclude": ("*.UP",)}, "blocks.0.mlp.up", None),
-        ({"exclude": ("mlp",)}, "blocks.0.mlp.up", None),
-        ({"exclude": ("*.down", "*.up")}, "blocks.0.mlp.up", "excluded by the pattern '*.up'"),
-        ({"exclude": ("lm_*",), "head": True}, "lm_head", "excluded by the pattern 'lm_*'"),
-        ({"exclude_first_blocks": 1}, "blocks.0.mlp.up", "in the first 1 blocks"),
-        ({"exclude_first_blocks": 1}, "blocks.1.mlp.up", None),
-        ({"exclude_last_blocks": 2}, "blocks.9.mlp.up", None),
-        ({"exclude_last_blocks": 2}, "blocks.10.mlp.up", "in the last 2 blocks"),
-        ({"exclude_last_blocks": 2}, "encoder.11", None),
-        ({"exclude_last_blocks": 12}, "blocks.0.mlp.up", "in the last 12 blocks"),
+        ({}, HEAD, "the recipe says head = false"),
+        ({}, ("score", None, True), "the recipe says head = false"),
+        ({}, ("h.0.score", Block(0, 1), True), "the recipe says head = false"),
+        ({}, ("lm_head", None, False), None),  # a head by its name alone is none
+        ({"head": True}, HEAD, None),
+        ({}, up(0), None),
+        ({"exclude": ("*.up",)}, up(0), "excluded by the pattern '*.up'"),
+        ({"exclude": ("*.UP",)}, up(0), None),
+        ({"exclude": ("mlp",)}, up(0), None),
+        ({"exclude": ("*.down", "*.up")}, up(0), "excluded by the pattern '*.up'"),
+        ({"exclude": ("lm_*",), "head": True}, HEAD, "excluded by the pattern 'lm_*'"),
+        ({"exclude": ("lm_*",)}, HEAD, "the recipe says head = false"),
+        ({"exclude_first_blocks": 1}, up(0), "in the first 1 blocks"),
+        ({"exclude_first_blocks": 1}, up(1), None),
+        ({"exclude_first_blocks": 1}, ("h.0.up", Block(0, 12), False), "in the first 1 blocks"),
+        ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", None, False), None),
+        ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", Block(7, 12), False), None),
+        ({"exclude_last_blocks": 2}, up(9), None),
+        ({"exclude_last_blocks": 2}, up(10), "in the last 2 blocks"),
+        ({"exclude_last_blocks": 2}, up(10, 13), None),
+        ({"exclude_last_blocks": 2}, ("encoder.11", None, False), None),
+        ({"exclude_last_blocks": 12}, up(0), "in the last 12 blocks"),
+        ({"exclude_last_blocks": 99}, HEAD, "the recipe says head = false"),
+        ({"exclude_last_blocks": 99, "head": True}, HEAD, None),
     ],
     ids=str,
 )
-def test_a_recipe_says_why_a_layer_of_twelve_blocks_stays_out(name, over, layer, said):
-    assert load_recipe(name).model_copy(update=over).excluded(layer, 12) == said
+def test_a_recipe_says_why_a_layer_stays_out(name, over, layer, said):
+    assert load_recipe(name).model_copy(update=over).excluded(*layer) == said

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.errors import UserError
-from fp8stack.precision.recipe import ComputeDtype
+from fp8stack.precision.plan import Plan
+from fp8stack.precision.recipe import ComputeDtype, DelayedRecipe
 
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -22,37 +24,65 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 }
 
 
-class Backend(Protocol):
-    """Builds the layers of a model; a model asks for them by module path."""
+class GemmCounter:
+    """How many GEMMs on FP8 operands ran."""
 
-    compute_dtype: torch.dtype
-    """What linears return and attention computes in."""
+    def __init__(self) -> None:
+        self.count = 0
 
-    vocabulary_multiple: int
-    """The vocabulary is padded to a multiple of this."""
+    def take(self) -> int:
+        """The count since the last call."""
+        count, self.count = self.count, 0
+        return count
 
+
+class Backend(ABC):
+    """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
+
+    Attributes:
+        compute_dtype: what linears return and attention computes in.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this.
+        delayed: the amax history of the model that is built, in delayed scaling.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.compute_dtype = DTYPES[plan.compute_dtype]
+        self.vocabulary_multiple = plan.vocabulary_multiple
+        recipe = plan.recipe
+        self.delayed = DelayedScaling(recipe) if isinstance(recipe, DelayedRecipe) else None
+
+    @abstractmethod
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
-        ...
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-        """A norm over the last dimension, computed in float32."""
-        ...
+        """A norm over the last dimension; it reads the residual stream, which is float32."""
+        if kind == "rmsnorm":
+            return nn.RMSNorm(width, eps=eps)
+        return nn.LayerNorm(width, eps=eps, bias=bias)
+
+    def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+        """`linear(norm(x))`, as one operation where the backend has one."""
+        y: Tensor = linear(norm(x))
+        return y
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
+        """`mlp(norm(x))`, as one operation where the backend has one.
+
+        `mlp` has the linears `up` and `down` and, by name, the `activation` between them.
+        """
+        y: Tensor = mlp(norm(x))
+        return y
 
     def attach(self, model: nn.Module) -> None:
         """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
-        ...
+        if self.delayed is not None:
+            self.delayed.attach(model)
 
     def fp8_gemms(self) -> int:
         """How many GEMMs on FP8 operands really ran since the last call."""
-        ...
-
-
-def plain_norm(kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-    """torch's own LayerNorm or RMSNorm; the residual stream it reads is float32."""
-    if kind == "rmsnorm":
-        return nn.RMSNorm(width, eps=eps)
-    return nn.LayerNorm(width, eps=eps, bias=bias)
+        return 0
 
 
 def set_matmul_precision(model: nn.Module, precision: Literal["highest", "high"]) -> None:

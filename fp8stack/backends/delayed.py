@@ -1,10 +1,12 @@
 """When delayed scaling records amaxes and updates scales. No GEMM here, no cast.
 
-A model's forward scales are due an update after each of its forward passes, its backward scales
-after each backward pass; a pass in eval mode or without gradients changes nothing. The forward
-update is made at the end of the backward pass or, if there is none, just before the next forward
-pass: by then a recomputed (checkpointed) block has seen the same scales as the first time. (With
-checkpointing, run no second forward pass before the first one's backward.)
+What a pass recorded is moved into the history at the end of the backward pass or, in compiled code
+and where there is none, at the start of the next forward pass: by then a recomputed (checkpointed)
+block has seen the same scales as the first time. (With checkpointing, run no second forward pass
+before the first one's backward.) A pass in eval mode or without gradients records nothing.
+
+Between two changes of a weight it counts as cast once: later micro-batches of the same optimizer
+step use the scale of the first and record nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fp8stack.backends.weights import WeightChanges
 from fp8stack.numerics import AmaxHistory
 from fp8stack.precision.recipe import DelayedRecipe
 
@@ -29,8 +32,15 @@ class DelayedScaling:
         self.history = AmaxHistory(
             length=recipe.history_length, margin=recipe.margin, algorithm=recipe.amax_algorithm
         )
+        self.weights = WeightChanges()
+        # Bool, 0-dim: whether this pass is the first with these weights.
+        self._first = torch.ones((), dtype=torch.bool)
+        # The scales when it was, float32 [slots]; read for weights alone.
+        self._first_scales = torch.ones(0, dtype=torch.float32)
         self._forward: list[str] = []
         self._forward_due = False
+        self._records = False
+        self._compiled = False
         self._backward_task: int | None = None
 
     def add_layer(self, path: str) -> None:
@@ -39,24 +49,25 @@ class DelayedScaling:
             self._forward.append(f"{path}.{operand}")
             self.history.add(f"{path}.{operand}", self.recipe.forward_format)
         self.history.add(f"{path}.grad_output", self.recipe.backward_format)
+        self._first_scales = torch.ones_like(self.history.scales)
 
     def attach(self, model: nn.Module) -> None:
         """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
+        self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
-    def state(self) -> dict[str, Tensor]:
-        """The state with the update that is due, which is not made: a backward pass may follow."""
-        history = self.history
-        if self._forward_due:
-            history = copy.deepcopy(history)
-            history.update(self._forward)
-        return history.state_dict()
+    def scale(self, slot: str) -> Tensor:
+        """The scale to cast for `slot` with: float32, 0-dim, a view that is changed in place."""
+        if slot.endswith(".weight"):
+            return self._first_scales[self.history.column(slot)]
+        return self.history.scale(slot)
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
-        self.history.load_state_dict(state)
-        self._forward_due = False
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Note the amax of a tensor cast for `slot`: float32, 0-dim."""
+        if slot.endswith(".weight"):
+            amax = torch.where(self._first, amax, 0.0)
+        self.history.record(slot, amax)
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
@@ -65,20 +76,76 @@ class DelayedScaling:
             self._backward_task = task
             Variable._execution_engine.queue_callback(self._after_backward)
 
+    def collect(self) -> None:
+        """Bring in amaxes that were recorded elsewhere than by `record`."""
+
+    def distribute(self) -> None:
+        """Take scales to where casts read them, if that is not `scale`."""
+
+    def forget(self) -> None:
+        """Drop what was recorded elsewhere by a pass that is not to record."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The state with the update that is due, which is not made: a backward pass may follow."""
+        if self._records:
+            self.collect()
+        history = copy.deepcopy(self.history)
+        history.update(self._due())
+        return history.state_dict()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
+        self.forget()
+        self.history.load_state_dict(state)
+        self._forward_due = False
+        self.weights.mark()
+
+    def _due(self) -> list[str] | None:
+        """The slots that a finished pass recorded and no update has moved; None is all."""
+        if torch.compiler.is_compiling() or self._compiled:
+            return None  # compiled backward passes call nobody back
+        return self._forward if self._forward_due else []
+
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         device = next(model.parameters()).device
         if self.history.history.device != device:
-            with torch.inference_mode(False):  # inference tensors could not be updated later
-                self.history.to(device)
-        if self._forward_due:
-            self._forward_due = False
-            self.history.update(self._forward)
+            self._move(device)
+        self.collect() if self._records else self.forget()
+        self._records = model.training and torch.is_grad_enabled()
+        if self._due() != []:
+            self.history.update(self._due())
+        self._forward_due = False
+        self._follow_weights()
+        self.distribute()
 
-    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self._forward_due = model.training and torch.is_grad_enabled()
+    def _follow_weights(self) -> None:
+        """Take new scales for weights that changed; a pass that records uses the change up."""
+        if not torch.compiler.is_compiling():
+            self.weights.look()
+        used = self._first_scales
+        used.copy_(torch.where(self.weights.flag, self.history.scales, used))
+        if self._records:
+            self._first.copy_(self.weights.flag)
+            self.weights.taken()
+
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._forward_due = self._records
+        if not self._records:
+            self.forget()
+        if torch.compiler.is_compiling():
+            self._compiled = True
 
     def _after_backward(self) -> None:
         # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
         self._forward_due = False
         self._backward_task = None
+        self.collect()
         self.history.update()
+        self.distribute()
+
+    def _move(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # inference tensors could not be updated later
+            self.history.to(device)
+            self.weights.flag = self.weights.flag.to(device)
+            self._first = self._first.to(device)
+            self._first_scales = self._first_scales.to(device)

@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8stack.backends.contract import DTYPES, Norm, plain_norm, set_matmul_precision
+from fp8stack.backends.contract import Backend, GemmCounter, set_matmul_precision
 from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.linear import Fp8Linear, no_autocast
 from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
 from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import BlockRecipe, DelayedRecipe
+from fp8stack.precision.recipe import BlockRecipe
 
 
-class Gemm:
+class Gemm(GemmCounter):
     """Multiplies operands in one dtype, and counts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self.dtype = dtype
-        self.count = 0
 
     def __call__(
         self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -87,14 +88,16 @@ class _Multiply(torch.autograd.Function):
         scaling, record = layer.scaling, ctx.record
         x_values, x_scales, w_values, w_scales = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dy_operand, dy_over_rows = scaling.operands(dy, "grad_output", record, both=needs_dw)
-        dx = dw = None
-        if needs_dx:
-            dx = layer.gemm(dy_operand, _load(layer, "weight", w_values, w_scales), dy.dtype)
-        if dy_over_rows is not None:
-            x_operand = _load(layer, "input", x_values, x_scales)
-            dw = layer.gemm(_transposed(dy_over_rows), x_operand, layer.weight.dtype)
-        db = dy.sum(0, dtype=layer.weight.dtype) if ctx.has_bias else None
+        dx = dw = db = None
+        with no_autocast(dy.device.type):
+            dy_operand, dy_over_rows = scaling.operands(dy, "grad_output", record, both=needs_dw)
+            if needs_dx:
+                dx = layer.gemm(dy_operand, _load(layer, "weight", w_values, w_scales), dy.dtype)
+            if dy_over_rows is not None:
+                x_operand = _load(layer, "input", x_values, x_scales)
+                dw = layer.gemm(_transposed(dy_over_rows), x_operand, layer.weight.dtype)
+            if ctx.has_bias:
+                db = dy.sum(0, dtype=layer.weight.dtype)
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
         return dx, dw, db, None, None
@@ -111,8 +114,8 @@ def _load(layer: EmulatedLinear, name: Name, values: Tensor, scales: Tensor | No
     return Operand(values, scales)
 
 
-class EmulatedLinear(nn.Linear):
-    """A linear whose three GEMMs take FP8 operands; weight and bias are float32 masters."""
+class EmulatedLinear(Fp8Linear):
+    """A linear on the exact values of its FP8 operands."""
 
     def __init__(
         self,
@@ -126,65 +129,54 @@ class EmulatedLinear(nn.Linear):
         delayed: DelayedScaling | None,
         save_fp8: bool,
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(
+            in_features, out_features, bias, compute_dtype=compute_dtype, delayed=delayed
+        )
         self.scaling = scaling
         self.gemm = gemm
-        self.compute_dtype = compute_dtype
-        self.delayed = delayed
         self.save_fp8 = save_fp8
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] in any dtype -> [..., out] in the compute dtype."""
-        matrix = x.to(self.compute_dtype).reshape(-1, self.in_features)
-        differentiated = torch.is_grad_enabled()
+    def multiply(self, x: Tensor) -> Tensor:
+        """See `Fp8Linear.multiply`."""
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            matrix, self.weight, self.bias, self, differentiated
+            x, self.matrix, self.bias, self, torch.is_grad_enabled()
         )
-        return y.view(*x.shape[:-1], self.out_features)
+        return y
 
 
-class EmulateBackend:
+class EmulateBackend(Backend):
     """Layers that multiply FP8 values without FP8 hardware."""
 
     def __init__(self, plan: Plan, *, save_fp8: bool = False) -> None:
-        self.compute_dtype = DTYPES[plan.compute_dtype]
-        self.vocabulary_multiple = plan.vocabulary_multiple
-        self._plan = plan
+        super().__init__(plan)
         self._save_fp8 = save_fp8
         recipe = plan.recipe
         # Scales that are no powers of two make values that bfloat16 cannot hold.
         exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
         self._gemm = Gemm(self.compute_dtype if exact else torch.float32)
-        self._delayed = DelayedScaling(recipe) if isinstance(recipe, DelayedRecipe) else None
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """See `Backend.linear`."""
-        if not self._plan.layer(name).fp8:
+        if not self.plan.layer(name).fp8:
             return plain_linear(in_features, out_features, bias, self.compute_dtype)
-        if self._delayed is not None:
-            self._delayed.add_layer(name)
+        if self.delayed is not None:
+            self.delayed.add_layer(name)
         return EmulatedLinear(
             in_features,
             out_features,
             bias,
-            scaling=build_scaling(self._plan.recipe, name, self._delayed),
+            scaling=build_scaling(self.plan.recipe, name, self.delayed),
             gemm=self._gemm,
             compute_dtype=self.compute_dtype,
-            delayed=self._delayed,
+            delayed=self.delayed,
             save_fp8=self._save_fp8,
         )
-
-    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-        """See `Backend.norm`."""
-        return plain_norm(kind, width, eps, bias)
 
     def attach(self, model: nn.Module) -> None:
         """See `Backend.attach`; float32 GEMMs are kept from TF32, which would round operands."""
         set_matmul_precision(model, "highest")
-        if self._delayed is not None:
-            self._delayed.attach(model)
+        super().attach(model)
 
     def fp8_gemms(self) -> int:
         """See `Backend.fp8_gemms`."""
-        count, self._gemm.count = self._gemm.count, 0
-        return count
+        return self._gemm.take()

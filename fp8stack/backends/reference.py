@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack.backends.contract import DTYPES, Norm, plain_norm, set_matmul_precision
-from fp8stack.precision.plan import Plan
+from fp8stack.backends.contract import Backend, set_matmul_precision
 
 
 class CastLinear(nn.Linear):
@@ -39,26 +38,13 @@ def plain_linear(
     return CastLinear(in_features, out_features, bias, compute_dtype)
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Layers of plain torch."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.compute_dtype = DTYPES[plan.compute_dtype]
-        self.vocabulary_multiple = plan.vocabulary_multiple
-        self._allow_tf32 = plan.compute_dtype == "tf32"
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """See `Backend.linear`."""
         return plain_linear(in_features, out_features, bias, self.compute_dtype)
 
-    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-        """See `Backend.norm`."""
-        return plain_norm(kind, width, eps, bias)
-
     def attach(self, model: nn.Module) -> None:
         """See `Backend.attach`: TF32 or full float32."""
-        set_matmul_precision(model, "high" if self._allow_tf32 else "highest")
-
-    def fp8_gemms(self) -> int:
-        """See `Backend.fp8_gemms`: no FP8 here."""
-        return 0
+        set_matmul_precision(model, "high" if self.plan.compute_dtype == "tf32" else "highest")

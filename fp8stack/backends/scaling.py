@@ -82,11 +82,11 @@ class PerTensor:
             )
         else:
             slot = f"{self.path}.{name}"
-            scale = self.delayed.history.scale(slot).clone()
+            scale = self.delayed.scale(slot).clone()
             if not record:
                 return scale, True
             largest = numerics.amax(x)
-            self.delayed.history.record(slot, largest)
+            self.delayed.record(slot, largest)
         if x.device.type != "cpu":
             return scale, True  # a clamp costs less than asking the device
         return scale, not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN

@@ -11,7 +11,7 @@ from fp8stack.numerics.blocks import (
     quantize_blocks,
     quantize_mxfp8,
 )
-from fp8stack.numerics.cast import amax, cast_to_fp8, tensor_scale
+from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
 from fp8stack.numerics.formats import FORMATS, Format
 from fp8stack.numerics.rounding import round_to_blocks, round_to_fp8, round_to_mxfp8
 
@@ -23,6 +23,7 @@ __all__ = [
     "cast_to_fp8",
     "dequantize_blocks",
     "dequantize_mxfp8",
+    "inverse",
     "quantize_blocks",
     "quantize_mxfp8",
     "round_to_blocks",

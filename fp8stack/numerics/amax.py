@@ -24,7 +24,8 @@ class AmaxHistory:
 
     A slot is named `<module path>.<operand>`. A cast uses the scale known before the pass, and
     records the amax it sees; `update` moves what was recorded into the history and derives the
-    next scale. Row 0 is the one being recorded; the last row is the newest, row 1 the oldest.
+    next scale. Row 0 is the one being recorded (in memory a 0-dim tensor per slot, so that compiled
+    code writes just that); the last row is the newest, row 1 the oldest.
 
     Args:
         slots: the format, "e4m3" or "e5m2", of each slot by name.
@@ -55,6 +56,7 @@ class AmaxHistory:
         self.margin = margin
         self.algorithm = algorithm
         self._column: dict[str, int] = {}
+        self._recorded: list[Tensor] = []
         self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
         self._scale = torch.ones(0, dtype=torch.float32, device=device)
         # fp8_max * 2^-margin of each slot
@@ -78,28 +80,45 @@ class AmaxHistory:
         limit = fp8_format(format).max * 2.0**-self.margin
         self._column[slot] = len(self._column)
         self.history = torch.cat([self.history, self.history.new_zeros(self.length, 1)], dim=1)
+        self._recorded.append(self.history.new_zeros(()))
         self._scale = torch.cat([self._scale, self._scale.new_ones(1)])
         self._target = torch.cat([self._target, self._target.new_tensor([limit])])
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
         self.history = self.history.to(device)
+        self._recorded = [recorded.to(device) for recorded in self._recorded]
         self._scale = self._scale.to(device)
         self._target = self._target.to(device)
         return self
 
+    @property
+    def scales(self) -> Tensor:
+        """The scale of every slot: float32 [slots], which `update` changes in place."""
+        return self._scale
+
+    def column(self, slot: str) -> int:
+        """Where `slot` is in `history` and `scales`."""
+        try:
+            return self._column[slot]
+        except KeyError:
+            raise UserError(f"The amax history has no slot '{slot}'.") from None
+
     def scale(self, slot: str) -> Tensor:
         """The scale to cast `slot` with now: float32, 0-dim, a view that `update` changes."""
-        return self._scale[self._at(slot)]
+        return self._scale[self.column(slot)]
+
+    def recorded(self, slot: str) -> Tensor:
+        """What was recorded for `slot` since the last update: float32, 0-dim, written in place."""
+        return self._recorded[self.column(slot)]
 
     def record(self, slot: str, amax: Tensor | float) -> None:
         """Note the amax of a tensor cast for `slot`; several before an update keep the largest.
 
         A NaN is ignored.
         """
-        row = self.history[0, self._at(slot)]
-        # fmax, unlike maximum, takes the number where the other side is NaN.
-        torch.fmax(row, torch.as_tensor(amax, dtype=torch.float32, device=row.device), out=row)
+        recorded = self.recorded(slot)
+        record_amax(recorded, torch.as_tensor(amax, dtype=torch.float32, device=recorded.device))
 
     def update(self, slots: Iterable[str] | None = None) -> None:
         """Move the recorded amaxes of `slots` (all of them by default) into the window and derive
@@ -108,34 +127,33 @@ class AmaxHistory:
         A slot that recorded nothing, or only zeros, keeps its window and its scale. A window that
         holds an inf keeps its scale until the inf leaves it.
         """
-        history, scale = self.history, self._scale
         if not self._column:
             return
-        chosen = torch.ones_like(scale, dtype=torch.bool)
+        chosen = torch.ones_like(self._scale, dtype=torch.bool)
         if slots is not None:
             chosen.zero_()
-            chosen[[self._at(slot) for slot in slots]] = True
-        last = history[0].clone()
-        moving = chosen & (last != 0)
-        # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
-        largest = history.amax(dim=0) if self.algorithm == "max" else last
-        rolled = history.roll(-1, dims=0)
-        rolled[-1] = last
-        rolled[0] = 0
-        history.copy_(torch.where(moving, rolled, history))
-        fresh = (self._target / largest).clamp(max=FLT_MAX)
-        usable = moving & torch.isfinite(largest) & (largest > 0)
-        scale.copy_(torch.where(usable, fresh, scale))
+            chosen[[self.column(slot) for slot in slots]] = True
+        _update(
+            self.history,
+            self._scale,
+            self._recorded,
+            self._target,
+            chosen,
+            self.algorithm == "most_recent",
+        )
 
     def discard(self) -> None:
         """Forget what was recorded since the last update."""
-        self.history[0] = 0
+        for recorded in self._recorded:
+            recorded.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<slot>.amax_history` [length] and `<slot>.scale` [], float32, copies."""
         state = {}
         for slot, column in self._column.items():
-            state[f"{slot}.amax_history"] = self.history[:, column].clone()
+            rows = self.history[:, column].clone()
+            rows[0] = self._recorded[column]
+            state[f"{slot}.amax_history"] = rows
             state[f"{slot}.scale"] = self._scale[column].clone()
         return state
 
@@ -159,11 +177,40 @@ class AmaxHistory:
                     f"float32 {shape}. Use the recipe that it was saved with."
                 )
         for slot, column in self._column.items():
-            self.history[:, column] = state[f"{slot}.amax_history"].to(self.history.device)
+            rows = state[f"{slot}.amax_history"].to(self.history.device)
+            self.history[1:, column] = rows[1:]
+            self._recorded[column].copy_(rows[0])
             self._scale[column] = state[f"{slot}.scale"].to(self._scale.device)
 
-    def _at(self, slot: str) -> int:
-        try:
-            return self._column[slot]
-        except KeyError:
-            raise UserError(f"The amax history has no slot '{slot}'.") from None
+
+def record_amax(recorded: Tensor, amax: Tensor) -> None:
+    """Let `recorded` be the larger of the two, both float32 and 0-dim; a NaN is ignored."""
+    # fmax, unlike maximum, takes the number where the other side is NaN.
+    recorded.copy_(torch.fmax(recorded, amax))
+
+
+# An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike
+# (Triton's float32 division is approximate).
+@torch.library.custom_op(
+    "fp8stack::update_amax_history", mutates_args=("history", "scale", "recorded")
+)
+def _update(
+    history: Tensor,
+    scale: Tensor,
+    recorded: list[Tensor],
+    target: Tensor,
+    chosen: Tensor,
+    most_recent: bool,
+) -> None:
+    last = torch.stack(recorded)
+    moving = chosen & (last != 0)
+    # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
+    largest = last if most_recent else torch.maximum(history.amax(dim=0), last)
+    rolled = history.roll(-1, dims=0)
+    rolled[-1] = last
+    rolled[0] = 0
+    history.copy_(torch.where(moving, rolled, history))
+    fresh = (target / largest).clamp(max=FLT_MAX)
+    usable = moving & torch.isfinite(largest) & (largest > 0)
+    scale.copy_(torch.where(usable, fresh, scale))
+    torch._foreach_copy_(recorded, list(torch.where(chosen, 0.0, last).unbind()))

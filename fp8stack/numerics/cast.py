@@ -47,7 +47,7 @@ def amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x`, NaN ignored: float32, 0-dim; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return magnitude(x).max()  # to look for a NaN first would wait for the device
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy first
     largest = torch.maximum(low.abs(), high.abs())
@@ -92,11 +92,21 @@ def tensor_scale(
     limit = largest.new_tensor(fp8_format(format).max * 2.0**-margin)
     # A comparison with NaN is false: a NaN amax passes and gives 1 below.
     largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)
-    scale = limit / largest
+    # In float64 and rounded: the quotient of `inverse`, for the same reason.
+    scale = (limit.to(torch.float64) / largest.to(torch.float64)).to(torch.float32)
     scale = torch.where(scale.isinf(), torch.full_like(scale, overflow), scale)
     usable = torch.isfinite(largest) & (largest != 0)
     scale = torch.where(usable, scale, torch.ones_like(scale))
     return truncate_to_power_of_two(scale) if power_of_two else scale
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """`1 / scale` as IEEE float32 has it, in compiled code too: float32, of the shape of `scale`.
+
+    Compilers for GPUs divide float32 approximately. The quotient in float64 is exact enough that
+    rounding it gives the float32 quotient (53 bits are more than twice 24 and 2).
+    """
+    return (1.0 / scale.to(torch.float64)).to(torch.float32)
 
 
 def truncate_to_power_of_two(scale: Tensor) -> Tensor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +22,8 @@ class Hardware:
 
     `capability` is CUDA's compute capability, None on a CPU. `cuda_version` is the one torch was
     built for. `cpu_bf16` says whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or
-    Arm's BF16 instructions).
+    Arm's BF16 instructions). `has_te` says whether Transformer Engine can be used, `te_problem` why
+    one that is installed cannot, and the remedy.
     """
 
     device: str = "cpu"
@@ -31,6 +35,7 @@ class Hardware:
     memory_gib: float = field(default=0.0, kw_only=True)
     torch_version: str = field(default="", kw_only=True)
     te_version: str | None = field(default=None, kw_only=True)
+    te_problem: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.capability is None:
@@ -69,16 +74,17 @@ def probe(device: str = "auto") -> Hardware:
             te_version=_te_version(),
         )
     properties = torch.cuda.get_device_properties(0)
-    version = _te_version()
+    version, problem = find_te()
     return Hardware(
         "cuda",
         (properties.major, properties.minor),
         name=properties.name,
-        has_te=version is not None,
+        has_te=version is not None and not problem,
         cuda_version=_version_pair(torch.version.cuda),
         memory_gib=round(properties.total_memory / 2**30, 1),
         torch_version=torch.__version__,
         te_version=version,
+        te_problem=problem,
     )
 
 
@@ -111,18 +117,58 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
 
 
 def _te_version() -> str | None:
-    """The version of Transformer Engine's torch extension that is installed, not imported."""
+    """The version of Transformer Engine that is installed, not imported; None if there is none."""
     try:
-        return metadata.version("transformer-engine-torch")
+        return metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
         return None
 
 
+def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
+    """The version of Transformer Engine here, and why it cannot be used; "" if it can.
+
+    It is imported in a process of its own: an extension that was built for another torch can kill
+    the one that imports it.
+    """
+    version = _te_version()
+    if version is None:
+        return None, ""
+    if (_version_pair(version) or (0, 0)) < TE_MINIMUM:
+        least = ".".join(map(str, TE_MINIMUM))
+        return version, (
+            f"Transformer Engine {version} is older than {least}: pip install --upgrade "
+            f"--no-build-isolation 'transformer-engine[pytorch]>={least}'"
+        )
+    probing = [sys.executable, "-P", "-c", _IMPORT_TE]
+    try:
+        done = subprocess.run(probing, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        why = f"took more than {timeout_s:g} s"
+    else:
+        if done.returncode == 0:
+            return version, ""
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = f"failed ({lines[-1]})" if lines else f"died with exit code {done.returncode}"
+    return version, (
+        f"importing Transformer Engine {version} {_brief(why)}: pip install --force-reinstall "
+        f"--no-cache-dir --no-build-isolation 'transformer-engine[pytorch]=={version}'"
+    )
+
+
+TE_MINIMUM = (2, 20)
+TE_REMEDY = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
+_IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Linear"
+
+
+def _brief(why: str) -> str:
+    """A reason in one line that is not too long to read."""
+    return why if len(why) <= 160 else f"{why[:157]}..."
+
+
 def _version_pair(version: str | None) -> tuple[int, int] | None:
-    if not version:
-        return None
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    """The first two numbers of a version; None if it does not begin with two."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _cpu_flags() -> set[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fp8stack.errors import UserError
-from fp8stack.precision.recipe import ComputeDtype, PlainRecipe, Recipe
+from fp8stack.precision.recipe import Block, ComputeDtype, PlainRecipe, Recipe
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
 
@@ -68,9 +68,7 @@ class Plan:
     @property
     def precision(self) -> str:
         """The active precision in a word, for the log line."""
-        return (
-            self.recipe.name if self.native or not self.is_fp8 else f"{self.recipe.name}-emulated"
-        )
+        return f"{self.recipe.name}-emulated" if self.backend == "emulate" else self.recipe.name
 
     @property
     def vocabulary_multiple(self) -> int:
@@ -79,8 +77,14 @@ class Plan:
             return 32 if self.scaling == "mxfp8" else 16
         return 8 if self.compute_dtype in ("bf16", "fp16") else 1
 
-    def for_layers(self, shapes: Mapping[str, tuple[int, int]]) -> Plan:
+    def for_layers(
+        self, shapes: Mapping[str, tuple[int, int]], heads: Collection[str] = ("lm_head",)
+    ) -> Plan:
         """This plan with a decision for every linear layer, `{module path: (in, out)}`.
+
+        Args:
+            shapes: the layers of a model, in the order of its forward pass.
+            heads: which of them give logits; they run in FP8 only if the recipe says so.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer that the hardware
@@ -88,14 +92,11 @@ class Plan:
         """
         if isinstance(self.recipe, PlainRecipe):
             return replace(self, layers=tuple(self._plain_layer(n, s) for n, s in shapes.items()))
-        indices = [
-            int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))
-        ]
-        blocks = max(indices, default=-1) + 1
-        self._check_patterns(shapes)
+        blocks = block_indices(shapes)
+        self._check_exclusions(shapes, blocks)
         layers = []
         for name, shape in shapes.items():
-            requested = self.recipe.excluded(name, blocks)
+            requested = self.recipe.excluded(name, blocks.get(name), name in heads)
             unserved = None if requested else self._unserved(shape)
             if unserved and self.strict:
                 raise UserError(f"--strict: {name} cannot run in FP8: {unserved}.")
@@ -117,8 +118,15 @@ class Plan:
             reason=reason,
         )
 
-    def _check_patterns(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def _check_exclusions(
+        self, shapes: Mapping[str, tuple[int, int]], blocks: Mapping[str, Block]
+    ) -> None:
         assert not isinstance(self.recipe, PlainRecipe)
+        if not blocks and (self.recipe.exclude_first_blocks or self.recipe.exclude_last_blocks):
+            raise UserError(
+                f"recipe '{self.recipe.name}': exclude_first_blocks and exclude_last_blocks need a "
+                "model with numbered blocks, such as 'blocks.0.mlp.up'. Use exclude instead."
+            )
         for pattern in self.recipe.exclude:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
                 raise UserError(
@@ -128,8 +136,8 @@ class Plan:
 
     def _unserved(self, shape: tuple[int, int]) -> str | None:
         """Why the hardware cannot run a layer of this shape in FP8, or None."""
-        if not self.native:
-            return None  # the emulator pads
+        if self.backend == "emulate":
+            return None  # it pads
         multiple = 32 if self.scaling == "mxfp8" else 16
         for what, size in zip(("in", "out"), shape, strict=True):
             if size % multiple:
@@ -142,9 +150,12 @@ class Plan:
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as it is printed at start."""
-        how = "plain torch" if not self.is_fp8 else "native" if self.native else "emulated"
-        if how == "emulated":
-            how += f" by {self.compute_dtype} GEMMs on the exact operands"
+        how = {
+            "reference": "plain torch",
+            "emulate": f"emulated by {self.compute_dtype} GEMMs on the exact operands",
+            "torch": "FP8 GEMMs by torch's scaled_mm",
+            "te": "FP8 GEMMs by Transformer Engine",
+        }[self.backend]
         asked = f"{self.asked} -> " if self.asked != self.recipe.name else ""
         lines = [f"plan: {asked}{self.recipe.name}, {how}, on {self.device}"]
         others = [layer for layer in self.layers if layer.reason]
@@ -169,3 +180,19 @@ class Plan:
             "reasons": list(self.reasons),
             "layers": [asdict(layer) for layer in self.layers],
         }
+
+
+def block_indices(names: Iterable[str]) -> dict[str, Block]:
+    """The place of each layer in the model's list of blocks, for the layers that are in it.
+
+    That list is what most names have before a number: `blocks` in `blocks.3.mlp.up`,
+    `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`.
+    """
+    found = {name: match for name in names if (match := re.match(r"(.*?)(?:^|\.)(\d+)\.", name))}
+    if not found:
+        return {}
+    stems = [match[1] for match in found.values()]
+    stem = max(stems, key=stems.count)
+    indices = {name: int(match[2]) for name, match in found.items() if match[1] == stem}
+    count = max(indices.values()) + 1
+    return {name: Block(index, count) for name, index in indices.items()}

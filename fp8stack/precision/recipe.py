@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,14 @@ from fp8stack.numerics.blocks import ScaleRounding
 from fp8stack.numerics.formats import Fp8Name
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer's block: its index, and how many blocks there are."""
+
+    index: int
+    count: int
 
 
 class _Base(BaseModel):
@@ -39,22 +48,21 @@ class _Fp8(_Base):
     exclude_first_blocks: Annotated[int, Field(ge=0)] = 0
     exclude_last_blocks: Annotated[int, Field(ge=0)] = 0
 
-    def excluded(self, layer: str, blocks: int) -> str | None:
+    def excluded(self, layer: str, block: Block | None, head: bool) -> str | None:
         """Why `layer` is not in FP8 by this recipe's own choice, or None.
 
-        `layer` is a module path, such as `blocks.0.mlp.up`; `blocks` how many blocks there are.
+        `layer` is a module path, such as `blocks.0.mlp.up`; `block` its place among the blocks, if
+        it is in one; `head` whether it gives the logits.
         """
-        if layer == "lm_head" and not self.head:
+        if head and not self.head:
             return "the recipe says head = false"
         for pattern in self.exclude:
             if fnmatch.fnmatchcase(layer, pattern):
                 return f"excluded by the pattern '{pattern}'"
-        parts = layer.split(".")
-        if parts[0] == "blocks" and len(parts) > 1 and parts[1].isdecimal():
-            index = int(parts[1])
-            if index < self.exclude_first_blocks:
+        if block is not None:
+            if block.index < self.exclude_first_blocks:
                 return f"in the first {self.exclude_first_blocks} blocks"
-            if index >= blocks - self.exclude_last_blocks:
+            if block.index >= block.count - self.exclude_last_blocks:
                 return f"in the last {self.exclude_last_blocks} blocks"
         return None
 

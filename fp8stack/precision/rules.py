@@ -6,16 +6,29 @@ recipe that is not native and every layer that is not in FP8 adds a sentence to 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import get_args
 
 from fp8stack.errors import UserError, unknown
-from fp8stack.precision.hardware import Hardware
+from fp8stack.precision.hardware import TE_REMEDY, Hardware
 from fp8stack.precision.plan import BackendName, Plan
-from fp8stack.precision.recipe import ComputeDtype, PlainRecipe, Recipe, load_recipe, plain
+from fp8stack.precision.recipe import (
+    BlockRecipe,
+    ComputeDtype,
+    CurrentRecipe,
+    DelayedRecipe,
+    Mxfp8Recipe,
+    PlainRecipe,
+    Recipe,
+    load_recipe,
+    plain,
+)
 
-# The backends that this version can build. A cell of the table that needs another one is emulated.
-BUILT: frozenset[str] = frozenset({"reference", "emulate"})
+# Who runs FP8 where several can and none was named, first choice first. Source: none measured yet;
+# Transformer Engine is the longest in use. Put the figures of `python -m bench gpu` here.
+PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
+TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
 
 
 def resolve(
@@ -146,30 +159,34 @@ def _resolve_fp8(
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)
     if capability is None:
+        per_tensor = isinstance(recipe, DelayedRecipe | CurrentRecipe)
+        if backend == "torch" and per_tensor and not _too_special(recipe):
+            reason = "torch's scaled_mm on a CPU, as --backend torch asks"
+            return planned("torch", False, reason), []
         reason = (
             f"{recipe.name} needs an FP8 GPU and this is a CPU: emulated, same bytes and scales"
         )
         return planned("emulate", False, reason), [reason]
-    able, problem = _native_backends(recipe.scaling, hardware)
-    if problem:
-        if recipe.scaling == "mxfp8" and capability >= (8, 0):
+    problem = _lacking_hardware(recipe, hardware)
+    unable = {name: problem or _unable(name, recipe, hardware) for name in PREFERENCE}
+    able = [name for name in PREFERENCE if not unable[name]]
+    if not able:
+        problem = "; ".join(dict.fromkeys(unable.values()))
+        # Emulation on other hardware is near bf16's speed: worth it where nothing else is exact.
+        if capability >= (8, 0) and (isinstance(recipe, Mxfp8Recipe) or _too_special(recipe)):
             reason = f"{problem}: emulated by bf16 GEMMs on the exact operands"
             return planned("emulate", False, reason), [reason]
         return _without_fp8(asked, problem, hardware)
-    # A backend passed over is a substitution only if it was asked for by name.
-    passed_over = []
-    order: list[BackendName] = [*able]
-    if backend != "auto":
-        if backend not in able:
-            passed_over.append(_unable(backend))
-        order.sort(key=lambda name: name != backend)
-    for candidate in order:
-        if candidate in BUILT:
-            reasons = [f"{problem}, {candidate} runs instead" for problem in passed_over]
-            return planned(candidate, True, *reasons), [] if backend == "auto" else reasons
-        passed_over.append(f"{candidate}: backend not built yet")
-    reason = "; ".join(passed_over) + ": FP8 is emulated by bf16 GEMMs on the exact operands"
-    return planned("emulate", False, reason), [reason]
+    chosen = next((name for name in able if name == backend), able[0])
+    if backend not in ("auto", chosen):  # only a backend that was asked for is a substitution
+        reason = f"{unable[_named(backend)]}: {chosen} runs instead"
+        return planned(chosen, True, reason), [reason]
+    notes = [f"{hardware.te_problem}; until then {chosen} runs"] if hardware.te_problem else []
+    return planned(chosen, True, *notes), []
+
+
+def _named(backend: str) -> BackendName:
+    return "te" if backend == "te" else "torch"
 
 
 def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, list[str]]:
@@ -180,25 +197,55 @@ def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, lis
     return replace(plan, native=False, reasons=(sentence, *plan.reasons)), [sentence]
 
 
-def _native_backends(scaling: str, hardware: Hardware) -> tuple[list[BackendName], str]:
-    """Who could run `scaling` on this GPU's own FP8 units, or why nobody can."""
-    assert hardware.capability is not None
-    capability = hardware.capability
-    lacking = f"{scaling} needs {_NEEDS[scaling]}, this is {_kind(hardware)}"
-    able: list[BackendName] = ["te", "torch"] if hardware.has_te else ["torch"]
+def _lacking_hardware(recipe: Recipe, hardware: Hardware) -> str:
+    """Why the GPU, or CUDA on it, has no GEMM for `recipe`; "" if it has one."""
+    scaling, capability = recipe.scaling, hardware.capability
+    assert capability is not None
     if scaling in ("delayed", "current"):
-        return (able, "") if capability >= (8, 9) else ([], lacking)
-    if scaling == "mxfp8":
-        if capability[0] != 10:
-            return [], lacking
-        return (able, "") if _has_cuda(hardware, (12, 8)) else ([], "mxfp8 needs CUDA 12.8")
-    if capability[0] == 10:  # run as MXFP8 with the block recipe's scales, which only TE does
-        return (
-            (["te"], "") if hardware.has_te else ([], f"{scaling} on 10.x needs TE, not installed")
-        )
-    if capability != (9, 0):
-        return [], lacking
-    return (able, "") if _has_cuda(hardware, (12, 9)) else ([], "block needs CUDA 12.9")
+        served = capability >= (8, 9)
+    elif scaling == "mxfp8":
+        served = _is_blackwell(hardware)
+    else:
+        served = capability == (9, 0) or _is_blackwell(hardware)
+    if not served:
+        return f"{scaling} needs {_NEEDS[scaling]}, this is {_kind(hardware)}"
+    if scaling == "mxfp8" and not _has_cuda(hardware, (12, 8)):
+        return "mxfp8 needs CUDA 12.8"
+    if scaling == "block" and not _has_cuda(hardware, (12, 9)):
+        return "block needs CUDA 12.9"
+    return ""
+
+
+def _unable(backend: BackendName, recipe: Recipe, hardware: Hardware) -> str:
+    """Why `backend` cannot run `recipe` on a GPU whose FP8 units could; "" if it can."""
+    if special := _too_special(recipe):
+        return special
+    if backend == "te":
+        if not hardware.has_te:
+            return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
+        if isinstance(recipe, Mxfp8Recipe) and recipe.scale_rounding != "rceil":
+            return f"Transformer Engine rounds MXFP8's scales by rceil, not {recipe.scale_rounding}"
+        if isinstance(recipe, BlockRecipe) and _is_blackwell(hardware) and not recipe.power_of_two:
+            return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
+        return ""
+    if not _has_scaled_mm(hardware):
+        needed = ".".join(map(str, TORCH_MINIMUM))
+        return f"the torch backend needs torch {needed}, this is {hardware.torch_version}"
+    if isinstance(recipe, BlockRecipe) and _is_blackwell(hardware):
+        # There it runs as MXFP8 with the block recipe's scales, which only TE does.
+        return "the torch backend has no block scaling on 10.x"
+    return ""
+
+
+def _too_special(recipe: Recipe) -> str:
+    """Why no FP8 unit multiplies what `recipe` asks for; "" if some do."""
+    if isinstance(recipe, DelayedRecipe | CurrentRecipe) and recipe.forward_format == "e5m2":
+        return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
+    return ""
+
+
+def _is_blackwell(hardware: Hardware) -> bool:
+    return hardware.capability is not None and hardware.capability[0] == 10
 
 
 def _kind(hardware: Hardware) -> str:
@@ -212,7 +259,7 @@ def _has_cuda(hardware: Hardware, least: tuple[int, int]) -> bool:
     return hardware.cuda_version is None or hardware.cuda_version >= least
 
 
-def _unable(backend: str) -> str:
-    if backend == "te":
-        return "Transformer Engine is not installed or cannot run this recipe here"
-    return f"the {backend} backend cannot run this recipe here"
+def _has_scaled_mm(hardware: Hardware) -> bool:
+    """Whether torch has `scaled_mm`; a version not known counts as current."""
+    found = re.match(r"(\d+)\.(\d+)", hardware.torch_version)
+    return found is None or (int(found[1]), int(found[2])) >= TORCH_MINIMUM

@@ -1,0 +1,75 @@
+"""What the linears of every FP8 backend share: parameters, shapes, dtypes. No GEMM here."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends.delayed import DelayedScaling
+
+
+class Fp8Linear(nn.Linear):
+    """A linear whose three GEMMs take FP8 operands; weight and bias are high-precision masters.
+
+    `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
+    `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
+    are not ours; else it has the compute dtype.
+    """
+
+    transposed = False
+    keeps_dtype = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        compute_dtype: torch.dtype,
+        delayed: DelayedScaling | None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.compute_dtype = compute_dtype
+        self.delayed = delayed
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in], however it is stored."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] in any dtype -> [..., out], see `keeps_dtype`."""
+        dtype = self.compute_dtype
+        if self.keeps_dtype:
+            dtype = _autocast_dtype(x) or x.dtype
+        with no_autocast(x.device.type):
+            rows = x.to(self.compute_dtype).reshape(-1, self.in_features)
+            y = self.multiply(rows)
+            return y.to(dtype).view(*x.shape[:-1], self.out_features)
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if _autocasts(device) else None
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+@contextmanager
+def no_autocast(device: str) -> Iterator[None]:
+    """Keep an autocast around a model from rounding what is inside."""
+    if not _autocasts(device):
+        yield
+        return
+    with torch.autocast(device, enabled=False):
+        yield

@@ -1,0 +1,410 @@
+"""FP8 layers of NVIDIA's Transformer Engine. The only file that imports it; TE 2.20 or later.
+
+TE's modules compute; parameters and FP8 state are ours. A `TELinear` owns `weight` and `bias` under
+the names that every backend has, and lends them to a TE module for the length of a call: so a
+norm and a linear can run as one TE module without sharing a name, a checkpoint holds no TE pickle,
+and FSDP2 may exchange the parameters in between. In delayed scaling, TE casts with the scales of
+our `AmaxHistory` and records amaxes that are moved into it; TE's own update never runs.
+
+Every call opens TE's autocast by itself, so that it holds under DDP, FSDP2 and in a block that
+activation checkpointing runs again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.common import recipe as te_recipes
+from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from fp8stack.backends.contract import Backend, GemmCounter, Norm
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.linear import Fp8Linear
+from fp8stack.backends.reference import plain_linear
+from fp8stack.backends.weights import WeightChanges
+from fp8stack.precision.plan import Plan
+from fp8stack.precision.recipe import (
+    BlockRecipe,
+    CurrentRecipe,
+    DelayedRecipe,
+    Mxfp8Recipe,
+    Recipe,
+)
+
+# TE's name of an activation; its gelu is the tanh approximation.
+_ACTIVATIONS = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}
+
+# Where a module of one or two GEMMs keeps its operands' scales and amaxes.
+_FORWARD = [
+    {"input": FP8FwdTensorIdx.GEMM1_INPUT, "weight": FP8FwdTensorIdx.GEMM1_WEIGHT},
+    {"input": FP8FwdTensorIdx.GEMM2_INPUT, "weight": FP8FwdTensorIdx.GEMM2_WEIGHT},
+]
+_BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
+
+
+def te_recipe(recipe: Recipe) -> te_recipes.Recipe:
+    """TE's form of a recipe."""
+    made: te_recipes.Recipe
+    if isinstance(recipe, DelayedRecipe):
+        # One row: TE records into it. The window, and what follows from it, is in `AmaxHistory`.
+        made = te_recipes.DelayedScaling(
+            fp8_format=_format(recipe),
+            margin=recipe.margin,
+            amax_history_len=1,
+            amax_compute_algo="most_recent",
+            reduce_amax=False,
+            backward_override=None,
+        )
+    elif isinstance(recipe, CurrentRecipe):
+        made = te_recipes.Float8CurrentScaling(fp8_format=_format(recipe), backward_override=None)
+        made.use_power_2_scales = recipe.power_of_two
+        _set_quantization(made, recipe.power_of_two, recipe.eps)
+    elif isinstance(recipe, BlockRecipe):
+        made = te_recipes.Float8BlockScaling(backward_override=None)
+        made.use_f32_scales = not recipe.power_of_two
+        _set_quantization(made, recipe.power_of_two, 0.0)
+    else:
+        assert isinstance(recipe, Mxfp8Recipe)
+        made = te_recipes.MXFP8BlockScaling(backward_override=None)
+    return made
+
+
+def _format(recipe: DelayedRecipe | CurrentRecipe) -> te_recipes.Format:
+    hybrid = recipe.backward_format == "e5m2"
+    return te_recipes.Format.HYBRID if hybrid else te_recipes.Format.E4M3
+
+
+def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
+    """Set on the instance: TE 2.20 fixes these at import, whatever its constructor is told.
+    To be deleted when `Float8CurrentScaling(use_power_2_scales=True)` has an effect."""
+    options = te_recipes.QParams(power_2_scale=power_of_two, amax_epsilon=eps)
+    made.fp8_quant_fwd_inp = options
+    made.fp8_quant_fwd_weight = options
+    made.fp8_quant_bwd_grad = options
+
+
+class Core:
+    """A TE module without parameters of its own, and the FP8 slots that it casts for.
+
+    Args:
+        module: a TE module made on the meta device.
+        paths: the module paths of its one or two linears, in the order of its GEMMs.
+        recipe: TE's.
+        delayed: ours, in delayed scaling.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        paths: list[str],
+        recipe: te_recipes.Recipe,
+        delayed: TEDelayedScaling | None,
+    ) -> None:
+        self.module = module
+        self.paths = paths
+        self.recipe = recipe
+        self.delayed = delayed
+        self._ready = False
+        self._weights_of = -1  # the generation of the weights that TE holds as FP8
+
+    def __call__(
+        self,
+        x: Tensor,
+        parameters: dict[str, Tensor | None],
+        compute_dtype: torch.dtype,
+        generation: int | None,
+    ) -> Tensor:
+        """The module's output for `x`, in the compute dtype.
+
+        Args:
+            x: [..., in], any dtype.
+            parameters: by TE's names.
+            compute_dtype: of the GEMM's output.
+            generation: counts how often the weights changed, so that each state of them is
+                quantized once; None quantizes them for this call alone.
+        """
+        first = None if generation is None else generation != self._weights_of
+        cast = torch.autocast(x.device.type, dtype=compute_dtype)
+        with cast, te.autocast(enabled=True, recipe=self.recipe), self._lent(parameters):
+            if not self._ready:
+                self._prepare()
+            y: Tensor = self.module(x, is_first_microbatch=first)
+        if generation is not None:
+            self._weights_of = generation
+        return y
+
+    @contextmanager
+    def _lent(self, parameters: dict[str, Tensor | None]) -> Iterator[None]:
+        own = dict(self.module._parameters)
+        self.module._parameters.update(parameters)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self.module._parameters.update(own)
+
+    def _prepare(self) -> None:
+        """Have TE make its FP8 buffers now, to be filled before the first cast."""
+        module: Any = self.module
+        # A module that counts as registered is left out of TE's own update of the scales.
+        module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
+        with torch.inference_mode(False):  # inference tensors could not be written to later
+            module.init_fp8_metadata(num_gemms=len(self.paths))
+        if self.delayed is not None:
+            self.delayed.serve(self._slots())
+        self._ready = True
+
+    def _slots(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Each slot with TE's scale and recorded amax of it: views, float32, 0-dim."""
+        meta: Any = self.module.fp8_meta
+        forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+        for gemm, path in enumerate(self.paths):
+            for operand, index in _FORWARD[gemm].items():
+                yield f"{path}.{operand}", forward.scale[index], forward.amax_history[0, index]
+            index = _BACKWARD[gemm]
+            yield f"{path}.grad_output", backward.scale[index], backward.amax_history[0, index]
+
+
+class TEDelayedScaling(DelayedScaling):
+    """Delayed scaling whose casts TE makes: scales are copied to it, amaxes back from it."""
+
+    def __init__(self, recipe: DelayedRecipe) -> None:
+        super().__init__(recipe)
+        self._slots: list[str] = []
+        self._scales: list[Tensor] = []
+        self._amaxes: list[Tensor] = []
+
+    def serve(self, slots: Iterator[tuple[str, Tensor, Tensor]]) -> None:
+        """Keep TE's buffers of some slots in step with the history from now on."""
+        for slot, scale, amax in slots:
+            self._slots.append(slot)
+            self._scales.append(scale)
+            self._amaxes.append(amax)
+            scale.copy_(self.scale(slot))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """See `DelayedScaling.collect`: from TE's buffers."""
+        if not self._slots:
+            return
+        recorded = [self.history.recorded(slot) for slot in self._slots]
+        for into, amax in zip(recorded, self._amaxes, strict=True):
+            into.copy_(torch.fmax(into, amax))
+        self.forget()
+
+    @torch.no_grad()
+    def distribute(self) -> None:
+        """See `DelayedScaling.distribute`: to TE's buffers."""
+        if self._slots:
+            torch._foreach_copy_(self._scales, [self.scale(slot) for slot in self._slots])
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """See `DelayedScaling.forget`: TE records in evaluation too."""
+        if self._amaxes:
+            torch._foreach_zero_(self._amaxes)
+
+
+class TELinear(Fp8Linear):
+    """A linear that TE computes, alone or together with what stands around it."""
+
+    delayed: TEDelayedScaling | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        path: str,
+        backend: TEBackend,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            compute_dtype=backend.compute_dtype,
+            delayed=backend.delayed,
+        )
+        self.path = path
+        self.backend = backend
+        self.cores: dict[str, Core] = {}
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """See `Fp8Linear.multiply`; rows are padded to what TE takes."""
+        backend, rows = self.backend, len(x)
+        missing = -rows % backend.row_multiple
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        core = self.cores.get("linear")
+        if core is None:
+            module = te.Linear(
+                self.in_features,
+                self.out_features,
+                bias=self.bias is not None,
+                params_dtype=torch.float32,
+                device="meta",
+            )
+            core = self.cores["linear"] = backend.core(module, [self.path])
+        y = backend.run(core, x, self.parameters_for(""), [self])
+        return y[:rows] if missing else y
+
+    def parameters_for(self, prefix: str) -> dict[str, Tensor | None]:
+        """The weight and bias as a TE module calls them."""
+        lent: dict[str, Tensor | None] = {f"{prefix}weight": self.matrix.contiguous()}
+        if self.bias is not None:
+            lent[f"{prefix}bias"] = self.bias
+        return lent
+
+
+class TEBackend(Backend):
+    """FP8 on the hardware, by Transformer Engine."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        if isinstance(plan.recipe, DelayedRecipe):
+            self.delayed = TEDelayedScaling(plan.recipe)
+        self.row_multiple = 32 if isinstance(plan.recipe, Mxfp8Recipe) else 16
+        self._recipe = te_recipe(plan.recipe)
+        self._counter = GemmCounter()
+        self._weights = self.delayed.weights if self.delayed is not None else WeightChanges()
+        self._generation = 0
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """See `Backend.linear`."""
+        if not self.plan.layer(name).fp8:
+            return plain_linear(in_features, out_features, bias, self.compute_dtype)
+        if self.delayed is not None:
+            self.delayed.add_layer(name)
+        return TELinear(in_features, out_features, bias, path=name, backend=self)
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """See `Backend.norm`: TE's, where TE has one."""
+        if kind == "rmsnorm":
+            return _RMSNorm(width, eps=eps, device="cpu", dtype=torch.float32)
+        if bias:
+            return _LayerNorm(width, eps=eps, device="cpu", dtype=torch.float32)
+        return super().norm(kind, width, eps, bias)
+
+    def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+        """See `Backend.norm_linear`: TE's LayerNormLinear."""
+        if not isinstance(linear, TELinear) or not self._fuses(x, norm):
+            return super().norm_linear(x, norm, linear)
+        core = linear.cores.get("norm")
+        if core is None:
+            module = te.LayerNormLinear(
+                linear.in_features,
+                linear.out_features,
+                eps=norm.eps,
+                bias=linear.bias is not None,
+                normalization=_NORMALIZATIONS[type(norm)],
+                params_dtype=torch.float32,
+                device="meta",
+            )
+            core = linear.cores["norm"] = self.core(module, [linear.path])
+        lent = _norm_parameters(norm) | linear.parameters_for("")
+        return self.run(core, x, lent, [linear])
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
+        """See `Backend.norm_mlp`: TE's LayerNormMLP."""
+        up, down = mlp.up, mlp.down
+        activation = _ACTIVATIONS.get(str(mlp.activation))
+        both = isinstance(up, TELinear) and isinstance(down, TELinear)
+        if not both or activation is None or not self._fuses(x, norm):
+            return super().norm_mlp(x, norm, mlp)
+        assert isinstance(up, TELinear)
+        assert isinstance(down, TELinear)
+        core = up.cores.get("mlp")
+        if core is None:
+            module = te.LayerNormMLP(
+                up.in_features,
+                down.in_features,
+                eps=norm.eps,
+                bias=up.bias is not None,
+                normalization=_NORMALIZATIONS[type(norm)],
+                activation=activation,
+                params_dtype=torch.float32,
+                device="meta",
+            )
+            core = up.cores["mlp"] = self.core(module, [up.path, down.path])
+        lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
+        return self.run(core, x, lent, [up, down])
+
+    def _fuses(self, x: Tensor, norm: nn.Module) -> bool:
+        """Whether TE can take `norm` into a fused module; padded rows would not stay zero in it."""
+        return type(norm) in _NORMALIZATIONS and x[..., 0].numel() % self.row_multiple == 0
+
+    def core(self, module: nn.Module, paths: list[str]) -> Core:
+        """A TE module of this backend's recipe, for the linears at `paths`."""
+        assert self.delayed is None or isinstance(self.delayed, TEDelayedScaling)
+        return Core(module, paths, self._recipe, self.delayed)
+
+    def run(
+        self,
+        core: Core,
+        x: Tensor,
+        parameters: dict[str, Tensor | None],
+        linears: list[TELinear],
+    ) -> Tensor:
+        """What `core` makes of `x`. Weights are quantized once per optimizer step in training."""
+        records = linears[0].training and torch.is_grad_enabled()
+        generation = self._generation if records else None
+        y = core(x, parameters, self.compute_dtype, generation)
+        self._counter.count += len(linears)
+        if y.requires_grad:
+            # dw always; dx for all but the first linear of a model, whose input may need none.
+            gemms = 2 * len(linears) - (not x.requires_grad)
+            y.register_hook(  # type: ignore[no-untyped-call]
+                lambda dy: self._after_backward(gemms, records)
+            )
+        return y
+
+    def _after_backward(self, gemms: int, records: bool) -> None:
+        self._counter.count += gemms
+        if records and self.delayed is not None:
+            self.delayed.backward_ran()
+
+    def attach(self, model: nn.Module) -> None:
+        """See `Backend.attach`."""
+        super().attach(model)
+        self._weights.watch([layer for layer in model.modules() if isinstance(layer, TELinear)])
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._weights.look()
+            self._generation += self._weights.changed
+            if self.delayed is None:  # else it takes note itself
+                self._weights.taken()
+
+    def fp8_gemms(self) -> int:
+        """See `Backend.fp8_gemms`."""
+        return self._counter.take()
+
+
+class _LayerNorm(te.LayerNorm):  # type: ignore[misc]
+    """TE's norm without its pickled extra state, of which it has none."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
+    """See `_LayerNorm`."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+_NORMALIZATIONS: dict[type, str] = {_LayerNorm: "LayerNorm", _RMSNorm: "RMSNorm"}
+
+
+def _norm_parameters(norm: nn.Module) -> dict[str, Tensor | None]:
+    """A norm's parameters as TE's fused modules call them."""
+    return {f"layer_norm_{name}": value for name, value in norm._parameters.items()}
