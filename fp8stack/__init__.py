@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8stack import numerics
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state
+    from fp8stack.conversion import convert
     from fp8stack.errors import UserError
     from fp8stack.model import GPT, GPTConfig, load_config, plan_for
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
@@ -26,6 +27,7 @@ _HOMES = {
     "Recipe": "precision",
     "UserError": "errors",
     "build_backend": "backends",
+    "convert": "conversion",
     "fp8_state": "backends",
     "load": "training.load",
     "load_config": "model",
@@ -44,6 +46,7 @@ __all__ = [
     "Recipe",
     "UserError",
     "build_backend",
+    "convert",
     "fp8_state",
     "load",
     "load_config",

@@ -67,7 +67,8 @@ def show(hardware: Hardware, console: Console) -> None:
     software = [f"torch {hardware.torch_version}"]
     if hardware.cuda_version:
         software.append("CUDA {}.{}".format(*hardware.cuda_version))
-    software.append(f"Transformer Engine {hardware.te_version or 'not installed'}")
+    unused = " (of no use on a CPU)" if hardware.te_version and hardware.capability is None else ""
+    software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
     console.print(f"software: {', '.join(software)}", highlight=False, markup=False)
     if remedy := _te_remedy(hardware):
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)

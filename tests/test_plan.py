@@ -127,10 +127,10 @@ def cell(asked: str, machine: str, code: str, software: str = "te") -> Cell:
         )
 
     if how in ("fp8", "te"):
-        usable = [] if software == "neither" else ["torch"]
-        usable = ["te"] if software.startswith("te") else usable if how == "fp8" else []
-        if usable:
-            return made(recipe, usable[0], True, "bf16", software in ("broken te", "old te"), False)
+        if software in ("te", "te, old torch"):
+            return made(recipe, "te", True, "bf16", False, False)
+        if how == "fp8" and software != "neither":
+            return made(recipe, "torch", True, "bf16", software != "no te", False)
         cause = "Transformer Engine"
         if recipe == "mxfp8":
             return made(recipe, "emulate", False, "bf16", True, True)

@@ -122,11 +122,11 @@ class DelayedScaling:
         """Take new scales for weights that changed; a pass that records uses the change up."""
         if not torch.compiler.is_compiling():
             self.weights.look()
-        used = self._first_scales
-        used.copy_(torch.where(self.weights.flag, self.history.scales, used))
+        _take_scales(
+            self._first_scales, self._first, self.weights.flag, self.history.scales, self._records
+        )
         if self._records:
-            self._first.copy_(self.weights.flag)
-            self.weights.taken()
+            self.weights.changed = False
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._forward_due = self._records
@@ -149,3 +149,15 @@ class DelayedScaling:
             self.weights.flag = self.weights.flag.to(device)
             self._first = self._first.to(device)
             self._first_scales = self._first_scales.to(device)
+
+
+# An operator of its own, for torch.compile: inductor 2.13 may fuse the copy of a flag with its
+# clearing in the wrong order on a CPU. To be made plain code when test_torch_backend passes so.
+@torch.library.custom_op("fp8stack::take_scales", mutates_args=("used", "first", "changed"))
+def _take_scales(
+    used: Tensor, first: Tensor, changed: Tensor, scales: Tensor, records: bool
+) -> None:
+    used.copy_(torch.where(changed, scales, used))
+    if records:
+        first.copy_(changed)
+        changed.fill_(False)

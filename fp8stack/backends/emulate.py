@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8stack.backends.contract import Backend, GemmCounter, set_matmul_precision
 from fp8stack.backends.delayed import DelayedScaling
-from fp8stack.backends.linear import Fp8Linear, no_autocast
+from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
 from fp8stack.precision.plan import Plan
@@ -114,7 +114,7 @@ def _load(layer: EmulatedLinear, name: Name, values: Tensor, scales: Tensor | No
     return Operand(values, scales)
 
 
-class EmulatedLinear(Fp8Linear):
+class EmulatedLinear(MasterLinear):
     """A linear on the exact values of its FP8 operands."""
 
     def __init__(
@@ -137,7 +137,7 @@ class EmulatedLinear(Fp8Linear):
         self.save_fp8 = save_fp8
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `Fp8Linear.multiply`."""
+        """See `MasterLinear.multiply`."""
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
             x, self.matrix, self.bias, self, torch.is_grad_enabled()
         )

@@ -1,4 +1,4 @@
-"""What the linears of every FP8 backend share: parameters, shapes, dtypes. No GEMM here."""
+"""What the linears of all backends share: parameters, shapes, dtypes. No GEMM here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fp8stack.backends.delayed import DelayedScaling
 
 
-class Fp8Linear(nn.Linear):
-    """A linear whose three GEMMs take FP8 operands; weight and bias are high-precision masters.
+class MasterLinear(nn.Linear):
+    """A linear that multiplies in less precision than its weight and bias, the masters, have.
 
     `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
     `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
@@ -30,7 +30,7 @@ class Fp8Linear(nn.Linear):
         bias: bool,
         *,
         compute_dtype: torch.dtype,
-        delayed: DelayedScaling | None,
+        delayed: DelayedScaling | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.compute_dtype = compute_dtype

@@ -11,22 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends.contract import Backend, set_matmul_precision
+from fp8stack.backends.linear import MasterLinear
 
 
-class CastLinear(nn.Linear):
+class CastLinear(MasterLinear):
     """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-        self.compute_dtype = compute_dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] in any dtype -> [..., out] in the compute dtype."""
-        dtype = self.compute_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+    def multiply(self, x: Tensor) -> Tensor:
+        """See `MasterLinear.multiply`."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return F.linear(x, self.matrix.to(self.compute_dtype), bias)
 
 
 def plain_linear(
@@ -35,7 +29,7 @@ def plain_linear(
     """A linear without FP8: torch's own where no cast is needed."""
     if compute_dtype == torch.float32:
         return nn.Linear(in_features, out_features, bias=bias)
-    return CastLinear(in_features, out_features, bias, compute_dtype)
+    return CastLinear(in_features, out_features, bias, compute_dtype=compute_dtype)
 
 
 class ReferenceBackend(Backend):

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from fp8stack.backends.contract import Backend, GemmCounter, Norm
 from fp8stack.backends.delayed import DelayedScaling
-from fp8stack.backends.linear import Fp8Linear
+from fp8stack.backends.linear import MasterLinear
 from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.precision.plan import Plan
@@ -211,7 +211,7 @@ class TEDelayedScaling(DelayedScaling):
             torch._foreach_zero_(self._amaxes)
 
 
-class TELinear(Fp8Linear):
+class TELinear(MasterLinear):
     """A linear that TE computes, alone or together with what stands around it."""
 
     delayed: TEDelayedScaling | None
@@ -237,7 +237,7 @@ class TELinear(Fp8Linear):
         self.cores: dict[str, Core] = {}
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `Fp8Linear.multiply`; rows are padded to what TE takes."""
+        """See `MasterLinear.multiply`; rows are padded to what TE takes."""
         backend, rows = self.backend, len(x)
         missing = -rows % backend.row_multiple
         if missing:
@@ -380,8 +380,8 @@ class TEBackend(Backend):
         if model.training and torch.is_grad_enabled():
             self._weights.look()
             self._generation += self._weights.changed
-            if self.delayed is None:  # else it takes note itself
-                self._weights.taken()
+            if self.delayed is None:  # else it clears the mark itself
+                self._weights.changed = False
 
     def fp8_gemms(self) -> int:
         """See `Backend.fp8_gemms`."""

@@ -17,7 +17,7 @@ from torch.nn.functional import ScalingType
 from fp8stack import numerics
 from fp8stack.backends.contract import Backend, GemmCounter
 from fp8stack.backends.delayed import DelayedScaling
-from fp8stack.backends.linear import Fp8Linear, no_autocast
+from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, pack_scales, scaled_gemm
 from fp8stack.backends.scaling import Name
@@ -63,9 +63,7 @@ class _Multiply(torch.autograd.Function):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         dx = dw = db = None
         with no_autocast(dy.device.type):
-            along, across = layer.quantize(
-                dy.contiguous(), "grad_output", ctx.record, x_data is not None
-            )
+            along, across = layer.quantize(dy, "grad_output", ctx.record, x_data is not None)
             if w_data is not None:
                 w_across = Scaled(w_data, w_scale, layer.kind("weight"))
                 dx = scaled_gemm(along, w_across, dy.dtype)
@@ -78,7 +76,7 @@ class _Multiply(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-class ScaledLinear(Fp8Linear):
+class ScaledLinear(MasterLinear):
     """A linear on `scaled_mm`."""
 
     def __init__(
@@ -101,7 +99,7 @@ class ScaledLinear(Fp8Linear):
         self.counter = counter
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `Fp8Linear.multiply`; rows are padded to what the weight gradient's GEMM takes."""
+        """See `MasterLinear.multiply`; rows are padded to what the weight gradient's GEMM takes."""
         weight = self.matrix
         grad = torch.is_grad_enabled()
         needs = (grad and x.requires_grad, grad and weight.requires_grad)
@@ -145,8 +143,9 @@ class ScaledLinear(Fp8Linear):
             format = recipe.backward_format if name == "grad_output" else recipe.forward_format
             scale = self._scale(x, name, format, record)
             data, inv_scale = numerics.cast_to_fp8(x, scale, format), numerics.inverse(scale)
-            along = Scaled(data, inv_scale, kind)
+            along = Scaled(data.contiguous(), inv_scale, kind)
             return along, along._replace(data=data.t().contiguous()) if across else None
+        x = x.contiguous()
         if kind == ScalingType.BlockWise128x128:
             data, inv_scale = self._quantize_blocks(x, (128, 128))
             along = Scaled(data, pack_scales(inv_scale, kind), kind)

@@ -18,7 +18,7 @@ _WATCHES: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
 
 
 class WeightChanges:
-    """Whether the weights of some layers may have changed since `taken` was called last."""
+    """Whether the weights of some layers may have changed since both marks were last cleared."""
 
     def __init__(self) -> None:
         self.changed = True
@@ -48,11 +48,6 @@ class WeightChanges:
         if versions != self._versions:
             self._versions = versions
             self.mark()
-
-    def taken(self) -> None:
-        """Note that the weights as they are now have been quantized, or are about to be."""
-        self.changed = False
-        self.flag.fill_(False)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

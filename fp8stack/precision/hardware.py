@@ -148,9 +148,9 @@ def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
         if done.returncode == 0:
             return version, ""
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = f"failed ({lines[-1]})" if lines else f"died with exit code {done.returncode}"
+        why = f"failed ({_brief(lines[-1])})" if lines else f"died: exit code {done.returncode}"
     return version, (
-        f"importing Transformer Engine {version} {_brief(why)}: pip install --force-reinstall "
+        f"importing Transformer Engine {version} {why}: pip install --force-reinstall "
         f"--no-cache-dir --no-build-isolation 'transformer-engine[pytorch]=={version}'"
     )
 
@@ -162,7 +162,7 @@ _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Li
 
 def _brief(why: str) -> str:
     """A reason in one line that is not too long to read."""
-    return why if len(why) <= 160 else f"{why[:157]}..."
+    return why if len(why) <= 120 else f"{why[:117]}..."
 
 
 def _version_pair(version: str | None) -> tuple[int, int] | None:

@@ -74,7 +74,7 @@ class Plan:
     def vocabulary_multiple(self) -> int:
         """What the vocabulary is padded to a multiple of, so that the head's GEMM is aligned."""
         if self.is_fp8:
-            return 32 if self.scaling == "mxfp8" else 16
+            return self._multiple
         return 8 if self.compute_dtype in ("bf16", "fp16") else 1
 
     def for_layers(
@@ -134,14 +134,20 @@ class Plan:
                     f"layer. Layers: {', '.join(shapes)}."
                 )
 
+    @property
+    def _multiple(self) -> int:
+        """What both sizes of a layer must be divisible by, for the FP8 GEMMs of the backend."""
+        if self.scaling == "block" and self.backend == "torch":
+            return 128
+        return 32 if self.scaling == "mxfp8" else 16
+
     def _unserved(self, shape: tuple[int, int]) -> str | None:
         """Why the hardware cannot run a layer of this shape in FP8, or None."""
         if self.backend == "emulate":
             return None  # it pads
-        multiple = 32 if self.scaling == "mxfp8" else 16
         for what, size in zip(("in", "out"), shape, strict=True):
-            if size % multiple:
-                return f"{size} {what} features, not divisible by {multiple}"
+            if size % self._multiple:
+                return f"{size} {what} features, not divisible by {self._multiple}"
         return None
 
     def layer(self, name: str) -> LayerPlan:

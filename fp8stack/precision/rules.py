@@ -159,13 +159,12 @@ def _resolve_fp8(
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)
     if capability is None:
-        per_tensor = isinstance(recipe, DelayedRecipe | CurrentRecipe)
-        if backend == "torch" and per_tensor and not _too_special(recipe):
+        problem = _unable_on_cpu(backend, recipe)
+        if backend == "torch" and not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
             return planned("torch", False, reason), []
-        reason = (
-            f"{recipe.name} needs an FP8 GPU and this is a CPU: emulated, same bytes and scales"
-        )
+        problem = problem or f"{recipe.name} needs an FP8 GPU and this is a CPU"
+        reason = f"{problem}: emulated, same bytes and scales"
         return planned("emulate", False, reason), [reason]
     problem = _lacking_hardware(recipe, hardware)
     unable = {name: problem or _unable(name, recipe, hardware) for name in PREFERENCE}
@@ -235,6 +234,15 @@ def _unable(backend: BackendName, recipe: Recipe, hardware: Hardware) -> str:
         # There it runs as MXFP8 with the block recipe's scales, which only TE does.
         return "the torch backend has no block scaling on 10.x"
     return ""
+
+
+def _unable_on_cpu(backend: str, recipe: Recipe) -> str:
+    """Why the backend that was asked for by name cannot run `recipe` on a CPU; "" if it can."""
+    if backend == "te":
+        return "Transformer Engine needs a CUDA GPU"
+    if backend == "torch" and not isinstance(recipe, DelayedRecipe | CurrentRecipe):
+        return f"torch's scaled_mm on a CPU has no {recipe.scaling} scaling"
+    return _too_special(recipe) if backend == "torch" else ""
 
 
 def _too_special(recipe: Recipe) -> str:
