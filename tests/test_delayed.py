@@ -605,3 +605,17 @@ def test_a_frozen_or_unused_layer_keeps_its_gradient_scale():
     (used(x.requires_grad_()).sum() + 0 * unused.weight.sum()).backward()
     assert scales(used)["layer.grad_output"] == 57344.0
     assert set(scales(unused).values()) == {1.0}
+
+
+def test_training_a_part_of_the_model_by_itself_is_refused_and_evaluating_it_is_not():
+    model = gpt()
+    loss_of(model, 0).backward()
+    layer = model.blocks[0].mlp.up
+    before = raw(model)
+    with pytest.raises(UserError, match="Call the module that was converted"):
+        layer(normal(4, 32))
+    with torch.no_grad():
+        layer(normal(4, 32))
+    model.eval()
+    layer(normal(4, 32))
+    assert same(before, raw(model))

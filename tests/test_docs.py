@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8stack.backends import fp8_state
 from fp8stack.model import GPTConfig
 from fp8stack.precision import recipe as recipes
 from fp8stack.training.config import RunConfig
@@ -68,10 +69,12 @@ def test_links_between_documents_lead_somewhere(name: str) -> None:
 
 
 def test_the_readmes_python_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", _text("README.md"), re.S)
-    scope: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), scope)
-    assert scope["model"].training
+    codes = re.findall(r"```python\n(.*?)```", _text("README.md"), re.S)
+    assert len(codes) == 2
+    for code in codes:
+        scope: dict[str, object] = {}
+        exec(compile(code, "README.md", "exec"), scope)
+        assert any(value.any() for value in fp8_state(scope["model"]).values())
 
 
 def test_the_readmes_commands_have_only_flags_that_exist() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.linear import MasterLinear, plain_linear
 from fp8stack.errors import UserError
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import ComputeDtype, DelayedRecipe
@@ -36,7 +36,7 @@ class GemmCounter:
         return count
 
 
-class Backend(ABC):
+class Backend:
     """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
 
     Attributes:
@@ -52,9 +52,19 @@ class Backend(ABC):
         recipe = plan.recipe
         self.delayed = DelayedScaling(recipe) if isinstance(recipe, DelayedRecipe) else None
 
-    @abstractmethod
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
+        if not self.plan.is_fp8 or not self.plan.layer(name).fp8:
+            return plain_linear(in_features, out_features, bias, self.compute_dtype)
+        if self.delayed is not None:
+            self.delayed.add_layer(name)
+        return self.fp8_linear(name, in_features, out_features, bias)
+
+    def fp8_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool
+    ) -> MasterLinear:
+        """A linear layer that the plan has in FP8."""
+        raise NotImplementedError(f"{type(self).__name__} has no FP8.")
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension; it reads the residual stream, which is float32."""

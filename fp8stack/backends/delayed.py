@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from fp8stack.backends.weights import WeightChanges
+from fp8stack.errors import UserError
 from fp8stack.numerics import AmaxHistory
 from fp8stack.precision.recipe import DelayedRecipe
 
@@ -40,6 +41,7 @@ class DelayedScaling:
         self._forward: list[str] = []
         self._forward_due = False
         self._records = False
+        self._inside = False
         self._compiled = False
         self._backward_task: int | None = None
 
@@ -64,10 +66,25 @@ class DelayedScaling:
         return self.history.scale(slot)
 
     def record(self, slot: str, amax: Tensor) -> None:
-        """Note the amax of a tensor cast for `slot`: float32, 0-dim."""
+        """Note the amax of a tensor cast for `slot`: float32, 0-dim.
+
+        Raises:
+            UserError: no pass of the whole model is under way, so that no update would follow.
+        """
+        self.require_pass()
         if slot.endswith(".weight"):
             amax = torch.where(self._first, amax, 0.0)
         self.history.record(slot, amax)
+
+    def require_pass(self) -> None:
+        """Refuse to train a part of the model by itself: its scales would stay as they are."""
+        if torch.compiler.is_compiling() or self._inside:
+            return
+        if torch._C._current_graph_task_id() == -1:  # a backward pass may run blocks again
+            raise UserError(
+                "Delayed scaling: a layer was trained outside a forward pass of the model that it "
+                "belongs to, so its scales would never change. Call the module that was converted."
+            )
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
@@ -117,6 +134,7 @@ class DelayedScaling:
         self._forward_due = False
         self._follow_weights()
         self.distribute()
+        self._inside = True
 
     def _follow_weights(self) -> None:
         """Take new scales for weights that changed; a pass that records uses the change up."""
@@ -129,6 +147,7 @@ class DelayedScaling:
             self.weights.changed = False
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._inside = False
         self._forward_due = self._records
         if not self._records:
             self.forget()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fp8stack.backends.contract import Backend, GemmCounter, set_matmul_precision
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import MasterLinear, no_autocast
-from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import BlockRecipe
@@ -155,12 +154,10 @@ class EmulateBackend(Backend):
         exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
         self._gemm = Gemm(self.compute_dtype if exact else torch.float32)
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        """See `Backend.linear`."""
-        if not self.plan.layer(name).fp8:
-            return plain_linear(in_features, out_features, bias, self.compute_dtype)
-        if self.delayed is not None:
-            self.delayed.add_layer(name)
+    def fp8_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool
+    ) -> MasterLinear:
+        """See `Backend.fp8_linear`."""
         return EmulatedLinear(
             in_features,
             out_features,

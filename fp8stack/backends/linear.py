@@ -1,4 +1,4 @@
-"""What the linears of all backends share: parameters, shapes, dtypes. No GEMM here."""
+"""What the linears of all backends share: parameters, shapes, dtypes. No FP8 here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling
@@ -63,6 +64,24 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+class CastLinear(MasterLinear):
+    """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """See `MasterLinear.multiply`."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return F.linear(x, self.matrix.to(self.compute_dtype), bias)
+
+
+def plain_linear(
+    in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype
+) -> nn.Linear:
+    """A linear without FP8: torch's own where no cast is needed."""
+    if compute_dtype == torch.float32:
+        return nn.Linear(in_features, out_features, bias=bias)
+    return CastLinear(in_features, out_features, bias, compute_dtype=compute_dtype)
 
 
 @contextmanager

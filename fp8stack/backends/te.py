@@ -27,7 +27,6 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from fp8stack.backends.contract import Backend, GemmCounter, Norm
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import MasterLinear
-from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
@@ -276,12 +275,10 @@ class TEBackend(Backend):
         self._weights = self.delayed.weights if self.delayed is not None else WeightChanges()
         self._generation = 0
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        """See `Backend.linear`."""
-        if not self.plan.layer(name).fp8:
-            return plain_linear(in_features, out_features, bias, self.compute_dtype)
-        if self.delayed is not None:
-            self.delayed.add_layer(name)
+    def fp8_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool
+    ) -> MasterLinear:
+        """See `Backend.fp8_linear`."""
         return TELinear(in_features, out_features, bias, path=name, backend=self)
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
@@ -354,6 +351,8 @@ class TEBackend(Backend):
     ) -> Tensor:
         """What `core` makes of `x`. Weights are quantized once per optimizer step in training."""
         records = linears[0].training and torch.is_grad_enabled()
+        if records and self.delayed is not None:
+            self.delayed.require_pass()
         generation = self._generation if records else None
         y = core(x, parameters, self.compute_dtype, generation)
         self._counter.count += len(linears)

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from fp8stack import numerics
 from fp8stack.backends.contract import Backend, GemmCounter
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import MasterLinear, no_autocast
-from fp8stack.backends.reference import plain_linear
 from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, pack_scales, scaled_gemm
 from fp8stack.backends.scaling import Name
 from fp8stack.precision.plan import Plan
@@ -190,12 +189,10 @@ class TorchBackend(Backend):
         super().__init__(plan)
         self._counter = GemmCounter()
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        """See `Backend.linear`."""
-        if not self.plan.layer(name).fp8:
-            return plain_linear(in_features, out_features, bias, self.compute_dtype)
-        if self.delayed is not None:
-            self.delayed.add_layer(name)
+    def fp8_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool
+    ) -> MasterLinear:
+        """See `Backend.fp8_linear`."""
         assert not isinstance(self.plan.recipe, PlainRecipe)
         return ScaledLinear(
             in_features,
