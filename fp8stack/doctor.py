@@ -84,11 +84,9 @@ def show(hardware: Hardware, console: Console) -> None:
 
 def _te_remedy(hardware: Hardware) -> str:
     """What to do so that Transformer Engine can be used; "" if it can, or never could."""
-    if hardware.te_problem:
-        return hardware.te_problem
     if hardware.capability is None or hardware.capability < (8, 9) or hardware.has_te:
         return ""
-    return f"Transformer Engine is optional; to add it: {TE_REMEDY}"
+    return hardware.te_problem or f"Transformer Engine is optional; to add it: {TE_REMEDY}"
 
 
 def _recipe_table(all_plans: dict[str, Plan]) -> Table:

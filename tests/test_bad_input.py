@@ -66,11 +66,11 @@ CASES = {
     "strict": (["--recipe", "delayed", "--strict"], "--strict: 'delayed' does not run as asked"),
     "strict torch": (
         ["--recipe", "block", "--backend", "torch", "--device", "cpu", "--strict"],
-        "--strict: 'block' does not run as asked: block needs an FP8 GPU and this is a CPU",
+        "--strict: 'block' does not run as asked: torch's scaled_mm on a CPU has no block scaling",
     ),
     "strict te": (
         ["--recipe", "delayed", "--backend", "te", "--device", "cpu", "--strict"],
-        "--strict: 'delayed' does not run as asked: delayed needs an FP8 GPU",
+        "--strict: 'delayed' does not run as asked: Transformer Engine needs a CUDA GPU",
     ),
     "strict reference": (
         ["--recipe", "current", "--backend", "reference", "--strict"],

@@ -295,10 +295,10 @@ def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(inst
         (1, TRACEBACK.format("ImportError: libcudnn.so.9"), None, "failed (ImportError: libcudnn"),
         (1, TRACEBACK.format("  OSError: indented\t"), None, "failed (OSError: indented)"),
         (1, "A\r\nB\r\n\r\n", None, "failed (B)"),
-        (3, "", None, "died with exit code 3"),
-        (3, " \n\n", None, "died with exit code 3"),
-        (-6, "", None, "died with exit code -6"),
-        (-11, "", None, "died with exit code -11"),
+        (3, "", None, "exit code 3"),
+        (3, " \n\n", None, "exit code 3"),
+        (-6, "", None, "exit code -6"),
+        (-11, "", None, "exit code -11"),
         (0, "", subprocess.TimeoutExpired("python", 180.0), "took more than 180 s"),
     ],
 )
@@ -309,7 +309,8 @@ def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
     import_ends(code, stderr, error)
     found, problem = find_te()
     assert found == version
-    assert problem.startswith(f"importing Transformer Engine {version} {why}")
+    assert problem.startswith(f"importing Transformer Engine {version} ")
+    assert why in problem
     assert problem.endswith(f": {AGAIN.format(version)}")
     assert problem.isprintable()
 
@@ -320,12 +321,11 @@ def test_a_long_reason_is_cut_and_the_remedy_is_not(installed, import_ends, leng
     import_ends(1, "ImportError: " + "x" * length)
     _, problem = find_te()
     assert problem.startswith("importing Transformer Engine 2.20.0 failed (ImportError: xxx")
-    assert problem.endswith(f": {AGAIN.format('2.20.0')}")
+    assert problem.endswith(f"): {AGAIN.format('2.20.0')}")
     assert len(problem) < 360
-    assert ("..." in problem) == (length > 150)
+    assert ("x...)" in problem) == (length > 100)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: what the terminal acts on is not escaped")
 def test_what_a_terminal_would_act_on_is_escaped(installed, import_ends):
     installed("2.20.0")
     import_ends(1, "\x1b[31mImportError: \x07red\x1b[0m\n")
@@ -352,10 +352,10 @@ BROKEN = {
     "no autocast": ("class Linear: ...", "autocast"),
     "no Linear": ("def autocast(): ...", "Linear"),
     "syntax": ("def autocast(:", "failed (SyntaxError"),
-    "exit": ("import sys; sys.exit(3)", "died with exit code 3"),
-    "abort": ("import os; os.abort()", "died with exit code -6"),
-    "fault": ("import os; os.kill(os.getpid(), 11)", "died with exit code -11"),
-    "kill": ("import os; os.kill(os.getpid(), 9)", "died with exit code -9"),
+    "exit": ("import sys; sys.exit(3)", "exit code 3"),
+    "abort": ("import os; os.abort()", "exit code -6"),
+    "fault": ("import os; os.kill(os.getpid(), 11)", "exit code -11"),
+    "kill": ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
     "noise before it": (
         "import warnings; warnings.warn('noise'); print('noise'); raise ImportError('the cause')",
         "failed (ImportError: the cause)",
@@ -375,7 +375,6 @@ def test_a_real_te_that_is_broken_does_not_break_us_and_says_why(fake_te, case):
     assert problem.isprintable()
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: UnicodeDecodeError; the last warning hides the signal")
 @pytest.mark.parametrize(
     ("source", "why"),
     [

@@ -141,17 +141,22 @@ def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
         )
     probing = [sys.executable, "-P", "-c", _IMPORT_TE]
     try:
-        done = subprocess.run(probing, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            probing, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
     except subprocess.TimeoutExpired:
         why = f"took more than {timeout_s:g} s"
     else:
         if done.returncode == 0:
             return version, ""
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = f"failed ({_brief(lines[-1])})" if lines else f"died: exit code {done.returncode}"
+        why = f"died: exit code {done.returncode}"
+        if lines and done.returncode > 0:  # a signal says more than the last warning before it
+            why = f"failed ({_brief(lines[-1])})"
+    public = version.partition("+")[0]  # a build of one's own is not on PyPI
     return version, (
         f"importing Transformer Engine {version} {why}: pip install --force-reinstall "
-        f"--no-cache-dir --no-build-isolation 'transformer-engine[pytorch]=={version}'"
+        f"--no-cache-dir --no-build-isolation 'transformer-engine[pytorch]=={public}'"
     )
 
 
@@ -162,7 +167,7 @@ _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Li
 
 def _brief(why: str) -> str:
     """A reason in one line that is not too long to read."""
-    return why if len(why) <= 120 else f"{why[:117]}..."
+    return quoted(why if len(why) <= 120 else f"{why[:117]}...")
 
 
 def _version_pair(version: str | None) -> tuple[int, int] | None:

@@ -189,16 +189,17 @@ class Plan:
 
 
 def block_indices(names: Iterable[str]) -> dict[str, Block]:
-    """The place of each layer in the model's list of blocks, for the layers that are in it.
+    """The place of each layer in its list of blocks, for the layers that are in one.
 
-    That list is what most names have before a number: `blocks` in `blocks.3.mlp.up`,
-    `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`.
+    A list is what two or more blocks have before their number: `blocks` in `blocks.3.mlp.up`,
+    `transformer.h` in GPT-2's `transformer.h.3.attn.c_attn`. An encoder and a decoder are two.
     """
     found = {name: match for name in names if (match := re.match(r"(.*?)(?:^|\.)(\d+)\.", name))}
-    if not found:
-        return {}
-    stems = [match[1] for match in found.values()]
-    stem = max(stems, key=stems.count)
-    indices = {name: int(match[2]) for name, match in found.items() if match[1] == stem}
-    count = max(indices.values()) + 1
-    return {name: Block(index, count) for name, index in indices.items()}
+    lists: dict[str, set[int]] = {}
+    for match in found.values():
+        lists.setdefault(match[1], set()).add(int(match[2]))
+    return {
+        name: Block(int(match[2]), max(lists[match[1]]) + 1)
+        for name, match in found.items()
+        if len(lists[match[1]]) > 1 or len(lists) == 1
+    }

@@ -159,7 +159,7 @@ def _resolve_fp8(
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)
     if capability is None:
-        problem = _unable_on_cpu(backend, recipe)
+        problem = _unable_on_cpu(backend, recipe, hardware)
         if backend == "torch" and not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
             return planned("torch", False, reason), []
@@ -172,16 +172,21 @@ def _resolve_fp8(
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
         # Emulation on other hardware is near bf16's speed: worth it where nothing else is exact.
-        if capability >= (8, 0) and (isinstance(recipe, Mxfp8Recipe) or _too_special(recipe)):
+        special = capability >= (8, 9) and _too_special(recipe)
+        if special or (isinstance(recipe, Mxfp8Recipe) and capability >= (8, 0)):
             reason = f"{problem}: emulated by bf16 GEMMs on the exact operands"
             return planned("emulate", False, reason), [reason]
         return _without_fp8(asked, problem, hardware)
     chosen = next((name for name in able if name == backend), able[0])
     if backend not in ("auto", chosen):  # only a backend that was asked for is a substitution
-        reason = f"{unable[_named(backend)]}: {chosen} runs instead"
+        reason = f"{unable[_named(backend)]}; {chosen} runs instead"
         return planned(chosen, True, reason), [reason]
-    notes = [f"{hardware.te_problem}; until then {chosen} runs"] if hardware.te_problem else []
-    return planned(chosen, True, *notes), []
+    # One that auto would have preferred, and that is there, but does not work.
+    mended = replace(hardware, has_te=True, te_problem="")
+    better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable("te", recipe, mended)
+    if backend == "auto" and hardware.te_problem and better:
+        return planned(chosen, True, f"{hardware.te_problem}; until then {chosen} runs"), []
+    return planned(chosen, True), []
 
 
 def _named(backend: str) -> BackendName:
@@ -228,21 +233,30 @@ def _unable(backend: BackendName, recipe: Recipe, hardware: Hardware) -> str:
             return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
         return ""
     if not _has_scaled_mm(hardware):
-        needed = ".".join(map(str, TORCH_MINIMUM))
-        return f"the torch backend needs torch {needed}, this is {hardware.torch_version}"
+        return _old_torch(hardware)
     if isinstance(recipe, BlockRecipe) and _is_blackwell(hardware):
         # There it runs as MXFP8 with the block recipe's scales, which only TE does.
         return "the torch backend has no block scaling on 10.x"
     return ""
 
 
-def _unable_on_cpu(backend: str, recipe: Recipe) -> str:
+def _unable_on_cpu(backend: str, recipe: Recipe, hardware: Hardware) -> str:
     """Why the backend that was asked for by name cannot run `recipe` on a CPU; "" if it can."""
     if backend == "te":
         return "Transformer Engine needs a CUDA GPU"
+    if backend == "torch" and not _has_scaled_mm(hardware):
+        return _old_torch(hardware)
     if backend == "torch" and not isinstance(recipe, DelayedRecipe | CurrentRecipe):
         return f"torch's scaled_mm on a CPU has no {recipe.scaling} scaling"
     return _too_special(recipe) if backend == "torch" else ""
+
+
+def _old_torch(hardware: Hardware) -> str:
+    needed = ".".join(map(str, TORCH_MINIMUM))
+    return (
+        f"the torch backend needs torch {needed} or later, this is {hardware.torch_version} "
+        f"(pip install --upgrade 'torch>={needed}')"
+    )
 
 
 def _too_special(recipe: Recipe) -> str:
