@@ -1,15 +1,16 @@
-"""FP8 in any model: its linears replaced in place by a backend's. It must not know a model by name.
+"""FP8 in any model: its linears become a backend's, in place. It must not know a model by name.
 
-Parameters stay the same objects under the same names: ties, optimizers made later, checkpoints and
-state dicts do not notice.
+Modules and parameters stay the same objects under the same names: ties, optimizers, checkpoints,
+hooks and state dicts do not notice.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +18,7 @@ from torch import nn
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.linear import MasterLinear
 from fp8stack.errors import UserError, quoted
-from fp8stack.precision import Plan
-from fp8stack.precision.recipe import PlainRecipe
+from fp8stack.precision import LayerPlan, Plan
 
 log = logging.getLogger("fp8stack")
 
@@ -29,13 +29,17 @@ def convert(module: nn.Module, plan: Plan, exclude: Iterable[str] = ()) -> nn.Mo
     Nothing else is needed in a training loop: forward, `loss.backward()` and `optimizer.step()` on
     the module that was converted, delayed scaling included. Outputs keep the dtype that they had.
     What was converted, what was not and why is in `module.fp8_plan` (`.layers`, `.reasons`,
-    `.summary()`) and in the log of "fp8stack". Convert before the optimizer is built, before a
-    wrapper such as DDP, and before torch.compile.
+    `.summary()`) and in the log of "fp8stack". Convert before torch.compile.
+
+    Delayed scaling begins with scale 1 and needs a few training passes; for a model that is only
+    evaluated, use current scaling. `nn.TransformerEncoderLayer` reads its weights past its linears
+    in eval mode without gradients: there it is not in FP8.
 
     Args:
-        module: any model; it is changed in place. Weights and biases stay the same parameters.
+        module: any model; its linears become ours in place: the same objects, with the same
+            parameters, hooks and attributes.
         plan: what `resolve(recipe, hardware)` gave.
-        exclude: patterns of module paths to leave as they are, such as "*.mlp.*".
+        exclude: a pattern of module paths to leave as they are, such as "*.mlp.*", or several.
 
     Returns:
         `module`.
@@ -44,46 +48,49 @@ def convert(module: nn.Module, plan: Plan, exclude: Iterable[str] = ()) -> nn.Mo
         UserError: nothing to convert, a pattern that matches no layer, or a module that is or was
             converted; under `strict`, a layer that the hardware cannot serve.
     """
-    linears = dict(_linears(module))
-    left_out = _left_out(module, linears, tuple(exclude))
-    shapes = {name: _shape(part) for name, part in linears.items() if name not in left_out}
-    plan = replace(plan, layers=())
-    if plan.is_fp8 and not shapes:
+    if not isinstance(plan, Plan):
+        raise UserError("convert needs a plan, such as resolve('delayed', probe()).")
+    linears = _linears(module)
+    patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    left_out = _left_out(module, linears, patterns)
+    if plan.is_fp8 and len(left_out) == len(linears):
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise UserError(f"Nothing to convert: no linear layer{f' ({why})' if why else ''}.")
-    plan = plan.for_layers(shapes, heads=_heads(module, linears))
-    if plan.loss_scaling:
-        unscaled = "fp16 needs a scaled loss, which convert cannot give: unchanged"
-        left_out |= dict.fromkeys(shapes, unscaled)
-    plan = replace(
-        plan, reasons=(*plan.reasons, *(f"{name}: {why}" for name, why in left_out.items()))
-    )
+    plan = _decided(module, plan, linears, left_out)
     backend = build_backend(plan)
-    chosen = [layer.name for layer in plan.layers if layer.fp8 or _casts(plan)]
-    for name in chosen:
-        if name not in left_out:
-            _replace_everywhere(module, linears[name], _built(backend, name, linears[name]))
+    for layer in plan.layers:
+        if layer.precision != _UNCHANGED:
+            _become(linears[layer.name].part, backend, layer)
     backend.attach(module)
+    if plan.compute_dtype == "tf32":
+        backend.set_matmul_precision(module)
     module.fp8_plan = plan  # type: ignore[assignment]
     for line in plan.summary():
         log.info(line)
     return module
 
 
-def _casts(plan: Plan) -> bool:
-    """Whether a plan without FP8 changes how a linear multiplies."""
-    return isinstance(plan.recipe, PlainRecipe) and plan.compute_dtype in ("bf16", "fp16")
+_UNCHANGED = "unchanged"
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+class _Found(NamedTuple):
+    """A linear, with all its module paths; the first is its name."""
+
+    part: nn.Module
+    paths: list[str]
+
+
+def _linears(module: nn.Module) -> dict[str, _Found]:
     """Every layer that is a linear in some way, once, by its first module path."""
-    for name, part in module.named_modules():
+    found: dict[int, _Found] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, MasterLinear) or hasattr(part, "fp8_plan"):
             raise UserError("This model is converted already. Convert it once, from the original.")
         if isinstance(part, nn.Linear) or _is_conv1d(part):
-            if not name:
-                raise UserError("A bare linear cannot be replaced in place: wrap it in a module.")
-            yield name, part
+            if not path:
+                raise UserError("A bare linear cannot be converted in place: wrap it in a module.")
+            found.setdefault(id(part), _Found(part, [])).paths.append(path)
+    return {linear.paths[0]: linear for linear in found.values()}
 
 
 def _is_conv1d(part: nn.Module) -> bool:
@@ -93,66 +100,84 @@ def _is_conv1d(part: nn.Module) -> bool:
 
 
 def _left_out(
-    module: nn.Module, linears: dict[str, nn.Module], exclude: tuple[str, ...]
+    module: nn.Module, linears: dict[str, _Found], patterns: tuple[str, ...]
 ) -> dict[str, str]:
     """The layers that stay as they are, with the reason."""
-    reasons = {}
-    for pattern in exclude:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in linears):
+    paths = [path for linear in linears.values() for path in linear.paths]
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
             raise UserError(
                 f"exclude: the pattern '{quoted(pattern)}' matches no layer. "
                 f"Layers: {', '.join(linears)}."
             )
-    for name, part in linears.items():
-        matched = [pattern for pattern in exclude if fnmatch.fnmatchcase(name, pattern)]
+    reasons = {}
+    for name, (part, paths) in linears.items():
+        matched = [pattern for pattern in patterns if fnmatch.filter(paths, pattern)]
         owner = module.get_submodule(name.rpartition(".")[0])
+        own = [key for key in ("weight", "bias") if key not in part._parameters]
         if matched:
-            reasons[name] = f"unchanged, excluded by the pattern '{matched[0]}'"
+            reasons[name] = f"excluded by the pattern '{matched[0]}'"
         elif isinstance(owner, nn.MultiheadAttention):
-            reasons[name] = "unchanged, nn.MultiheadAttention reads its weight and never calls it"
+            reasons[name] = "nn.MultiheadAttention reads its weight and never calls it"
         elif type(part) is not nn.Linear and not _is_conv1d(part):
-            reasons[name] = f"unchanged, a {type(part).__name__} may do more than nn.Linear"
-        elif part._parameters.get("weight") is None:
-            reasons[name] = "unchanged, its weight is computed and no parameter"
+            reasons[name] = f"a {type(part).__name__} may do more than nn.Linear"
+        elif "forward" in vars(part):
+            reasons[name] = "it has a forward of its own"
+        elif own:
+            reasons[name] = f"its {own[0]} is computed and no parameter"
     return reasons
+
+
+def _decided(
+    module: nn.Module, plan: Plan, linears: dict[str, _Found], left_out: dict[str, str]
+) -> Plan:
+    """`plan` with a decision for each linear; one whose precision is "unchanged" stays as it is."""
+    shapes = {name: _shape(linear.part) for name, linear in linears.items()}
+    fresh = replace(plan, layers=())
+    if plan.is_fp8:
+        return fresh.for_layers(shapes, _heads(module, linears), left_out, _UNCHANGED)
+    fresh = fresh.for_layers(shapes)
+    unscaled = "fp16 needs a scaled loss, which convert cannot give"
+    casts = plan.compute_dtype == "bf16"
+    layers = []
+    for layer in fresh.layers:
+        reason = left_out.get(layer.name, unscaled if plan.loss_scaling else "")
+        kept = layer if casts and not reason else replace(layer, precision=_UNCHANGED)
+        layers.append(replace(kept, reason=reason))
+    said = [layer.sentence for layer in layers if layer.reason]
+    return replace(fresh, layers=tuple(layers), reasons=(*fresh.reasons, *said))
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:
     """(in, out)."""
-    rows, columns = part.get_parameter("weight").shape
-    return (rows, columns) if _is_conv1d(part) else (columns, rows)
+    if _is_conv1d(part):
+        rows, columns = part.get_parameter("weight").shape
+        return rows, columns
+    assert isinstance(part, nn.Linear)
+    return part.in_features, part.out_features
 
 
-def _heads(module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
-    """The layers that give logits: the model's own answer if it has one, else those so named."""
-    ask = getattr(module, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
+def _heads(module: nn.Module, linears: dict[str, _Found]) -> set[str]:
+    """The layers that give logits: by the answer of models that have one, else by their name."""
+    asked = (getattr(part, "get_output_embeddings", None) for part in module.modules())
+    heads = [head for ask in asked if callable(ask) and (head := ask()) is not None]
     return {
         name
-        for name, part in linears.items()
-        if part is head or (head is None and name.rpartition(".")[2] == "lm_head")
+        for name, linear in linears.items()
+        if any(linear.part is head for head in heads)
+        or (not heads and name.rpartition(".")[2] == "lm_head")
     }
 
 
-def _built(backend: Backend, name: str, part: nn.Module) -> nn.Module:
-    """The backend's layer in place of `part`, with its parameters, mode and hooks."""
-    inputs, outputs = _shape(part)
-    with torch.device("meta"):  # its own parameters are thrown away at once
-        layer = backend.linear(name, inputs, outputs, part.bias is not None)
-    assert isinstance(layer, MasterLinear)
-    for key in ("weight", "bias"):
-        layer.register_parameter(key, part._parameters[key])
-    layer.transposed = _is_conv1d(part)
-    layer.keeps_dtype = True
-    for key, value in vars(part).items():
-        if "_hooks" in key:
-            layer.__dict__[key] = value
-    return layer.train(part.training)
-
-
-def _replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is: a layer may be shared."""
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                setattr(parent, name, new)
+def _become(part: nn.Module, backend: Backend, layer: LayerPlan) -> None:
+    """Turn a linear into the backend's: the same object, that others may hold, of another class."""
+    with torch.device("meta"):  # its own parameters are never used
+        like = backend.linear(
+            layer.name, layer.in_features, layer.out_features, part.bias is not None
+        )
+    assert isinstance(like, MasterLinear)
+    like.transposed = _is_conv1d(part)
+    like.keeps_dtype = True
+    for key, value in vars(like).items():
+        part.__dict__.setdefault(key, value)
+    part.__class__ = type(like)

@@ -233,6 +233,7 @@ class GPT(nn.Module):
         self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
         initialize(self, seed)
         backend.attach(self)
+        backend.set_matmul_precision(self)
 
     @overload
     def forward(self, tokens_BT: Tensor) -> Tensor: ...

@@ -1,14 +1,15 @@
 """A stand-in for Transformer Engine 2.20 (TE) on a CPU, held to TE's own Python source.
 
 TE's compiled extension needs a GPU; its Python source needs only to be read. From it come the
-recipes, which are executed; the signature of everything that may be called, so that an argument
-that TE does not have is a TypeError; and `FACTS`, what `fp8stack.backends.te` relies on in TE's
-insides. The modules here keep TE's state as TE does, and compute with `fp8stack.numerics`.
+recipes, which are executed, and the signature of all that may be called: an argument that TE does
+not have is a TypeError. The modules here keep state as TE's do, and compute with
+`fp8stack.numerics`; test_te.py has the list of what they, and the backend, take TE's code to say.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import pickle
@@ -27,111 +28,14 @@ from torch import Tensor, nn
 import fp8stack.backends
 from fp8stack import numerics
 
-_SPEC = importlib.util.find_spec("transformer_engine")  # finds it without importing it
-assert _SPEC is not None and _SPEC.submodule_search_locations is not None
+_SPEC: Any = importlib.util.find_spec("transformer_engine")  # which does not import it
 ROOT = Path(_SPEC.submodule_search_locations[0])
-
 QUANTIZATION = "pytorch/quantization.py"
 BASE = "pytorch/module/base.py:TransformerEngineBaseModule"
-LINEAR = "pytorch/module/linear.py:Linear"
-NORM_LINEAR = "pytorch/module/layernorm_linear.py:LayerNormLinear"
-NORM_MLP = "pytorch/module/layernorm_mlp.py:LayerNormMLP"
-MANAGER = f"{QUANTIZATION}:FP8GlobalStateManager"
-DELAYED_STATE = f"{QUANTIZATION}:DelayedScalingRecipeState"
+Shapes = Iterator[tuple[str, tuple[int, ...]]]  # parameters by name
 
-# Where in TE's source, and what must be there: what te.py or this file could not do without.
-FACTS: list[tuple[str, str]] = [
-    # A module whose fp8_meta has the key is not registered, so TE never updates its scales.
-    (f"{MANAGER}.add_fp8_tensors_to_global_buffer", "index_in_buffer = cls.get_buffer_info()"),
-    (f"{MANAGER}.add_fp8_tensors_to_global_buffer", "if index_in_buffer in fp8_meta: return"),
-    (f"{BASE}.get_extra_state", "k != 'buffer_index_and_autocast_key'"),
-    # Buffers: one scale and one column of amaxes per operand, cast for through views of them.
-    (f"{DELAYED_STATE}.__init__", "self.scale = torch.ones(num_quantizers, dtype=torch.float32"),
-    (
-        f"{DELAYED_STATE}.__init__",
-        "self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers,",
-    ),
-    (
-        f"{DELAYED_STATE}.make_quantizers",
-        "Float8Quantizer(self.scale[i], self.amax_history[0][i].reshape((1,)), self.dtype)",
-    ),
-    (f"{BASE}.set_meta_tensor", "self.fp8_meta['num_gemms'] * 3 if fwd else"),
-    (f"{BASE}.set_meta_tensor", "'scaling_fwd' if fwd else 'scaling_bwd'"),
-    # Buffers made before the forward pass are kept by it, and made inside an autocast.
-    (f"{BASE}.prepare_forward", "self.init_fp8_metadata(num_gemms=num_gemms)"),
-    (f"{BASE}.init_fp8_metadata", "FP8GlobalStateManager.get_fp8_recipe() == _original_recipe"),
-    (f"{BASE}.init_fp8_metadata", "fp8 = FP8GlobalStateManager.is_fp8_enabled()"),
-    # TE's own updates: at the exit of the outermost autocast, after the first module's backward.
-    (
-        f"{MANAGER}.autocast_exit",
-        "if enabled and qstate.autocast_depth == 0 and (not _graph) and torch.is_grad_enabled():"
-        "cls.reduce_and_update_fp8_tensors(forward=True)",
-    ),
-    (
-        "pytorch/module/linear.py:_Linear.backward",
-        "FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)",
-    ),
-    # Parameters are read by name at each call, so others can be lent.
-    (f"{LINEAR}.__init__", "self.weight_names = ['weight'] self.bias_names = ['bias']"),
-    (f"{NORM_LINEAR}.__init__", "self.weight_names = ['weight'] self.bias_names = ['bias']"),
-    (f"{NORM_LINEAR}.__init__", "self.register_parameter('layer_norm_weight',"),
-    (f"{NORM_LINEAR}.__init__", "self.register_parameter('layer_norm_bias',"),
-    (f"{NORM_MLP}.__init__", "self.register_parameter('layer_norm_weight',"),
-    (f"{NORM_MLP}.__init__", "self.register_parameter('layer_norm_bias',"),
-    (f"{NORM_MLP}.__init__", "self.register_parameter('fc1_weight',"),
-    (f"{NORM_MLP}.__init__", "self.register_parameter('fc1_bias',"),
-    (f"{NORM_MLP}.__init__", "self.register_parameter('fc2_weight',"),
-    (f"{NORM_MLP}.__init__", "self.register_parameter('fc2_bias',"),
-    (f"{NORM_MLP}.__init__", "fc1_output_features = 2 * self.size_per_partition"),
-    (f"{LINEAR}._get_weight_tensors", "[getattr(self, name) for name in self.weight_names]"),
-    (f"{NORM_MLP}.forward", "fc1_weight, fc2_weight = self._get_weight_tensors()"),
-    # Which operand has which index.
-    (f"{LINEAR}._get_quantizers", "self.quantizers['scaling_bwd'][FP8BwdTensorIdx.GRAD_OUTPUT1]"),
-    (
-        f"{NORM_MLP}._get_quantizers",
-        "fc2_input_quantizer = self.quantizers['scaling_fwd'][FP8FwdTensorIdx.GEMM2_INPUT]",
-    ),
-    (
-        f"{NORM_MLP}._get_quantizers",
-        "fc2_grad_output_quantizer = "
-        "self.quantizers['scaling_bwd'][FP8BwdTensorIdx.GRAD_OUTPUT2]",
-    ),
-    # Weights are quantized for one call (None), or again (True), or not (False).
-    (f"{LINEAR}.forward", "None if is_first_microbatch is None or self.is_fsdp2 else 'weight'"),
-    (
-        "pytorch/module/linear.py:_linear_forward_impl",
-        "update_ws = is_first_microbatch is None or is_first_microbatch",
-    ),
-    # Dtypes and shapes.
-    (f"{BASE}.set_activation_dtype", "if torch.is_autocast_enabled():"),
-    (
-        "pytorch/utils.py:assert_dim_for_fp8_exec",
-        "math.prod(tensor.shape[:-1]) % 8 != 0 or tensor.shape[-1] % 16 != 0",
-    ),
-    # What a recipe's options reach: of current scaling the customization, of blocks the state.
-    (f"{LINEAR}._customize_quantizers_float8_current_scaling", "fp8_quant_fwd_inp.power_2_scale"),
-    (f"{LINEAR}._customize_quantizers_float8_current_scaling", "fp8_quant_fwd_inp.amax_epsilon"),
-    (f"{NORM_MLP}._customize_quantizers_float8_current_scaling", "fp8_quant_bwd_grad.amax_epsilon"),
-    (
-        f"{QUANTIZATION}:Float8BlockScalingRecipeState.make_quantizers",
-        "force_pow_2_scales=qparams.power_2_scale",
-    ),
-    # Graphs are freed by their backward pass.
-    ("pytorch/quantized_tensor.py:restore_from_func_ctx", "ctx.tensor_objects = None"),
-    # The norms, and what is imported from where.
-    ("pytorch/ops/basic/layer_norm.py:LayerNorm.__init__", "self.eps: float = eps"),
-    ("pytorch/ops/basic/rmsnorm.py:RMSNorm.__init__", "self.eps: float = eps"),
-    ("pytorch/ops/op.py:BasicOperation", "def get_extra_state(self)"),
-    ("pytorch/__init__.py:", "from transformer_engine.pytorch.module import LayerNormLinear"),
-    ("pytorch/__init__.py:", "from transformer_engine.pytorch.module import Linear"),
-    ("pytorch/__init__.py:", "from transformer_engine.pytorch.module import LayerNormMLP"),
-    ("pytorch/__init__.py:", "from transformer_engine.pytorch.module import LayerNorm"),
-    ("pytorch/__init__.py:", "from transformer_engine.pytorch.module import RMSNorm"),
-    ("pytorch/__init__.py:", "from transformer_engine.pytorch.quantization import autocast"),
-] + [
-    ("pytorch/module/layernorm_mlp.py:_get_act_func_supported_list", f"'{name}': (tex.{name},")
-    for name in ("gelu", "srelu", "swiglu")
-]
+
+_parse = functools.cache(ast.parse)
 
 
 class Source:
@@ -139,14 +43,12 @@ class Source:
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
-        self._trees: dict[str, ast.Module] = {}
+        self._signatures: dict[str, inspect.Signature] = {}
 
     def node(self, where: str) -> Any:
         """The definition at `where`; a KeyError if there is none."""
         file, _, path = where.partition(":")
-        if file not in self._trees:
-            self._trees[file] = ast.parse((self.root / file).read_text())
-        node: Any = self._trees[file]
+        node: Any = _parse((self.root / file).read_text())
         for name in filter(None, path.split(".")):
             found = [child for child in node.body if getattr(child, "name", None) == name]
             if not found:
@@ -158,31 +60,48 @@ class Source:
         """Whether the code at `where` contains `piece`, white space aside."""
         return "".join(piece.split()) in "".join(ast.unparse(self.node(where)).split())
 
-    def signature(self, where: str) -> inspect.Signature:
-        """How the function at `where` is to be called."""
-        a = self.node(where).args
-        bare = [None] * (len(a.posonlyargs + a.args) - len(a.defaults))
-        kind = inspect.Parameter
-        found = [(n, d, kind.POSITIONAL_OR_KEYWORD) for n, d in zip(a.args, bare + a.defaults)]
-        found += [(a.vararg, None, kind.VAR_POSITIONAL)] if a.vararg else []
-        found += [(n, d, kind.KEYWORD_ONLY) for n, d in zip(a.kwonlyargs, a.kw_defaults)]
-        found += [(a.kwarg, None, kind.VAR_KEYWORD)] if a.kwarg else []
-        return inspect.Signature(
-            [kind(n.arg, k, default=kind.empty if d is None else _value(d)) for n, d, k in found]
-        )
-
-    def assigned(self, where: str, name: str) -> ast.expr:
-        """What is assigned to `name` in the body at `where`."""
-        for statement in self.node(where).body:
-            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
-                return statement.value
+    def assigned(self, where: str, name: str) -> Any:
+        """The expression that is assigned to `name` in the body at `where`."""
+        for node in self.node(where).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return node.value
         raise KeyError(f"{where}:{name}")
 
+    def signature(self, where: str) -> inspect.Signature:
+        """How the function at `where` is to be called."""
+        if where not in self._signatures:
+            a, kind = self.node(where).args, inspect.Parameter
+            plain = [*[None] * (len(a.args) - len(a.defaults)), *a.defaults]
+            found = [(n, d, kind.POSITIONAL_OR_KEYWORD) for n, d in zip(a.args, plain, strict=True)]
+            found += [(a.vararg, None, kind.VAR_POSITIONAL)] if a.vararg else []
+            keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
+            found += [(n, d, kind.KEYWORD_ONLY) for n, d in keywords]
+            found += [(a.kwarg, None, kind.VAR_KEYWORD)] if a.kwarg else []
+            self._signatures[where] = inspect.Signature(
+                [kind(n.arg, k, default=_default(d)) for n, d, k in found]
+            )
+        return self._signatures[where]
 
-def _value(node: ast.expr) -> Any:
-    """A default; `...` where it is no literal."""
+    def index(self, forward: bool, kind: str, gemm: int) -> int:
+        """Where in a module's buffers an operand of its first or second GEMM is."""
+        name = f"_{'FWD' if forward else 'BWD'}_DEFAULT_TENSOR_TYPES"
+        order = ast.literal_eval(self.assigned(f"{QUANTIZATION}:RecipeState", name))
+        return len(order) * (gemm - 1) + int(order.index(kind))
+
+    def indices(self, name: str) -> types.SimpleNamespace:
+        """`FP8FwdTensorIdx` or `FP8BwdTensorIdx`: "GEMM2_INPUT" or "GRAD_INPUT2" to an index."""
+        found = {}
+        for key in (word.arg for word in self.assigned("pytorch/constants.py:", name).keywords):
+            kind, number = key.removeprefix("GEMM"), key.strip("GEMADINPUTWHORL_")
+            kind = kind.replace(number, "").strip("_").lower()
+            found[key] = self.index("Fwd" in name, kind, int(number))
+        return types.SimpleNamespace(**found)
+
+
+def _default(node: ast.expr | None) -> Any:
+    """The default that an argument has, if any; `...` where it is no literal."""
     try:
-        return ast.literal_eval(node)
+        return inspect.Parameter.empty if node is None else ast.literal_eval(node)
     except ValueError:
         return ...
 
@@ -206,22 +125,18 @@ class StandIn:
     made: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # class, arguments
     calls: list[Call] = field(default_factory=list)
     casts: list[tuple[Module, str]] = field(default_factory=list)  # operand: gemm1_weight, ...
+    gemms: int = 0  # that ran
     depth: int = 0
     enabled: bool = False
     recipe: Any = None
     is_first_module: bool = False
-    registered: list[DelayedState] = field(default_factory=list)
+    registered: list[State] = field(default_factory=list)
 
     def bind(self, where: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments by name, defaults included, if the function at `where` takes them.
-
-        Raises:
-            TypeError: it does not.
-        """
+        """The arguments by name, defaults included; a TypeError if TE's function takes others."""
         bound = self.source.signature(where).bind(*args, **kwargs)
         bound.apply_defaults()
-        bound.arguments.pop("self", None)
-        return dict(bound.arguments)
+        return {name: value for name, value in bound.arguments.items() if name != "self"}
 
     def update(self, forward: bool) -> None:
         """TE's own update of scales: of the modules that are registered."""
@@ -234,13 +149,13 @@ NOW: StandIn  # set by `installed`
 
 
 class FP8GlobalStateManager:
-    """Of TE's, what te.py and the modules here use."""
+    """Of TE's, what is used."""
 
     @classmethod
     def get_buffer_info(cls) -> str:
         """The string that TE's source returns."""
-        key: str = ast.literal_eval(NOW.source.node(f"{MANAGER}.get_buffer_info").body[-1].value)
-        return key
+        node = NOW.source.node(f"{QUANTIZATION}:FP8GlobalStateManager.get_buffer_info")
+        return str(ast.literal_eval(node.body[-1].value))
 
 
 class autocast:
@@ -264,8 +179,8 @@ class autocast:
             NOW.update(forward=True)
 
 
-class DelayedState:
-    """`DelayedScalingRecipeState`, and TE's update of it; the other recipes leave it as it is."""
+class State:
+    """TE's recipe state of one direction. Recipes without state leave the tensors as they are."""
 
     def __init__(self, recipe: Any, forward: bool, slots: int) -> None:
         self.recipe, self.forward = recipe, forward
@@ -274,18 +189,18 @@ class DelayedState:
         self.amax_history = torch.zeros(length, slots, dtype=torch.float32)
 
     def update(self) -> None:
-        """`_amax_and_scale_update`, as TE's source has it in Python."""
+        """`_amax_and_scale_update`, as TE's source has it."""
         history, recipe = self.amax_history, self.recipe
         amax = history.amax(0) if recipe.amax_compute_algo == "max" else history[0].clone()
         history.copy_(history.roll(-1, 0))
         history[0] = 0
-        limit = recipe.fp8_format.value
-        scale = (limit.max_fwd if self.forward else limit.max_bwd) / amax / 2**recipe.margin
+        formats = recipe.fp8_format.value
+        scale = (formats.max_fwd if self.forward else formats.max_bwd) / amax / 2**recipe.margin
         self.scale.copy_(torch.where((amax > 0) & amax.isfinite(), scale, self.scale))
 
 
 class Operand(NamedTuple):
-    """FP8 values of a matrix for a GEMM over its columns, and (transposed) one over its rows."""
+    """FP8 values of a matrix for a GEMM over its columns and, transposed, one over its rows."""
 
     along: Tensor
     across: Tensor
@@ -295,64 +210,57 @@ class Operand(NamedTuple):
 class Quantizer:
     """Casts one operand of one GEMM as the recipe says."""
 
-    def __init__(self, module: Module, gemm: int, kind: str) -> None:
+    def __init__(self, meta: dict[str, Any], gemm: int, kind: str) -> None:
         forward = kind != "grad_output"
-        self.operand, self.kind = f"gemm{gemm}_{kind}", kind
-        self.state = module.fp8_meta["scaling_fwd" if forward else "scaling_bwd"]
-        self.recipe = recipe = module.fp8_meta["recipe"]
-        hybrid = recipe.fp8_format.name == "HYBRID"
+        state, self.recipe = meta["scaling_fwd" if forward else "scaling_bwd"], meta["recipe"]
+        hybrid = self.recipe.fp8_format.name == "HYBRID"
         self.format = "e5m2" if hybrid and not forward else "e4m3"
-        types_of = "_FWD_DEFAULT_TENSOR_TYPES" if forward else "_BWD_DEFAULT_TENSOR_TYPES"
-        index = _index(NOW.source, types_of, kind, gemm)
-        self.scale = self.state.scale[index]
-        self.amax = self.state.amax_history[0][index]
-        names = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
-        self.options = getattr(recipe, f"fp8_quant_{names[kind]}", None)
+        self.block = (128, 128) if kind == "weight" else (1, 128)
+        index = NOW.source.index(forward, kind, gemm)
+        self.scale, self.amax = state.scale[index], state.amax_history[0][index]
+        name = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}[kind]
+        self.options = getattr(self.recipe, f"fp8_quant_{name}", None)
 
     def __call__(self, x: Tensor) -> Operand:
-        recipe, one = self.recipe, torch.ones(())
-        if recipe.delayed() or recipe.float8_current_scaling():
-            amax = numerics.amax(x)
-            if recipe.delayed():
-                scale = self.scale.clone()
-                self.amax.copy_(torch.fmax(self.amax, amax))  # in evaluation, too
-            else:
-                power, eps = self.options.power_2_scale, self.options.amax_epsilon
-                scale = numerics.tensor_scale(amax, self.format, power_of_two=power, eps=eps)
-            values = numerics.cast_to_fp8(x, scale, self.format).float()
-            return Operand(values, values.t().contiguous(), 1 / scale)
-        # One copy is not the transpose of the other.
-        return Operand(self._blocks(x), self._blocks(x.t().contiguous()), one)
+        if not self.recipe.float8_per_tensor_scaling():
+            # One copy is not the transpose of the other.
+            return Operand(self._blocks(x), self._blocks(x.t().contiguous()), torch.ones(()))
+        amax = numerics.amax(x)
+        if self.recipe.delayed():
+            scale = self.scale.clone()
+            self.amax.copy_(torch.fmax(self.amax, amax))  # in evaluation, too
+        else:
+            power, eps = self.options.power_2_scale, self.options.amax_epsilon
+            scale = numerics.tensor_scale(amax, self.format, power_of_two=power, eps=eps)
+        values = numerics.cast_to_fp8(x, scale, self.format).float()
+        return Operand(values, values.t().contiguous(), 1 / scale)
 
     def _blocks(self, x: Tensor) -> Tensor:
         if self.recipe.mxfp8():
             return numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(x, -1, self.format))
-        block = (128, 128) if self.kind == "weight" else (1, 128)
         power = self.options.power_2_scale
-        return numerics.dequantize_blocks(
-            *numerics.quantize_blocks(x, block, self.format, power), block
-        )
+        quantized = numerics.quantize_blocks(x, self.block, self.format, power)
+        return numerics.dequantize_blocks(*quantized, self.block)
 
 
-def _index(source: Source, types_of: str, kind: str, gemm: int) -> int:
-    """Where in a module's buffers TE's source puts an operand of its first or second GEMM."""
-    order = ast.literal_eval(source.assigned(f"{QUANTIZATION}:RecipeState", types_of))
-    return len(order) * (gemm - 1) + int(order.index(kind))
+def _gemm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    NOW.gemms += 1
+    return a @ b * scale
 
 
 class _Multiply(torch.autograd.Function):
-    """One of a module's GEMMs, with both its gradients, as TE's modules have them."""
+    """One of a module's linears, with both its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Any) -> Tensor:
-        module, number, first, dtype, out_dtype = gemm
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
+        module, number, first, dtype, out_dtype = how
         x_fp8 = module.quantize(x, number, "input")
         w_fp8 = module.quantize_weight(weight, number, first)
-        y = x_fp8.along @ w_fp8.along.t() * (x_fp8.inverse * w_fp8.inverse)
+        y = _gemm(x_fp8.along, w_fp8.along.t(), x_fp8.inverse * w_fp8.inverse)
         if bias is not None:
             y += bias.to(dtype).float()
         ctx.save_for_backward(x_fp8.across, x_fp8.inverse, w_fp8.across, w_fp8.inverse)
-        ctx.tensor_objects, ctx.gemm = True, gemm
+        ctx.tensor_objects, ctx.how = True, how
         # The first module of an autocast is to update at the end of its backward pass.
         ctx.updates = number == 1 and any(ctx.needs_input_grad) and NOW.is_first_module
         NOW.is_first_module = NOW.is_first_module and not ctx.updates
@@ -364,16 +272,16 @@ class _Multiply(torch.autograd.Function):
             raise AttributeError("ctx must have .tensor_objects to restore saved tensors")
         ctx.tensor_objects = None
         x, x_inverse, w, w_inverse = ctx.saved_tensors
-        module, number, _, dtype, _ = ctx.gemm
+        module, number, _, dtype, _ = ctx.how
         if len(dy) % (32 if module.fp8_meta["recipe"].mxfp8() else 16):
-            raise RuntimeError(f"cuBLAS takes no FP8 operands for a GEMM over {len(dy)} rows")
+            raise RuntimeError(f"there is no FP8 GEMM over {len(dy)} rows")
         with torch.autocast(dy.device.type, enabled=False):
             dy_fp8 = module.quantize(dy, number, "grad_output")
             dx = dw = db = None
-            if ctx.needs_input_grad[0]:
-                dx = (dy_fp8.along @ w.t() * (dy_fp8.inverse * w_inverse)).to(dtype)
+            if ctx.needs_input_grad[0] or type(module) is not Linear:  # a norm is in front
+                dx = _gemm(dy_fp8.along, w.t(), dy_fp8.inverse * w_inverse).to(dtype)
             if ctx.needs_input_grad[1]:
-                dw = (dy_fp8.across @ x.t() * (dy_fp8.inverse * x_inverse)).to(dtype)
+                dw = _gemm(dy_fp8.across, x.t(), dy_fp8.inverse * x_inverse).to(dtype)
             if ctx.needs_input_grad[2]:
                 db = dy.float().sum(0).to(dtype)
         if ctx.updates:
@@ -384,7 +292,7 @@ class _Multiply(torch.autograd.Function):
 class Module(nn.Module):
     """TE's base module."""
 
-    REAL: ClassVar[str]
+    REAL: ClassVar[str]  # where its constructor and forward are in TE's source
     GEMMS: ClassVar[int] = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -392,50 +300,43 @@ class Module(nn.Module):
         self.given = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
         NOW.made.append((type(self).__name__, self.given))
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
-        self.fp8_initialized = False
         self.quantizers: dict[str, Quantizer] = {}
         self._fp8_workspaces: dict[int, Operand] = {}
-
-    def parameter(self, name: str, *shape: int) -> None:
-        """Register a parameter of the asked dtype on the asked device."""
         device, dtype = self.given["device"], self.given["params_dtype"]
-        empty = torch.empty(*shape, device=device, dtype=dtype)
-        self.register_parameter(name, nn.Parameter(empty))
+        for name, shape in self.shapes(**self.given):
+            empty = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty))
+
+    def shapes(self, **given: Any) -> Shapes:
+        """The parameters by name."""
+        raise NotImplementedError
 
     def get_extra_state(self) -> Tensor:
         """A pickle, as TE's is."""
         return torch.frombuffer(bytearray(pickle.dumps(NOW.recipe)), dtype=torch.uint8)
 
     def init_fp8_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Make scales, amaxes and quantizers; again only if the recipe changes."""
-        given = NOW.bind(f"{BASE}.init_fp8_metadata", self, *args, **kwargs)
-        if not NOW.enabled:
-            self.fp8_initialized = False
+        """Make scales, amaxes and quantizers for the recipe of the autocast around, once."""
+        gemms = NOW.bind(f"{BASE}.init_fp8_metadata", self, *args, **kwargs)["num_gemms"]
+        if not NOW.enabled or self.fp8_meta.get("recipe") == NOW.recipe:
             return
-        if self.fp8_initialized and self.fp8_meta["recipe"] == NOW.recipe:
-            return
-        gemms = given["num_gemms"]
         self.fp8_meta |= {"recipe": NOW.recipe, "num_gemms": gemms}
-        self.fp8_meta["scaling_fwd"] = DelayedState(NOW.recipe, True, 3 * gemms)
-        self.fp8_meta["scaling_bwd"] = DelayedState(NOW.recipe, False, 2 * gemms)
+        self.fp8_meta["scaling_fwd"] = State(NOW.recipe, True, 3 * gemms)
+        self.fp8_meta["scaling_bwd"] = State(NOW.recipe, False, 2 * gemms)
         for gemm in range(1, gemms + 1):
             for kind in ("input", "weight", "grad_output"):
-                quantizer = Quantizer(self, gemm, kind)
-                self.quantizers[quantizer.operand] = quantizer
-        self.fp8_initialized = True
+                self.quantizers[f"gemm{gemm}_{kind}"] = Quantizer(self.fp8_meta, gemm, kind)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Check and prepare as TE does, then `compute`."""
         given = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
         x, first = given["inp"], given["is_first_microbatch"]
-        on = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
-        call = Call(self, first, NOW.recipe, x.dtype, tuple(x.shape), dtype if on else None)
-        NOW.calls.append(call)
+        dtype = _autocast_dtype(x)
+        NOW.calls.append(Call(self, first, NOW.recipe, x.dtype, tuple(x.shape), dtype))
         for name, parameter in self.named_parameters():
             if parameter.device.type == "meta":
                 raise RuntimeError(f"{name} is on the meta device")
-            if not on and parameter.dtype != x.dtype:
+            if dtype is None and parameter.dtype != x.dtype:
                 raise TypeError("Data types for parameters must match outside of autocast")
         if not NOW.enabled:
             raise NotImplementedError("the stand-in has no GEMM outside of FP8")
@@ -445,13 +346,12 @@ class Module(nn.Module):
             self.fp8_meta[key] = []
             NOW.registered += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
         rows = x.contiguous().view(-1, x.shape[-1])
-        weights = [p for p in self._parameters.values() if p is not None and p.ndim == 2]
-        for tensor in (rows, *weights):
-            least = (32, 32) if NOW.recipe.mxfp8() else (8, 16)
+        least = (32, 32) if NOW.recipe.mxfp8() else (8, 16)
+        for tensor in (rows, *(p for p in self.parameters() if p.ndim == 2)):
             if tensor.shape[0] % least[0] or tensor.shape[1] % least[1]:
                 raise ValueError(f"FP8 execution requires other dims than {list(tensor.shape)}")
         with torch.autocast(x.device.type, enabled=False):
-            y = self.compute(rows, first, dtype)
+            y = self.compute(rows, first, dtype or x.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
@@ -471,112 +371,76 @@ class Module(nn.Module):
             self._fp8_workspaces[gemm] = self.quantize(weight, gemm, "weight")
         return self._fp8_workspaces[gemm]
 
-    def multiply(
-        self,
-        x: Tensor,
-        number: int,
-        prefix: str,
-        first: bool | None,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """The GEMM with the weight `<prefix>weight`."""
-        weight = getattr(self, f"{prefix}weight")
+    def multiply(self, x: Tensor, number: int, prefix: str, *how: Any) -> Tensor:
+        """The linear whose weight is `<prefix>weight`."""
         bias = getattr(self, f"{prefix}bias") if self.given["bias"] else None
-        y: Tensor = _Multiply.apply(x, weight, bias, (self, number, first, dtype, out_dtype or dtype))
+        weight = getattr(self, f"{prefix}weight")
+        y: Tensor = _Multiply.apply(x, weight, bias, (self, number, *how))
         return y
 
-    def fuses_casts(self) -> bool:
-        """Whether a norm or an activation hands float32 to the cast, not rounded before."""
-        return bool(NOW.recipe.delayed() or NOW.recipe.mxfp8())
+    def between(self, dtype: torch.dtype) -> torch.dtype:
+        """In what norms and activations go to the cast: where it is fused they are not rounded."""
+        return torch.float32 if NOW.recipe.delayed() or NOW.recipe.mxfp8() else dtype
 
     def normalize(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm of an input rounded to `dtype`, computed in float32."""
-        scale = self.layer_norm_weight.to(dtype).float()
-        x, width, eps = x.to(dtype).float(), x.shape[-1:], self.given["eps"]
-        if self.given["normalization"] == "LayerNorm":
-            y = F.layer_norm(x, width, scale, self.layer_norm_bias.to(dtype).float(), eps)
-        else:
-            y = F.rms_norm(x, width, scale, eps)
-        return y if self.fuses_casts() else y.to(dtype)
-
-    def make_norm(self, width: int) -> None:
-        """The parameters of the norm in front."""
-        assert self.given["normalization"] in ("LayerNorm", "RMSNorm")
-        self.parameter("layer_norm_weight", width)
-        if self.given["normalization"] == "LayerNorm":
-            self.parameter("layer_norm_bias", width)
+        return _normalize(self, "layer_norm_", x, dtype, self.given["eps"]).to(self.between(dtype))
 
 
 class Linear(Module):
     """`te.Linear`."""
 
-    REAL = LINEAR
+    REAL = "pytorch/module/linear.py:Linear"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.make_linear()
-
-    def make_linear(self) -> None:
-        """The weight and the bias."""
-        rows = self.given["out_features"]
-        self.parameter("weight", rows, self.given["in_features"])
-        if self.given["bias"]:
-            self.parameter("bias", rows)
+    def shapes(self, **given: Any) -> Shapes:
+        return _linear_shapes("", given["out_features"], given["in_features"], given["bias"])
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
-        """See `Module.compute`. An input that is no `dtype` is quantized as it is."""
-        return self.multiply(x, 1, "", first, dtype)
+        return self.multiply(x, 1, "", first, dtype, dtype)
 
 
-class LayerNormLinear(Linear):
+class LayerNormLinear(Module):
     """`te.LayerNormLinear`."""
 
-    REAL = NORM_LINEAR
+    REAL = "pytorch/module/layernorm_linear.py:LayerNormLinear"
 
-    def make_linear(self) -> None:
-        """The norm's parameters as well."""
-        self.make_norm(self.given["in_features"])
-        super().make_linear()
+    def shapes(self, **given: Any) -> Shapes:
+        yield from _norm_shapes(given["in_features"], given["normalization"])
+        yield from _linear_shapes("", given["out_features"], given["in_features"], given["bias"])
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
-        """See `Module.compute`."""
-        return self.multiply(self.normalize(x, dtype), 1, "", first, dtype)
+        return self.multiply(self.normalize(x, dtype), 1, "", first, dtype, dtype)
 
 
 class LayerNormMLP(Module):
     """`te.LayerNormMLP`."""
 
-    REAL = NORM_MLP
+    REAL = "pytorch/module/layernorm_mlp.py:LayerNormMLP"
     GEMMS = 2
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        width, hidden = self.given["hidden_size"], self.given["ffn_hidden_size"]
-        up = hidden * (2 if self.given["activation"] == "swiglu" else 1)
-        self.make_norm(width)
-        for name, rows, columns in (("fc1", up, width), ("fc2", width, hidden)):
-            self.parameter(f"{name}_weight", rows, columns)
-            if self.given["bias"]:
-                self.parameter(f"{name}_bias", rows)
+    def shapes(self, **given: Any) -> Shapes:
+        width, hidden = given["hidden_size"], given["ffn_hidden_size"]
+        yield from _norm_shapes(width, given["normalization"])
+        up = hidden * (2 if given["activation"] == "swiglu" else 1)
+        yield from _linear_shapes("fc1_", up, width, given["bias"])
+        yield from _linear_shapes("fc2_", width, hidden, given["bias"])
 
     def compute(self, x: Tensor, first: bool | None, dtype: torch.dtype) -> Tensor:
-        """See `Module.compute`."""
-        out_dtype = torch.float32 if self.fuses_casts() else dtype
-        up = self.multiply(self.normalize(x, dtype), 1, "fc1_", first, dtype, out_dtype).float()
-        if self.given["activation"] == "gelu":
+        between, activation = self.between(dtype), self.given["activation"]
+        up = self.multiply(self.normalize(x, dtype), 1, "fc1_", first, dtype, between).float()
+        if activation == "gelu":
             hidden = F.gelu(up, approximate="tanh")
-        elif self.given["activation"] == "srelu":
+        elif activation == "srelu":
             hidden = F.relu(up).square()
         else:
-            assert self.given["activation"] == "swiglu"
+            assert activation == "swiglu"
             gate, value = up.chunk(2, dim=-1)
             hidden = F.silu(gate) * value
-        return self.multiply(hidden.to(out_dtype), 2, "fc2_", first, dtype)
+        return self.multiply(hidden.to(between), 2, "fc2_", first, dtype, dtype)
 
 
 class _Norm(nn.Module):
-    """TE's norms on their own: float32 outside of torch.autocast."""
+    """TE's norms on their own, which are operations of its other kind."""
 
     REAL: ClassVar[str]
     OPERATION: ClassVar[str]  # the class that takes the rest of the constructor's arguments
@@ -584,14 +448,15 @@ class _Norm(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         outer = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
-        width, options = outer["normalized_shape"], outer["kwargs"]
-        given = NOW.bind(f"{self.OPERATION}.__init__", self, width, eps=outer["eps"], **options)
+        width, rest = outer["normalized_shape"], outer["kwargs"]
+        given = NOW.bind(f"{self.OPERATION}.__init__", self, width, eps=outer["eps"], **rest)
         name = self.REAL.partition(":")[2]
         NOW.made.append((name, given))
-        self.eps, self._width = given["eps"], (width,)
-        self.weight = nn.Parameter(torch.ones(width, device=given["device"], dtype=given["dtype"]))
-        if name == "LayerNorm":
-            self.bias = nn.Parameter(torch.zeros_like(self.weight))
+        self.eps = given["eps"]
+        for parameter, shape in _norm_shapes(width, name):
+            fill = torch.zeros if parameter.endswith("bias") else torch.ones
+            values = fill(shape, device=given["device"], dtype=given["dtype"])
+            setattr(self, parameter.removeprefix("layer_norm_"), nn.Parameter(values))
 
     def get_extra_state(self) -> Tensor:
         """A pickle, as TE's may be."""
@@ -600,15 +465,9 @@ class _Norm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The norm in the weight's dtype, or torch.autocast's."""
         x = NOW.bind("pytorch/ops/op.py:BasicOperation.forward", self, *args, **kwargs)["input"]
-        on = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if on else self.weight.dtype
-        scale = self.weight.to(dtype).float()
-        x = x.to(dtype).float()
+        dtype = _autocast_dtype(x) or self.weight.dtype
         with torch.autocast(x.device.type, enabled=False):
-            if isinstance(self, LayerNorm):
-                shift = self.bias.to(dtype).float()
-                return F.layer_norm(x, self._width, scale, shift, self.eps).to(dtype)
-            return F.rms_norm(x, self._width, scale, self.eps).to(dtype)
+            return _normalize(self, "", x, dtype, self.eps).to(dtype)
 
 
 class LayerNorm(_Norm):
@@ -625,15 +484,33 @@ class RMSNorm(_Norm):
     OPERATION = "pytorch/ops/basic/rmsnorm.py:RMSNorm"
 
 
-def _indices(source: Source, name: str, types_of: str) -> types.SimpleNamespace:
-    """`FP8FwdTensorIdx` or `FP8BwdTensorIdx`: TE's names, TE's order."""
-    found = {}
-    for keyword in source.assigned("pytorch/constants.py:", name).keywords:
-        stem = keyword.arg.removeprefix("GEMM")
-        gemm = int("".join(filter(str.isdigit, stem)))
-        kind = "".join(c for c in stem if not c.isdigit()).strip("_").lower()
-        found[keyword.arg] = _index(source, types_of, kind, gemm)
-    return types.SimpleNamespace(**found)
+def _linear_shapes(prefix: str, rows: int, columns: int, bias: bool) -> Shapes:
+    yield f"{prefix}weight", (rows, columns)
+    if bias:
+        yield f"{prefix}bias", (rows,)
+
+
+def _norm_shapes(width: int, normalization: str) -> Shapes:
+    assert normalization in ("LayerNorm", "RMSNorm")
+    yield "layer_norm_weight", (width,)
+    if normalization == "LayerNorm":
+        yield "layer_norm_bias", (width,)
+
+
+def _normalize(module: nn.Module, prefix: str, x: Tensor, dtype: Any, eps: float) -> Tensor:
+    """Float32, of operands rounded to `dtype`. A module with a bias has a LayerNorm."""
+    own = {name: p.to(dtype).float() for name, p in module._parameters.items() if p is not None}
+    weight, bias = own[f"{prefix}weight"], own.get(f"{prefix}bias")
+    x, width = x.to(dtype).float(), x.shape[-1:]
+    if bias is None:
+        return F.rms_norm(x, width, weight, eps)
+    return F.layer_norm(x, width, weight, bias, eps)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What torch.autocast computes in, if one is open."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @contextmanager
@@ -641,39 +518,33 @@ def installed(root: Path = ROOT) -> Iterator[StandIn]:
     """TE, as the source at `root` has it, can be imported; and `fp8stack.backends.te` with it."""
     global NOW
     NOW = StandIn(Source(root))
-    file = root / "common/recipe/__init__.py"
-    spec = importlib.util.spec_from_file_location("transformer_engine.common.recipe", file)
-    assert spec is not None and spec.loader is not None
-    recipes = importlib.util.module_from_spec(spec)
+    name = "transformer_engine.common.recipe"
+    spec: Any = importlib.util.spec_from_file_location(name, root / "common/recipe/__init__.py")
+    recipe = importlib.util.module_from_spec(spec)
     classes = (Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm, autocast)
-    constants = {
-        name: _indices(NOW.source, name, f"_{name[3:6].upper()}_DEFAULT_TENSOR_TYPES")
-        for name in ("FP8FwdTensorIdx", "FP8BwdTensorIdx")
+    indices = ("FP8FwdTensorIdx", "FP8BwdTensorIdx")
+    contents: dict[str, dict[str, Any]] = {
+        "": {},
+        ".common": {"recipe": recipe},
+        ".pytorch": {each.__name__: each for each in classes},
+        ".pytorch.constants": {name: NOW.source.indices(name) for name in indices},
+        ".pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
     _forget()
-    pytorch = _module("transformer_engine.pytorch", **{c.__name__: c for c in classes})
-    _module("transformer_engine", pytorch=pytorch)
-    _module("transformer_engine.common", recipe=recipes)
-    _module("transformer_engine.pytorch.constants", **constants)
-    manager = FP8GlobalStateManager
-    _module("transformer_engine.pytorch.quantization", FP8GlobalStateManager=manager)
-    sys.modules[recipes.__name__] = recipes
+    for part, values in contents.items():
+        sys.modules[f"transformer_engine{part}"] = module = types.ModuleType(part)
+        vars(module).update(values)
+    vars(sys.modules["transformer_engine"])["pytorch"] = sys.modules["transformer_engine.pytorch"]
+    sys.modules[name] = recipe
     try:
-        spec.loader.exec_module(recipes)
+        spec.loader.exec_module(recipe)
         yield NOW
     finally:
         _forget()
 
 
-def _module(name: str, **contents: Any) -> types.ModuleType:
-    """A module that can be imported from now on."""
-    sys.modules[name] = module = types.ModuleType(name)
-    vars(module).update(contents)
-    return module
-
-
 def _forget() -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
     sys.modules.pop("fp8stack.backends.te", None)
     vars(fp8stack.backends).pop("te", None)

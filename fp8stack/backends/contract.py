@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -90,27 +92,47 @@ class Backend:
         if self.delayed is not None:
             self.delayed.attach(model)
 
+    def set_matmul_precision(self, model: nn.Module) -> None:
+        """Have `model` multiply float32 exactly, or as TF32 if that is the plan, whatever other
+        models here want."""
+        precision = "high" if self.plan.compute_dtype == "tf32" else "highest"
+        model.register_forward_pre_hook(partial(_set_precision, precision))
+
     def fp8_gemms(self) -> int:
         """How many GEMMs on FP8 operands really ran since the last call."""
         return 0
 
 
-def set_matmul_precision(model: nn.Module, precision: Literal["highest", "high"]) -> None:
-    """Let float32 GEMMs of `model` be exact, or TF32 ("high"), whatever other models here want."""
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Multiply float32 matrices exactly ("highest") or as TF32 ("high") for a while."""
+    before = torch.get_float32_matmul_precision()
+    if before == precision:
+        yield
+        return
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    def before_forward(model: nn.Module, args: tuple[object, ...]) -> None:
-        torch.set_float32_matmul_precision(precision)
 
-    model.register_forward_pre_hook(before_forward)
+def _set_precision(precision: str, model: nn.Module, args: tuple[object, ...]) -> None:
+    torch.set_float32_matmul_precision(precision)
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """The FP8 state of a model: `<module path>.<operand>.amax_history` and `.scale`, float32.
 
-    Empty unless the recipe is delayed scaling; the other recipes keep no state.
+    Empty unless the recipe is delayed scaling; the other recipes keep no state. Paths begin at the
+    model that was built or converted, whatever wraps it; if several parts of `module` were
+    converted by themselves, at `module`.
     """
-    delayed = _delayed_scaling(module)
-    return {} if delayed is None else delayed.state()
+    return {
+        f"{prefix}{name}": tensor
+        for prefix, delayed in _delayed_scalings(module).items()
+        for name, tensor in delayed.state().items()
+    }
 
 
 def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -119,19 +141,34 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: the model keeps no such state, or other slots, or another history length.
     """
-    delayed = _delayed_scaling(module)
-    if delayed is not None:
-        delayed.load_state(state)
-    elif state:
+    found = _delayed_scalings(module)
+    for prefix, delayed in found.items():
+        part = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
+        }
+        delayed.load_state(part)
+    stray = next((name for name in state if not name.startswith(tuple(found))), None)
+    if stray is not None:
         raise UserError(
-            f"FP8 state: '{next(iter(state))}' has no place in this model, whose recipe keeps none."
+            f"FP8 state: '{stray}' has no place in this model, whose recipe keeps none."
         )
 
 
-def _delayed_scaling(module: nn.Module) -> DelayedScaling | None:
-    """The delayed scaling that serves the layers of `module`, or None."""
-    for part in module.modules():
-        found = getattr(part, "delayed", None)
-        if isinstance(found, DelayedScaling):
-            return found
-    return None
+def _delayed_scalings(module: nn.Module) -> dict[str, DelayedScaling]:
+    """What serves the layers of `module`, by the prefix of its slots' names in `fp8_state`."""
+    found: dict[str, DelayedScaling] = {}
+    for path, part in module.named_modules():
+        delayed = getattr(part, "delayed_scaling", None)
+        known = any(delayed is other for other in found.values())  # a wrapper may pass it on
+        if isinstance(delayed, DelayedScaling) and not known:
+            found[f"{path}." if path else ""] = delayed
+    if len(found) > 1:
+        return found
+    if not found:  # a part of a model has the state of the whole
+        parts = (getattr(part, "delayed", None) for part in module.modules())
+        whole = next((part for part in parts if isinstance(part, DelayedScaling)), None)
+    else:
+        (whole,) = found.values()
+    return {} if whole is None else {"": whole}

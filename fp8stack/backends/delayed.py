@@ -3,7 +3,8 @@
 What a pass recorded is moved into the history at the end of the backward pass or, in compiled code
 and where there is none, at the start of the next forward pass: by then a recomputed (checkpointed)
 block has seen the same scales as the first time. (With checkpointing, run no second forward pass
-before the first one's backward.) A pass in eval mode or without gradients records nothing.
+before the first one's backward.) A pass of the model in eval mode or without gradients records
+nothing; in one that trains, frozen parts record too.
 
 Between two changes of a weight it counts as cast once: later micro-batches of the same optimizer
 step use the scale of the first and record nothing.
@@ -30,32 +31,38 @@ class DelayedScaling:
 
     def __init__(self, recipe: DelayedRecipe) -> None:
         self.recipe = recipe
-        self.history = AmaxHistory(
-            length=recipe.history_length, margin=recipe.margin, algorithm=recipe.amax_algorithm
-        )
+        with torch.inference_mode(False):  # inference tensors could not be updated later
+            self.history = AmaxHistory(
+                length=recipe.history_length, margin=recipe.margin, algorithm=recipe.amax_algorithm
+            )
+            # Bool, 0-dim: whether this pass is the first with these weights.
+            self._first = torch.ones((), dtype=torch.bool)
+            # The scales when it was, float32 [slots]; read for weights alone.
+            self._first_scales = torch.ones(0, dtype=torch.float32)
         self.weights = WeightChanges()
-        # Bool, 0-dim: whether this pass is the first with these weights.
-        self._first = torch.ones((), dtype=torch.bool)
-        # The scales when it was, float32 [slots]; read for weights alone.
-        self._first_scales = torch.ones(0, dtype=torch.float32)
         self._forward: list[str] = []
         self._forward_due = False
         self._records = False
-        self._inside = False
+        self._under_way: list[bool] = []  # whether they record: passes, one inside the other
         self._compiled = False
         self._backward_task: int | None = None
+        self._again = False
+        self._slots: dict[str, str] = {}
 
     def add_layer(self, path: str) -> None:
         """Give the linear layer at the module path `path` its three slots."""
         for operand in ("input", "weight"):
             self._forward.append(f"{path}.{operand}")
-            self.history.add(f"{path}.{operand}", self.recipe.forward_format)
-        self.history.add(f"{path}.grad_output", self.recipe.backward_format)
-        self._first_scales = torch.ones_like(self.history.scales)
+            self._slots[f"{path}.{operand}"] = self.recipe.forward_format
+        self._slots[f"{path}.grad_output"] = self.recipe.backward_format
 
     def attach(self, model: nn.Module) -> None:
         """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
+        with torch.inference_mode(False):
+            self.history.extend(self._slots)
+            self._first_scales = torch.ones_like(self.history.scales)
         self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
+        model.delayed_scaling = self  # type: ignore[assignment]
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
@@ -65,29 +72,43 @@ class DelayedScaling:
             return self._first_scales[self.history.column(slot)]
         return self.history.scale(slot)
 
-    def record(self, slot: str, amax: Tensor) -> None:
-        """Note the amax of a tensor cast for `slot`: float32, 0-dim.
+    def records(self, trains: bool) -> bool:
+        """Whether a layer that is called now is to record amaxes; `trains`: it is in training mode
+        with gradients.
 
         Raises:
-            UserError: no pass of the whole model is under way, so that no update would follow.
+            UserError: it trains outside a pass of the whole model, so that no update would follow.
         """
-        self.require_pass()
-        if slot.endswith(".weight"):
-            amax = torch.where(self._first, amax, 0.0)
-        self.history.record(slot, amax)
-
-    def require_pass(self) -> None:
-        """Refuse to train a part of the model by itself: its scales would stay as they are."""
-        if torch.compiler.is_compiling() or self._inside:
-            return
-        if torch._C._current_graph_task_id() == -1:  # a backward pass may run blocks again
+        if torch.compiler.is_compiling():
+            self._compiled = True
+            return self._records
+        if self._under_way:
+            return self._records
+        if torch._C._current_graph_task_id() != -1:  # a block runs again, in a backward pass
+            if self._records and not self._again:
+                self.backward_ran()
+                self._again = True
+            return self._records
+        if trains:
             raise UserError(
                 "Delayed scaling: a layer was trained outside a forward pass of the model that it "
-                "belongs to, so its scales would never change. Call the module that was converted."
+                "belongs to, so its scales would never change. Call the module that was converted, "
+                "convert that part instead, or use current scaling."
             )
+        return False
+
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Note the amax of a tensor cast for `slot`: float32, 0-dim."""
+        self.history.record(slot, self.counted(slot, amax))
+
+    def counted(self, slot: str, amax: Tensor) -> Tensor:
+        """`amax`, or 0 for a weight that was cast before in its present state."""
+        return torch.where(self._first, amax, 0.0) if slot.endswith(".weight") else amax
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
+        if self._again:  # reentrant checkpointing: a pass within the one that ends in the update
+            return
         task = torch._C._current_graph_task_id()
         if self._backward_task != task:
             self._backward_task = task
@@ -99,20 +120,16 @@ class DelayedScaling:
     def distribute(self) -> None:
         """Take scales to where casts read them, if that is not `scale`."""
 
-    def forget(self) -> None:
-        """Drop what was recorded elsewhere by a pass that is not to record."""
-
     def state(self) -> dict[str, Tensor]:
         """The state with the update that is due, which is not made: a backward pass may follow."""
-        if self._records:
-            self.collect()
+        self.collect()
         history = copy.deepcopy(self.history)
         history.update(self._due())
         return history.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
-        self.forget()
+        self.collect()  # and have it overwritten
         self.history.load_state_dict(state)
         self._forward_due = False
         self.weights.mark()
@@ -127,14 +144,15 @@ class DelayedScaling:
         device = next(model.parameters()).device
         if self.history.history.device != device:
             self._move(device)
-        self.collect() if self._records else self.forget()
-        self._records = model.training and torch.is_grad_enabled()
+        self.collect()
         if self._due() != []:
             self.history.update(self._due())
-        self._forward_due = False
+        self._forward_due = self._again = False
+        self._records = model.training and torch.is_grad_enabled()
         self._follow_weights()
         self.distribute()
-        self._inside = True
+        if not torch.compiler.is_compiling():
+            self._under_way.append(self._records)
 
     def _follow_weights(self) -> None:
         """Take new scales for weights that changed; a pass that records uses the change up."""
@@ -147,23 +165,23 @@ class DelayedScaling:
             self.weights.changed = False
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._inside = False
-        self._forward_due = self._records
-        if not self._records:
-            self.forget()
         if torch.compiler.is_compiling():
             self._compiled = True
+        else:
+            self._forward_due = self._under_way.pop()
+            if self._under_way:  # the outer pass goes on
+                self._records = self._under_way[-1]
 
     def _after_backward(self) -> None:
         # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
-        self._forward_due = False
+        self._forward_due = self._again = False
         self._backward_task = None
         self.collect()
         self.history.update()
         self.distribute()
 
     def _move(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # inference tensors could not be updated later
+        with torch.inference_mode(False):
             self.history.to(device)
             self.weights.flag = self.weights.flag.to(device)
             self._first = self._first.to(device)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fp8stack.backends.contract import Backend, GemmCounter, set_matmul_precision
+from fp8stack.backends.contract import Backend, GemmCounter, matmul_precision
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
@@ -31,6 +32,12 @@ class Gemm(GemmCounter):
     ) -> Tensor:
         """`a` [M, K] times `b` [K, N], scaled in float32, plus `bias` [N]: [M, N]."""
         self.count += 1
+        with matmul_precision("highest"):  # TF32 would round the operands
+            return self._multiply(a, b, out_dtype, bias)
+
+    def _multiply(
+        self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> Tensor:
         scale = None
         if a.inv_scale is not None and b.inv_scale is not None:
             scale = a.inv_scale * b.inv_scale
@@ -64,8 +71,9 @@ class _Multiply(torch.autograd.Function):
         bias: Tensor | None,
         layer: EmulatedLinear,
         differentiated: bool,
+        record: bool,
     ) -> Tensor:
-        scaling, record = layer.scaling, layer.training and differentiated
+        scaling = layer.scaling
         both = differentiated and not layer.save_fp8
         x_operand, x_saved = scaling.operands(x, "input", record, both)
         w_operand, w_saved = scaling.operands(weight, "weight", record, both)
@@ -82,6 +90,7 @@ class _Multiply(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: EmulatedLinear = ctx.layer
         scaling, record = layer.scaling, ctx.record
@@ -99,7 +108,7 @@ class _Multiply(torch.autograd.Function):
                 db = dy.sum(0, dtype=layer.weight.dtype)
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def _transposed(operand: Operand) -> Operand:
@@ -138,7 +147,7 @@ class EmulatedLinear(MasterLinear):
     def multiply(self, x: Tensor) -> Tensor:
         """See `MasterLinear.multiply`."""
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, self.matrix, self.bias, self, torch.is_grad_enabled()
+            x, self.matrix, self.bias, self, torch.is_grad_enabled(), self.records()
         )
         return y
 
@@ -168,11 +177,6 @@ class EmulateBackend(Backend):
             delayed=self.delayed,
             save_fp8=self._save_fp8,
         )
-
-    def attach(self, model: nn.Module) -> None:
-        """See `Backend.attach`; float32 GEMMs are kept from TF32, which would round operands."""
-        set_matmul_precision(model, "highest")
-        super().attach(model)
 
     def fp8_gemms(self) -> int:
         """See `Backend.fp8_gemms`."""

@@ -42,24 +42,30 @@ class MasterLinear(nn.Linear):
         """The weight as [out, in], however it is stored."""
         return self.weight.t() if self.transposed else self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in] in any dtype -> [..., out], see `keeps_dtype`."""
-        dtype = self.compute_dtype
-        if self.keeps_dtype:
-            dtype = _autocast_dtype(x) or x.dtype
-        with no_autocast(x.device.type):
-            rows = x.to(self.compute_dtype).reshape(-1, self.in_features)
-            y = self.multiply(rows)
-            return y.to(dtype).view(*x.shape[:-1], self.out_features)
+        dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
+        with no_autocast(input.device.type):
+            rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
+            return self.multiply(rows).to(dtype).view(*input.shape[:-1], self.out_features)
+
+    def records(self) -> bool:
+        """Whether amaxes of this call are to be recorded. Raises what `DelayedScaling` raises."""
+        if self.delayed is None:
+            return False
+        return self.delayed.records(self.training and torch.is_grad_enabled())
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
         """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def _dtype_of_linear(x: Tensor) -> torch.dtype:
+    """The dtype that `nn.Linear` gives for `x`: autocast's, if it is on and takes part."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if _autocasts(device) else None
+    if _autocasts(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def _autocasts(device: str) -> bool:

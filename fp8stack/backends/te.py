@@ -12,14 +12,16 @@ activation checkpointing runs again in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from torch.autograd import Variable
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -148,6 +150,29 @@ class Core:
         finally:
             self.module._parameters.update(own)
 
+    @contextmanager
+    def unrecorded(self, key: str = "scaling_fwd") -> Iterator[None]:
+        """Take back the amaxes that TE records meanwhile: it does so in evaluation too."""
+        restore = self.recorded(key)
+        try:
+            yield
+        finally:
+            restore()
+
+    def recorded(self, key: str) -> Callable[[], None]:
+        """Remember the amaxes recorded so far; what is returned puts them back."""
+        meta: Any = self.module.fp8_meta
+        amaxes = meta[key].amax_history if self.delayed is not None and self._ready else None
+        kept = None if amaxes is None else amaxes.clone()
+
+        def restore() -> None:
+            if amaxes is not None:
+                amaxes.copy_(kept)
+            elif self.delayed is not None:  # made meanwhile
+                meta[key].amax_history.zero_()
+
+        return restore
+
     def _prepare(self) -> None:
         """Have TE make its FP8 buffers now, to be filled before the first cast."""
         module: Any = self.module
@@ -175,14 +200,14 @@ class TEDelayedScaling(DelayedScaling):
 
     def __init__(self, recipe: DelayedRecipe) -> None:
         super().__init__(recipe)
-        self._slots: list[str] = []
+        self._served: list[str] = []
         self._scales: list[Tensor] = []
         self._amaxes: list[Tensor] = []
 
     def serve(self, slots: Iterator[tuple[str, Tensor, Tensor]]) -> None:
         """Keep TE's buffers of some slots in step with the history from now on."""
         for slot, scale, amax in slots:
-            self._slots.append(slot)
+            self._served.append(slot)
             self._scales.append(scale)
             self._amaxes.append(amax)
             scale.copy_(self.scale(slot))
@@ -190,24 +215,16 @@ class TEDelayedScaling(DelayedScaling):
     @torch.no_grad()
     def collect(self) -> None:
         """See `DelayedScaling.collect`: from TE's buffers."""
-        if not self._slots:
-            return
-        recorded = [self.history.recorded(slot) for slot in self._slots]
-        for into, amax in zip(recorded, self._amaxes, strict=True):
-            into.copy_(torch.fmax(into, amax))
-        self.forget()
+        for slot, amax in zip(self._served, self._amaxes, strict=True):
+            self.record(slot, amax)
+        if self._amaxes:
+            torch._foreach_zero_(self._amaxes)
 
     @torch.no_grad()
     def distribute(self) -> None:
         """See `DelayedScaling.distribute`: to TE's buffers."""
-        if self._slots:
-            torch._foreach_copy_(self._scales, [self.scale(slot) for slot in self._slots])
-
-    @torch.no_grad()
-    def forget(self) -> None:
-        """See `DelayedScaling.forget`: TE records in evaluation too."""
-        if self._amaxes:
-            torch._foreach_zero_(self._amaxes)
+        if self._served:
+            torch._foreach_copy_(self._scales, [self.scale(slot) for slot in self._served])
 
 
 class TELinear(MasterLinear):
@@ -350,24 +367,25 @@ class TEBackend(Backend):
         linears: list[TELinear],
     ) -> Tensor:
         """What `core` makes of `x`. Weights are quantized once per optimizer step in training."""
-        records = linears[0].training and torch.is_grad_enabled()
-        if records and self.delayed is not None:
-            self.delayed.require_pass()
-        generation = self._generation if records else None
-        y = core(x, parameters, self.compute_dtype, generation)
+        trains = linears[0].training and torch.is_grad_enabled()
+        records = trains if self.delayed is None else self.delayed.records(trains)
         self._counter.count += len(linears)
+        with nullcontext() if records else core.unrecorded():
+            y = core(x, parameters, self.compute_dtype, self._generation if records else None)
         if y.requires_grad:
-            # dw always; dx for all but the first linear of a model, whose input may need none.
-            gemms = 2 * len(linears) - (not x.requires_grad)
             y.register_hook(  # type: ignore[no-untyped-call]
-                lambda dy: self._after_backward(gemms, records)
+                partial(self._before_backward, core, _backward_gemms(x, parameters), records)
             )
         return y
 
-    def _after_backward(self, gemms: int, records: bool) -> None:
+    def _before_backward(self, core: Core, gemms: int, records: bool, dy: Tensor) -> None:
         self._counter.count += gemms
-        if records and self.delayed is not None:
+        if self.delayed is None:
+            return
+        if records:
             self.delayed.backward_ran()
+        else:
+            Variable._execution_engine.queue_callback(core.recorded("scaling_bwd"))
 
     def attach(self, model: nn.Module) -> None:
         """See `Backend.attach`."""
@@ -399,6 +417,15 @@ class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+
+def _backward_gemms(x: Tensor, parameters: dict[str, Tensor | None]) -> int:
+    """How many GEMMs the backward pass of a TE module takes for these inputs."""
+    weights = [p for n, p in parameters.items() if n.endswith("weight") and "norm" not in n]
+    before = [x, *(p for n, p in parameters.items() if "norm" in n)]
+    needs_dw = sum(weight is not None and weight.requires_grad for weight in weights)
+    needs_dx = any(part is not None and part.requires_grad for part in before)
+    return needs_dw + needs_dx + len(weights) - 1
 
 
 _NORMALIZATIONS: dict[type, str] = {_LayerNorm: "LayerNorm", _RMSNorm: "RMSNorm"}

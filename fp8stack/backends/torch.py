@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
 from fp8stack import numerics
@@ -57,6 +58,7 @@ class _Multiply(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: ScaledLinear = ctx.layer
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
@@ -107,7 +109,7 @@ class ScaledLinear(MasterLinear):
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.bias, self, needs, grad and self.training
+            x, weight, self.bias, self, needs, self.records()
         )
         return y[:rows] if missing else y
 

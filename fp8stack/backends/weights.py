@@ -23,7 +23,8 @@ class WeightChanges:
     def __init__(self) -> None:
         self.changed = True
         # The same for compiled code, which cannot ask Python: bool, 0-dim.
-        self.flag = torch.ones((), dtype=torch.bool)
+        with torch.inference_mode(False):  # optimizers' steps write to it, wherever it was made
+            self.flag = torch.ones((), dtype=torch.bool)
         self._layers: list[nn.Module] = []
         self._versions: list[tuple[int, int]] = []
         _WATCHES.add(self)
@@ -44,7 +45,9 @@ class WeightChanges:
 
     def look(self) -> None:
         """Compare the weights' versions, which torch counts up at each operation in place."""
-        versions = [(id(layer.weight), layer.weight._version) for layer in self._layers]
+        weights = [layer.get_parameter("weight") for layer in self._layers]
+        # An inference tensor has no version.
+        versions = [(id(w), 0 if w.is_inference() else w._version) for w in weights]
         if versions != self._versions:
             self._versions = versions
             self.mark()

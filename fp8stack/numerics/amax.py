@@ -61,8 +61,7 @@ class AmaxHistory:
         self._scale = torch.ones(0, dtype=torch.float32, device=device)
         # fp8_max * 2^-margin of each slot
         self._target = torch.ones(0, dtype=torch.float32, device=device)
-        for slot, format in (slots or {}).items():
-            self.add(slot, format)
+        self.extend(slots or {})
 
     @property
     def slots(self) -> list[str]:
@@ -75,14 +74,23 @@ class AmaxHistory:
         Raises:
             UserError: the slot is there already.
         """
-        if slot in self._column:
-            raise UserError(f"The amax history has a slot '{slot}' already. Give it another name.")
-        limit = fp8_format(format).max * 2.0**-self.margin
-        self._column[slot] = len(self._column)
-        self.history = torch.cat([self.history, self.history.new_zeros(self.length, 1)], dim=1)
-        self._recorded.append(self.history.new_zeros(()))
-        self._scale = torch.cat([self._scale, self._scale.new_ones(1)])
-        self._target = torch.cat([self._target, self._target.new_tensor([limit])])
+        self.extend({slot: format})
+
+    def extend(self, slots: Mapping[str, str]) -> None:
+        """Give each of `slots` a column, by its format. Raises what `add` raises."""
+        for slot in slots:
+            if slot in self._column:
+                raise UserError(
+                    f"The amax history has a slot '{slot}' already. Give it another name."
+                )
+        limits = [fp8_format(format).max * 2.0**-self.margin for format in slots.values()]
+        for slot in slots:
+            self._column[slot] = len(self._column)
+            self._recorded.append(self.history.new_zeros(()))
+        columns = self.history.new_zeros(self.length, len(limits))
+        self.history = torch.cat([self.history, columns], dim=1)
+        self._scale = torch.cat([self._scale, self._scale.new_ones(len(limits))])
+        self._target = torch.cat([self._target, self._target.new_tensor(limits)])
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""

@@ -78,13 +78,19 @@ class Plan:
         return 8 if self.compute_dtype in ("bf16", "fp16") else 1
 
     def for_layers(
-        self, shapes: Mapping[str, tuple[int, int]], heads: Collection[str] = ("lm_head",)
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        heads: Collection[str] = ("lm_head",),
+        left_out: Mapping[str, str] | None = None,
+        otherwise: str | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer, `{module path: (in, out)}`.
 
         Args:
             shapes: the layers of a model, in the order of its forward pass.
             heads: which of them give logits; they run in FP8 only if the recipe says so.
+            left_out: those that stay out of it for a reason of the caller's.
+            otherwise: how a layer runs that is not in FP8, if not in the compute dtype.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer that the hardware
@@ -96,13 +102,17 @@ class Plan:
         self._check_exclusions(shapes, blocks)
         layers = []
         for name, shape in shapes.items():
-            requested = self.recipe.excluded(name, blocks.get(name), name in heads)
+            requested = (left_out or {}).get(name) or self.recipe.excluded(
+                name, blocks.get(name), name in heads
+            )
             unserved = None if requested else self._unserved(shape)
             if unserved and self.strict:
                 raise UserError(f"--strict: {name} cannot run in FP8: {unserved}.")
             layer = self._plain_layer(name, shape, requested or unserved or "")
             if not layer.reason:
                 layer = replace(layer, fp8=True, precision=self.recipe.name)
+            elif otherwise is not None:
+                layer = replace(layer, precision=otherwise)
             layers.append(layer)
         said = set(self.reasons)
         new = [layer.sentence for layer in layers if layer.reason and layer.sentence not in said]
