@@ -9,6 +9,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 SCENARIOS = {
     "emulation": "the cost of emulated FP8 on a CPU, as a ratio to fp32, with torchao beside",
+    "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
+    "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
     "recipes": "final validation losses of every recipe on the same data, weights and order",
 }
 

@@ -1,4 +1,7 @@
-"""What a GPU is checked by: cases that say whether they hold. `bench.gpu` and tests/gpu run them."""
+"""What a GPU is checked by: cases, each of which says whether it holds.
+
+`bench.gpu` runs them and writes down what they found; tests/gpu asserts that they hold.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ Facts = dict[str, Any]
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
 EXACT_DB = 200.0  # what an error of nothing is called, infinity being no JSON
+TIME_IS_UP = "the section's time was up"
 _SHOWN = 5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -75,8 +79,10 @@ def run_case(case: Case) -> Facts:
         facts = case.check()
     except Skipped as reason:
         facts = {"skipped": str(reason)}
-    except Exception:
-        facts = {"failed": traceback.format_exc()[-3000:]}
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        trace = traceback.format_exc()[-3000:]
+        facts = {"failed": f"{type(error).__name__}: {said[:300]}", "traceback": trace}
     return {"case": case.name, "seconds": round(time.perf_counter() - start, 3), **facts}
 
 
@@ -131,7 +137,7 @@ def _shown(x: Tensor) -> str:
 
 
 def merged(parts: Mapping[str, Facts]) -> Facts:
-    """Several comparisons as one: counts are added, the first differences keep their part's name."""
+    """Several comparisons as one: counts are added, first differences keep their part's name."""
     facts: Facts = {
         "holds": all(part["holds"] for part in parts.values()),
         "checked": sum(part["checked"] for part in parts.values()),
@@ -173,3 +179,10 @@ def gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             yield name, parameter.grad
+
+
+def mark_weights_changed(module: nn.Module) -> None:
+    """Let the next pass take new scales for the weights, in compiled code too: an optimizer's step
+    says that they changed, and this one finds no gradient."""
+    module.zero_grad(set_to_none=True)
+    torch.optim.SGD(module.parameters(), lr=1.0).step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8stack.backends import build_backend
 from fp8stack.backends.emulate import EmulatedLinear
-from fp8stack.backends.reference import CastLinear
+from fp8stack.backends.linear import CastLinear
 from fp8stack.model import GPT, GPTConfig, padded_vocabulary
 from fp8stack.precision import Hardware, load_recipe, resolve
 

@@ -21,7 +21,7 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-from fp8stack.backends.scaled_gemm import Scaled, pack_scales, scaled_gemm
+from fp8stack.backends.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
@@ -31,7 +31,6 @@ CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (1
 MACHINES = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200}
 TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}
 PER_TENSOR = ["delayed", "current"]
-CUDA_SCALED_MM = F.scaled_mm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,11 +63,13 @@ def same(one, other):
 # A GEMM that reads block scales as cuBLAS does
 
 
-def blocked_values(data: Tensor, scales: Tensor, kind: ScalingType) -> Tensor:
+def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
     """What an operand [rows, K] stands for, in float64; written element by element."""
     rows, columns = data.shape
     values = data.double()
-    if kind == ScalingType.BlockWise1x32:
+    if kind is Scales.PER_TENSOR:
+        return values * scales.double()
+    if kind is Scales.MX:
         codes = scales.flatten().view(torch.uint8)
         column_tiles = math.ceil(math.ceil(columns / 32) / 4)
         for r in range(rows):
@@ -76,48 +77,68 @@ def blocked_values(data: Tensor, scales: Tensor, kind: ScalingType) -> Tensor:
                 tile = (r // 128) * column_tiles + c // 4
                 at = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
                 values[r, 32 * c : 32 * c + 32] *= 2.0 ** (int(codes[at]) - 127)
-    for r in range(0, rows, 1 if kind == ScalingType.BlockWise1x128 else 128):
+        return values
+    for r in range(0, rows, 1 if kind is Scales.ROWS else 128):
         for c in range(columns // 128):
-            if kind == ScalingType.BlockWise1x128:
+            if kind is Scales.ROWS:
                 values[r, 128 * c : 128 * c + 128] *= scales[r, c].double()
-            elif kind == ScalingType.BlockWise128x128:
+            else:
                 values[r : r + 128, 128 * c : 128 * c + 128] *= scales[c, r // 128].double()
     return values
 
 
+KINDS = {
+    ScalingType.BlockWise1x32: Scales.MX,
+    ScalingType.BlockWise1x128: Scales.ROWS,
+    ScalingType.BlockWise128x128: Scales.SQUARES,
+}
+
+
 @pytest.fixture
 def cuda_gemm(monkeypatch):
-    """`scaled_mm` as CUDA has it: torch's checks, then the product in float64; gives the calls."""
+    """torch's FP8 GEMMs as CUDA has them: torch's checks, then the product in float64; gives the
+    calls."""
     calls = []
+    per_tensor, blocked = torch._scaled_mm, F.scaled_mm
 
-    def fake(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, bias=None, **options):
-        calls.append({"kinds": (kind_a, kind_b), "formats": (a.dtype, b.dtype), **options})
-        meta = [part.to("meta") for part in (a, b, scale_a, scale_b)]
-        for part, copy in zip((a, b, scale_a, scale_b), meta, strict=True):
-            assert part.stride() == copy.stride()
-        checked = CUDA_SCALED_MM(
-            *(meta[0], meta[1], meta[2], kind_a, meta[3], kind_b),
-            output_dtype=output_dtype,
-            bias=None if bias is None else bias.to("meta"),
-            **options,
+    def on_meta(tensors):
+        moved = [None if tensor is None else tensor.to("meta") for tensor in tensors]
+        for tensor, copy in zip(tensors, moved, strict=True):
+            assert tensor is None or tensor.stride() == copy.stride()
+        return moved
+
+    def product(a, b, scales, kinds, dtype, checked, bias=None):
+        y = blocked_values(a, scales[0], kinds[0]) @ blocked_values(b.t(), scales[1], kinds[1]).t()
+        y = (y if bias is None else y + bias.double()).to(dtype)
+        assert (y.shape, y.dtype) == (checked.shape, checked.dtype)
+        return y
+
+    def fake_scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        calls.append({"formats": (a.dtype, b.dtype), "fast": use_fast_accum})
+        left, right, one, other, added = on_meta([a, b, scale_a, scale_b, bias])
+        checked = per_tensor(
+            left, right, scale_a=one, scale_b=other, bias=added, out_dtype=out_dtype
         )
-        left = blocked_values(a, scale_a, kind_a)
-        right = blocked_values(b.t(), scale_b, kind_b)
-        y = left @ right.t()
-        if kind_a == ScalingType.TensorWise:
-            y *= (scale_a * scale_b).double()
-        y = y if bias is None else y + bias.double()
-        assert y.shape == checked.shape
-        return y.to(output_dtype)
+        kinds = (Scales.PER_TENSOR,) * 2
+        return product(a, b, (scale_a, scale_b), kinds, out_dtype, checked, bias)
 
-    monkeypatch.setattr(F, "scaled_mm", fake)
+    def fake_blocked(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
+        calls.append({"formats": (a.dtype, b.dtype), "fast": False, **swizzles})
+        left, right, one, other = on_meta([a, b, scale_a, scale_b])
+        options = {"output_dtype": output_dtype, **swizzles}
+        checked = blocked(left, right, one, kind_a, other, kind_b, **options)
+        kinds = (KINDS[kind_a], KINDS[kind_b])
+        return product(a, b, (scale_a, scale_b), kinds, output_dtype, checked)
+
+    monkeypatch.setattr(torch, "_scaled_mm", fake_scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", fake_blocked)
     return calls
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
 def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
     codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    packed = pack_scales(codes, ScalingType.BlockWise1x32)
+    packed = pack_scales(codes, Scales.MX)
     assert torch.equal(
         packed.flatten().view(torch.uint8), to_blocked(codes.view(torch.uint8)).flatten()
     )
@@ -171,11 +192,13 @@ def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_reci
     layer, _ = linear(recipe, 128, 128, hardware=MACHINES[recipe])
     run(layer, normal(128, 128).bfloat16(), normal(128, 128).bfloat16())
     per_tensor = recipe in PER_TENSOR
-    assert [call["use_fast_accum"] for call in cuda_gemm] == [per_tensor, False, False]
+    assert [call["fast"] for call in cuda_gemm] == [per_tensor, False, False]
     e4m3, gradient = torch.float8_e4m3fn, torch.float8_e5m2 if per_tensor else torch.float8_e4m3fn
     assert [call["formats"] for call in cuda_gemm] == [(e4m3, e4m3)] + [(gradient, e4m3)] * 2
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if recipe == "mxfp8" else SwizzleType.NO_SWIZZLE
-    assert {(call["swizzle_a"], call["swizzle_b"]) for call in cuda_gemm} == {(swizzle, swizzle)}
+    if not per_tensor:
+        swizzle = SwizzleType.SWIZZLE_32_4_4 if recipe == "mxfp8" else SwizzleType.NO_SWIZZLE
+        swizzles = {(call["swizzle_a"], call["swizzle_b"]) for call in cuda_gemm}
+        assert swizzles == {(swizzle, swizzle)}
 
 
 def test_only_the_gradients_that_are_needed_are_computed(cuda_gemm):
@@ -385,7 +408,7 @@ def test_what_the_hardware_does_not_take_is_refused_on_every_device(change, word
     one = torch.ones(())
     with pytest.raises(ValueError, match=words):
         scaled_gemm(
-            Scaled(a, one, ScalingType.TensorWise),
-            Scaled(b, one, ScalingType.TensorWise),
+            Scaled(a, one, Scales.PER_TENSOR),
+            Scaled(b, one, Scales.PER_TENSOR),
             torch.float32,
         )

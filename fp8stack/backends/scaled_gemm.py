@@ -1,14 +1,15 @@
-"""FP8 GEMMs by torch's `scaled_mm`: layouts and limits. It must not know where scales come from.
+"""FP8 GEMMs by torch: layouts and limits. It must not know where scales come from.
 
 Every operand is row-major with the reduction last, and the second one is transposed on the way in:
 that is the one layout that Hopper's FP8 tensor cores take. What CUDA would refuse is refused here,
 on every device, since torch's CPU implementation is laxer.
 
-Sources: torch.nn.functional.scaled_mm; cuBLAS, "Block scaling factors layouts".
+Sources: torch._scaled_mm, torch.nn.functional.scaled_mm; cuBLAS, "Block scaling factors layouts".
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,22 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+
+class Scales(Enum):
+    """How the scales of an operand are laid out (torch 2.11 does not compile its own names)."""
+
+    PER_TENSOR = "one"
+    MX = "1x32"
+    ROWS = "1x128"
+    SQUARES = "128x128"
+
+
 # What a GEMM's reduction and its other dimensions must be divisible by, per kind of scale.
-MULTIPLES = {
-    ScalingType.TensorWise: 16,
-    ScalingType.BlockWise1x32: 32,
-    ScalingType.BlockWise1x128: 128,
-    ScalingType.BlockWise128x128: 128,
+MULTIPLES = {Scales.PER_TENSOR: 16, Scales.MX: 32, Scales.ROWS: 128, Scales.SQUARES: 128}
+_TORCHS_NAMES = {
+    Scales.MX: ScalingType.BlockWise1x32,
+    Scales.ROWS: ScalingType.BlockWise1x128,
+    Scales.SQUARES: ScalingType.BlockWise128x128,
 }
 
 
@@ -35,22 +46,22 @@ class Scaled(NamedTuple):
 
     data: Tensor
     inv_scale: Tensor
-    kind: ScalingType
+    kind: Scales
 
 
-def pack_scales(inv_scales: Tensor, kind: ScalingType) -> Tensor:
+def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
     """Scales in the order of their blocks -> scales as the hardware reads them.
 
     Args:
-        inv_scales: float8_e8m0fnu [rows, K / 32] for BlockWise1x32, float32 [rows, K / 128] for
-            BlockWise1x128, float32 [rows / 128, K / 128] for BlockWise128x128.
+        inv_scales: float8_e8m0fnu [rows, K / 32] for MX, float32 [rows, K / 128] for
+            ROWS, float32 [rows / 128, K / 128] for SQUARES.
         kind: how the operand is scaled.
     """
-    if kind == ScalingType.BlockWise1x32:
+    if kind is Scales.MX:
         return _swizzled(inv_scales)
-    if kind == ScalingType.BlockWise1x128:
+    if kind is Scales.ROWS:
         return inv_scales.t().contiguous().t()  # the rows of a column lie together
-    assert kind == ScalingType.BlockWise128x128
+    assert kind is Scales.SQUARES
     # [K / 128 rounded up to 4, rows / 128], where K lies together
     return F.pad(inv_scales, (0, -inv_scales.shape[1] % 4)).contiguous().t()
 
@@ -85,26 +96,31 @@ def scaled_gemm(
         ValueError: formats, sizes or a layout that the hardware does not take.
     """
     _check(a, b)
-    per_tensor = a.kind == ScalingType.TensorWise
-    swizzle = (
-        SwizzleType.SWIZZLE_32_4_4
-        if a.kind == ScalingType.BlockWise1x32
-        else SwizzleType.NO_SWIZZLE
-    )
+    if a.kind is Scales.PER_TENSOR:
+        # Not scaled_mm: torch 2.11 has that neither for CPUs nor for torch.compile.
+        y: Tensor = torch._scaled_mm(
+            a.data,
+            b.data.t(),
+            scale_a=a.inv_scale,
+            scale_b=b.inv_scale,
+            bias=None if bias is None else bias.to(out_dtype),
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accumulation,
+        )
+        return y
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.kind is Scales.MX else SwizzleType.NO_SWIZZLE
     y = F.scaled_mm(
         a.data,
         b.data.t(),
         a.inv_scale,
-        a.kind,
+        _TORCHS_NAMES[a.kind],
         b.inv_scale,
-        b.kind,
+        _TORCHS_NAMES[b.kind],
         swizzle_a=swizzle,
         swizzle_b=swizzle,
-        bias=None if bias is None or not per_tensor else bias.to(out_dtype),
         output_dtype=out_dtype,
-        use_fast_accum=fast_accumulation and per_tensor,
     )
-    return y if bias is None or per_tensor else y + bias.to(out_dtype)
+    return y if bias is None else y + bias.to(out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:

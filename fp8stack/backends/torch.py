@@ -1,4 +1,4 @@
-"""FP8 linears on torch's own `scaled_mm`: no Transformer Engine needed, and they compile.
+"""FP8 linears on torch's own scaled GEMMs: no Transformer Engine needed, and they compile.
 
 The bytes, scales and amaxes are those of the emulator, to the bit. x and w are quantized in the
 forward pass, once for both their GEMMs, and saved as FP8 for the backward pass; the copies that
@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import ScalingType
 
 from fp8stack import numerics
 from fp8stack.backends.contract import Backend, GemmCounter
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import MasterLinear, no_autocast
-from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, pack_scales, scaled_gemm
+from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.backends.scaling import Name
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
@@ -124,14 +123,13 @@ class ScaledLinear(MasterLinear):
         if backward and self.delayed is not None:
             self.delayed.backward_ran()
 
-    def kind(self, name: Name) -> ScalingType:
+    def kind(self, name: Name) -> Scales:
         """How the scales of an operand are laid out."""
         if isinstance(self.recipe, Mxfp8Recipe):
-            return ScalingType.BlockWise1x32
+            return Scales.MX
         if isinstance(self.recipe, BlockRecipe):
-            weight = name == "weight"
-            return ScalingType.BlockWise128x128 if weight else ScalingType.BlockWise1x128
-        return ScalingType.TensorWise
+            return Scales.SQUARES if name == "weight" else Scales.ROWS
+        return Scales.PER_TENSOR
 
     def quantize(
         self, x: Tensor, name: Name, record: bool, across: bool
@@ -139,7 +137,7 @@ class ScaledLinear(MasterLinear):
         """`x` [rows, columns] for a GEMM that reduces over its columns and, if `across`, for one
         that reduces over its rows: that one is [columns, rows]."""
         recipe, kind = self.recipe, self.kind(name)
-        if kind == ScalingType.TensorWise:
+        if kind is Scales.PER_TENSOR:
             assert isinstance(recipe, DelayedRecipe | CurrentRecipe)
             format = recipe.backward_format if name == "grad_output" else recipe.forward_format
             scale = self._scale(x, name, format, record)
@@ -147,7 +145,7 @@ class ScaledLinear(MasterLinear):
             along = Scaled(data.contiguous(), inv_scale, kind)
             return along, along._replace(data=data.t().contiguous()) if across else None
         x = x.contiguous()
-        if kind == ScalingType.BlockWise128x128:
+        if kind is Scales.SQUARES:
             data, inv_scale = self._quantize_blocks(x, (128, 128))
             along = Scaled(data, pack_scales(inv_scale, kind), kind)
             if not across:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.numerics.cast import FLT_MAX, cast_to_fp8, magnitude, tensor_scale
+from fp8stack.numerics.cast import FLT_MAX, cast_to_fp8, inverse, magnitude, tensor_scale
 from fp8stack.numerics.formats import fp8_format
 
 ScaleRounding = Literal["rceil", "floor", "even"]
@@ -85,7 +85,7 @@ def quantize_blocks(
     blocks, restore = split_into_blocks(x, _full_block(x, block))
     scale = block_scale(_block_amax(blocks), x.dtype, format, power_of_two)
     data = cast_to_fp8(blocks, scale, format)
-    return restore(data), _drop_block_dims(1.0 / scale)
+    return restore(data), _drop_block_dims(inverse(scale))
 
 
 def dequantize_blocks(data: Tensor, inv_scale: Tensor, block: Sequence[int] = (1, 128)) -> Tensor:

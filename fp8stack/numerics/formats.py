@@ -7,8 +7,7 @@ E5M2, and the OCP Microscaling specification 1.0 for E8M0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -23,6 +22,9 @@ class Format:
     `specials` says what the topmost exponent holds: "ieee" infinities and NaNs, "fn" finite
     values and one NaN (all ones), "e8m0" no sign, no zero, a power of two per code and one NaN.
     `dtype` is torch's type, None where torch stores the format in a wider one (tf32).
+
+    `max` is the largest finite value, `min_normal` the smallest positive normal one,
+    `min_subnormal` the smallest positive one, None where there are no subnormals.
     """
 
     name: str
@@ -32,6 +34,20 @@ class Format:
     dtype: torch.dtype | None
     hardware: str
     sign_bits: int = 1
+    # Read off the bits once, and plain values: torch.compile traces no cached property.
+    max: float = field(init=False)
+    min_normal: float = field(init=False)
+    min_subnormal: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        unsigned = self.specials == "e8m0"
+        facts = {
+            "max": self.decode(self.max_code),
+            "min_normal": self.decode(0 if unsigned else 2**self.mantissa_bits),
+            "min_subnormal": None if unsigned else self.decode(1),
+        }
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
 
     @property
     def bits(self) -> int:
@@ -73,21 +89,6 @@ class Format:
             return 254
         ones = (1 << self.exponent_bits + self.mantissa_bits) - 1
         return ones - 1 if self.specials == "fn" else ones - (1 << self.mantissa_bits)
-
-    @cached_property
-    def max(self) -> float:
-        """The largest finite value."""
-        return self.decode(self.max_code)
-
-    @cached_property
-    def min_normal(self) -> float:
-        """The smallest positive normal value."""
-        return self.decode(0 if self.specials == "e8m0" else 2**self.mantissa_bits)
-
-    @cached_property
-    def min_subnormal(self) -> float | None:
-        """The smallest positive value; None where there are no subnormals."""
-        return None if self.specials == "e8m0" else self.decode(1)
 
     @property
     def epsilon(self) -> float:

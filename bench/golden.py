@@ -1,0 +1,269 @@
+"""Golden files: what Transformer Engine computed on a real GPU, to hold a CPU to ever after.
+
+One safetensors file with the inputs and TE's results, and in its metadata, as JSON, how each came
+about. `tests/test_golden.py` recomputes all of it with fp8stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench import gpu_histories, gpu_report, te_raw
+from bench.gpu_cases import Context, Facts, Skipped, this_machine
+from bench.gpu_casts import SCALES, need_te
+from bench.gpu_inputs import DTYPES, FORMAT_NAMES, Operands, matrix, spiky_steps, values_of
+from fp8stack.numerics.amax import AmaxAlgorithm
+
+FOLDER = Path(__file__).parents[1] / "tests" / "golden"
+STEPS = 50
+HISTORY_SIZES = (16, 32, 16)  # rows, in, out
+# What x and dy are multiplied by in the steps of a module: its delayed scales are found on the way.
+FACTORS = (1.0, 4.0, 0.5)
+MODULE_HISTORY = 4
+ROWS = 32
+SIZES = {"Linear": (64, 32), "LayerNormLinear": (64, 32), "LayerNormMLP": (32, 64)}
+MATRICES = (("ordinary", "bf16"), ("special", "bf16"), ("ordinary", "fp32"))
+CURRENT = (("e4m3", False, 0.0), ("e5m2", False, 1e-3), ("e4m3", True, 0.0))
+
+Tensors = dict[str, Tensor]
+# The parameters of a case, among them its "kind", and its tensors.
+Captured = tuple[dict[str, Any], Tensors]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(out=FOLDER)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Capture a file into the folder; exits with 1 if something could not be captured."""
+    context = this_machine()
+    if not context.hardware.has_te:
+        why = context.hardware.te_problem or "there is none here"
+        print(f"python -m bench golden needs a CUDA GPU and Transformer Engine: {why}.")
+        raise SystemExit(2)
+    facts = captured(context, arguments.out)
+    print(json.dumps(facts, indent=2))
+    if not facts["holds"]:
+        raise SystemExit(1)
+
+
+def captured(context: Context, folder: Path) -> Facts:
+    """Write a golden file; it holds if all was captured that TE serves on this GPU."""
+    need_te(context, "delayed")
+    cases: list[dict[str, Any]] = []
+    tensors = inputs()
+    refused: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for name, capture in captures(context):
+        try:
+            facts, made = capture()
+        except Skipped as reason:
+            refused[name] = str(reason)
+        except Exception:
+            failed[name] = traceback.format_exc()[-1500:]
+        else:
+            cases.append({"name": name, **facts})
+            tensors |= {f"{name}/{key}": value for key, value in made.items()}
+    report = gpu_report.new_report(context.hardware, quick=False)
+    del report["sections"], report["quick"]
+    description = {**report, "cases": cases, "refused": refused, "failed": failed}
+    version = str(context.hardware.te_version).partition("+")[0]  # a build of one's own has more
+    path = folder / f"te-{version}-{gpu_report.slug(context.hardware.name)}.safetensors"
+    write(path, description, tensors)
+    return {
+        "holds": not failed,
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "captured": len(cases),
+        "refused": refused,
+        "not_captured": failed,
+    }
+
+
+def write(path: Path, description: dict[str, Any], tensors: Tensors) -> None:
+    """The file with its description."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(kept, path, metadata={"description": json.dumps(description)})
+
+
+def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
+    """What to capture, by name."""
+    device = context.device
+    for dtype in DTYPES:
+        for format in FORMAT_NAMES:
+            yield f"cast {dtype} {format}", partial(_cast, device, dtype, format)
+    for length in gpu_histories.LENGTHS:
+        for algorithm in gpu_histories.ALGORITHMS:
+            for margin in (0, 1):
+                name = f"history {length} {algorithm} margin {margin}"
+                yield name, partial(_history, device, length, algorithm, margin)
+    for kind, dtype in MATRICES:
+        for format, power_of_two, eps in CURRENT:
+            name = f"current {kind} {dtype} {format} {power_of_two} {eps:g}"
+            yield name, partial(_current, device, kind, dtype, format, power_of_two, eps)
+        for square in (False, True):
+            for power_of_two in (True, False) if dtype == "bf16" else (True,):
+                name = f"block {kind} {dtype} {'128x128' if square else '1x128'} {power_of_two}"
+                yield name, partial(_block, context, kind, dtype, square, power_of_two)
+        yield f"mxfp8 {kind} {dtype}", partial(_mxfp8, context, kind, dtype)
+    for module in te_raw.MODULES:
+        for dtype in DTYPES:
+            for scaling in ("delayed", "current", "block", "mxfp8"):
+                name = f"module {module} {dtype} {scaling}"
+                yield name, partial(_module, context, module, dtype, scaling)
+
+
+# Inputs
+
+
+def inputs() -> Tensors:
+    """What more than one case reads: "inputs/..."."""
+    found: Tensors = {f"inputs/table {dtype}": table(dtype) for dtype in DTYPES}
+    steps = spiky_steps(STEPS, *HISTORY_SIZES)
+    for field, series in zip(Operands._fields, zip(*steps, strict=True), strict=True):
+        found[f"inputs/steps {field}"] = torch.stack(list(series))
+    for kind, dtype in MATRICES:
+        found[f"inputs/matrix {kind} {dtype}"] = small_matrix(kind, dtype)
+    for module in te_raw.MODULES:
+        for key, value in module_inputs(module).items():
+            found[f"inputs/{module} {key}"] = value
+    return found
+
+
+def table(dtype: str) -> Tensor:
+    """Values to cast: [64, 64]."""
+    values = values_of(dtype).flatten()
+    return (values[::16] if dtype == "bf16" else values[:4096]).reshape(64, 64)
+
+
+def small_matrix(kind: str, dtype: str) -> Tensor:
+    """Blocks of all magnitudes, and what a special matrix has: [160, 160]."""
+    x = matrix(kind, dtype)
+    return torch.cat([x[:160, :96], x[:160, 256:320]], dim=1)
+
+
+def module_inputs(module: str) -> Tensors:
+    """x, dy and the parameters of a TE module, by its names: bfloat16, whatever it runs in."""
+    first, second = SIZES[module]
+    generator = torch.Generator().manual_seed(7)
+    if module == "LayerNormMLP":
+        outputs, weights = first, {"fc1_": (second, first), "fc2_": (first, second)}
+    else:
+        outputs, weights = second, {"": (second, first)}
+    shapes: dict[str, tuple[int, ...]] = {"x": (ROWS, first), "dy": (ROWS, outputs)}
+    for prefix, (rows, columns) in weights.items():
+        shapes |= {f"{prefix}weight": (rows, columns), f"{prefix}bias": (rows,)}
+    if module != "Linear":
+        shapes |= {"layer_norm_weight": (first,), "layer_norm_bias": (first,)}
+    sizes = {"x": 1.0, "dy": 1e-3, "layer_norm_weight": 0.1}
+    found = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator) * sizes.get(name, 0.05)
+        found[name] = (noise + (name == "layer_norm_weight")).bfloat16()
+    return found
+
+
+# Captures
+
+
+def _cast(device: str, dtype: str, format: str) -> Captured:
+    x = table(dtype).to(device)
+    made = [te_raw.cast(x, torch.tensor(scale), format, transpose=False) for scale in SCALES]
+    tensors = {
+        "scales": torch.tensor(SCALES),
+        "bytes": torch.stack([quantized.along for quantized, _ in made]),
+        "inverses": torch.stack([quantized.scales for quantized, _ in made]),
+        "amax": torch.stack([amax for _, amax in made]),
+    }
+    return {"kind": "cast", "input": f"inputs/table {dtype}", "format": format}, tensors
+
+
+def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) -> Captured:
+    te_raw.forget()
+    recipe = te_raw.recipe(
+        "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
+    )
+    sizes = (HISTORY_SIZES[1], HISTORY_SIZES[2])
+    layer = te_raw.module("Linear", sizes, torch.bfloat16, device, bias=False)
+    scales = []
+    for operands in spiky_steps(STEPS, *HISTORY_SIZES):
+        gpu_histories.te_step(layer, recipe, operands, device)
+        now = te_raw.scales_and_histories(layer)
+        scales.append(torch.stack([now[f"gemm1.{slot}"][0] for slot in gpu_histories.FORMATS]))
+    te_raw.forget()
+    histories = [now[f"gemm1.{slot}"][1] for slot in gpu_histories.FORMATS]
+    facts = {"kind": "history", "length": length, "algorithm": algorithm, "margin": margin}
+    return facts, {"scales": torch.stack(scales), "histories": torch.stack(histories, dim=1)}
+
+
+def _current(
+    device: str, kind: str, dtype: str, format: str, power_of_two: bool, eps: float
+) -> Captured:
+    made = te_raw.current(small_matrix(kind, dtype).to(device), format, power_of_two, eps)
+    facts = {
+        "kind": "current",
+        "input": f"inputs/matrix {kind} {dtype}",
+        "format": format,
+        "power_of_two": power_of_two,
+        "eps": eps,
+    }
+    return facts, {"bytes": made.along, "inverse": made.scales}
+
+
+def _block(context: Context, kind: str, dtype: str, square: bool, power_of_two: bool) -> Captured:
+    need_te(context, "block")
+    made = te_raw.blocks(small_matrix(kind, dtype).to(context.device), square, power_of_two)
+    facts = {
+        "kind": "block",
+        "input": f"inputs/matrix {kind} {dtype}",
+        "square": square,
+        "power_of_two": power_of_two,
+    }
+    # A square block's other copy is the same bytes, transposed: `bench.gpu_casts` compares it.
+    return facts, _both_ways(made._replace(across=None) if square else made)
+
+
+def _mxfp8(context: Context, kind: str, dtype: str) -> Captured:
+    need_te(context, "mxfp8")
+    made = te_raw.mxfp8(small_matrix(kind, dtype).to(context.device))
+    return {"kind": "mxfp8", "input": f"inputs/matrix {kind} {dtype}"}, _both_ways(made)
+
+
+def _both_ways(made: te_raw.Quantized) -> Tensors:
+    tensors = {"bytes along": made.along, "scales along": made.scales}
+    if made.across is not None and made.scales_across is not None:
+        tensors |= {"bytes across": made.across, "scales across": made.scales_across}
+    return tensors
+
+
+def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
+    need_te(context, scaling)
+    te_raw.forget()
+    options = {"amax_history_len": MODULE_HISTORY} if scaling == "delayed" else {}
+    recipe = te_raw.recipe(scaling, **options)
+    layer = te_raw.module(kind, SIZES[kind], DTYPES[dtype], context.device)
+    given = module_inputs(kind)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(given[name])
+    x, dy = (given[name].to(context.device, DTYPES[dtype]) for name in ("x", "dy"))
+    for factor in FACTORS:
+        results = te_raw.run(layer, recipe, x * factor, dy * factor, first=True)
+    if scaling == "delayed":
+        for name, (scale, history) in te_raw.scales_and_histories(layer).items():
+            results |= {f"scale {name}": scale, f"amax_history {name}": history}
+    results |= te_raw.weight_bytes(layer)
+    te_raw.forget()
+    facts = {"kind": "module", "module": kind, "dtype": dtype, "scaling": scaling}
+    return {**facts, "factors": FACTORS, "history_length": MODULE_HISTORY}, results

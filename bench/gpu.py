@@ -1,0 +1,151 @@
+"""A GPU held to the CPU's bytes, to TE's and to float64; golden files; and a first look at speed.
+
+Every section runs in a process of its own, which may die or be stopped without taking the others
+with it. What was found so far is on disk at any moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench import gpu_casts, gpu_histories, gpu_layers, gpu_losses, gpu_report
+from bench.gpu_cases import TIME_IS_UP, Case, Context, Facts, run_case, this_machine
+from bench.gpu_report import Report
+
+# Seconds. The last section gets what is left of the whole.
+WHOLE = 455.0
+BUDGETS = {"casts": 110.0, "histories": 75.0, "golden": 45.0, "layers": 90.0, "losses": WHOLE}
+GRACE = 15.0  # after its budget a section starts no other case; after this it is stopped
+
+Section = Callable[[Context, Path, float], Iterator[Case]]
+
+
+def _capture(context: Context, folder: Path) -> Facts:
+    from bench import golden  # it needs safetensors, which the other sections do not
+
+    return golden.captured(context, folder)
+
+
+SECTIONS: dict[str, Section] = {
+    "casts": lambda context, folder, deadline: gpu_casts.cases(context),
+    "histories": lambda context, folder, deadline: gpu_histories.cases(context),
+    "golden": lambda context, folder, deadline: iter(
+        [Case("capture", partial(_capture, context, folder))]
+    ),
+    "layers": lambda context, folder, deadline: gpu_layers.cases(context),
+    "losses": lambda context, folder, deadline: gpu_losses.cases(context, deadline),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sections",
+        type=_sections,
+        default=list(SECTIONS),
+        metavar="A,B",
+        help=f"some of {','.join(SECTIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="20 steps instead of 200, one shape of layers"
+    )
+
+
+def _sections(text: str) -> list[str]:
+    chosen = text.split(",")
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {','.join(SECTIONS)}")
+    return [name for name in SECTIONS if name in chosen]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the sections and write what they found; exits with 1 if something does not hold."""
+    if not torch.cuda.is_available():
+        print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
+        raise SystemExit(2)
+    start = time.monotonic()
+    context = Context(this_machine().hardware, quick=arguments.quick)
+    report = gpu_report.new_report(context.hardware, arguments.quick)
+    folder: Path = arguments.out / gpu_report.slug(context.hardware.name)
+    gpu_report.write(report, folder)
+    print(f"{context.hardware}, {report['versions']}", flush=True)
+    for name in arguments.sections:
+        left = WHOLE - (time.monotonic() - start)
+        add_section(report, name, context, folder, min(BUDGETS[name], left))
+        gpu_report.write(report, folder)
+    print(f"written: {folder}/gpu.json and gpu.md, after {time.monotonic() - start:.0f} s")
+    if found := gpu_report.problems(report):
+        print(f"{len(found)} problems:", *found, sep="\n  ")
+        raise SystemExit(1)
+
+
+def add_section(report: Report, name: str, context: Context, folder: Path, budget: float) -> None:
+    """Run one section in a process of its own, and add its rows to the report."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "rows.jsonl"
+        path.touch()
+        problem = in_a_process(partial(work, name, context, folder, budget, path), budget + GRACE)
+        rows, unfinished = read_rows(path)
+    if problem and unfinished:
+        problem = f"{problem} in the case '{unfinished}'"
+    seconds = round(time.monotonic() - start, 1)
+    report["sections"][name] = {
+        "seconds": seconds,
+        "budget_s": round(budget, 1),
+        "problem": problem,
+        "cases": rows,
+    }
+    print(f"{name}: {gpu_report.summary(report['sections'][name])}", flush=True)
+
+
+def in_a_process(target: Callable[[], None], seconds: float) -> str:
+    """Run `target` in a fresh process; what went wrong with it, or ""."""
+    process = multiprocessing.get_context("spawn").Process(target=target)
+    process.start()
+    process.join(max(0.0, seconds))
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"stopped after {seconds:.0f} s"
+    return f"died with exit code {process.exitcode}" if process.exitcode else ""
+
+
+def work(name: str, context: Context, folder: Path, budget: float, path: Path) -> None:
+    """Run a section's cases here, each row written as soon as it is known."""
+    deadline = time.monotonic() + budget
+    for case in SECTIONS[name](context, folder, deadline):
+        _append(path, {"starting": case.name})
+        if time.monotonic() > deadline:
+            row: Facts = {"case": case.name, "skipped": TIME_IS_UP}
+        else:
+            row = run_case(case)
+        _append(path, row)
+
+
+def _append(path: Path, row: Facts) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> tuple[list[Facts], str]:
+    """The finished rows, and the name of a case that was started and not finished, or ""."""
+    rows: list[Facts] = []
+    unfinished = ""
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the process died while it wrote
+            break
+        unfinished = row.get("starting", "")
+        if not unfinished:
+            rows.append(row)
+    return rows, unfinished

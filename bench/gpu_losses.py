@@ -1,0 +1,166 @@
+"""Short trainings of GPT-2 in every precision: losses, and a first look at speed. Eager, not tuned.
+
+Data, initial weights, order and learning rates are the same for all. A run that the time does not
+suffice for keeps its milliseconds per step and has no final loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.gpu_cases import Case, Context, Facts, Skipped, plan_of
+from fp8stack import data
+from fp8stack.backends import build_backend
+from fp8stack.model import GPT, GPTConfig, load_config, plan_for
+from fp8stack.precision import load_recipe
+from fp8stack.training.config import RunConfig
+from fp8stack.training.optimizer import build_optimizer, learning_rate
+
+BF16 = ("reference", "bf16")
+# The first ones first, should the time not suffice for all.
+ARMS = [BF16] + [
+    (backend, recipe)
+    for backend in ("te", "torch", "emulate")
+    for recipe in ("delayed", "current", "block", "mxfp8")
+]
+AVERAGED = 20  # the last losses, whose mean is compared
+MOST_APART_PERCENT = 5.0  # from bf16, after at least as many steps as are quick to run
+COMPARED_FROM = 200
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and for how long."""
+
+    model: str = "gpt2-124m"
+    steps: int = 200
+    batch: int = 8
+    context: int = 1024
+    lr: float = 6e-4
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.steps} steps of {self.batch} x {self.context} tokens"
+
+
+def cases(context: Context, deadline: float = math.inf) -> Iterator[Case]:
+    """One training each; `deadline` is on `time.monotonic`'s clock."""
+    yield from trainings(context, Training(steps=20 if context.quick else 200), deadline)
+
+
+def trainings(context: Context, training: Training, deadline: float) -> Iterator[Case]:
+    """The trainings of all arms, each compared with bf16's, which is the first."""
+    found: dict[tuple[str, str], Facts] = {}
+    for arm in ARMS:
+        check = partial(_compared, context, training, arm, found, deadline)
+        yield Case(f"{arm[1]} by {arm[0]}, {training}", check)
+
+
+def _compared(
+    context: Context,
+    training: Training,
+    arm: tuple[str, str],
+    found: dict[tuple[str, str], Facts],
+    deadline: float,
+) -> Facts:
+    """The arm's training; it holds if the losses are finite and near bf16's."""
+    facts = found[arm] = train(context, training, *arm, deadline=deadline)
+    facts["holds"] = all(map(math.isfinite, facts["losses"]))
+    reference = found.get(BF16, {}).get("mean_of_last")
+    if arm != BF16 and reference and facts["mean_of_last"]:
+        gap = 100 * (facts["mean_of_last"] / reference - 1)
+        facts["gap_to_bf16_percent"] = round(gap, 3)
+        if training.steps >= COMPARED_FROM:
+            facts["holds"] = facts["holds"] and abs(gap) <= MOST_APART_PERCENT
+    return facts
+
+
+def train(
+    context: Context, training: Training, backend: str, recipe: str, deadline: float = math.inf
+) -> Facts:
+    """Losses by step, the median milliseconds of a step, the peak memory and what ran in FP8."""
+    config = load_config(training.model)
+    plan_of(load_recipe(recipe), context, backend)
+    plan = plan_for(config, recipe, context.hardware, backend)
+    built = build_backend(plan)
+    batches = _batches(config, training)
+    _forget_memory(context)
+    model = GPT(config, built).to(context.device)
+    run_config = RunConfig(steps=training.steps, lr=training.lr, warmup_steps=training.steps // 10)
+    optimizer = build_optimizer(model, run_config)
+    losses: list[Tensor] = []
+    seconds: list[float] = []
+    for step in range(1, training.steps + 1):
+        tokens = batches[step].to(context.device)
+        _wait(context)
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, run_config)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        _wait(context)
+        seconds.append(time.perf_counter() - start)
+        if time.monotonic() + 1.5 * seconds[-1] > deadline:
+            break
+    facts = _summary(training, torch.stack(losses).tolist(), seconds)
+    facts["fp8_layers"] = sum(layer.fp8 for layer in plan.layers)
+    facts["layers"] = len(plan.layers)
+    facts["fp8_gemms"] = built.fp8_gemms()
+    if context.device == "cuda":
+        facts["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    return facts
+
+
+def _summary(training: Training, losses: list[float], seconds: list[float]) -> Facts:
+    done = len(losses)
+    warm = seconds[min(5, done // 2) :]
+    whole = done == training.steps
+    facts: Facts = {
+        "steps": done,
+        "final_loss": round(losses[-1], 5) if whole else None,
+        "mean_of_last": round(statistics.fmean(losses[-AVERAGED:]), 5) if whole else None,
+        "ms_per_step": round(1000 * statistics.median(warm), 3),
+        "tokens_per_s": round(training.batch * training.context / statistics.median(warm)),
+        "losses": [round(loss, 5) for loss in losses],
+    }
+    if not whole:
+        facts["note"] = f"the time was up after {done} of {training.steps} steps"
+    return facts
+
+
+def _batches(config: GPTConfig, training: Training) -> data.StepBatches:
+    """The default corpus: the bytes of Python's own standard library."""
+    corpus, _ = data.load_corpora(None, config.vocabulary)
+    if config.context < training.context:
+        raise Skipped(f"{training.context} tokens are more than {training.model}'s context")
+    return data.StepBatches(
+        corpus,
+        batch=training.batch,
+        context=training.context,
+        seed=0,
+        vocabulary=config.vocabulary,
+    )
+
+
+def _wait(context: Context) -> None:
+    if context.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _forget_memory(context: Context) -> None:
+    gc.collect()
+    if context.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

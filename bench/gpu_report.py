@@ -1,0 +1,216 @@
+"""What `python -m bench gpu` writes: facts about the machine, rows as JSON, tables as Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8stack
+from bench.gpu_cases import TIME_IS_UP, Facts, broken
+from fp8stack.precision import Hardware
+
+ROOT = Path(__file__).parents[1]
+Report = dict[str, Any]
+
+
+def new_report(hardware: Hardware, quick: bool) -> Report:
+    """A report with no section yet: when, by which command, on what."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python -m bench {shlex.join(sys.argv[1:])}",
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "changed_since_commit": bool(_output("git", "status", "--porcelain")),
+        "gpu": hardware.name,
+        "capability": None if hardware.capability is None else "{}.{}".format(*hardware.capability),
+        "memory_gib": hardware.memory_gib,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": versions(hardware),
+        "quick": quick,
+        "sections": {},
+    }
+
+
+def versions(hardware: Hardware) -> dict[str, str | None]:
+    """What computed; None where it is not there or not known."""
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {
+        "fp8stack": fp8stack.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cublas": _installed("nvidia-cublas") or _installed("nvidia-cublas-cu12"),
+        "cudnn": None if cudnn is None else str(cudnn),
+        "triton": _installed("triton"),
+        "transformer-engine": hardware.te_version,
+        "transformer-engine problem": hardware.te_problem or None,
+        "python": platform.python_version(),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None if there is no such command here, or nothing to print."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def slug(name: str) -> str:
+    """A folder's name for a GPU: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+
+
+def problems(report: Report) -> list[str]:
+    """Each section that did not run to its end, and each case that failed or does not hold."""
+    found = []
+    for name, section in report["sections"].items():
+        if section["problem"]:
+            found.append(f"{name}: {section['problem']}")
+        found += [f"{name}: {brief(row)}" for row in section["cases"] if broken(row)]
+    return found
+
+
+def brief(row: Facts) -> str:
+    """What is wrong with a row, in a line."""
+    if "failed" in row:
+        return f"{row['case']}: failed: {row['failed']}"
+    if "differing" in row:
+        counts = f"{row['differing']} of {row['checked']} differ"
+        return f"{row['case']}: {counts}: {'; '.join(row.get('first', []))[:300]}"
+    telling = ("quantized_db", "unquantized_db", "gap_to_bf16_percent", "not_captured")
+    facts = {key: row[key] for key in telling if key in row}
+    return f"{row['case']}: does not hold: {facts}"[:400]
+
+
+def write(report: Report, folder: Path) -> None:
+    """`gpu.json` and `gpu.md`, as far as the report has got."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report["problems"] = problems(report)
+    (folder / "gpu.json").write_text(json.dumps(_finite(report), indent=1) + "\n")
+    (folder / "gpu.md").write_text(markdown(report))
+
+
+def _finite(data: Any) -> Any:
+    """The data with None for numbers that JSON does not have."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def markdown(report: Report) -> str:
+    """The report as a page: what it ran on, what is wrong, and a table for each section."""
+    known = ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value)
+    lines = [
+        f"# {report['gpu']}",
+        "",
+        f"Made by `{report['command']}` on {report['date']}: compute capability "
+        f"{report['capability']}, driver {report['driver']}, {known}, commit {report['commit']}"
+        f"{' with changes' if report['changed_since_commit'] else ''}.",
+        "",
+    ]
+    found = problems(report)
+    lines.append(f"{len(found)} problems:" if found else "Everything that has to hold holds.")
+    lines += ["", *[f"- {line}" for line in found], *([""] if found else [])]
+    for name, section in report["sections"].items():
+        lines += [f"## {name}", "", summary(section), ""]
+        lines += [*TABLES.get(name, _comparisons)(section["cases"]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def summary(section: Mapping[str, Any]) -> str:
+    """How many cases of a section came out how, in a line."""
+    rows = section["cases"]
+    count = {
+        "hold": sum(row.get("holds") is True for row in rows),
+        "do not": sum(row.get("holds") is False for row in rows),
+        "failed": sum("failed" in row for row in rows),
+        "skipped": sum("skipped" in row for row in rows),
+        "of these for want of time": sum(row.get("skipped") == TIME_IS_UP for row in rows),
+    }
+    counts = ", ".join(f"{number} {what}" for what, number in count.items())
+    problem = f" {section['problem']}." if section["problem"] else ""
+    return f"{len(rows)} cases in {section['seconds']:.0f} s: {counts}.{problem}"
+
+
+def _status(row: Facts) -> str:
+    if "skipped" in row:
+        return f"skipped: {row['skipped']}"
+    if "failed" in row:
+        return "failed"
+    return {True: "holds", False: "DOES NOT HOLD", None: ""}[row.get("holds")]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+
+
+def _comparisons(rows: list[Facts]) -> list[str]:
+    cells = [
+        [row["case"], str(row.get("checked", "")), str(row.get("differing", "")), _status(row)]
+        for row in rows
+    ]
+    return _table(["case", "compared", "differing", ""], cells)
+
+
+def _layers(rows: list[Facts]) -> list[str]:
+    """dB against the same quantized operands / against unquantized ones."""
+
+    def ratios(row: Facts) -> str:
+        exact, rough = row.get("quantized_db", {}), row.get("unquantized_db", {})
+        both = [
+            f"{name} {exact[name]:g} / {value:g}" if name in exact else f"{name} {value:g}"
+            for name, value in rough.items()
+        ]
+        return ", ".join(both)
+
+    note = "dB against the same quantized operands / against unquantized ones."
+    cells = [[row["case"], ratios(row), _status(row)] for row in rows]
+    return [note, "", *_table(["layer", "signal to noise", ""], cells)]
+
+
+def _losses(rows: list[Facts]) -> list[str]:
+    keys = ("steps", "final_loss", "mean_of_last", "gap_to_bf16_percent", "ms_per_step", "peak_gib")
+
+    def shown(value: Any) -> str:
+        return "" if value is None else str(value)
+
+    cells = [[row["case"], *(shown(row.get(key)) for key in keys), _status(row)] for row in rows]
+    header = ["training", "steps", "last loss", "mean of the last 20", "gap to bf16 in %"]
+    return _table([*header, "ms per step (median)", "peak GiB", ""], cells)
+
+
+def _golden(rows: list[Facts]) -> list[str]:
+    cells = [
+        [row["case"], str(row.get("file", "")), str(row.get("captured", "")), _status(row)]
+        for row in rows
+    ]
+    return _table(["case", "file", "captured", ""], cells)
+
+
+TABLES: dict[str, Callable[[list[Facts]], list[str]]] = {
+    "layers": _layers,
+    "losses": _losses,
+    "golden": _golden,
+}

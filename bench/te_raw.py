@@ -1,0 +1,196 @@
+"""Transformer Engine 2.20 as it is, past our own backend: what a GPU's results are compared with.
+
+Everything is checked against the source of TE 2.20.2. Results come in fp8stack's layouts: padding
+is trimmed, columnwise data is transposed back. Each function needs a TE that can be imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
+
+
+class Quantized(NamedTuple):
+    """FP8 bytes (uint8, of the input's shape) and what multiplies them out, each way of blocking.
+
+    `across` and its scales are of the copy that reduces over rows; None where TE made no other.
+    """
+
+    along: Tensor
+    scales: Tensor
+    across: Tensor | None
+    scales_across: Tensor | None
+
+
+def dtype_of(format: str) -> Any:
+    """TE's name of "e4m3" or "e5m2"."""
+    import transformer_engine.pytorch as te
+
+    return te.DType.kFloat8E4M3 if format == "e4m3" else te.DType.kFloat8E5M2
+
+
+@torch.no_grad()
+def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[Quantized, Tensor]:
+    """`Float8Quantizer`: `x` cast with a given scale, as delayed scaling does; and its amax."""
+    import transformer_engine.pytorch as te
+
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    quantizer = te.Float8Quantizer(
+        scale.reshape(()).to(x.device), amax, dtype_of(format), rowwise=True, columnwise=transpose
+    )
+    return _per_tensor(quantizer(x)), amax[0]
+
+
+@torch.no_grad()
+def current(x: Tensor, format: str, power_of_two: bool, eps: float) -> Quantized:
+    """`Float8CurrentScalingQuantizer`: `x` cast with the scale of its own amax."""
+    import transformer_engine.pytorch as te
+
+    quantizer = te.Float8CurrentScalingQuantizer(
+        dtype_of(format),
+        device=x.device,
+        rowwise=True,
+        columnwise=True,
+        force_pow_2_scales=power_of_two,
+        amax_epsilon=eps,
+    )
+    return _per_tensor(quantizer(x))
+
+
+def _per_tensor(made: Any) -> Quantized:
+    transposed = made._transpose  # None where GEMMs need none (10.x), or none was asked for
+    across = None if transposed is None else transposed.t()
+    return Quantized(made._data, made._scale_inv.reshape(()), across, None)
+
+
+@torch.no_grad()
+def blocks(x: Tensor, square: bool, power_of_two: bool) -> Quantized:
+    """`Float8BlockQuantizer`: 128x128 blocks if `square`, else 1x128 along and 128x1 across."""
+    import transformer_engine.pytorch as te
+
+    made: Any = te.Float8BlockQuantizer(
+        dtype_of("e4m3"),
+        rowwise=True,
+        columnwise=True,
+        amax_epsilon=0.0,
+        force_pow_2_scales=power_of_two,
+        block_scaling_dim=2 if square else 1,
+    )(x)
+    rows, columns = x.shape
+    along, across = made._rowwise_scale_inv, made._columnwise_scale_inv
+    if square:
+        along, across = along[:, : _blocks(columns)], across[:, : _blocks(rows)].t()
+    else:  # TE keeps these transposed
+        along, across = along[:, :rows].t(), across[:, :columns]
+    return Quantized(made._rowwise_data, along, made._columnwise_data.t(), across)
+
+
+def _blocks(length: int) -> int:
+    return -(-length // 128)
+
+
+@torch.no_grad()
+def mxfp8(x: Tensor) -> Quantized:
+    """`MXFP8Quantizer`: 1x32 blocks along and 32x1 across, E4M3; the scales are E8M0 codes."""
+    import transformer_engine.pytorch as te
+
+    made: Any = te.MXFP8Quantizer(dtype_of("e4m3"), rowwise=True, columnwise=True)(x)
+    rows, columns = x.shape
+    along = made._rowwise_scale_inv[:rows, : columns // 32]
+    across = made._columnwise_scale_inv[: rows // 32, :columns]
+    return Quantized(made._rowwise_data, along, made._columnwise_data, across)
+
+
+def serves(scaling: str) -> str:
+    """Why TE has no GEMM for this scaling here; "" if it has one."""
+    import transformer_engine.pytorch as te
+
+    asks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+    able, reason = asks.get(scaling, te.is_fp8_available)(return_reason=True)
+    return "" if able else str(reason)
+
+
+def recipe(scaling: str, **options: Any) -> Any:
+    """TE's own recipe with TE's defaults, `options` apart."""
+    from transformer_engine.common import recipe as recipes
+
+    if scaling == "delayed":
+        return recipes.DelayedScaling(reduce_amax=False, **options)
+    made = {
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+    }
+    return made[scaling](**options)
+
+
+def module(
+    kind: str, sizes: tuple[int, int], dtype: torch.dtype, device: str, **options: Any
+) -> Any:
+    """A TE module by its class's name; `sizes` are in and out, or width and hidden width."""
+    import transformer_engine.pytorch as te
+
+    assert kind in MODULES, kind
+    return getattr(te, kind)(*sizes, params_dtype=dtype, device=device, **options)
+
+
+def run(
+    layer: nn.Module, recipe: Any, x: Tensor, dy: Tensor, first: bool | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of one forward and backward pass: y, dx, and `d <parameter>`."""
+    import transformer_engine.pytorch as te
+
+    x = x.detach().clone().requires_grad_()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    with te.autocast(enabled=True, recipe=recipe):
+        y = layer(x, is_first_microbatch=first)
+    y.backward(dy)
+    assert x.grad is not None
+    results = {"y": y.detach(), "dx": x.grad}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        results[f"d {name}"] = parameter.grad
+    return results
+
+
+def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """The scale [] and amax history [length] of each operand of a module in delayed scaling."""
+    from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+
+    meta: Mapping[str, Any] = layer.fp8_meta  # type: ignore[assignment]
+    forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+    found = {}
+    for gemm in range(1, meta["num_gemms"] + 1):
+        places = {
+            "input": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_INPUT")),
+            "weight": (forward, getattr(FP8FwdTensorIdx, f"GEMM{gemm}_WEIGHT")),
+            "grad_output": (backward, getattr(FP8BwdTensorIdx, f"GRAD_OUTPUT{gemm}")),
+        }
+        for operand, (state, index) in places.items():
+            name = f"gemm{gemm}.{operand}"
+            found[name] = (state.scale[index].clone(), state.amax_history[:, index].clone())
+    return found
+
+
+def weight_bytes(layer: nn.Module) -> dict[str, Tensor]:
+    """The FP8 weight that a module of one GEMM keeps after a first micro-batch: "weight bytes"
+    and, with one scale per tensor, "weight inverse"; nothing where TE keeps it elsewhere."""
+    kept: Any = getattr(layer, "_fp8_workspaces", {}).get("weight")
+    data = getattr(kept, "_data", getattr(kept, "_rowwise_data", None))
+    found = {} if data is None else {"weight bytes": data}
+    inverse = getattr(kept, "_scale_inv", None)
+    return found if inverse is None else found | {"weight inverse": inverse.reshape(())}
+
+
+def forget() -> None:
+    """Drop TE's global state: recipes that differ in the amax algorithm alone share their buffers,
+    since TE tells them apart by a text that leaves it out."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()

@@ -1,0 +1,58 @@
+"""What runs on this GPU, and the reasons that `probe` and `resolve` give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8stack.backends import build_backend
+from fp8stack.precision import probe, resolve
+from gpu.machine import CONTEXT
+
+pytestmark = pytest.mark.gpu
+
+HARDWARE = CONTEXT.hardware
+RECIPES = ("delayed", "current", "block", "mxfp8")
+
+
+def test_the_machine_is_what_torch_says_it_is() -> None:
+    assert probe() == HARDWARE
+    assert HARDWARE.device == "cuda"
+    assert HARDWARE.capability == torch.cuda.get_device_capability(0)
+    assert HARDWARE.name == torch.cuda.get_device_name(0)
+    assert HARDWARE.memory_gib > 1
+    assert HARDWARE.has_te == (HARDWARE.te_version is not None and not HARDWARE.te_problem)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("backend", ["te", "torch", "emulate"])
+def test_a_backend_runs_or_the_plan_says_why_not(backend: str, recipe: str) -> None:
+    plan = resolve(recipe, HARDWARE, backend)
+    assert plan.device == "cuda"
+    assert plan.backend == backend or plan.reasons
+    build_backend(plan.for_layers({"layer": (128, 128)}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_native_does_not_depend_on_the_backend_that_runs_it(recipe: str) -> None:
+    plan = resolve(recipe, HARDWARE)
+    assert plan.native == (plan.backend in ("te", "torch"))
+    assert plan.native or plan.reasons
+
+
+@pytest.mark.skipif(HARDWARE.capability != (9, 0), reason="this is no Hopper")
+def test_hopper_has_block_scaling_and_no_mxfp8() -> None:
+    block, mxfp8 = resolve("block", HARDWARE), resolve("mxfp8", HARDWARE)
+    assert block.native == ((HARDWARE.cuda_version or (13, 0)) >= (12, 9))
+    assert (mxfp8.backend, mxfp8.native) == ("emulate", False)
+    assert "mxfp8 needs compute capability 10.x" in mxfp8.reasons[0]
+
+
+@pytest.mark.skipif(HARDWARE.has_te, reason="Transformer Engine can be used")
+def test_without_transformer_engine_torch_runs_and_says_so_if_te_was_asked_for() -> None:
+    if not resolve("delayed", HARDWARE).native:
+        pytest.skip("this GPU has no FP8")
+    assert resolve("delayed", HARDWARE).backend == "torch"
+    asked = resolve("delayed", HARDWARE, "te")
+    assert asked.backend == "torch"
+    assert "Transformer Engine" in asked.reasons[0]

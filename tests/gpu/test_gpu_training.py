@@ -1,0 +1,156 @@
+"""Whole runs on this GPU: they learn, they resume to the bit, and compiled code does the same."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Command, losses, metrics
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bench.gpu_cases import Case, plan_of, run_case
+from fp8stack.backends import build_backend, fp8_state
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import load_recipe
+from gpu.machine import CONTEXT
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("delayed", "current", "block", "mxfp8")
+ARMS = [("reference", "bf16"), ("reference", "tf32")] + [
+    (backend, recipe) for backend in ("te", "torch", "emulate") for recipe in RECIPES
+]
+# Sizes that every FP8 GEMM takes, 128 x 128 blocks included.
+FLAGS = [
+    "--steps", "12", "--batch", "4", "--context", "32", "--eval-every", "6", "--save-every", "4",
+    "--set", "model_overrides.layers=1", "--set", "eval_windows=4", "--set", "sample_tokens=8",
+    "--set", "warmup_steps=2", "--set", "model_overrides.heads=2",
+]  # fmt: skip
+SMALL = GPTConfig(vocabulary=256, context=64, layers=2, width=128, heads=2)
+
+
+def require(backend: str, recipe: str) -> None:
+    """Skip where something else would run."""
+    row = run_case(Case("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
+    if "skipped" in row:
+        pytest.skip(row["skipped"])
+
+
+def saved(run: Path) -> dict[str, Tensor]:
+    """All tensors of the last checkpoint."""
+    folder = run / "checkpoints" / "step-000012"
+    return {
+        f"{file.name} {name}": tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize(("backend", "recipe"), ARMS)
+def test_a_run_learns_and_resumes_to_the_bit(
+    backend: str, recipe: str, command: Command, tmp_path: Path
+) -> None:
+    require(backend, recipe)
+    flags = ["--recipe", recipe, "--backend", backend, "--out", "r", *FLAGS]
+    assert command("pretrain", *flags) == 0
+    whole, tensors, run = losses(tmp_path / "r"), saved(tmp_path / "r"), tmp_path / "r"
+    assert whole[-1][1] < whole[0][1]
+    if recipe in RECIPES:
+        assert all(row["fp8_gemms"] > 0 for row in metrics(run))
+    shutil.rmtree(run / "checkpoints" / "step-000012")
+    assert command("pretrain", "--resume", "auto", "--out", "r") == 0
+    assert losses(run) == whole
+    again = saved(run)
+    assert again.keys() == tensors.keys()
+    assert [name for name in tensors if not torch.equal(again[name], tensors[name])] == []
+
+
+def trained(backend: str, recipe: str, compiler: str | None) -> tuple[list[float], GPT]:
+    """The losses of six steps, and the model."""
+    plan = plan_for(SMALL, load_recipe(recipe), CONTEXT.hardware, backend)
+    model = GPT(SMALL, build_backend(plan)).to(CONTEXT.device)
+    call = model
+    if compiler is not None:
+        torch._dynamo.reset()
+        call = torch.compile(model, fullgraph=True, backend=compiler)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(256, (4, 65), generator=generator).to(CONTEXT.device)
+        loss = call(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found, model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mode(
+    recipe: str,
+) -> None:
+    """By a compiler that keeps eager mode's kernels: the graph is the same to the bit."""
+    require("torch", recipe)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    expected, eager = trained("torch", recipe, None)
+    found, compiled = trained("torch", recipe, "aot_eager")
+    assert found == expected
+    states = fp8_state(compiled), fp8_state(eager)
+    assert states[0].keys() == states[1].keys()
+    assert bool(states[0]) == (recipe == "delayed")
+    odd = [name for name in states[1] if not torch.equal(states[0][name], states[1][name])]
+    assert odd == []
+
+
+FRESH = """
+import sys, torch
+from fp8stack.backends import build_backend
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware
+config = GPTConfig(vocabulary=256, context=64, layers=1, width=128, heads=2)
+hardware = Hardware("cuda", torch.cuda.get_device_capability())
+model = GPT(config, build_backend(plan_for(config, sys.argv[1], hardware, "torch"))).cuda()
+tokens = torch.zeros(4, 64, dtype=torch.long, device="cuda")
+torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, tokens).backward()
+"""
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_gpt_compiles_in_a_process_where_nothing_ran_before(recipe: str) -> None:
+    require("torch", recipe)
+    command = [sys.executable, "-c", FRESH, recipe]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpt_compiled_by_inductor_learns_as_in_eager_mode(recipe: str) -> None:
+    """Fused kernels round less often, so that scales and losses are near, and not the same."""
+    require("torch", recipe)
+    expected, eager = trained("torch", recipe, None)
+    found, compiled = trained("torch", recipe, "inductor")
+    assert found == pytest.approx(expected, rel=0.02)
+    states = fp8_state(compiled), fp8_state(eager)
+    for name, value in states[1].items():
+        if name.endswith(".scale"):
+            torch.testing.assert_close(states[0][name], value, rtol=0.25, atol=0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_backends_agree_on_the_loss(recipe: str) -> None:
+    expected, _ = trained("emulate", recipe, None)
+    compared = []
+    for backend in ("te", "torch"):
+        if plan_for(SMALL, load_recipe(recipe), CONTEXT.hardware, backend).backend == backend:
+            found, _ = trained(backend, recipe, None)
+            assert found == pytest.approx(expected, rel=0.02), backend
+            compared.append(backend)
+    if not compared:
+        pytest.skip(f"nothing but the emulator runs {recipe} here")
