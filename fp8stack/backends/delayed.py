@@ -48,6 +48,7 @@ class DelayedScaling:
         self._backward_task: int | None = None
         self._again = False
         self._slots: dict[str, str] = {}
+        self._no_weights: dict[tuple[str, ...], Tensor] = {}
 
     def add_layer(self, path: str) -> None:
         """Give the linear layer at the module path `path` its three slots."""
@@ -64,7 +65,7 @@ class DelayedScaling:
         self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
         model.delayed_scaling = self  # type: ignore[assignment]
         model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_hook(self._after_forward, always_call=True)
 
     def scale(self, slot: str) -> Tensor:
         """The scale to cast for `slot` with: float32, 0-dim, a view that is changed in place."""
@@ -99,11 +100,23 @@ class DelayedScaling:
 
     def record(self, slot: str, amax: Tensor) -> None:
         """Note the amax of a tensor cast for `slot`: float32, 0-dim."""
-        self.history.record(slot, self.counted(slot, amax))
+        if slot.endswith(".weight"):  # cast before in its present state, it counts no more
+            amax = torch.where(self._first, amax, 0.0)
+        self.history.record(slot, amax)
 
-    def counted(self, slot: str, amax: Tensor) -> Tensor:
-        """`amax`, or 0 for a weight that was cast before in its present state."""
-        return torch.where(self._first, amax, 0.0) if slot.endswith(".weight") else amax
+    def record_all(self, slots: list[str], amaxes: list[Tensor]) -> None:
+        """`record` for many slots in a few operations; none of the amaxes is NaN."""
+        values = torch.where(self._first | self._others(slots), torch.stack(amaxes), 0.0)
+        recorded = [self.history.recorded(slot) for slot in slots]
+        torch._foreach_maximum_(recorded, list(values.unbind()))
+
+    def _others(self, slots: list[str]) -> Tensor:
+        """Which of `slots` are no weights: bool [slots]."""
+        key = tuple(slots)
+        if key not in self._no_weights:
+            flags = [not slot.endswith(".weight") for slot in slots]
+            self._no_weights[key] = torch.tensor(flags, device=self._first.device)
+        return self._no_weights[key]
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
@@ -168,7 +181,8 @@ class DelayedScaling:
         if torch.compiler.is_compiling():
             self._compiled = True
         else:
-            self._forward_due = self._under_way.pop()
+            records = self._under_way.pop()
+            self._forward_due = records and output is not None  # None: it failed
             if self._under_way:  # the outer pass goes on
                 self._records = self._under_way[-1]
 
@@ -186,6 +200,7 @@ class DelayedScaling:
             self.weights.flag = self.weights.flag.to(device)
             self._first = self._first.to(device)
             self._first_scales = self._first_scales.to(device)
+            self._no_weights.clear()
 
 
 # An operator of its own, for torch.compile: inductor 2.13 may fuse the copy of a flag with its

@@ -12,8 +12,8 @@ activation checkpointing runs again in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from torch.autograd import Variable
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -41,6 +40,8 @@ from fp8stack.precision.recipe import (
 
 # TE's name of an activation; its gelu is the tanh approximation.
 _ACTIVATIONS = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}
+
+_FWD, _BWD = "scaling_fwd", "scaling_bwd"  # TE's names of a module's two states
 
 # Where a module of one or two GEMMs keeps its operands' scales and amaxes.
 _FORWARD = [
@@ -112,6 +113,9 @@ class Core:
         self.paths = paths
         self.recipe = recipe
         self.delayed = delayed
+        self._wanted = {_FWD: False, _BWD: False}
+        self._views: dict[str, list[tuple[str, Tensor]]] = {}  # recorded amaxes, 0-dim
+        self._buffers: dict[str, Tensor] = {}
         self._ready = False
         self._weights_of = -1  # the generation of the weights that TE holds as FP8
 
@@ -150,28 +154,20 @@ class Core:
         finally:
             self.module._parameters.update(own)
 
-    @contextmanager
-    def unrecorded(self, key: str = "scaling_fwd") -> Iterator[None]:
-        """Take back the amaxes that TE records meanwhile: it does so in evaluation too."""
-        restore = self.recorded(key)
-        try:
-            yield
-        finally:
-            restore()
+    def expect(self, key: str, records: bool) -> None:
+        """Note whether the amaxes that TE records from now on, as it always does, are wanted."""
+        if self._wanted[key] != records:
+            self.settle(key)
+            self._wanted[key] = records
 
-    def recorded(self, key: str) -> Callable[[], None]:
-        """Remember the amaxes recorded so far; what is returned puts them back."""
-        meta: Any = self.module.fp8_meta
-        amaxes = meta[key].amax_history if self.delayed is not None and self._ready else None
-        kept = None if amaxes is None else amaxes.clone()
+    def settle(self, *keys: str) -> None:
+        """Bring the amaxes that TE recorded into the history if they are wanted; drop them."""
+        if self.delayed is not None and self._ready:
+            self.delayed.take([self], keys)
 
-        def restore() -> None:
-            if amaxes is not None:
-                amaxes.copy_(kept)
-            elif self.delayed is not None:  # made meanwhile
-                meta[key].amax_history.zero_()
-
-        return restore
+    def recorded(self, key: str) -> tuple[list[tuple[str, Tensor]], Tensor]:
+        """The slots whose amaxes are wanted, each with what TE recorded, and TE's whole buffer."""
+        return self._views[key] if self._wanted[key] else [], self._buffers[key]
 
     def _prepare(self) -> None:
         """Have TE make its FP8 buffers now, to be filled before the first cast."""
@@ -180,19 +176,21 @@ class Core:
         module.fp8_meta.setdefault(FP8GlobalStateManager.get_buffer_info(), [])
         with torch.inference_mode(False):  # inference tensors could not be written to later
             module.init_fp8_metadata(num_gemms=len(self.paths))
-        if self.delayed is not None:
-            self.delayed.serve(self._slots())
         self._ready = True
+        if self.delayed is not None:
+            for key in self._wanted:
+                state = module.fp8_meta[key]
+                self._buffers[key] = state.amax_history
+                self._views[key] = [(n, state.amax_history[0, i]) for n, i in self._slots(key)]
+                self.delayed.serve([(name, state.scale[i]) for name, i in self._slots(key)])
+            self.delayed.cores.append(self)
 
-    def _slots(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Each slot with TE's scale and recorded amax of it: views, float32, 0-dim."""
-        meta: Any = self.module.fp8_meta
-        forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+    def _slots(self, key: str) -> Iterator[tuple[str, int]]:
+        """Each slot, with its place in TE's buffers."""
         for gemm, path in enumerate(self.paths):
-            for operand, index in _FORWARD[gemm].items():
-                yield f"{path}.{operand}", forward.scale[index], forward.amax_history[0, index]
-            index = _BACKWARD[gemm]
-            yield f"{path}.grad_output", backward.scale[index], backward.amax_history[0, index]
+            places = {"grad_output": _BACKWARD[gemm]} if key == _BWD else _FORWARD[gemm]
+            for operand, index in places.items():
+                yield f"{path}.{operand}", index
 
 
 class TEDelayedScaling(DelayedScaling):
@@ -200,25 +198,30 @@ class TEDelayedScaling(DelayedScaling):
 
     def __init__(self, recipe: DelayedRecipe) -> None:
         super().__init__(recipe)
+        self.cores: list[Core] = []
         self._served: list[str] = []
         self._scales: list[Tensor] = []
-        self._amaxes: list[Tensor] = []
 
-    def serve(self, slots: Iterator[tuple[str, Tensor, Tensor]]) -> None:
-        """Keep TE's buffers of some slots in step with the history from now on."""
-        for slot, scale, amax in slots:
+    def serve(self, scales: list[tuple[str, Tensor]]) -> None:
+        """Keep TE's scales of some slots in step with the history from now on."""
+        for slot, scale in scales:
             self._served.append(slot)
             self._scales.append(scale)
-            self._amaxes.append(amax)
             scale.copy_(self.scale(slot))
 
-    @torch.no_grad()
     def collect(self) -> None:
         """See `DelayedScaling.collect`: from TE's buffers."""
-        for slot, amax in zip(self._served, self._amaxes, strict=True):
-            self.record(slot, amax)
-        if self._amaxes:
-            torch._foreach_zero_(self._amaxes)
+        self.take(self.cores, (_FWD, _BWD))
+
+    @torch.no_grad()
+    def take(self, cores: list[Core], keys: tuple[str, ...]) -> None:
+        """Move what TE recorded for some modules into the history, in a few operations for all."""
+        found = [core.recorded(key) for core in cores for key in keys]
+        wanted = [pair for pairs, _ in found for pair in pairs]
+        if wanted:
+            self.record_all([slot for slot, _ in wanted], [amax for _, amax in wanted])
+        if found:
+            torch._foreach_zero_([buffer for _, buffer in found])
 
     @torch.no_grad()
     def distribute(self) -> None:
@@ -370,8 +373,8 @@ class TEBackend(Backend):
         trains = linears[0].training and torch.is_grad_enabled()
         records = trains if self.delayed is None else self.delayed.records(trains)
         self._counter.count += len(linears)
-        with nullcontext() if records else core.unrecorded():
-            y = core(x, parameters, self.compute_dtype, self._generation if records else None)
+        core.expect(_FWD, records)
+        y = core(x, parameters, self.compute_dtype, self._generation if records else None)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
                 partial(self._before_backward, core, _backward_gemms(x, parameters), records)
@@ -380,12 +383,9 @@ class TEBackend(Backend):
 
     def _before_backward(self, core: Core, gemms: int, records: bool, dy: Tensor) -> None:
         self._counter.count += gemms
-        if self.delayed is None:
-            return
-        if records:
+        core.expect(_BWD, records)
+        if records and self.delayed is not None:
             self.delayed.backward_ran()
-        else:
-            Variable._execution_engine.queue_callback(core.recorded("scaling_bwd"))
 
     def attach(self, model: nn.Module) -> None:
         """See `Backend.attach`."""
@@ -422,9 +422,8 @@ class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
 def _backward_gemms(x: Tensor, parameters: dict[str, Tensor | None]) -> int:
     """How many GEMMs the backward pass of a TE module takes for these inputs."""
     weights = [p for n, p in parameters.items() if n.endswith("weight") and "norm" not in n]
-    before = [x, *(p for n, p in parameters.items() if "norm" in n)]
     needs_dw = sum(weight is not None and weight.requires_grad for weight in weights)
-    needs_dx = any(part is not None and part.requires_grad for part in before)
+    needs_dx = x.requires_grad or any("norm" in n for n in parameters)  # which always wants it
     return needs_dw + needs_dx + len(weights) - 1
 
 
