@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.linear import MasterLinear
@@ -57,6 +59,8 @@ def convert(module: nn.Module, plan: Plan, exclude: Iterable[str] = ()) -> nn.Mo
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise UserError(f"Nothing to convert: no linear layer{f' ({why})' if why else ''}.")
     plan = _decided(module, plan, linears, left_out)
+    if plan.is_fp8 and (elsewhere := _matrices_elsewhere(module, linears)):
+        plan = replace(plan, reasons=(*plan.reasons, elsewhere))
     backend = build_backend(plan)
     for layer in plan.layers:
         if layer.precision != _UNCHANGED:
@@ -167,6 +171,28 @@ def _heads(module: nn.Module, linears: dict[str, _Found]) -> set[str]:
         if any(linear.part is head for head in heads)
         or (not heads and name.rpartition(".")[2] == "lm_head")
     }
+
+
+def _matrices_elsewhere(module: nn.Module, linears: dict[str, _Found]) -> str:
+    """A sentence on the weights that are in no linear, such as experts in one 3-D parameter; "" if
+    they are few beside the linears'. Embeddings are tables, not weights of a GEMM."""
+    inside = {id(p) for found in linears.values() for p in found.part.parameters()}
+    tables = {
+        id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    elsewhere = {
+        name: p.numel()
+        for name, p in module.named_parameters()
+        if not is_lazy(p) and p.ndim > 1 and id(p) not in inside | tables
+    }
+    weights = sum(math.prod(_shape(found.part)) for found in linears.values())
+    if 10 * sum(elsewhere.values()) < weights or not elsewhere:
+        return ""
+    largest = max(elsewhere, key=lambda name: elsewhere[name])
+    return (
+        f"weights in no linear layer stay as they are: {sum(elsewhere.values()):,} elements "
+        f"beside {weights:,} in linears, the most of them in {largest}"
+    )
 
 
 def _become(part: nn.Module, backend: Backend, layer: LayerPlan) -> None:

@@ -1180,3 +1180,19 @@ def test_the_report_says_how_the_machine_serves_the_recipe():
         "  because mxfp8 needs an FP8 GPU and this is a CPU: emulated, same bytes and scales",
         "FP8 layers 2/2",
     ]
+
+
+def test_weights_that_are_in_no_linear_are_spoken_of_if_they_are_many():
+    class Experts(MLP):
+        def __init__(self, count) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.zeros(count, 4, 8))
+            self.table = nn.Embedding(1000, 32)
+
+    few, many = (convert(Experts(count), plan()) for count in (1, 64))
+    assert "in no linear layer" not in " ".join(few.fp8_plan.reasons)
+    assert many.fp8_plan.reasons[-1] == (
+        "weights in no linear layer stay as they are: 2,048 elements beside 4,096 in linears, "
+        "the most of them in experts"
+    )
+    assert many.fp8_plan.reasons[-1] in " ".join(many.fp8_plan.summary())
