@@ -1,40 +1,34 @@
-"""`python -m bench SCENARIO`: measure, print a table and write the results."""
+"""`python -m bench SCENARIO`: measure, print a table and write the results.
+
+`python -m bench check [SCENARIO...]` measures again and compares with the results that are there.
+"""
 
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
-SCENARIOS = {
-    "emulation": "the cost of emulated FP8 on a CPU, as a ratio to fp32, with torchao beside",
-    "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
-    "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
-    "recipes": "final validation losses of every recipe on the same data, weights and order",
-}
+from bench import runner
+from fp8stack.errors import UserError
 
 
-def main() -> None:
-    listing = "\n".join(f"  {name}: {what}" for name, what in SCENARIOS.items())
+def main() -> int:
+    listing = "\n".join(f"  {name}: {what}" for name, what in runner.SCENARIOS.items())
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description=f"{__doc__}\n\n{listing}",
+        description=f"{__doc__}\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("scenario", choices=[*runner.SCENARIOS, "check"])
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see SCENARIO --help")
     chosen = parser.parse_args()
-    # Imported by name: one scenario's peers need not be installed for another to run.
-    scenario = import_module(f"bench.{chosen.scenario}")
-    options = argparse.ArgumentParser(
-        prog=f"python -m bench {chosen.scenario}", description=SCENARIOS[chosen.scenario]
-    )
-    options.add_argument("--out", type=Path, default=RESULTS, help="folder (default: %(default)s)")
-    scenario.add_arguments(options)
-    arguments = options.parse_args(chosen.options)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    scenario.run(arguments)
+    try:
+        if chosen.scenario == "check":
+            return runner.check(chosen.options)
+        runner.run(chosen.scenario, chosen.options)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+    return 0
 
 
-main()
+if __name__ == "__main__":
+    raise SystemExit(main())

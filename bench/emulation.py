@@ -1,110 +1,176 @@
-"""The cost of emulated FP8 on a CPU: one linear, forward and backward, as a ratio to fp32.
+"""The cost of emulated FP8 on a CPU, relative to fp32: one linear and a whole training step.
 
-Arms take turns within one process and the ratio is that of their fastest rounds. torchao's
-emulation of the same recipes runs beside ours, eager like ours.
+Arms take turns within one process and ratios are of their fastest rounds. torchao's emulation of
+the same recipes and transformers' GPT-2 run beside ours. Compiled arms are told relative to fp32
+eager, as all are, and to fp32 compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import cast
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-from torchao.prototype.mx_formats.config import (
-    MXFP8Dim0CastKernelChoice,
-    MXFP8Dim1CastKernelChoice,
-    ScaleCalculationMode,
-)
-from torchao.quantization.quantize_.common import KernelPreference
 
-from bench import machine
+from bench import peers, report
+from bench.report import Bar, Report, Row
+from bench.runner import add_timing_arguments, timing_options
 from fp8stack.backends import build_backend
+from fp8stack.benchmark import Timing, interleaved, machine, ratio
+from fp8stack.benchmark_step import FP8, StepArm, Work, allow_many_models, arms, build, works
+from fp8stack.model import GPTConfig
 from fp8stack.precision import probe, resolve
-from fp8stack.training.allocator import keep_freed_memory
 
+Arm = Callable[[], None]
 SHAPES = [(2048, 512, 512), (2048, 768, 3072), (4096, 1024, 4096)]
-RECIPES = ["bf16", "delayed", "current", "block", "mxfp8"]
-# The bars that this benchmark is held to, for the shape 2048 x 768 -> 3072.
-BARS = {"delayed": 1.25, "current": 1.25, "mxfp8": 1.45}
+RECIPES = ("bf16", *FP8)
+STEP_COMPILED = ("delayed", "mxfp8")  # compiling a step takes one to two minutes for each
+SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1", "--budget", "15"]
+
+PER_TENSOR, MX = ("delayed", "current"), ("mxfp8",)
+EAGER, COMPILED = "", " compiled"
+
+
+def case_of(tokens: int, inputs: int, outputs: int) -> str:
+    """The name of a linear's case."""
+    return f"{tokens} x {inputs} -> {outputs}"
+
+
+def step_case(work: Work) -> str:
+    """The name of a step's case."""
+    c = work.config
+    return f"step: {c.layers} layers of {c.width}, {work.batch} x {work.context} tokens"
+
+
+def _bars() -> list[Bar]:
+    """The bars: relative to fp32 eager, and never behind torchao in the same mode."""
+    limits = {
+        case_of(*SHAPES[1]): {(EAGER, PER_TENSOR): 1.25, (COMPILED, PER_TENSOR): 1.10}
+        | {(EAGER, MX): 1.45, (COMPILED, MX): 1.20},
+        step_case(works("cpu")["small"]): {(EAGER, PER_TENSOR): 1.35, (COMPILED, PER_TENSOR): 1.12}
+        | {(EAGER, MX): 1.60, (COMPILED, MX): 1.30},
+    }
+    made = []
+    for case, of_case in limits.items():
+        for (mode, recipes), at_most in of_case.items():
+            for recipe in recipes:
+                if case.startswith("step") and mode and recipe not in STEP_COMPILED:
+                    continue
+                arm = f"{recipe}{mode}"
+                made.append(Bar(case=case, arm=arm, of="fp32", at_most=at_most))
+                theirs = "torchao mxfp8" if recipe == "mxfp8" else "torchao tensorwise"
+                if mode == EAGER or recipe != "mxfp8":  # torchao's MXFP8 is eager alone here
+                    made.append(Bar(case=case, arm=arm, of=f"{theirs}{mode}", at_most=1.0))
+    return made
+
+
+BARS = _bars()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measure every shape, print the table, write `emulation.json`."""
-    allocator = "keeps freed memory" if keep_freed_memory() else "the system's own"
-    results = [measure(*shape, rounds=arguments.rounds) for shape in SHAPES]
-    report = {"machine": machine.describe("torchao"), "rounds": arguments.rounds, "bars": BARS}
-    report["allocator"] = allocator
-    report["results"] = results
-    path = arguments.out / "emulation.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(table(results))
-    print(f"\nbars at 2048 x 768 -> 3072: {BARS}\nwritten: {path}")
-
-
-def measure(tokens: int, inputs: int, outputs: int, rounds: int) -> dict[str, object]:
-    """The milliseconds of each arm and their ratio to fp32, for one shape."""
-    torch.manual_seed(0)
-    x = torch.randn(tokens, inputs, requires_grad=True)
-    dy = torch.randn(tokens, outputs) * 1e-3
-    layers: dict[str, nn.Module] = {"fp32": nn.Linear(inputs, outputs)}
-    layers |= {recipe: ours(recipe, inputs, outputs) for recipe in RECIPES}
-    layers["torchao tensorwise"] = convert_to_float8_training(
-        nn.Sequential(nn.Linear(inputs, outputs)), config=Float8LinearConfig(emulate=True)
+    add_timing_arguments(parser, rounds=20, budget_s=40.0)
+    parser.add_argument(
+        "--parts", type=_words, default=["linear", "step"], metavar="A,B", help="linear, step"
     )
-    layers["torchao mxfp8"] = TorchaoMxfp8(inputs, outputs)
-    seconds = machine.interleaved({n: arm(layer, x, dy) for n, layer in layers.items()}, rounds)
-    fastest = {name: min(values) for name, values in seconds.items()}
+    parser.add_argument(
+        "--compiled",
+        type=_words,
+        metavar="A,B",
+        help="recipes that are compiled as well, with fp32 and torchao tensorwise "
+        f"(default: all of a linear, {' and '.join(STEP_COMPILED)} of a step)",
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every shape of a linear, then the step."""
+    rows: list[Row] = []
+    options = timing_options(arguments)
+    if "linear" in arguments.parts:
+        compiled = FP8 if arguments.compiled is None else arguments.compiled
+        for shape in [(32, 64, 32)] if arguments.tiny else SHAPES:
+            timings = interleaved(linear_arms(*shape, compiled), **options)
+            rows += _rows(case_of(*shape), timings)
+            print(f"{rows[-1]['case']}: {rows[-1]['rounds']} rounds", flush=True)
+    if "step" in arguments.parts:
+        compiled = STEP_COMPILED if arguments.compiled is None else arguments.compiled
+        work = tiny_work() if arguments.tiny else works("cpu")["small"]
+        # A round takes some 20 s.
+        options |= {"budget_s": 3.5 * arguments.budget, "warm_up": min(2, arguments.warm_up)}
+        rows += _rows(step_case(work), interleaved(step_arms(work, compiled), **options))
     return {
-        "tokens": tokens,
-        "in": inputs,
-        "out": outputs,
-        "fastest_ms": {name: round(1000 * value, 2) for name, value in fastest.items()},
-        "median_ms": {
-            name: round(1000 * statistics.median(values), 2) for name, values in seconds.items()
-        },
-        "ratio": {name: round(value / fastest["fp32"], 3) for name, value in fastest.items()},
+        "machine": machine("torchao", "transformers", device="cpu"),
+        "settings": {"rounds": arguments.rounds, "budget_s": arguments.budget, "ratio": "fastest"},
+        "results": rows,
+        "bars": report.judged(BARS, rows),
     }
 
 
-def ours(recipe: str, inputs: int, outputs: int) -> nn.Module:
-    """Our emulated linear, as a model would hold it."""
-    plan = resolve(recipe, probe("cpu")).for_layers({"linear": (inputs, outputs)})
-    backend = build_backend(plan)
-    layer = backend.linear("linear", inputs, outputs, True)
-    backend.attach(layer)
+def tiny_work() -> Work:
+    """A step that takes no time, to see that it runs."""
+    config = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
+    return Work(model="tiny", config=config, batch=2, context=32)
+
+
+def _rows(case: str, timings: dict[str, Timing]) -> list[Row]:
+    rows = report.rows_of(case, timings, "fp32")
+    for row in rows:
+        row["mode"] = "compiled" if row["arm"].endswith(COMPILED) else "eager"
+        if "fp32 compiled" in timings:
+            relative = ratio(timings[row["arm"]], timings["fp32 compiled"])
+            row["ratio_to_compiled"] = round(relative, 4)
+    return rows
+
+
+# One linear
+
+
+def linear_arms(
+    tokens: int, inputs: int, outputs: int, compiled: Collection[str]
+) -> dict[str, Arm]:
+    """A forward and backward pass of every linear, eager, and compiled for the recipes named; with
+    them fp32 and torchao tensorwise are compiled too."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, inputs, requires_grad=True)
+    dy = torch.randn(tokens, outputs) * 1e-3
+    layers: dict[str, Callable[[], nn.Module]] = {"fp32": partial(nn.Linear, inputs, outputs)}
+    layers |= {recipe: partial(ours, recipe, inputs, outputs) for recipe in RECIPES}
+    for recipe in ("tensorwise", "mxfp8"):
+        layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
+    also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
+    made: dict[str, Arm] = {}
+    for name, layer in layers.items():
+        made[name] = linear_arm(layer(), x, dy)
+        if name in also:
+            made[name + COMPILED] = linear_arm(compiled_linear(layer()), x, dy)
+    return made
+
+
+def compiled_linear(layer: nn.Module) -> nn.Module:
+    """The layer compiled as one graph, hooks included."""
+    allow_many_models()
+    return cast(nn.Module, torch.compile(layer, fullgraph=True, dynamic=False))
+
+
+def ours(
+    recipe: str, inputs: int, outputs: int, device: str = "cpu", backend: str = "auto"
+) -> nn.Module:
+    """Our linear, as a model would hold it."""
+    plan = resolve(recipe, probe(device), backend).for_layers({"linear": (inputs, outputs)})
+    made = build_backend(plan)
+    layer = made.linear("linear", inputs, outputs, True).to(device)
+    made.attach(layer)
     return layer
 
 
-class TorchaoMxfp8(nn.Linear):
-    """torchao's emulated MXFP8 linear, with the casts that run without CUDA."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = mx_mm.apply(
-            x,
-            self.weight,
-            torch.float8_e4m3fn,
-            torch.float8_e4m3fn,
-            torch.float8_e4m3fn,
-            32,
-            KernelPreference.EMULATED,
-            MXFP8Dim0CastKernelChoice.TORCH,
-            MXFP8Dim1CastKernelChoice.TORCH,
-            ScaleCalculationMode.RCEIL,
-            False,
-        )
-        return y + self.bias
-
-
-def arm(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+def linear_arm(layer: nn.Module, x: Tensor, dy: Tensor) -> Arm:
     """One forward and backward pass, gradients dropped after."""
 
     def once() -> None:
@@ -116,17 +182,50 @@ def arm(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
     return once
 
 
-def table(results: list[dict[str, object]]) -> str:
-    """The ratios as a Markdown table."""
-    ratios = [result["ratio"] for result in results]
-    assert all(isinstance(ratio, dict) for ratio in ratios)
-    names = list(ratios[0])  # type: ignore[call-overload]
-    lines = [
-        "| tokens x in -> out | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
-    ]
-    for result, ratio in zip(results, ratios, strict=True):
-        cells = " | ".join(f"{ratio[name]:.2f}" for name in names)  # type: ignore[index]
-        shape = f"{result['tokens']} x {result['in']} -> {result['out']}"
-        lines.append(f"| {shape} | {cells} |")
-    return "\n".join(lines)
+# A step
+
+
+def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Arm]:
+    """A training step in every recipe, of torchao's and of transformers' GPT-2."""
+    hardware = probe("cpu")
+    also = {*compiled, "fp32"} if compiled else set()
+    own: list[StepArm] = arms(hardware, ["fp32", *FP8], also)
+    made: dict[str, Arm] = {arm.name: build(arm, work, hardware).step for arm in own}
+    made["torchao tensorwise"] = peers.step(work, "cpu", "tensorwise", compiled=False)
+    if compiled:
+        made["torchao tensorwise compiled"] = peers.step(work, "cpu", "tensorwise")
+    made["torchao mxfp8"] = peers.step(work, "cpu", "mxfp8", compiled=False)
+    made["transformers GPT-2, fp32"] = peers.transformers_step(work)
+    return made
+
+
+# What it comes to
+
+
+def table(found: Report) -> str:
+    """The ratios by case, then the bars, then every timing."""
+    rows = found["results"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    ratios = {(row["case"], row["arm"]): row["ratio"] for row in rows}
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        cells = [f"{ratios[case, arm]:.2f}" if (case, arm) in ratios else "" for case in cases]
+        lines.append([arm, *cells])
+    extra = {
+        "x fp32": report.number("ratio"),
+        "x fp32 compiled": report.number("ratio_to_compiled"),
+    }
+    text = "Time of one linear's forward and backward pass (tokens x in -> out), and of a training "
+    text += "step, relative to fp32 eager in the same run: ratio of the fastest rounds."
+    return (
+        report.heading(found, "What emulated FP8 costs on a CPU", text)
+        + report.markdown(["arm", *cases], lines)
+        + report.bars_table(found["bars"])
+        + "\nEvery timing:\n\n"
+        + report.timing_table(rows, extra)
+    )
+
+
+def figure(found: Report) -> Figure:
+    """The ratios as bars."""
+    return report.ratio_figure(found["results"], "Emulated FP8 on a CPU")

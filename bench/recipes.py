@@ -13,8 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import machine
+from matplotlib.figure import Figure
 
+from bench import report as reports
+from bench.report import Report
+from fp8stack.benchmark import machine
+
+SHORT = ["--steps", "3"]
 RECIPES = ["fp32", "bf16", "delayed", "current", "block", "mxfp8"]
 
 
@@ -23,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Train every recipe, print the table, write `recipes.json` and `recipes.md`."""
+def measure(arguments: argparse.Namespace) -> Report:
+    """Train every recipe, one after the other."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for recipe in RECIPES:
@@ -32,15 +37,13 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{recipe}: {rows[-1]['val_loss']:.4f}", flush=True)
     for row in rows:
         row["gap_percent"] = round(100 * (row["val_loss"] / rows[0]["val_loss"] - 1), 3)
-    report = {
-        "machine": machine.describe("accelerate"),
+    return {
+        "machine": machine("accelerate"),
         "command": command("R", arguments.steps, arguments.seed),
+        "settings": {"steps": arguments.steps, "seed": arguments.seed},
         "results": rows,
+        "bars": [],
     }
-    (arguments.out / "recipes.json").write_text(json.dumps(report, indent=2) + "\n")
-    text = markdown(report)
-    (arguments.out / "recipes.md").write_text(text)
-    print(text)
 
 
 def command(recipe: str, steps: int, seed: int) -> str:
@@ -67,7 +70,7 @@ def train(recipe: str, steps: int, seed: int, out: Path) -> dict[str, Any]:
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
+def table(report: Report) -> str:
     """The report as a Markdown table with the command that makes it."""
     facts = report["machine"]
     lines = [
@@ -88,3 +91,10 @@ def markdown(report: dict[str, Any]) -> str:
             f"| {row['fp8_gemms_per_step']} | {row['val_loss']:.4f} | {row['gap_percent']:+.2f} % |"
         )
     return "\n".join(lines) + "\n"
+
+
+def figure(report: Report) -> Figure:
+    """The gaps to fp32's loss as bars."""
+    rows = [{"case": "after training", "arm": row["recipe"], **row} for row in report["results"]]
+    label = "validation loss, % above fp32"
+    return reports.ratio_figure(rows, "Final validation loss", "gap_percent", label)

@@ -1,6 +1,7 @@
 """The command. It parses, calls and reports; it computes nothing.
 
-torch and accelerate are imported inside the commands that need them, so that `--help` is quick.
+torch, accelerate and pydantic are imported inside the commands that need them, so that `--help` is
+quick; tests/test_startup.py holds it to that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import fp8stack
+from fp8stack.bench_cli import bench
 from fp8stack.errors import Interrupted, StorageError, UserError
 
 app = typer.Typer(
@@ -23,16 +25,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(bench)
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, show_default=False, **more)
 
 
+# In place of typer's own --help, for which it imports pydantic whatever the command.
+def _show_help(context: typer.Context, asked: bool) -> None:
+    if asked:
+        print(context.get_help())
+        raise typer.Exit
+
+
 @app.callback()
 def _no_command(
     context: typer.Context,
     version: Annotated[bool, _option("Print the version.", "--version")] = False,
+    help: Annotated[
+        bool,
+        _option("Show this message and exit.", "--help", is_eager=True, callback=_show_help),
+    ] = False,
 ) -> None:
     if version:
         print(f"fp8stack {fp8stack.__version__}")
@@ -75,6 +89,13 @@ def pretrain(
         str | None, _option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")
     ] = None,
     device: Annotated[str | None, _option("auto, cpu or cuda. [auto]")] = None,
+    compile: Annotated[
+        bool | None, _option("Compile the model with torch.compile.", "--compile/--no-compile")
+    ] = None,
+    profile: Annotated[
+        bool | None,
+        _option("Profile one step after warm-up into the run folder.", "--profile/--no-profile"),
+    ] = None,
     tensorboard: Annotated[
         bool | None, _option("Write TensorBoard events too.", "--tensorboard/--no-tensorboard")
     ] = None,
@@ -106,8 +127,6 @@ def doctor(
     json: Annotated[bool, _option("Print JSON.", "--json")] = False,
 ) -> None:
     """What this machine can do: every recipe's plan with its reasons, and the number formats."""
-    from rich.console import Console
-
     from fp8stack import doctor
     from fp8stack.precision import assumed, probe
 
@@ -117,6 +136,8 @@ def doctor(
 
         print(encoder.dumps(doctor.as_json(hardware), indent=2))
     else:
+        from rich.console import Console
+
         doctor.show(hardware, Console())
 
 

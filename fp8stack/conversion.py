@@ -137,19 +137,15 @@ def _decided(
 ) -> Plan:
     """`plan` with a decision for each linear; one whose precision is "unchanged" stays as it is."""
     shapes = {name: _shape(linear.part) for name, linear in linears.items()}
+    if plan.loss_scaling:
+        unscaled = "fp16 needs a scaled loss, which convert cannot give"
+        left_out = {name: left_out.get(name, unscaled) for name in linears}
     fresh = replace(plan, layers=())
-    if plan.is_fp8:
-        return fresh.for_layers(shapes, _heads(module, linears), left_out, _UNCHANGED)
-    fresh = fresh.for_layers(shapes)
-    unscaled = "fp16 needs a scaled loss, which convert cannot give"
-    casts = plan.compute_dtype == "bf16"
-    layers = []
-    for layer in fresh.layers:
-        reason = left_out.get(layer.name, unscaled if plan.loss_scaling else "")
-        kept = layer if casts and not reason else replace(layer, precision=_UNCHANGED)
-        layers.append(replace(kept, reason=reason))
-    said = [layer.sentence for layer in layers if layer.reason]
-    return replace(fresh, layers=tuple(layers), reasons=(*fresh.reasons, *said))
+    fresh = fresh.for_layers(shapes, _heads(module, linears), left_out, _UNCHANGED)
+    if fresh.is_fp8 or fresh.compute_dtype == "bf16":
+        return fresh
+    unchanged = (replace(layer, precision=_UNCHANGED) for layer in fresh.layers)
+    return replace(fresh, layers=tuple(unchanged))
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from fp8stack import presets
-from fp8stack.numerics import FORMATS
+from fp8stack.formats import FORMATS
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.hardware import TE_REMEDY
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
@@ -90,9 +92,8 @@ def _te_remedy(hardware: Hardware) -> str:
 
 
 def _recipe_table(all_plans: dict[str, Plan]) -> Table:
-    table = Table(title="What each recipe does on it", title_justify="left")
-    for heading in ("recipe", "runs", "backend", "compute dtype"):
-        table.add_column(heading)
+    headings = ("recipe", "runs", "backend", "compute dtype")
+    table = _table("What each recipe does on it", headings)
     for asked, plan in all_plans.items():
         runs = plan.recipe.name
         if plan.is_fp8:
@@ -102,10 +103,8 @@ def _recipe_table(all_plans: dict[str, Plan]) -> Table:
 
 
 def _format_table() -> Table:
-    table = Table(title="Number formats", title_justify="left")
     headings = ("format", "bits", "s/e/m", "max", "normal from", "subnormal", "step at 1", "inf")
-    for heading in headings:
-        table.add_column(heading)
+    table = _table("Number formats", headings)
     for format in FORMATS.values():
         table.add_row(
             format.name,
@@ -117,6 +116,15 @@ def _format_table() -> Table:
             _power(format.epsilon),
             "yes" if format.has_inf else "no",
         )
+    return table
+
+
+def _table(title: str, headings: Iterable[str]) -> Table:
+    from rich.table import Table  # JSON needs none
+
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading)
     return table
 
 

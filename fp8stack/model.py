@@ -6,8 +6,9 @@ B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Literal, overload
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
+from fp8stack.head import head_loss
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
+from fp8stack.precision.shapes import load_measured
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -268,11 +271,21 @@ class GPT(nn.Module):
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation)
+        if targets_BT is not None:
+            return self._loss(x_BTD, targets_BT)
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
-        logits_BTV = logits_BTV[..., : self.config.vocabulary]  # the padding is no token
-        if targets_BT is None:
-            return logits_BTV
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
+
+    def _loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        return head_loss(self.lm_head, self.final_norm(x_BTD), targets_BT, self.config.vocabulary)
+
+    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the model in place, without graph breaks: each block by itself, so that one
+        compilation serves all that are alike, and the loss. `backend` is torch.compile's."""
+        compiled = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
+        for block in self.blocks:
+            block.forward = compiled(block.forward)
+        self._loss = compiled(self._loss)  # type: ignore[method-assign]
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""
@@ -308,11 +321,18 @@ def plan_for(
     hardware: Hardware,
     backend: str = "auto",
     strict: bool = False,
+    tokens: int | None = None,
 ) -> Plan:
-    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises."""
+    """The plan for a GPT of this shape, layer by layer; `tokens` of a micro-batch, if known, let it
+    leave out layers in which FP8 does not pay. Raises what `resolve` raises."""
     plan = resolve(recipe, hardware, backend, strict)
+    measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
     vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
-    return plan.for_layers(config.linear_shapes(vocabulary))
+    made = plan.for_layers(config.linear_shapes(vocabulary), tokens=tokens, measured=measured)
+    if made.vocabulary_multiple == plan.vocabulary_multiple:
+        return made
+    vocabulary = padded_vocabulary(config, made.vocabulary_multiple)  # it is FP8 no more
+    return made.for_layers(config.linear_shapes(vocabulary))
 
 
 @torch.no_grad()

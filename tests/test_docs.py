@@ -96,6 +96,6 @@ def test_the_readmes_commands_have_only_flags_that_exist() -> None:
 
 
 def test_the_readmes_table_is_the_committed_result() -> None:
-    for line in _text("bench/results/recipes.md").splitlines():
+    for line in _text("bench/results/cpu/recipes.md").splitlines():
         if line.startswith("|"):
             assert line in _text("README.md")

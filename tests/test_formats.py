@@ -17,6 +17,7 @@ from gfloat.formats import (
 )
 from oracles import ML_DTYPES, decoded
 
+from fp8stack import formats
 from fp8stack.numerics import FORMATS
 from fp8stack.numerics.formats import fp8_format
 
@@ -115,6 +116,21 @@ def test_the_layout_is_that_of_gfloat(name):
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_the_dtype_is_torchs(name):
     assert FORMATS[name].dtype is TORCH_DTYPES[name]
+
+
+def test_compiled_code_reads_a_formats_facts_and_its_dtype_without_a_break():
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        target = FORMATS["e5m2"]
+        return x.clamp(target.min_normal, target.max).to(target.dtype)
+
+    compiled = torch.compile(cast, backend="eager", fullgraph=True)
+    x = torch.tensor([0.0, 1.0, 1e9])
+    assert compiled(x).dtype is torch.float8_e5m2
+    assert compiled(x).to(torch.float32).tolist() == [2.0**-14, 1.0, 57344.0]
+
+
+def test_the_formats_of_the_numerics_are_those_that_need_no_torch():
+    assert FORMATS is formats.FORMATS
 
 
 @pytest.mark.parametrize(

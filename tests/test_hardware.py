@@ -18,7 +18,7 @@ import torch
 
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, assumed, hardware, probe, rules
-from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te
+from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -230,6 +230,112 @@ def test_the_cpu_is_probed_without_a_look_at_the_gpu(fake_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", touched)
     found = probe("cpu")
     assert (found.device, found.capability, found.has_te) == ("cpu", None, False)
+
+
+# Before torch is imported
+
+ASK = """
+import sys
+from fp8stack.precision import Hardware, hardware, probe
+hardware._te_version = lambda: None
+hardware._has_driver = lambda: {driver}
+print(repr(probe("{device}")))
+print("torch" in sys.modules)
+"""
+# A torch that knows what it was built for, and what its CUDA says.
+BUILD = "__version__ = '2.99.0+fake'\ncuda = {cuda!r}\nhip = {hip!r}\n"
+SAYS = """
+from types import SimpleNamespace as Some
+from torch import version
+__version__ = version.__version__
+gpu = Some(name="a GPU", major=9, minor=0, total_memory=80 * 2**30)
+cuda = Some(is_available=lambda: {available}, get_device_properties=lambda index: gpu)
+"""
+
+
+@pytest.fixture
+def asked_of_a_fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The machine as it is found by a new process with such a torch, and if torch was imported."""
+
+    def ask(
+        cuda: str | None = "12.9",
+        hip: str | None = None,
+        driver: bool = True,
+        available: bool = True,
+        device: str = "auto",
+    ) -> tuple[Hardware, bool]:
+        site = tmp_path / "site" / "torch"
+        site.mkdir(parents=True)
+        (site / "version.py").write_text(BUILD.format(cuda=cuda, hip=hip))
+        (site / "__init__.py").write_text(SAYS.format(available=available))
+        monkeypatch.setenv("PYTHONPATH", str(site.parent))
+        command = [sys.executable, "-c", ASK.format(driver=driver, device=device)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found, imported = done.stdout.splitlines()
+        return eval(found, {"Hardware": Hardware}), imported == "True"
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "here",
+    [{"cuda": None}, {"cuda": None, "hip": "6.4"}, {"driver": False}, {"device": "cpu"}],
+    ids=["no CUDA", "ROCm", "no driver", "not asked for"],
+)
+def test_torch_is_not_imported_where_it_can_find_no_gpu(asked_of_a_fake_torch, here):
+    found, imported = asked_of_a_fake_torch(**here)
+    assert not imported
+    assert (found.device, found.capability, found.torch_version) == ("cpu", None, "2.99.0+fake")
+
+
+def test_torch_is_asked_where_it_may_find_a_gpu(asked_of_a_fake_torch):
+    found, imported = asked_of_a_fake_torch()
+    assert imported
+    assert (found.device, found.capability, found.name) == ("cuda", (9, 0), "a GPU")
+    assert (found.cuda_version, found.memory_gib) == ((12, 9), 80.0)
+    assert found.torch_version == "2.99.0+fake"
+
+
+def test_torchs_word_counts_where_there_is_a_driver_and_no_gpu(asked_of_a_fake_torch):
+    found, imported = asked_of_a_fake_torch(available=False)
+    assert imported
+    assert (found.device, found.torch_version) == ("cpu", "2.99.0+fake")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the driver's name is known on Linux alone")
+@pytest.mark.parametrize("there", [True, False])
+def test_the_driver_is_the_library_that_cuda_loads(monkeypatch, there):
+    def load(name: str) -> None:
+        assert name == "libcuda.so.1"
+        if not there:
+            raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", load)
+    assert hardware._has_driver() is there
+
+
+def test_where_the_drivers_name_is_not_known_there_may_be_one(monkeypatch):
+    def load(name: str) -> None:
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", load)
+    monkeypatch.setattr(hardware.sys, "platform", "win32")
+    assert hardware._has_driver()
+
+
+def test_rocm_does_not_count_as_cuda(fake_gpu, monkeypatch):
+    fake_gpu("a GPU", (9, 4), 192.0, None, None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert probe().device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("version", "pair"),
+    [("2.13.0+cpu", (2, 13)), ("2.10", (2, 10)), ("12", None), ("x2.1", None), ("", None)],
+)
+def test_a_version_is_its_first_two_numbers(version, pair):
+    assert version_pair(version) == pair
 
 
 # Transformer Engine

@@ -1005,6 +1005,205 @@ def test_layers_decided_twice_are_the_same():
     assert made.for_layers(shapes()) == made
 
 
+# What FP8 pays for
+
+SQUARE = {"blocks.0.attention.output": (768, 768)}  # K N / (K + N) = 384
+SMALL = {"blocks.0.attention.output": (512, 512)}  # 256
+TINY = {"blocks.0.attention.output": (496, 512)}  # 251.9
+
+
+def decided(layers, asked="delayed", machine=H100, backend="auto", strict=False, **given) -> Plan:
+    return resolve(asked, machine, backend, strict).for_layers(layers, heads=(), **given)
+
+
+@pytest.mark.parametrize("backend", ["te", "torch"])
+@pytest.mark.parametrize(
+    ("asked", "machine", "least"),
+    [("delayed", H100, 255), ("current", H100, 380), ("block", H100, 380), ("mxfp8", B200, 380)],
+)
+def test_a_layer_too_narrow_for_fp8_to_pay_stays_out_with_the_figure(
+    asked, machine, least, backend
+):
+    wide = 128 * (2 * least // 128 + 1)  # K = N: K N / (K + N) is half of it
+    narrow = wide - 128
+    assert narrow / 2 < least < wide / 2
+    layers = {"a": (wide, wide), "b": (narrow, narrow)}
+    made = decided(layers, asked, machine, backend, tokens=2**16)
+    assert left_out(made) == {"b"}
+    assert made.layer("b").precision == "bf16"
+    assert made.layer("b").reason == (
+        f"FP8 does not pay for 65536 x {narrow} -> {narrow}: "
+        f"K N / (K + N) = {narrow / 2:.0f}, below {least}"
+    )
+    assert sentences(made).count(made.layer("b").reason) == 1
+
+
+def test_the_narrow_side_of_a_layer_decides_which_side_it_is_on_does_not():
+    layers = {"up": (256, 2**14), "down": (2**14, 256), "square": (512, 512)}
+    assert left_out(decided(layers, tokens=2**16)) == {"up", "down"}  # 252, and 256
+
+
+@pytest.mark.parametrize(("tokens", "pays"), [(4096, False), (6781, False), (6782, True)])
+def test_a_layer_with_too_little_work_for_fp8_to_pay_stays_out_with_the_figure(tokens, pays):
+    made = decided(SQUARE, tokens=tokens)  # 4e9 / 768 / 768 = 6781.7
+    assert left_out(made) == (set() if pays else set(SQUARE))
+    if tokens == 4096:
+        reason = "FP8 does not pay for 4096 x 768 -> 768: M K N = 2.4e+09, below 4e+09"
+        assert made.layers[0].reason == reason
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (0.93, "FP8 measured at 0.93 of bf16's speed for 8192 x 768 -> 768"),
+        (0.99999, "FP8 measured at 0.999 of bf16's speed for 8192 x 768 -> 768"),
+        (1.0, ""),
+        (1.3, ""),
+    ],
+)
+def test_what_was_measured_decides(ratio, said):
+    made = decided(SQUARE, tokens=8192, measured={(8192, 768, 768): ratio})
+    assert made.layers[0].reason == said
+    assert made.layers[0].fp8 == (not said)
+
+
+def test_what_was_measured_overrules_the_estimate_for_that_shape_alone():
+    layers = TINY | {"b": (496, 496)}
+    measured = {(8192, 496, 512): 1.2, (8192, 512, 496): 0.5, (4096, 496, 496): 1.2}
+    assert left_out(decided(TINY, tokens=8192)) == set(TINY)
+    assert left_out(decided(layers, tokens=8192, measured=measured)) == {"b"}
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"measured": {(8192, 496, 512): 0.5}}], ids=["nothing", "no tokens"]
+)
+def test_shapes_alone_say_nothing_of_what_pays(given):
+    assert left_out(decided(TINY, **given)) == set()
+
+
+def test_under_strict_fp8_runs_where_it_does_not_pay():
+    given = {"tokens": 8, "measured": {(8, 496, 512): 0.5}}
+    assert left_out(decided(TINY, strict=True, **given)) == set()
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "backend"),
+    [
+        ("delayed", CPU, "auto"),
+        ("delayed", CPU, "torch"),
+        ("delayed", H100, "emulate"),
+        ("mxfp8", H100, "auto"),
+    ],
+    ids=["CPU", "scaled_mm on a CPU", "emulated", "mxfp8 on Hopper"],
+)
+def test_what_is_not_native_stays_in_fp8_whether_it_pays_or_not(asked, machine, backend):
+    given = {"tokens": 8, "measured": {(8, 496, 512): 0.5}}
+    assert left_out(decided(TINY, asked, machine, backend, **given)) == set()
+
+
+def test_a_shape_that_the_hardware_cannot_serve_says_that_first():
+    made = decided({"a": (100, 100)}, tokens=8)
+    assert made.layers[0].reason == "100 in features, not divisible by 16"
+
+
+def test_the_plans_own_choice_comes_after_what_the_recipe_leaves_out():
+    made = resolve("delayed", H100).for_layers({"lm_head": (64, 64)}, tokens=8)
+    assert made.layers[0].reason == "the recipe says head = false"
+
+
+def test_the_summary_says_once_what_is_the_same_in_many_blocks():
+    made = resolve("delayed", H100).for_layers(shapes(6), tokens=4096)
+    line = (
+        "FP8 layers 18/25 (6 layers blocks.*.attention.output: bf16, FP8 does not pay for "
+        "4096 x 768 -> 768: M K N = 2.4e+09, below 4e+09; lm_head: bf16, the recipe says "
+        "head = false)"
+    )
+    assert made.summary()[1:] == [line]
+    assert len(made.reasons) == 7
+
+
+def test_blocks_that_differ_in_their_reason_are_told_apart():
+    made = layered(exclude=("blocks.2.*",), exclude_first_blocks=2)
+    (line,) = made.summary()[1:]
+    assert "2 layers blocks.*.mlp.up: bf16, in the first 2 blocks" in line
+    assert "blocks.2.mlp.up: bf16, excluded by the pattern 'blocks.2.*'" in line
+
+
+@pytest.mark.parametrize(("machine", "recipe"), [(H100, "delayed"), (B200, "mxfp8")], ids=str)
+def test_auto_is_bf16_where_fp8_pays_for_no_layer(machine, recipe):
+    made = resolve("auto", machine).for_layers(shapes(6), tokens=1024)
+    assert (made.asked, made.recipe.name, made.backend) == ("auto", "bf16", "reference")
+    assert (made.native, made.is_fp8, made.runs_fp8) == (True, False, False)
+    assert (made.precision, made.compute_dtype) == ("bf16", "bf16")
+    assert made.vocabulary_multiple == resolve("bf16", machine).vocabulary_multiple
+    assert made.layers == resolve("bf16", machine).for_layers(shapes(6)).layers
+    assert made.summary() == [
+        "plan: auto -> bf16, plain torch, on cuda",
+        *(f"  because {reason}" for reason in made.reasons),
+    ]
+    first, *others = made.reasons
+    assert first == f"auto stands for {recipe} here, and no layer would run in it: bf16"
+    assert len(others) == 5
+    assert others[1].startswith("6 layers blocks.*.attention.output: bf16, FP8 does not pay for")
+    assert made.for_layers(shapes(6), tokens=1024) == made
+    assert json.loads(json.dumps(made.to_json())) == made.to_json()
+
+
+def test_auto_stays_in_fp8_if_it_pays_for_one_layer():
+    layers = SQUARE | {"blocks.0.mlp.up": (768, 3072)}
+    made = resolve("auto", H100).for_layers(layers, tokens=4096)
+    assert made.recipe.name == "delayed"
+    assert left_out(made) == set(SQUARE)
+
+
+def test_auto_is_bf16_where_the_hardware_can_serve_no_layer():
+    made = resolve("auto", H100).for_layers({"a": (7, 7), "b": (9, 9)})
+    assert made.recipe.name == "bf16"
+    assert "a: bf16, 7 in features, not divisible by 16" in made.reasons
+
+
+def test_a_recipe_asked_for_by_name_stays_the_plan_though_no_layer_runs_in_it():
+    made = resolve("delayed", H100).for_layers(shapes(6), tokens=1024)
+    assert (made.recipe.name, made.backend, made.is_fp8) == ("delayed", "te", True)
+    assert left_out(made) == set(shapes(6))
+    assert not made.runs_fp8
+    assert made.precision == "bf16"
+    first, second = made.summary()
+    assert first == "plan: delayed, with no layer in FP8, on cuda"
+    assert second.startswith("FP8 layers 0/25 (6 layers blocks.*.attention.qkv: bf16, FP8 does not")
+
+
+@pytest.mark.parametrize(("machine", "word"), [(H100, "delayed"), (CPU, "delayed-emulated")])
+def test_the_active_precision_is_that_of_the_recipe_if_any_layer_runs_in_it(machine, word):
+    assert resolve("delayed", machine).precision == word
+    assert layered(machine).precision == word
+    assert layered(machine, exclude=("*",)).precision == layered(machine).compute_dtype
+
+
+@pytest.mark.parametrize("asked", ["bf16", "delayed"])
+@pytest.mark.parametrize("otherwise", [None, "unchanged"])
+def test_what_the_caller_leaves_out_has_its_reason_with_and_without_fp8(asked, otherwise):
+    layers = {"a": (64, 64), "b": (64, 64)}
+    made = resolve(asked, H100).for_layers(layers, (), {"a": "it is mine"}, otherwise)
+    assert made.layer("a").reason == "it is mine"
+    assert made.layer("a").precision == (otherwise or "bf16")
+    assert (made.layer("b").reason, made.layer("b").precision) == ("", asked)
+    sentence = f"a: {otherwise or 'bf16'}, it is mine"
+    assert made.reasons == (sentence,)
+    assert any(sentence in line for line in made.summary())
+
+
+def test_auto_that_turns_to_bf16_keeps_what_the_caller_left_out():
+    layers = TINY | {"mine": (64, 64)}
+    plan = resolve("auto", H100)
+    made = plan.for_layers(layers, (), {"mine": "it is mine"}, "unchanged", tokens=8)
+    assert made.recipe.name == "bf16"
+    assert [layer.precision for layer in made.layers] == ["bf16", "unchanged"]
+    assert made.reasons[-1] == "mine: unchanged, it is mine"
+    assert "blocks.0.attention.output: bf16, FP8 does not pay" in made.reasons[1]
+    assert len(made.reasons) == 3
+
+
 # What is printed and stored
 
 

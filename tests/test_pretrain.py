@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch._inductor.config
 from conftest import TINY, Command, losses, metrics
+
+from fp8stack.model import GPT
 
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
 
@@ -301,3 +307,74 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     process.stdout.close()
     assert process.wait(timeout=120) == 0
     assert len(metrics(tmp_path / "r")) == 12
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """What compiled runs ask of torch as a whole is put back, and what they compiled forgotten."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graphs: list[object] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    with_inductor = GPT.compile_blocks  # which takes minutes
+    monkeypatch.setattr(GPT, "compile_blocks", lambda model: with_inductor(model, compiler))
+    assert command("pretrain", "--recipe", "fp32", "--out", "plain", *TINY) == 0
+    assert not graphs
+    assert "compiling" not in capsys.readouterr().out
+    assert command("pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY) == 0
+    assert len(graphs) == 4  # a block, for all of them, and the loss; to train and to evaluate
+    assert losses(tmp_path / "r") == losses(tmp_path / "plain")
+    assert (tmp_path / "r" / "sample.txt").read_text() == (
+        tmp_path / "plain" / "sample.txt"
+    ).read_text()
+    printed = capsys.readouterr().out
+    assert printed.count("compiling: the first step takes a minute or so") == 1
+    assert "compile = true" in (tmp_path / "r" / "run.toml").read_text()
+    # Who computes is free on resume.
+    assert command("pretrain", "--resume", "r", "--no-compile", "--steps", "14") == 0
+    assert len(graphs) == 4  # a block, for all of them, and the loss; to train and to evaluate
+
+
+def test_without_a_compiler_nothing_is_written(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",)):
+        assert command("pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "Install g++" in error
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
+def test_a_compiled_run_resumes_to_the_losses_of_the_uninterrupted_one(
+    recipe: str, command: Command, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--set", "model_overrides.dropout=0.1", "--recipe", recipe, "--compile"]
+    assert command("pretrain", "--out", "whole", *flags) == 0
+    torch._dynamo.reset()  # as in a new process
+    whole = tmp_path / "whole"
+    shutil.copytree(whole, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(tmp_path / "cut") == losses(whole)
+    last = "checkpoints/step-000012"
+    for file in sorted((whole / last).glob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "cut" / last / file.name).read_bytes(), file.name

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from torch._inductor import config as inductor
 
 from fp8stack.backends import build_backend, fp8_state
+from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import Hardware, resolve
 from fp8stack.training import display, throughput
 from fp8stack.training.allocator import keep_freed_memory
+from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig
 from fp8stack.training.display import PlainDisplay, RichDisplay, describe
 from fp8stack.training.evaluate import sample, validation_loss
@@ -112,6 +118,67 @@ def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context() ->
     assert max(cold) < 61
 
 
+def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same() -> None:
+    model = _model("fp32")
+    expected = sample(model, [1, 2], 8, temperature=1.0, seed=5)
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    model.forward = torch.compile(model.forward, backend=compiler, dynamic=False)
+    assert sample(model, [1, 2], 8, temperature=1.0, seed=5) == expected
+    assert not graphs
+    tokens = torch.randint(61, (4, 17))
+    validation_loss(model, tokens, 4, torch.device("cpu"))
+    assert len(graphs) == 1  # the sample did not turn compilation off for good
+
+
+@pytest.mark.parametrize(
+    ("missing", "hardware", "backend", "remedy"),
+    [
+        ("g++", CPU, "reference", "Install g"),
+        ("Python.h", CPU, "reference", "python3-dev"),
+        ("triton", Hardware("cuda", (9, 0)), "reference", "pip install triton"),
+        ("gcc", Hardware("cuda", (9, 0)), "reference", "Install gcc"),
+        ("", Hardware("cuda", (9, 0), has_te=True), "te", "--backend torch"),
+    ],
+)
+def test_without_what_compiling_needs_the_error_names_the_remedy(
+    missing: str,
+    hardware: Hardware,
+    backend: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    plan = resolve("delayed" if backend == "te" else "bf16", hardware, backend)
+    assert plan.backend == backend
+    monkeypatch.setattr(sys, "platform", "linux")
+    compiler = "no-such-compiler" if missing == "g++" else sys.executable
+    if missing == "Python.h":
+        monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = None if missing == "triton" else object()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
+        require_compiler(plan)
+
+
+def test_with_what_compiling_needs_there_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with inductor.patch("cpp.cxx", (sys.executable,)):
+        require_compiler(resolve("fp32", CPU))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    require_compiler(resolve("bf16", Hardware("cuda", (9, 0))))
+
+
 @pytest.mark.parametrize(
     ("name", "recipe", "tflops"),
     [
@@ -171,12 +238,14 @@ def test_plain_lines_are_complete_and_carry_the_time_left(
 ) -> None:
     shown = display.open_display(10, PEAK, 0)
     assert isinstance(shown, PlainDisplay)
+    shown.step(ROW, None)
     shown.step(ROW, 61.0)
     shown.note("[a note]")
     shown.close()
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].endswith("| delayed-emulated | ETA 0:01:01")
-    assert printed[1] == "[a note]"
+    assert printed[0].endswith("| delayed-emulated | ETA n/a")
+    assert printed[1].endswith("| delayed-emulated | ETA 0:01:01")
+    assert printed[2] == "[a note]"
 
 
 def test_a_terminal_gets_a_bar_and_notes_as_they_are() -> None:

@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.delayed import DelayedScaling, Slots
 from fp8stack.backends.linear import MasterLinear, plain_linear
+from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import ComputeDtype, DelayedRecipe
@@ -26,18 +27,6 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 }
 
 
-class GemmCounter:
-    """How many GEMMs on FP8 operands ran."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def take(self) -> int:
-        """The count since the last call."""
-        count, self.count = self.count, 0
-        return count
-
-
 class Backend:
     """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
 
@@ -45,28 +34,37 @@ class Backend:
         compute_dtype: what linears return and attention computes in.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
         delayed: the amax history of the model that is built, in delayed scaling.
+        weights: what notices that weights changed.
+        keeps_weights: whether quantized weights are kept until they change.
     """
+
+    keeps_weights = False
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.compute_dtype = DTYPES[plan.compute_dtype]
         self.vocabulary_multiple = plan.vocabulary_multiple
         recipe = plan.recipe
-        self.delayed = DelayedScaling(recipe) if isinstance(recipe, DelayedRecipe) else None
+        self.delayed = self.delayed_scaling(recipe) if isinstance(recipe, DelayedRecipe) else None
+        self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
+        self._gemms = 0
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
         if not self.plan.is_fp8 or not self.plan.layer(name).fp8:
             return plain_linear(in_features, out_features, bias, self.compute_dtype)
-        if self.delayed is not None:
-            self.delayed.add_layer(name)
-        return self.fp8_linear(name, in_features, out_features, bias)
+        slots = None if self.delayed is None else self.delayed.add_layer(name)
+        return self.fp8_linear(name, in_features, out_features, bias, slots)
 
     def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool
+        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
     ) -> MasterLinear:
-        """A linear layer that the plan has in FP8."""
+        """A linear layer that the plan has in FP8, with its slots of delayed scaling."""
         raise NotImplementedError(f"{type(self).__name__} has no FP8.")
+
+    def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
+        """What keeps the scales of delayed scaling."""
+        return DelayedScaling(recipe)
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension; it reads the residual stream, which is float32."""
@@ -91,6 +89,13 @@ class Backend:
         """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
         if self.delayed is not None:
             self.delayed.attach(model)
+        elif self.keeps_weights:
+            layers = [part for part in model.modules() if isinstance(part, MasterLinear)]
+            self.weights.watch(layers)
+            model.register_forward_pre_hook(self._begin_pass)
+
+    def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        self.weights.begin_pass(model.training and torch.is_grad_enabled())
 
     def set_matmul_precision(self, model: nn.Module) -> None:
         """Have `model` multiply float32 exactly, or as TF32 if that is the plan, whatever other
@@ -98,19 +103,25 @@ class Backend:
         precision = "high" if self.plan.compute_dtype == "tf32" else "highest"
         model.register_forward_pre_hook(partial(_set_precision, precision))
 
+    def count_gemms(self, count: int) -> None:
+        """Note that GEMMs on FP8 operands run; compiled code is not counted."""
+        if not torch.compiler.is_compiling():
+            self._gemms += count
+
     def fp8_gemms(self) -> int:
         """How many GEMMs on FP8 operands really ran since the last call."""
-        return 0
+        count, self._gemms = self._gemms, 0
+        return count
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Multiply float32 matrices exactly ("highest") or as TF32 ("high") for a while."""
-    before = torch.get_float32_matmul_precision()
-    if before == precision:
+def exact_matmul() -> Iterator[None]:
+    """Multiply float32 matrices exactly, not as TF32, for a while; compiled code cannot switch."""
+    if torch.compiler.is_compiling():
         yield
         return
-    torch.set_float32_matmul_precision(precision)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:

@@ -23,7 +23,45 @@ from torch.autograd import Variable
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.numerics import AmaxHistory
+from fp8stack.numerics.amax import record_amax
 from fp8stack.precision.recipe import DelayedRecipe
+
+
+class Slot:
+    """Where the casts of one operand of one layer get their scale and leave their amax.
+
+    It is known by tensors, not by name: so code that is compiled for one layer serves all that are
+    like it.
+    """
+
+    def __init__(self, delayed: DelayedScaling, name: str) -> None:
+        self.name = name
+        self._delayed = delayed
+        self._is_weight = name.endswith(".weight")
+        self._column = torch.zeros(1, dtype=torch.int64)
+        self._recorded = torch.zeros((), dtype=torch.float32)
+
+    def bind(self) -> None:
+        """Find the slot's place in the history, which was made or moved to another device."""
+        history = self._delayed.history
+        self._recorded = history.recorded(self.name)
+        self._column = torch.tensor([history.column(self.name)], device=self._recorded.device)
+
+    def scale(self) -> Tensor:
+        """The scale to cast with now: float32, 0-dim."""
+        delayed = self._delayed
+        scales = delayed.first_scales if self._is_weight else delayed.history.scales
+        return scales.index_select(0, self._column).view(())
+
+    def record(self, amax: Tensor) -> None:
+        """Note the amax of a tensor that was cast: float32, 0-dim."""
+        if self._is_weight:  # cast before in its present state, it counts no more
+            amax = torch.where(self._delayed.first, amax, 0.0)
+        record_amax(self._recorded, amax)
+
+
+Slots = dict[str, Slot]
+"""Of a layer, by operand: input, weight, grad_output."""
 
 
 class DelayedScaling:
@@ -36,41 +74,56 @@ class DelayedScaling:
                 length=recipe.history_length, margin=recipe.margin, algorithm=recipe.amax_algorithm
             )
             # Bool, 0-dim: whether this pass is the first with these weights.
-            self._first = torch.ones((), dtype=torch.bool)
+            self.first = torch.ones((), dtype=torch.bool)
             # The scales when it was, float32 [slots]; read for weights alone.
-            self._first_scales = torch.ones(0, dtype=torch.float32)
+            self.first_scales = torch.ones(0, dtype=torch.float32)
         self.weights = WeightChanges()
         self._forward: list[str] = []
         self._forward_due = False
         self._records = False
         self._under_way: list[bool] = []  # whether they record: passes, one inside the other
         self._compiled = False
+        self._backward_due = False
         self._backward_task: int | None = None
         self._again = False
-        self._slots: dict[str, str] = {}
+        self._formats: dict[str, str] = {}
+        self._slots: list[Slot] = []
         self._no_weights: dict[tuple[str, ...], Tensor] = {}
 
-    def add_layer(self, path: str) -> None:
-        """Give the linear layer at the module path `path` its three slots."""
-        for operand in ("input", "weight"):
-            self._forward.append(f"{path}.{operand}")
-            self._slots[f"{path}.{operand}"] = self.recipe.forward_format
-        self._slots[f"{path}.grad_output"] = self.recipe.backward_format
+    def add_layer(self, path: str) -> Slots:
+        """Give the linear layer at the module path `path` its three slots, by operand."""
+        recipe = self.recipe
+        formats = {
+            "input": recipe.forward_format,
+            "weight": recipe.forward_format,
+            "grad_output": recipe.backward_format,
+        }
+        names = {operand: f"{path}.{operand}" for operand in formats}
+        self._formats |= {names[operand]: format for operand, format in formats.items()}
+        self._forward += [names["input"], names["weight"]]
+        slots = {operand: Slot(self, name) for operand, name in names.items()}
+        self._slots += slots.values()
+        return slots
 
     def attach(self, model: nn.Module) -> None:
         """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
         with torch.inference_mode(False):
-            self.history.extend(self._slots)
-            self._first_scales = torch.ones_like(self.history.scales)
+            self.history.extend(self._formats)
+            self.first_scales = torch.ones_like(self.history.scales)
+            self._bind()
         self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
         model.delayed_scaling = self  # type: ignore[assignment]
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
 
+    def _bind(self) -> None:
+        for slot in self._slots:
+            slot.bind()
+
     def scale(self, slot: str) -> Tensor:
         """The scale to cast for `slot` with: float32, 0-dim, a view that is changed in place."""
         if slot.endswith(".weight"):
-            return self._first_scales[self.history.column(slot)]
+            return self.first_scales[self.history.column(slot)]
         return self.history.scale(slot)
 
     def records(self, trains: bool) -> bool:
@@ -98,15 +151,9 @@ class DelayedScaling:
             )
         return False
 
-    def record(self, slot: str, amax: Tensor) -> None:
-        """Note the amax of a tensor cast for `slot`: float32, 0-dim."""
-        if slot.endswith(".weight"):  # cast before in its present state, it counts no more
-            amax = torch.where(self._first, amax, 0.0)
-        self.history.record(slot, amax)
-
     def record_all(self, slots: list[str], amaxes: list[Tensor]) -> None:
-        """`record` for many slots in a few operations; none of the amaxes is NaN."""
-        values = torch.where(self._first | self._others(slots), torch.stack(amaxes), 0.0)
+        """Note the amaxes of casts for `slots`, float32 and 0-dim, none of them NaN."""
+        values = torch.where(self.first | self._others(slots), torch.stack(amaxes), 0.0)
         recorded = [self.history.recorded(slot) for slot in slots]
         torch._foreach_maximum_(recorded, list(values.unbind()))
 
@@ -115,11 +162,14 @@ class DelayedScaling:
         key = tuple(slots)
         if key not in self._no_weights:
             flags = [not slot.endswith(".weight") for slot in slots]
-            self._no_weights[key] = torch.tensor(flags, device=self._first.device)
+            self._no_weights[key] = torch.tensor(flags, device=self.first.device)
         return self._no_weights[key]
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
+        if self._under_way:  # gradients that the forward pass takes: the next pass updates
+            self._backward_due = True
+            return
         if self._again:  # reentrant checkpointing: a pass within the one that ends in the update
             return
         task = torch._C._current_graph_task_id()
@@ -144,12 +194,12 @@ class DelayedScaling:
         """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
         self.collect()  # and have it overwritten
         self.history.load_state_dict(state)
-        self._forward_due = False
+        self._forward_due = self._backward_due = False
         self.weights.mark()
 
     def _due(self) -> list[str] | None:
         """The slots that a finished pass recorded and no update has moved; None is all."""
-        if torch.compiler.is_compiling() or self._compiled:
+        if torch.compiler.is_compiling() or self._compiled or self._backward_due:
             return None  # compiled backward passes call nobody back
         return self._forward if self._forward_due else []
 
@@ -160,7 +210,7 @@ class DelayedScaling:
         self.collect()
         if self._due() != []:
             self.history.update(self._due())
-        self._forward_due = self._again = False
+        self._forward_due = self._backward_due = self._again = False
         self._records = model.training and torch.is_grad_enabled()
         self._follow_weights()
         self.distribute()
@@ -169,13 +219,10 @@ class DelayedScaling:
 
     def _follow_weights(self) -> None:
         """Take new scales for weights that changed; a pass that records uses the change up."""
-        if not torch.compiler.is_compiling():
-            self.weights.look()
+        self.weights.begin_pass(self._records)
         _take_scales(
-            self._first_scales, self._first, self.weights.flag, self.history.scales, self._records
+            self.first_scales, self.first, self.weights.flag, self.history.scales, self._records
         )
-        if self._records:
-            self.weights.changed = False
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -188,7 +235,7 @@ class DelayedScaling:
 
     def _after_backward(self) -> None:
         # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
-        self._forward_due = self._again = False
+        self._forward_due = self._backward_due = self._again = False
         self._backward_task = None
         self.collect()
         self.history.update()
@@ -198,9 +245,10 @@ class DelayedScaling:
         with torch.inference_mode(False):
             self.history.to(device)
             self.weights.flag = self.weights.flag.to(device)
-            self._first = self._first.to(device)
-            self._first_scales = self._first_scales.to(device)
+            self.first = self.first.to(device)
+            self.first_scales = self.first_scales.to(device)
             self._no_weights.clear()
+            self._bind()
 
 
 # An operator of its own, for torch.compile: inductor 2.13 may fuse the copy of a flag with its

@@ -6,58 +6,84 @@ the hardware. It must not know how a scale was found (numerics) or when (delayed
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8stack.backends.contract import Backend, GemmCounter, matmul_precision
-from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.contract import Backend, exact_matmul
+from fp8stack.backends.delayed import DelayedScaling, Slots
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import BlockRecipe
 
 
-class Gemm(GemmCounter):
-    """Multiplies operands in one dtype, and counts."""
+class Gemm:
+    """Multiplies operands in one dtype."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype, backend: EmulateBackend) -> None:
         self.dtype = dtype
+        self.backend = backend
 
     def __call__(
-        self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None
+        self,
+        a: Operand,
+        b: Operand,
+        out_dtype: torch.dtype,
+        *,
+        turn: Literal["neither", "a", "b"] = "neither",
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """`a` [M, K] times `b` [K, N], scaled in float32, plus `bias` [N]: [M, N]."""
-        self.count += 1
-        with matmul_precision("highest"):  # TF32 would round the operands
-            return self._multiply(a, b, out_dtype, bias)
-
-    def _multiply(
-        self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None
-    ) -> Tensor:
+        """`a` [M, K] times `b` [K, N], scaled in float32, plus `bias` [N]: [M, N]; the operand to
+        `turn` is given as its transpose."""
+        self.backend.count_gemms(1)
+        left, right = a.values, b.values
         scale = None
         if a.inv_scale is not None and b.inv_scale is not None:
             scale = a.inv_scale * b.inv_scale
-        if a.values.device.type == "cpu":
-            # The scale goes into the GEMM's alpha: no pass of its own over the output.
-            alpha = 1.0 if scale is None else float(scale)
-            if bias is not None:
-                return torch.addmm(bias.float(), a.values, b.values, alpha=alpha).to(out_dtype)
-            y = a.values.new_empty(a.values.shape[0], b.values.shape[1])
-            return torch.addmm(y, a.values, b.values, beta=0, alpha=alpha, out=y).to(out_dtype)
-        left, right = a.values.to(self.dtype), b.values.to(self.dtype)
-        if self.dtype == torch.float32:
-            y = left @ right
-        else:
-            y = torch.mm(left, right, out_dtype=torch.float32)
+        with exact_matmul():  # TF32 would round the operands
+            if left.device.type == "cpu":
+                bias = None if bias is None else bias.float()
+                y: Tensor = _cpu_gemm(left, right, turn, scale, bias)
+                return y.to(out_dtype)
+            left, right = _turned(left, right, turn)
+            if self.dtype == torch.float32:
+                y = left @ right
+            else:
+                y = torch.mm(left, right, out_dtype=torch.float32)
         if scale is not None:
-            y *= scale
+            y = y * scale
         if bias is not None:
-            y += bias
+            y = y + bias
         return y.to(out_dtype)
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """The dtype of its operands: on a CPU float32, which is the fastest there."""
+        return torch.float32 if device.type == "cpu" else self.dtype
+
+
+def _turned(a: Tensor, b: Tensor, turn: str) -> tuple[Tensor, Tensor]:
+    return a.t() if turn == "a" else a, b.t() if turn == "b" else b
+
+
+# An operator of its own: the scale goes into the GEMM's alpha, which costs no pass over the output,
+# and compiled code could not read it. It turns operands itself: inductor 2.13 would copy them.
+@torch.library.custom_op("fp8stack::cpu_gemm", mutates_args=())
+def _cpu_gemm(a: Tensor, b: Tensor, turn: str, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    a, b = _turned(a, b, turn)
+    alpha = 1.0 if scale is None else float(scale)
+    if bias is not None:
+        return torch.addmm(bias, a, b, alpha=alpha)
+    y = a.new_empty(a.shape[0], b.shape[1])
+    return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
+
+
+@_cpu_gemm.register_fake
+def _(a: Tensor, b: Tensor, turn: str, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    a, b = _turned(a, b, turn)
+    return a.new_empty(a.shape[0], b.shape[1])
 
 
 class _Multiply(torch.autograd.Function):
@@ -75,9 +101,9 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         scaling = layer.scaling
         both = differentiated and not layer.save_fp8
-        x_operand, x_saved = scaling.operands(x, "input", record, both)
-        w_operand, w_saved = scaling.operands(weight, "weight", record, both)
-        y = layer.gemm(x_operand, _transposed(w_operand), x.dtype, bias)
+        x_operand, x_saved = layer.operands(x, "input", record, both)
+        w_operand, w_saved = layer.operands(weight, "weight", record, both)
+        y = layer.gemm(x_operand, w_operand, x.dtype, turn="b", bias=bias)
         if differentiated:
             if x_saved is None or w_saved is None:
                 ctx.save_for_backward(
@@ -93,33 +119,22 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: EmulatedLinear = ctx.layer
-        scaling, record = layer.scaling, ctx.record
+        record = ctx.record
         x_values, x_scales, w_values, w_scales = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = db = None
         with no_autocast(dy.device.type):
-            dy_operand, dy_over_rows = scaling.operands(dy, "grad_output", record, both=needs_dw)
+            dy_operand, dy_over_rows = layer.operands(dy, "grad_output", record, needs_dw)
             if needs_dx:
-                dx = layer.gemm(dy_operand, _load(layer, "weight", w_values, w_scales), dy.dtype)
+                dx = layer.gemm(dy_operand, layer.saved(w_values, w_scales, "weight"), dy.dtype)
             if dy_over_rows is not None:
-                x_operand = _load(layer, "input", x_values, x_scales)
-                dw = layer.gemm(_transposed(dy_over_rows), x_operand, layer.weight.dtype)
+                x_operand = layer.saved(x_values, x_scales, "input")
+                dw = layer.gemm(dy_over_rows, x_operand, layer.weight.dtype, turn="a")
             if ctx.has_bias:
                 db = dy.sum(0, dtype=layer.weight.dtype)
-        if record and layer.delayed is not None:
+        if record and layer.delayed is not None and not torch.compiler.is_compiling():
             layer.delayed.backward_ran()
         return dx, dw, db, None, None, None
-
-
-def _transposed(operand: Operand) -> Operand:
-    return Operand(operand.values.t(), operand.inv_scale)
-
-
-def _load(layer: EmulatedLinear, name: Name, values: Tensor, scales: Tensor | None) -> Operand:
-    if layer.save_fp8:
-        assert scales is not None
-        return layer.scaling.unpack(values, scales, name)
-    return Operand(values, scales)
 
 
 class EmulatedLinear(MasterLinear):
@@ -151,6 +166,25 @@ class EmulatedLinear(MasterLinear):
         )
         return y
 
+    def operands(
+        self, x: Tensor, name: Name, record: bool, both: bool
+    ) -> tuple[Operand, Operand | None]:
+        """See `Scaling.operands`; the values have the dtype of the GEMM."""
+        dtype = self.gemm.dtype_on(x.device)
+        one, other = self.scaling.operands(x, name, record, both)
+        first = one._replace(values=one.values.to(dtype))
+        if other is None or other is one:
+            return first, other and first
+        return first, other._replace(values=other.values.to(dtype))
+
+    def saved(self, values: Tensor, scales: Tensor | None, name: Name) -> Operand:
+        """An operand that was saved for the backward pass."""
+        if not self.save_fp8:
+            return Operand(values, scales)
+        assert scales is not None
+        operand = self.scaling.unpack(values, scales, name)
+        return operand._replace(values=operand.values.to(self.gemm.dtype_on(values.device)))
+
 
 class EmulateBackend(Backend):
     """Layers that multiply FP8 values without FP8 hardware."""
@@ -161,23 +195,19 @@ class EmulateBackend(Backend):
         recipe = plan.recipe
         # Scales that are no powers of two make values that bfloat16 cannot hold.
         exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
-        self._gemm = Gemm(self.compute_dtype if exact else torch.float32)
+        self._gemm = Gemm(self.compute_dtype if exact else torch.float32, self)
 
     def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool
+        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
     ) -> MasterLinear:
         """See `Backend.fp8_linear`."""
         return EmulatedLinear(
             in_features,
             out_features,
             bias,
-            scaling=build_scaling(self.plan.recipe, name, self.delayed),
+            scaling=build_scaling(self.plan.recipe, slots),
             gemm=self._gemm,
             compute_dtype=self.compute_dtype,
             delayed=self.delayed,
             save_fp8=self._save_fp8,
         )
-
-    def fp8_gemms(self) -> int:
-        """See `Backend.fp8_gemms`."""
-        return self._gemm.take()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.backends.delayed import DelayedScaling
-from fp8stack.numerics.formats import FORMATS
+from fp8stack.backends.delayed import Slots
+from fp8stack.numerics.formats import FORMATS, Fp8Name
 from fp8stack.precision import Recipe
 from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe, Mxfp8Recipe
 
@@ -52,49 +52,52 @@ class Scaling(Protocol):
 class PerTensor:
     """One scale per tensor, from its own amax or, in delayed scaling, from earlier ones."""
 
-    def __init__(
-        self, recipe: DelayedRecipe | CurrentRecipe, path: str, delayed: DelayedScaling | None
-    ) -> None:
+    def __init__(self, recipe: DelayedRecipe | CurrentRecipe, slots: Slots | None) -> None:
         self.recipe = recipe
-        self.path = path
-        self.delayed = delayed
+        self.slots = slots
 
-    def _format(self, name: Name) -> str:
+    def format(self, name: Name) -> Fp8Name:
+        """The format that an operand is cast to."""
         recipe = self.recipe
         return recipe.backward_format if name == "grad_output" else recipe.forward_format
+
+    def scale(self, x: Tensor, name: Name, record: bool) -> tuple[Tensor, Tensor | None]:
+        """The scale to cast `x` with, and the amax of `x` if that was needed; recorded if so."""
+        if self.slots is None:
+            assert isinstance(self.recipe, CurrentRecipe)
+            largest = numerics.amax(x)
+            scale = numerics.tensor_scale(
+                largest,
+                self.format(name),
+                power_of_two=self.recipe.power_of_two,
+                eps=self.recipe.eps,
+            )
+            return scale, largest
+        slot = self.slots[name]
+        scale = slot.scale()
+        if not record:
+            return scale, None
+        largest = numerics.amax(x)
+        slot.record(largest)
+        return scale, largest
 
     def operands(
         self, x: Tensor, name: Name, record: bool, both: bool
     ) -> tuple[Operand, Operand | None]:
         """See `Scaling.operands`: one copy serves both."""
-        format = self._format(name)
-        scale, saturates = self._scale(x, name, format, record)
+        scale, largest = self.scale(x, name, record)
+        format = self.format(name)
+        saturates = True
+        # Elsewhere a clamp costs less than asking for a number.
+        if largest is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            saturates = not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN
         operand = Operand(numerics.round_to_fp8(x, scale, format, saturates), 1.0 / scale)
         return operand, operand if both else None
-
-    def _scale(self, x: Tensor, name: Name, format: str, record: bool) -> tuple[Tensor, bool]:
-        """The scale to cast `x` with, and whether some element may saturate."""
-        if self.delayed is None:
-            assert isinstance(self.recipe, CurrentRecipe)
-            largest = numerics.amax(x)
-            scale = numerics.tensor_scale(
-                largest, format, power_of_two=self.recipe.power_of_two, eps=self.recipe.eps
-            )
-        else:
-            slot = f"{self.path}.{name}"
-            scale = self.delayed.scale(slot).clone()
-            if not record:
-                return scale, True
-            largest = numerics.amax(x)
-            self.delayed.record(slot, largest)
-        if x.device.type != "cpu":
-            return scale, True  # a clamp costs less than asking the device
-        return scale, not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN
 
     def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
         """See `Scaling.pack`."""
         assert operand.inv_scale is not None
-        dtype = FORMATS[self._format(name)].dtype
+        dtype = FORMATS[self.format(name)].dtype
         assert dtype is not None
         return operand.values.to(dtype), operand.inv_scale
 
@@ -160,11 +163,11 @@ def _pair(copies: list[Tensor]) -> tuple[Operand, Operand | None]:
     return first, second[0] if second else None
 
 
-def build_scaling(recipe: Recipe, path: str, delayed: DelayedScaling | None) -> Scaling:
-    """The scaling of `recipe` for the layer at the module path `path`."""
+def build_scaling(recipe: Recipe, slots: Slots | None) -> Scaling:
+    """The scaling of `recipe` for one layer, whose slots of delayed scaling are `slots`."""
     if isinstance(recipe, Mxfp8Recipe):
         return Mxfp8(recipe)
     if isinstance(recipe, BlockRecipe):
         return Blocks(recipe)
     assert isinstance(recipe, DelayedRecipe | CurrentRecipe)
-    return PerTensor(recipe, path, delayed)
+    return PerTensor(recipe, slots)

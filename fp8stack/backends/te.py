@@ -25,10 +25,9 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from fp8stack.backends.contract import Backend, GemmCounter, Norm
-from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.contract import Backend, Norm
+from fp8stack.backends.delayed import DelayedScaling, Slots
 from fp8stack.backends.linear import MasterLinear
-from fp8stack.backends.weights import WeightChanges
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
@@ -156,14 +155,11 @@ class Core:
 
     def expect(self, key: str, records: bool) -> None:
         """Note whether the amaxes that TE records from now on, as it always does, are wanted."""
-        if self._wanted[key] != records:
-            self.settle(key)
-            self._wanted[key] = records
-
-    def settle(self, *keys: str) -> None:
-        """Bring the amaxes that TE recorded into the history if they are wanted; drop them."""
+        if self._wanted[key] == records:
+            return
         if self.delayed is not None and self._ready:
-            self.delayed.take([self], keys)
+            self.delayed.take([self], (key,))  # what it recorded so far
+        self._wanted[key] = records
 
     def recorded(self, key: str) -> tuple[list[tuple[str, Tensor]], Tensor]:
         """The slots whose amaxes are wanted, each with what TE recorded, and TE's whole buffer."""
@@ -285,18 +281,19 @@ class TELinear(MasterLinear):
 class TEBackend(Backend):
     """FP8 on the hardware, by Transformer Engine."""
 
+    keeps_weights = True
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        if isinstance(plan.recipe, DelayedRecipe):
-            self.delayed = TEDelayedScaling(plan.recipe)
         self.row_multiple = 32 if isinstance(plan.recipe, Mxfp8Recipe) else 16
         self._recipe = te_recipe(plan.recipe)
-        self._counter = GemmCounter()
-        self._weights = self.delayed.weights if self.delayed is not None else WeightChanges()
-        self._generation = 0
+
+    def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
+        """See `Backend.delayed_scaling`."""
+        return TEDelayedScaling(recipe)
 
     def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool
+        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
     ) -> MasterLinear:
         """See `Backend.fp8_linear`."""
         return TELinear(in_features, out_features, bias, path=name, backend=self)
@@ -332,11 +329,13 @@ class TEBackend(Backend):
         """See `Backend.norm_mlp`: TE's LayerNormMLP."""
         up, down = mlp.up, mlp.down
         activation = _ACTIVATIONS.get(str(mlp.activation))
-        both = isinstance(up, TELinear) and isinstance(down, TELinear)
-        if not both or activation is None or not self._fuses(x, norm):
+        if (
+            not isinstance(up, TELinear)
+            or not isinstance(down, TELinear)
+            or activation is None
+            or not self._fuses(x, norm)
+        ):
             return super().norm_mlp(x, norm, mlp)
-        assert isinstance(up, TELinear)
-        assert isinstance(down, TELinear)
         core = up.cores.get("mlp")
         if core is None:
             module = te.LayerNormMLP(
@@ -372,9 +371,9 @@ class TEBackend(Backend):
         """What `core` makes of `x`. Weights are quantized once per optimizer step in training."""
         trains = linears[0].training and torch.is_grad_enabled()
         records = trains if self.delayed is None else self.delayed.records(trains)
-        self._counter.count += len(linears)
+        self.count_gemms(len(linears))
         core.expect(_FWD, records)
-        y = core(x, parameters, self.compute_dtype, self._generation if records else None)
+        y = core(x, parameters, self.compute_dtype, self.weights.generation if records else None)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
                 partial(self._before_backward, core, _backward_gemms(x, parameters), records)
@@ -382,27 +381,10 @@ class TEBackend(Backend):
         return y
 
     def _before_backward(self, core: Core, gemms: int, records: bool, dy: Tensor) -> None:
-        self._counter.count += gemms
+        self.count_gemms(gemms)
         core.expect(_BWD, records)
         if records and self.delayed is not None:
             self.delayed.backward_ran()
-
-    def attach(self, model: nn.Module) -> None:
-        """See `Backend.attach`."""
-        super().attach(model)
-        self._weights.watch([layer for layer in model.modules() if isinstance(layer, TELinear)])
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        if model.training and torch.is_grad_enabled():
-            self._weights.look()
-            self._generation += self._weights.changed
-            if self.delayed is None:  # else it clears the mark itself
-                self._weights.changed = False
-
-    def fp8_gemms(self) -> int:
-        """See `Backend.fp8_gemms`."""
-        return self._counter.take()
 
 
 class _LayerNorm(te.LayerNorm):  # type: ignore[misc]

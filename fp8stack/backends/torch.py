@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8stack import numerics
-from fp8stack.backends.contract import Backend, GemmCounter
-from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.contract import Backend
+from fp8stack.backends.delayed import Slots
+from fp8stack.backends.kernels import cast_transpose
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
-from fp8stack.backends.scaling import Name
+from fp8stack.backends.scaling import Name, PerTensor, build_scaling
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
-    CurrentRecipe,
-    DelayedRecipe,
     Fp8Recipe,
     Mxfp8Recipe,
     PlainRecipe,
@@ -46,8 +45,8 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = needs
         x_along, x_across = layer.quantize(x, "input", record, needs_dw)
-        w_along, w_across = layer.quantize(weight, "weight", record, needs_dx)
-        layer.ran(1)
+        w_along, w_across = layer.quantized_weight(weight, record, needs_dx)
+        layer.backend.count_gemms(1)
         y = scaled_gemm(x_along, w_along, x.dtype, bias=bias, fast_accumulation=True)
         x_saved = (None, None) if x_across is None else (x_across.data, x_across.inv_scale)
         w_saved = (None, None) if w_across is None else (w_across.data, w_across.inv_scale)
@@ -72,7 +71,10 @@ class _Multiply(torch.autograd.Function):
                 dw = scaled_gemm(across, x_across, torch.float32).to(ctx.weight_dtype)
             if ctx.has_bias:
                 db = dy.sum(0, dtype=torch.float32).to(ctx.weight_dtype)
-        layer.ran((dx is not None) + (dw is not None), ctx.record)
+        layer.backend.count_gemms((dx is not None) + (dw is not None))
+        # Compiled code calls nobody back: there, scales are updated before the next pass.
+        if ctx.record and layer.delayed is not None and not torch.compiler.is_compiling():
+            layer.delayed.backward_ran()
         return dx, dw, db, None, None, None
 
 
@@ -85,18 +87,24 @@ class ScaledLinear(MasterLinear):
         out_features: int,
         bias: bool,
         *,
-        path: str,
         recipe: Fp8Recipe,
-        compute_dtype: torch.dtype,
-        delayed: DelayedScaling | None,
-        counter: GemmCounter,
+        backend: TorchBackend,
+        slots: Slots | None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, compute_dtype=compute_dtype, delayed=delayed
+            in_features,
+            out_features,
+            bias,
+            compute_dtype=backend.compute_dtype,
+            delayed=backend.delayed,
         )
-        self.path = path
         self.recipe = recipe
-        self.counter = counter
+        self.backend = backend
+        self.scaling = build_scaling(recipe, slots)
+        self._kept: tuple[Scaled, Scaled] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}  # a copy quantizes for itself
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `MasterLinear.multiply`; rows are padded to what the weight gradient's GEMM takes."""
@@ -112,16 +120,20 @@ class ScaledLinear(MasterLinear):
         )
         return y[:rows] if missing else y
 
-    def ran(self, gemms: int, backward: bool = False) -> None:
-        """Note that GEMMs ran and, at the end of a backward pass that records, that it did.
+    def keep_weight(self, record: bool) -> None:
+        """Quantize the weight, to be used until it changes."""
+        along, across = self.quantize(self.matrix, "weight", record, True)
+        assert across is not None
+        self._kept = along, across
 
-        Compiled code does neither: it is not counted, and scales are updated before the next pass.
-        """
-        if torch.compiler.is_compiling():
-            return
-        self.counter.count += gemms
-        if backward and self.delayed is not None:
-            self.delayed.backward_ran()
+    def quantized_weight(
+        self, weight: Tensor, record: bool, across: bool
+    ) -> tuple[Scaled, Scaled | None]:
+        """See `quantize`, for the weight."""
+        if self.backend.weights.copied and self._kept is not None:
+            along, other = self._kept
+            return along, other if across else None
+        return self.quantize(weight, "weight", record, across)
 
     def kind(self, name: Name) -> Scales:
         """How the scales of an operand are laid out."""
@@ -138,12 +150,9 @@ class ScaledLinear(MasterLinear):
         that reduces over its rows: that one is [columns, rows]."""
         recipe, kind = self.recipe, self.kind(name)
         if kind is Scales.PER_TENSOR:
-            assert isinstance(recipe, DelayedRecipe | CurrentRecipe)
-            format = recipe.backward_format if name == "grad_output" else recipe.forward_format
-            scale = self._scale(x, name, format, record)
-            data, inv_scale = numerics.cast_to_fp8(x, scale, format), numerics.inverse(scale)
-            along = Scaled(data.contiguous(), inv_scale, kind)
-            return along, along._replace(data=data.t().contiguous()) if across else None
+            data, transposed, scale = self._cast(x, name, record, across)
+            along = Scaled(data, numerics.inverse(scale), kind)
+            return along, None if transposed is None else along._replace(data=transposed)
         x = x.contiguous()
         if kind is Scales.SQUARES:
             data, inv_scale = self._quantize_blocks(x, (128, 128))
@@ -161,21 +170,26 @@ class ScaledLinear(MasterLinear):
             copies.append(Scaled(data, pack_scales(inv_scale, kind), kind))
         return copies[0], copies[1] if across else None
 
-    def _scale(self, x: Tensor, name: Name, format: str, record: bool) -> Tensor:
-        """The scale of the whole tensor `x`; delayed scaling records its amax if `record`."""
-        if isinstance(self.recipe, CurrentRecipe):
-            return numerics.tensor_scale(
-                numerics.amax(x),
-                format,
-                power_of_two=self.recipe.power_of_two,
-                eps=self.recipe.eps,
-            )
-        assert self.delayed is not None
-        slot = f"{self.path}.{name}"
-        scale = self.delayed.scale(slot)
-        if record:
-            self.delayed.record(slot, numerics.amax(x))
-        return scale
+    def _cast(
+        self, x: Tensor, name: Name, record: bool, across: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The FP8 bytes of `x` by one scale, those of its transpose if `across`, and the scale."""
+        scaling = self.scaling
+        assert isinstance(scaling, PerTensor)
+        format = scaling.format(name)
+        if torch.compiler.is_compiling():  # the compiler fuses the cast with what made x
+            scale, _ = scaling.scale(x, name, record)
+            data = numerics.cast_to_fp8(x, scale, format).contiguous()
+            return data, data.t().contiguous() if across else None, scale
+        if scaling.slots is None:  # current scaling: the amax comes first
+            scale, _ = scaling.scale(x, name, False)
+            return *cast_transpose(x, scale, format, across=across, record=False)[:2], scale
+        slot = scaling.slots[name]
+        scale = slot.scale()
+        data, transposed, largest = cast_transpose(x, scale, format, across=across, record=record)
+        if largest is not None:
+            slot.record(largest)
+        return data, transposed, scale
 
     def _quantize_blocks(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         assert isinstance(self.recipe, BlockRecipe)
@@ -185,26 +199,35 @@ class ScaledLinear(MasterLinear):
 class TorchBackend(Backend):
     """FP8 on the hardware, with torch alone."""
 
+    keeps_weights = True
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._counter = GemmCounter()
+        self._layers: list[ScaledLinear] = []
 
     def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool
+        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
     ) -> MasterLinear:
         """See `Backend.fp8_linear`."""
-        assert not isinstance(self.plan.recipe, PlainRecipe)
+        recipe = self.plan.recipe
+        assert not isinstance(recipe, PlainRecipe)
         return ScaledLinear(
-            in_features,
-            out_features,
-            bias,
-            path=name,
-            recipe=self.plan.recipe,
-            compute_dtype=self.compute_dtype,
-            delayed=self.delayed,
-            counter=self._counter,
+            in_features, out_features, bias, recipe=recipe, backend=self, slots=slots
         )
 
-    def fp8_gemms(self) -> int:
-        """See `Backend.fp8_gemms`; compiled code does not count."""
-        return self._counter.take()
+    def attach(self, model: nn.Module) -> None:
+        """See `Backend.attach`; weights are quantized once for all micro-batches of a step."""
+        super().attach(model)
+        parts = model.modules()
+        self._layers = [p for p in parts if isinstance(p, ScaledLinear) and p.backend is self]
+        model.register_forward_pre_hook(self._keep_weights)
+
+    def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        # A pass that is compiled as a whole, this hook included, quantizes them in its graph.
+        if torch.compiler.is_compiling() or (self.weights.copied and not self.weights.first):
+            return
+        # Else they could not be saved for a backward pass (and this switches gradients on).
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self._layers:
+                layer.keep_weight(self.weights.first)
+        self.weights.copied = True

@@ -7,6 +7,7 @@ weight in place. (Not noticed: a hand-written update through `weight.data` witho
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,15 +19,24 @@ _WATCHES: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
 
 
 class WeightChanges:
-    """Whether the weights of some layers may have changed since both marks were last cleared."""
+    """Whether the weights of some layers changed since a pass last trained with them.
+
+    Attributes:
+        generation: how many states of the weights passes have trained with.
+        first: whether the pass under way is the first to train with this state.
+        copied: whether copies that were made of the weights, quantized, are still true.
+        flag: "changed", for compiled code, which cannot ask Python: bool, 0-dim.
+    """
 
     def __init__(self) -> None:
-        self.changed = True
-        # The same for compiled code, which cannot ask Python: bool, 0-dim.
+        self.generation = 0
+        self.first = False
+        self.copied = False
         with torch.inference_mode(False):  # optimizers' steps write to it, wherever it was made
             self.flag = torch.ones((), dtype=torch.bool)
+        self._changed = True
         self._layers: list[nn.Module] = []
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, torch.device, int]] = []
         _WATCHES.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -34,23 +44,30 @@ class WeightChanges:
         _WATCHES.add(self)  # a copy watches for itself, and has quantized nothing yet
         self.mark()
 
-    def watch(self, layers: list[nn.Module]) -> None:
+    def watch(self, layers: Iterable[nn.Module]) -> None:
         """Watch the parameter `weight` of each of `layers`."""
-        self._layers = layers
+        self._layers = list(layers)
 
     def mark(self) -> None:
         """Note that weights changed."""
-        self.changed = True
+        self._changed = True
+        self.copied = False
         self.flag.fill_(True)
 
-    def look(self) -> None:
-        """Compare the weights' versions, which torch counts up at each operation in place."""
+    def begin_pass(self, trains: bool) -> None:
+        """Look for changes before a pass of the model; one that `trains` uses them up."""
+        if torch.compiler.is_compiling():
+            return
         weights = [layer.get_parameter("weight") for layer in self._layers]
-        # An inference tensor has no version.
-        versions = [(id(w), 0 if w.is_inference() else w._version) for w in weights]
+        # torch counts a version up at each operation in place; an inference tensor has none.
+        versions = [(id(w), w.device, 0 if w.is_inference() else w._version) for w in weights]
         if versions != self._versions:
             self._versions = versions
             self.mark()
+        self.first = trains and self._changed
+        if self.first:
+            self.generation += 1
+            self._changed = False
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

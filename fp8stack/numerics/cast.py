@@ -47,6 +47,9 @@ def amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x`, NaN ignored: float32, 0-dim; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
+    if torch.compiler.is_compiling() and x.ndim > 1:
+        # By rows first: that fuses with what comes before and after (pytorch issue 133242).
+        return magnitude(x).amax(dim=-1).max()
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return magnitude(x).max()  # to look for a NaN first would wait for the device
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy first
@@ -58,7 +61,8 @@ def amax(x: Tensor) -> Tensor:
 
 def magnitude(x: Tensor) -> Tensor:
     """`|x|` in float32 with NaN replaced by 0, so that a NaN never enters an amax."""
-    return x.to(torch.float32).abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    size = x.to(torch.float32).abs()
+    return torch.where(size <= torch.inf, size, 0.0)  # a comparison with NaN is false
 
 
 def tensor_scale(
@@ -92,21 +96,27 @@ def tensor_scale(
     limit = largest.new_tensor(fp8_format(format).max * 2.0**-margin)
     # A comparison with NaN is false: a NaN amax passes and gives 1 below.
     largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)
-    # In float64 and rounded: the quotient of `inverse`, for the same reason.
-    scale = (limit.to(torch.float64) / largest.to(torch.float64)).to(torch.float32)
-    scale = torch.where(scale.isinf(), torch.full_like(scale, overflow), scale)
-    usable = torch.isfinite(largest) & (largest != 0)
+    scale = _quotient(limit, largest)
+    scale = torch.where(scale == torch.inf, torch.full_like(scale, overflow), scale)
+    usable = (largest > 0) & (largest < torch.inf)
     scale = torch.where(usable, scale, torch.ones_like(scale))
     return truncate_to_power_of_two(scale) if power_of_two else scale
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """`1 / scale` as IEEE float32 has it, in compiled code too: float32, of the shape of `scale`.
+    """`1 / scale` as IEEE float32 has it, compiled or not: float32, of the shape of `scale`."""
+    return _quotient(torch.ones_like(scale), scale)
+
+
+def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The IEEE float32 quotient, in compiled code too.
 
     Compilers for GPUs divide float32 approximately. The quotient in float64 is exact enough that
     rounding it gives the float32 quotient (53 bits are more than twice 24 and 2).
     """
-    return (1.0 / scale.to(torch.float64)).to(torch.float32)
+    if denominator.device.type == "cpu":
+        return numerator / denominator
+    return (numerator.to(torch.float64) / denominator.to(torch.float64)).to(torch.float32)
 
 
 def truncate_to_power_of_two(scale: Tensor) -> Tensor:

@@ -6,11 +6,15 @@ the sign of a zero may differ), and cost a few passes over chunks that stay in t
 How a value is rounded: adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times the value's own
 power of two leaves just `mantissa_bits` of mantissa, to nearest even, by float32's own addition.
 That power is not let below the format's smallest normal, which keeps the subnormals' fixed step.
+
+Eager code on a CPU works in place, chunk by chunk, and leaves out what it can see to be needless.
+Elsewhere there is one expression for all cases: a compiler fuses it with what comes before and
+after, and a GPU is asked for no number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +27,12 @@ from fp8stack.numerics.blocks import (
     dequantize_blocks,
     dequantize_mxfp8,
     e8m0_code,
+    e8m0_multiplier,
     e8m0_value,
     quantize_blocks,
     quantize_mxfp8,
 )
+from fp8stack.numerics.cast import inverse, magnitude
 from fp8stack.numerics.formats import Format, fp8_format
 
 # 512 KiB of float32: two such chunks stay in the L2 cache, and the cost of a call is small beside.
@@ -47,13 +53,14 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool
         saturates: False where the caller knows that no `|x * scale|` exceeds fp8_max.
     """
     target = fp8_format(format)
+    if _whole(x):
+        return _round(x.to(torch.float32) * scale, target)
     source = x.contiguous().to(torch.float32).view(-1)
     result = torch.empty_like(source)
-    step = _chunk(source)
-    scratch = torch.empty(min(step, source.numel()), dtype=torch.int32, device=x.device)
-    for start in range(0, source.numel(), step):
-        part = result[start : start + step]
-        torch.mul(source[start : start + step], scale, out=part)
+    scratch = torch.empty(min(CHUNK, source.numel()), dtype=torch.int32)
+    for start in range(0, source.numel(), CHUNK):
+        part = result[start : start + CHUNK]
+        torch.mul(source[start : start + CHUNK], scale, out=part)
         if saturates:
             part.clamp_(-target.max, target.max)
         spacing = _spacing(part, scratch[: part.numel()], target).clamp_min_(
@@ -79,6 +86,13 @@ def round_to_mxfp8(
     """
     blocks = [(MX_BLOCK, 1) if dim % 2 == 0 else (1, MX_BLOCK) for dim in dims]
     source = _padded(x, MX_BLOCK)
+    if _whole(x):
+
+        def scales_of(largest: Tensor) -> tuple[Tensor, Tensor]:
+            codes = e8m0_code(largest, format, scale_rounding)
+            return e8m0_multiplier(codes), e8m0_value(codes)
+
+        return [_trimmed(_round_whole(source, block, format, scales_of), x) for block in blocks]
     amaxes = _block_amaxes(source, blocks)
     if not all(map(_ordinary, amaxes)):
         return [
@@ -102,6 +116,13 @@ def round_to_blocks(
         power_of_two: see `quantize_blocks`.
     """
     source = _padded(x, max(max(block) for block in blocks))
+    if _whole(x):
+
+        def scales_of(largest: Tensor) -> tuple[Tensor, Tensor]:
+            scale = block_scale(largest, x.dtype, format, power_of_two)
+            return scale, inverse(scale)
+
+        return [_trimmed(_round_whole(source, block, format, scales_of), x) for block in blocks]
     amaxes = _block_amaxes(source, blocks)
     if not all(map(_ordinary, amaxes)):
         return [
@@ -120,6 +141,48 @@ def round_to_blocks(
         rounded_once = round_to_fp8(scaled, scale.new_ones(()), format, saturates=False)
         results.append(_trimmed(rounded_once.mul_(1.0 / scale).view_as(source), x))
     return results
+
+
+def _whole(x: Tensor) -> bool:
+    """Whether `x` is treated as one expression, not chunk by chunk."""
+    return torch.compiler.is_compiling() or x.device.type != "cpu"
+
+
+def _round(scaled: Tensor, target: Format) -> Tensor:
+    """`scaled`, float32, saturated and rounded to FP8, as one expression."""
+    values = scaled.clamp(-target.max, target.max)
+    smallest = target.min_normal * _magic(target)
+    if values.device.type == "cpu":
+        # inductor's vectors cannot look at bits. Veltkamp's splitting (Dekker, 1971) rounds to the
+        # nearest with sums alone, here to even at ties: the tests try every mantissa.
+        split = values * (2.0 ** (23 - target.mantissa_bits) + 1)
+        rounded = split - (split - values)
+        return torch.where(
+            values.abs() < target.min_normal, (values + smallest) - smallest, rounded
+        )
+    # Compilers for GPUs make one operation of a product and a sum; here a limit stands in between.
+    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+    spacing = (power * _magic(target)).clamp_min(smallest)
+    return (values + spacing) - spacing
+
+
+def _round_whole(
+    source: Tensor,
+    block: tuple[int, int],
+    format: str,
+    scales_of: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """The matrix `source` rounded to FP8, as one expression; `scales_of` gives each block's scale
+    and its inverse from the amax."""
+    blocks = _blocked(source, block)
+    largest = magnitude(blocks).amax(dim=(1, 3), keepdim=True)
+    scale, inv_scale = map(_stored, scales_of(_stored(largest)))
+    return (_round(blocks * scale, fp8_format(format)) * inv_scale).view_as(source)
+
+
+def _stored(x: Tensor) -> Tensor:
+    """`x` in memory: inductor would compute a block's scale anew for each of its elements."""
+    return x.as_strided(x.shape, x.stride()) if x.device.type == "cpu" else x
 
 
 def _round_blocks(
@@ -207,15 +270,10 @@ def _trimmed(values: Tensor, x: Tensor) -> Tensor:
 def _chunk_rows(matrix: Tensor, blocks: Sequence[tuple[int, int]]) -> int:
     """How many rows to treat at a time: whole blocks, about as many elements as a chunk has."""
     tallest = max(block[0] for block in blocks)
-    return max(1, _chunk(matrix) // max(1, matrix[:1].numel()) // tallest) * tallest
+    return max(1, CHUNK // max(1, matrix[:1].numel()) // tallest) * tallest
 
 
 def _ordinary(largest: Tensor) -> bool:
     """Whether every block's amax is 0 or far from the ends of float32's range (and no NaN)."""
     tame = (largest == 0) | ((largest > _SMALL) & (largest < _LARGE))
     return bool(tame.all())
-
-
-def _chunk(x: Tensor) -> int:
-    """How many elements to treat at a time: all of them on a GPU, where a launch costs more."""
-    return CHUNK if x.device.type == "cpu" else max(1, x.numel())

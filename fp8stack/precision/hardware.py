@@ -1,17 +1,22 @@
-"""What the machine is. The only file that asks it; everything else is handed a `Hardware`."""
+"""What the machine is. The only file that asks it; everything else is handed a `Hardware`.
+
+torch is imported only where it may find a GPU: it takes seconds.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from fp8stack.errors import UserError, quoted
 
@@ -61,18 +66,20 @@ def probe(device: str = "auto") -> Hardware:
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"No device '{quoted(device)}'. Known: auto, cpu, cuda.")
-    has_cuda = torch.cuda.is_available() and torch.version.hip is None  # ROCm calls itself cuda
+    has_cuda = device != "cpu" and _has_cuda()
     if device == "cuda" and not has_cuda:
         raise UserError("No CUDA GPU is usable by this torch. Use --device cpu.")
-    if device == "cpu" or not has_cuda:
+    if not has_cuda:
         return Hardware(
             "cpu",
             name=_cpu_name(),
             cpu_bf16=_cpu_multiplies_bf16(),
             memory_gib=round(_system_memory_gib(), 1),
-            torch_version=torch.__version__,
+            torch_version=_torch_build()["__version__"],
             te_version=_te_version(),
         )
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     version, problem = find_te()
     return Hardware(
@@ -80,9 +87,9 @@ def probe(device: str = "auto") -> Hardware:
         (properties.major, properties.minor),
         name=properties.name,
         has_te=version is not None and not problem,
-        cuda_version=_version_pair(torch.version.cuda),
+        cuda_version=version_pair(torch.version.cuda),
         memory_gib=round(properties.total_memory / 2**30, 1),
-        torch_version=torch.__version__,
+        torch_version=_torch_build()["__version__"],
         te_version=version,
         te_problem=problem,
     )
@@ -98,7 +105,7 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
         UserError: not a compute capability.
     """
     if capability == "none":
-        return Hardware("cpu", name="assumed CPU", torch_version=torch.__version__)
+        return Hardware("cpu", name="assumed CPU", torch_version=_torch_build()["__version__"])
     parts = capability.split(".")
     if len(parts) != 2 or not all(part.isdecimal() and len(part) <= 2 for part in parts):
         raise UserError(
@@ -111,9 +118,47 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
         name="assumed GPU",
         has_te=has_te,
         cuda_version=(12, 9),
-        torch_version=torch.__version__,
+        torch_version=_torch_build()["__version__"],
         te_version="2.20" if has_te else None,
     )
+
+
+def _has_cuda() -> bool:
+    """Whether torch can use a CUDA GPU."""
+    build = _torch_build()
+    if build["hip"] is not None:  # ROCm calls itself cuda
+        return False
+    if "torch" not in sys.modules and not (build["cuda"] and _has_driver()):
+        return False  # as torch would say
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _torch_build() -> dict[str, Any]:
+    """What is in `torch.version`: `__version__`, and the `cuda` and `hip` that torch is built for.
+
+    Read from its file, unless torch is imported already.
+    """
+    spec = None if "torch" in sys.modules else find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        path = Path(spec.origin).with_name("version.py")
+        if path.is_file():
+            return runpy.run_path(str(path))
+    import torch
+
+    return vars(torch.version)
+
+
+def _has_driver() -> bool:
+    """Whether CUDA's driver, which torch needs, can be loaded; assumed where its name varies."""
+    if sys.platform != "linux":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _te_version() -> str | None:
@@ -133,7 +178,7 @@ def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
     version = _te_version()
     if version is None:
         return None, ""
-    if (_version_pair(version) or (0, 0)) < TE_MINIMUM:
+    if (version_pair(version) or (0, 0)) < TE_MINIMUM:
         least = ".".join(map(str, TE_MINIMUM))
         return version, (
             f"Transformer Engine {version} is older than {least}: pip install --upgrade "
@@ -170,7 +215,7 @@ def _brief(why: str) -> str:
     return quoted(why if len(why) <= 120 else f"{why[:117]}...")
 
 
-def _version_pair(version: str | None) -> tuple[int, int] | None:
+def version_pair(version: str | None) -> tuple[int, int] | None:
     """The first two numbers of a version; None if it does not begin with two."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else None

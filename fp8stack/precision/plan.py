@@ -9,9 +9,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fp8stack.errors import UserError
-from fp8stack.precision.recipe import Block, ComputeDtype, PlainRecipe, Recipe
+from fp8stack.precision.recipe import Block, ComputeDtype, PlainRecipe, Recipe, plain
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
+Shape = tuple[int, int, int]
+"""The GEMM of a linear's forward pass: M rows (tokens), K in features, N out features."""
+
+# Where native FP8 stops paying, by our estimate (docs/performance.md has the figures). Per row,
+# what three FP8 GEMMs save is proportional to K N and what the casts of x and dy move to K + N, so
+# FP8 pays from some K N / (K + N) on: one value at 4 bytes moved per element, where the amax comes
+# for free with the cast, another at 6, where it does not or where two casts make the two copies.
+# Below LEAST_WORK, M K N, a GEMM does not fill a GPU.
+LEAST_RATIO = {"delayed": 255, "current": 380, "block": 380, "mxfp8": 380}
+LEAST_WORK = 4e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +76,15 @@ class Plan:
         return self.compute_dtype == "fp16"
 
     @property
+    def runs_fp8(self) -> bool:
+        """Whether any layer is in FP8; before `for_layers`, whether the recipe is."""
+        return self.is_fp8 and (not self.layers or any(layer.fp8 for layer in self.layers))
+
+    @property
     def precision(self) -> str:
         """The active precision in a word, for the log line."""
+        if not self.runs_fp8:
+            return self.compute_dtype if self.is_fp8 else self.recipe.name
         return f"{self.recipe.name}-emulated" if self.backend == "emulate" else self.recipe.name
 
     @property
@@ -83,49 +100,75 @@ class Plan:
         heads: Collection[str] = ("lm_head",),
         left_out: Mapping[str, str] | None = None,
         otherwise: str | None = None,
+        *,
+        tokens: int | None = None,
+        measured: Mapping[Shape, float] | None = None,
     ) -> Plan:
         """This plan with a decision for every linear layer, `{module path: (in, out)}`.
+
+        If "auto" chose an FP8 recipe and no layer is to run in it, the plan is the one without FP8.
 
         Args:
             shapes: the layers of a model, in the order of its forward pass.
             heads: which of them give logits; they run in FP8 only if the recipe says so.
             left_out: those that stay out of it for a reason of the caller's.
             otherwise: how a layer runs that is not in FP8, if not in the compute dtype.
+            tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, a layer for
+                which native FP8 on a GPU does not pay is not in FP8, unless `strict`.
+            measured: bf16's time / FP8's time on this machine, by the shape of the forward GEMM;
+                what is not in it goes by `LEAST_RATIO` and `LEAST_WORK`.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer that the hardware
                 cannot serve.
         """
-        if isinstance(self.recipe, PlainRecipe):
-            return replace(self, layers=tuple(self._plain_layer(n, s) for n, s in shapes.items()))
+        recipe = self.recipe
         blocks = block_indices(shapes)
-        self._check_exclusions(shapes, blocks)
+        if not isinstance(recipe, PlainRecipe):
+            self._check_exclusions(shapes, blocks)
         layers = []
         for name, shape in shapes.items():
-            requested = (left_out or {}).get(name) or self.recipe.excluded(
-                name, blocks.get(name), name in heads
-            )
-            unserved = None if requested else self._unserved(shape)
-            if unserved and self.strict:
-                raise UserError(f"--strict: {name} cannot run in FP8: {unserved}.")
-            layer = self._plain_layer(name, shape, requested or unserved or "")
-            if not layer.reason:
-                layer = replace(layer, fp8=True, precision=self.recipe.name)
-            elif otherwise is not None:
+            reason = (left_out or {}).get(name) or ""
+            if not isinstance(recipe, PlainRecipe):
+                reason = reason or recipe.excluded(name, blocks.get(name), name in heads) or ""
+                reason = reason or self._unserved(name, shape)
+                if tokens is not None and not reason:
+                    reason = self._unprofitable((tokens, *shape), measured or {})
+            layer = self._layer(name, shape, reason)
+            if reason and otherwise is not None:
                 layer = replace(layer, precision=otherwise)
             layers.append(layer)
+        made = replace(self, layers=tuple(layers))
+        if self.asked == "auto" and self.is_fp8 and layers and not made.runs_fp8:
+            return made._without_fp8(left_out or {}).for_layers(shapes, heads, left_out, otherwise)
         said = set(self.reasons)
         new = [layer.sentence for layer in layers if layer.reason and layer.sentence not in said]
-        return replace(self, layers=tuple(layers), reasons=(*self.reasons, *new))
+        return replace(made, reasons=(*self.reasons, *new))
 
-    def _plain_layer(self, name: str, shape: tuple[int, int], reason: str = "") -> LayerPlan:
+    def _layer(self, name: str, shape: tuple[int, int], reason: str) -> LayerPlan:
+        """A layer in FP8 if that is the recipe and nothing speaks against it."""
+        fp8 = self.is_fp8 and not reason
         return LayerPlan(
             name=name,
             in_features=shape[0],
             out_features=shape[1],
-            fp8=False,
-            precision=self.compute_dtype,
+            fp8=fp8,
+            precision=self.recipe.name if fp8 else self.compute_dtype,
             reason=reason,
+        )
+
+    def _without_fp8(self, left_out: Collection[str]) -> Plan:
+        """What "auto" would have chosen if it had known that no layer is to run in FP8."""
+        dtype = self.compute_dtype
+        why = f"auto stands for {self.recipe.name} here, and no layer would run in it: {dtype}"
+        layers = (replace(la, precision=dtype) for la in self.layers if la.name not in left_out)
+        return replace(
+            self,
+            recipe=plain(dtype),
+            backend="reference",
+            native=True,
+            reasons=(*self.reasons, why, *_grouped(layers)),
+            layers=(),
         )
 
     def _check_exclusions(
@@ -151,14 +194,39 @@ class Plan:
             return 128
         return 32 if self.scaling == "mxfp8" else 16
 
-    def _unserved(self, shape: tuple[int, int]) -> str | None:
-        """Why the hardware cannot run a layer of this shape in FP8, or None."""
+    def _unserved(self, name: str, shape: tuple[int, int]) -> str:
+        """Why the hardware cannot run a layer of this shape in FP8; "" if it can.
+
+        Raises:
+            UserError: it cannot, under `strict`.
+        """
         if self.backend == "emulate":
-            return None  # it pads
+            return ""  # it pads
         for what, size in zip(("in", "out"), shape, strict=True):
             if size % self._multiple:
-                return f"{size} {what} features, not divisible by {self._multiple}"
-        return None
+                why = f"{size} {what} features, not divisible by {self._multiple}"
+                if self.strict:
+                    raise UserError(f"--strict: {name} cannot run in FP8: {why}.")
+                return why
+        return ""
+
+    def _unprofitable(self, shape: Shape, measured: Mapping[Shape, float]) -> str:
+        """Why FP8 does not pay for a GEMM of this shape; "" if it does, or if that is no matter."""
+        if self.strict or self.device != "cuda" or self.backend not in ("te", "torch"):
+            return ""
+        rows, inputs, outputs = shape
+        what = f"{rows} x {inputs} -> {outputs}"
+        if shape in measured:
+            # 0.9996 is not to read as "1".
+            speed = min(round(measured[shape], 3), 0.999)
+            slower = measured[shape] < 1.0
+            return f"FP8 measured at {speed:g} of bf16's speed for {what}" if slower else ""
+        ratio, least = inputs * outputs / (inputs + outputs), LEAST_RATIO[self.scaling]
+        if ratio < least:
+            return f"FP8 does not pay for {what}: K N / (K + N) = {ratio:.0f}, below {least}"
+        if (work := rows * inputs * outputs) < LEAST_WORK:
+            return f"FP8 does not pay for {what}: M K N = {work:.2g}, below {LEAST_WORK:.0e}"
+        return ""
 
     def layer(self, name: str) -> LayerPlan:
         """The decision for the layer called `name`."""
@@ -172,15 +240,19 @@ class Plan:
             "torch": "FP8 GEMMs by torch's scaled_mm",
             "te": "FP8 GEMMs by Transformer Engine",
         }[self.backend]
+        if self.is_fp8 and not self.runs_fp8:
+            how = "with no layer in FP8"
         asked = f"{self.asked} -> " if self.asked != self.recipe.name else ""
         lines = [f"plan: {asked}{self.recipe.name}, {how}, on {self.device}"]
-        others = [layer for layer in self.layers if layer.reason]
-        of_layers = {layer.sentence for layer in others}
+        of_layers = {layer.sentence for layer in self.layers if layer.reason}
         lines += [f"  because {reason}" for reason in self.reasons if reason not in of_layers]
+        why = _grouped(self.layers)
         if self.is_fp8 and self.layers:
-            why = "; ".join(layer.sentence for layer in others)
-            count = len(self.layers) - len(others)
-            lines.append(f"FP8 layers {count}/{len(self.layers)}" + (f" ({why})" if why else ""))
+            count = sum(layer.fp8 for layer in self.layers)
+            told = f" ({'; '.join(why)})" if why else ""
+            lines.append(f"FP8 layers {count}/{len(self.layers)}{told}")
+        else:
+            lines += [f"  {sentence}" for sentence in why]
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -196,6 +268,21 @@ class Plan:
             "reasons": list(self.reasons),
             "layers": [asdict(layer) for layer in self.layers],
         }
+
+
+def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
+    """Why layers are not in FP8; what is the same in many blocks is said once."""
+    same: dict[tuple[str, str, str], list[LayerPlan]] = {}
+    for layer in layers:
+        if layer.reason:
+            pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
+            same.setdefault((pattern, layer.precision, layer.reason), []).append(layer)
+    return [
+        group[0].sentence
+        if len(group) == 1
+        else f"{len(group)} layers {pattern}: {precision}, {reason}"
+        for (pattern, precision, reason), group in same.items()
+    ]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, Block]:

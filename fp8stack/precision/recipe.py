@@ -13,11 +13,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8stack import presets
-from fp8stack.numerics.amax import AmaxAlgorithm
-from fp8stack.numerics.blocks import ScaleRounding
-from fp8stack.numerics.formats import Fp8Name
+from fp8stack.formats import Fp8Name
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
+# The types of the numerics' own arguments, which cannot be imported without torch.
+AmaxAlgorithm = Literal["max", "most_recent"]
+ScaleRounding = Literal["rceil", "floor", "even"]
 
 
 @dataclass(frozen=True)

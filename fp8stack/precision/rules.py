@@ -6,12 +6,11 @@ recipe that is not native and every layer that is not in FP8 adds a sentence to 
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import get_args
 
 from fp8stack.errors import UserError, unknown
-from fp8stack.precision.hardware import TE_REMEDY, Hardware
+from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 from fp8stack.precision.plan import BackendName, Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
@@ -167,7 +166,9 @@ def _resolve_fp8(
         reason = f"{problem}: emulated, same bytes and scales"
         return planned("emulate", False, reason), [reason]
     problem = _lacking_hardware(recipe, hardware)
-    unable = {name: problem or _unable(name, recipe, hardware) for name in PREFERENCE}
+    unable: dict[str, str] = {
+        name: problem or _unable(name, recipe, hardware) for name in PREFERENCE
+    }
     able = [name for name in PREFERENCE if not unable[name]]
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
@@ -179,7 +180,7 @@ def _resolve_fp8(
         return _without_fp8(asked, problem, hardware)
     chosen = next((name for name in able if name == backend), able[0])
     if backend not in ("auto", chosen):  # only a backend that was asked for is a substitution
-        reason = f"{unable[_named(backend)]}; {chosen} runs instead"
+        reason = f"{unable[backend]}; {chosen} runs instead"
         return planned(chosen, True, reason), [reason]
     # One that auto would have preferred, and that is there, but does not work.
     mended = replace(hardware, has_te=True, te_problem="")
@@ -187,10 +188,6 @@ def _resolve_fp8(
     if backend == "auto" and hardware.te_problem and better:
         return planned(chosen, True, f"{hardware.te_problem}; until then {chosen} runs"), []
     return planned(chosen, True), []
-
-
-def _named(backend: str) -> BackendName:
-    return "te" if backend == "te" else "torch"
 
 
 def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, list[str]]:
@@ -283,5 +280,5 @@ def _has_cuda(hardware: Hardware, least: tuple[int, int]) -> bool:
 
 def _has_scaled_mm(hardware: Hardware) -> bool:
     """Whether torch has `scaled_mm`; a version not known counts as current."""
-    found = re.match(r"(\d+)\.(\d+)", hardware.torch_version)
-    return found is None or (int(found[1]), int(found[2])) >= TORCH_MINIMUM
+    found = version_pair(hardware.torch_version)
+    return found is None or found >= TORCH_MINIMUM

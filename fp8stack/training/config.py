@@ -71,9 +71,13 @@ class RunConfig(BaseModel):
     workers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that read data ahead; batches are the same for any number."""
     deterministic: bool = True
-    """CUDA: use kernels that repeat to the bit, where there are any; they may be slower."""
+    """CUDA and compiled code: kernels that repeat to the bit, where there are any; maybe slower."""
     save_fp8: bool = False
     """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
+    compile: bool = False
+    """Compile the model with torch.compile: the first steps take long, the others less."""
+    profile: bool = False
+    """Profile one step after warm-up into the run folder."""
     tensorboard: bool = False
     model_overrides: dict[str, Override] = {}
     recipe_overrides: dict[str, Override] = {}
@@ -109,6 +113,7 @@ FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
         *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
+        *("compile", "profile"),
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
         *("sample_tokens", "sample_prompt", "temperature", "tensorboard"),
     }

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fp8stack.training.setup import Run
 from fp8stack.training.throughput import Peak
 
 
@@ -22,8 +23,8 @@ class Display(Protocol):
         """Print a line that stays."""
         ...
 
-    def step(self, row: dict[str, Any], seconds_left: float) -> None:
-        """Show the metrics of a step, a row of `metrics.jsonl`."""
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """Show the metrics of a step, a row of `metrics.jsonl`; None: no telling how long yet."""
         ...
 
     def close(self) -> None:
@@ -53,6 +54,28 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     return " | ".join(parts)
 
 
+def describe_run(run: Run) -> list[str]:
+    """What is about to run, in a few lines."""
+    config = run.config
+    sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
+    steps = f"{run.step + 1} to {config.steps} of {sizes}"
+    if config.accumulate > 1:
+        steps += f" in {config.accumulate} micro-batches"
+    if run.step >= config.steps:
+        steps = f"all {run.step} are done; give a larger --steps to train on"
+    return [
+        *run.notes,
+        f"machine: {run.hardware}",
+        *run.plan.summary(),
+        f"model: {config.model}, {run.model.config.parameters():,} parameters",
+        f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
+        "held out",
+        f"steps: {steps}",
+        f"run: {run.folder.path}",
+        *(["compiling: the first step takes a minute or so"] if config.compile else []),
+    ]
+
+
 class PlainDisplay:
     """One line per logged step, for logs and pipes."""
 
@@ -64,9 +87,9 @@ class PlainDisplay:
         """See `Display.note`."""
         self._print(text)
 
-    def step(self, row: dict[str, Any], seconds_left: float) -> None:
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
-        left = timedelta(seconds=round(seconds_left))
+        left = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
         self._print(f"{describe(row, self.steps, self.peak)} | ETA {left}")
 
     def close(self) -> None:
@@ -110,7 +133,7 @@ class RichDisplay:
         """See `Display.note`."""
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, row: dict[str, Any], seconds_left: float) -> None:
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
         self.progress.line = describe(row, self.steps, self.peak).partition(" | ")[2]
         self.progress.update(self.task, completed=row["step"])

@@ -38,12 +38,13 @@ def sample(
 ) -> list[int]:
     """`count` tokens that the model continues `prompt` with.
 
-    The draw depends on `seed` alone; the training's random state is not touched.
+    The draw depends on `seed` alone; the training's random state is not touched. A compiled model
+    runs uncompiled: it would be compiled again for each length.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    with eval_mode(model):
+    with eval_mode(model), torch.compiler.set_stance("force_eager"):
         for _ in range(count):
             window = torch.tensor([tokens[-model.config.context :]], device=device)
             logits_V = model(window)[0, -1].cpu() / temperature

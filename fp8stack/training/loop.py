@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from fp8stack import data
-from fp8stack.errors import NumericFailure, UserError
+from fp8stack.errors import NumericFailure
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training import profiling
 from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.display import Display, open_display
+from fp8stack.training.display import Display, describe_run, open_display
 from fp8stack.training.evaluate import sample, validation_loss
+from fp8stack.training.feed import batches
+from fp8stack.training.finite import FiniteWatch
 from fp8stack.training.optimizer import learning_rate
 from fp8stack.training.plot import loss_plot
 from fp8stack.training.setup import Run, versions
@@ -42,7 +43,7 @@ def train(run: Run) -> int:
     loop = _Loop(run, display, peak.tflops)
     try:
         with stop_requests() as requested:
-            for step, tokens_BT in _batches(run):
+            for step, tokens_BT in batches(run):
                 loop.advance(step, tokens_BT)
                 if requested() and step < run.config.steps:
                     path = loop.save()
@@ -61,55 +62,9 @@ def train(run: Run) -> int:
     return DONE
 
 
-def describe_run(run: Run) -> list[str]:
-    """What is about to run, in a few lines."""
-    config = run.config
-    sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
-    steps = f"{run.step + 1} to {config.steps} of {sizes}"
-    if config.accumulate > 1:
-        steps += f" in {config.accumulate} micro-batches"
-    if run.step >= config.steps:
-        steps = f"all {run.step} are done; give a larger --steps to train on"
-    return [
-        *run.notes,
-        f"machine: {run.hardware}",
-        *run.plan.summary(),
-        f"model: {config.model}, {run.model.config.parameters():,} parameters",
-        f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
-        "held out",
-        f"steps: {steps}",
-        f"run: {run.folder.path}",
-    ]
-
-
-def _batches(run: Run) -> Iterator[tuple[int, Tensor]]:
-    """Each step that is left, with its tokens, int64 [batch, context + 1]."""
-    config = run.config
-    dataset = data.StepBatches(
-        run.train,
-        batch=config.batch,
-        context=run.context,
-        seed=config.seed,
-        vocabulary=run.model.config.vocabulary,
-    )
-    steps = range(run.step + 1, config.steps + 1)
-    loader = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=steps,
-        num_workers=config.workers,
-        pin_memory=run.plan.device == "cuda",
-        generator=torch.Generator(),  # else each start of the loader would draw from torch's own
-    )
-    try:
-        yield from zip(steps, loader, strict=True)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise UserError(
-            "A process that reads data died; was it out of memory? Go on with --resume auto "
-            "--set workers=0"
-        ) from error
+def _scale(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
+    """The scale itself: `get_scale` would wait for the device."""
+    return scaler.scale(torch.ones_like(like))
 
 
 class _Loop:
@@ -121,36 +76,48 @@ class _Loop:
         self.display = display
         self.peak_tflops = peak_tflops
         self.tokens_per_step = run.config.batch * run.context
-        self.started = self.ready = time.perf_counter()
-        self.fp8_gemms = 0
-        self.first = run.step
+        self.watch = FiniteWatch(run.optimizer, run.accelerator.device)
+        self.ready = time.perf_counter()  # the steps to be timed began
+        self.timed = 0  # how many of them there were
+        self.pace: tuple[int, float] | None = None  # the first step of this start, and its end
+        self.profiled = min(run.step + profiling.WARM_UP + 1, run.config.steps)
+        self.fp8_gemms: int | None = None
         self.saved_at = run.step
 
     def advance(self, step: int, tokens_BT: Tensor) -> None:
-        """Train one step, then log, evaluate and save as configured."""
+        """Train one step, then log, evaluate and save as configured. A step that does none of that
+        is handed to the device and not waited for."""
         config = self.config
         tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
-        loss, norm = self.train_step(step, tokens_BT)
+        profiles = config.profile and step == self.profiled
+        loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         self.run.step = step
-        self.fp8_gemms = self.run.backend.fp8_gemms()
+        self.timed += 1
+        if not config.compile:  # compiled code does not count
+            self.fp8_gemms = self.run.backend.fp8_gemms()
         last = step == config.steps
         evaluates = last or step % config.eval_every == 0
         logs = step % config.log_every == 0 or evaluates
+        saves = last or step % config.save_every == 0
         if logs:
-            row = self.row(step, float(loss), float(norm), time.perf_counter() - self.ready)
+            self.require_finite()
+            seconds = (time.perf_counter() - self.ready) / self.timed
+            row = self.row(step, float(loss), float(norm), seconds)
             if evaluates:
                 row["val_loss"] = self.evaluate()
             self.log(row)
-        if last or step % config.save_every == 0:
+        if saves:
             self.save()
-        self.ready = time.perf_counter()
+        if logs or saves:
+            self.ready, self.timed = time.perf_counter(), 0
+        self.pace = self.pace or (step, time.perf_counter())
 
     def train_step(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
-        clipping, both 0-dim.
+        clipping, both 0-dim. If they are not finite, nothing changes, and neither does it in later
+        steps until `require_finite` raises (in fp16 the step is skipped, and the loss scale falls).
 
-        Raises:
-            NumericFailure: the norm is not finite (in fp16, GradScaler skips the step instead).
+        Nothing here waits for the device.
         """
         run, config = self.run, self.config
         accelerator, optimizer, scaler = run.accelerator, run.optimizer, run.scaler
@@ -168,31 +135,44 @@ class _Loop:
         parameters = run.model.parameters()
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
         mean = torch.stack(losses).mean()
+        if scaler is None:
+            self.watch.see(step, mean, norm)
+        else:  # with the smallest scale there is no smaller one to help
+            self.watch.see(step, mean, norm, excused=_scale(scaler, norm) > SMALLEST_SCALE)
+        optimizer.step()  # and not `scaler.step`, which would overrule the watch
         if scaler is not None:
-            self.require_room_to_scale(step, scaler, norm)
-            scaler.step(optimizer)
             scaler.update()
-            scaler.update(min(max(scaler.get_scale(), SMALLEST_SCALE), LARGEST_SCALE))
-        else:
-            self.require_finite(step, mean, norm)
-            optimizer.step()
+            scaler.update(_scale(scaler, norm).clamp(SMALLEST_SCALE, LARGEST_SCALE))
         optimizer.zero_grad(set_to_none=True)
         return mean, norm
 
-    def require_finite(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        """Stop before the update if the gradient is not finite: the weights stay as they were."""
-        if math.isfinite(float(norm)) and math.isfinite(float(loss)):
+    def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """`train_step` under the profiler; what it finds is written and shown."""
+        with profiling.recording(self.run.accelerator.device) as recorded:
+            result = self.train_step(step, tokens_BT)
+        done = time.perf_counter()
+        folder = self.run.folder.profile
+        self.display.note(f"{profiling.write(recorded, folder, step)}profile: {folder}")
+        self.ready += time.perf_counter() - done  # writing is not training
+        return result
+
+    def require_finite(self) -> None:
+        """Stop if a step since the last look was not finite: weights are as they were before it.
+
+        Raises:
+            NumericFailure: one was not; the message names the first.
+        """
+        failure = self.watch.failure()
+        if failure is None:
             return
-        self.log(self.row(step, float(loss), float(norm), 0.0) | {"event": "non-finite"})
+        step, loss, norm = failure.step, failure.loss, failure.norm
+        if self.run.scaler is not None:
+            self.fail(f"Step {step}: the gradient overflows in fp16 even with loss scale 1.")
+        self.log(self.row(step, loss, norm, 0.0) | {"event": "non-finite"})
         self.fail(
-            f"Step {step}: the loss is {float(loss):.4g} and the gradient norm {float(norm):.4g}. "
+            f"Step {step}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. "
             "The step was not taken."
         )
-
-    def require_room_to_scale(self, step: int, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
-        """Stop if gradients overflow with the smallest loss scale: no smaller one will help."""
-        if scaler.get_scale() <= SMALLEST_SCALE and not math.isfinite(float(norm)):
-            self.fail(f"Step {step}: the gradient overflows in fp16 even with loss scale 1.")
 
     def fail(self, what: str) -> NoReturn:
         """Give up: say what happened, what there is to go back to, and what to try."""
@@ -209,7 +189,7 @@ class _Loop:
         row = {
             "step": step,
             "loss": loss if math.isfinite(loss) else None,
-            "lr": run.optimizer.param_groups[0]["lr"],
+            "lr": learning_rate(step, self.config),
             "grad_norm": norm if math.isfinite(norm) else None,
             "step_ms": round(1000 * seconds, 2),
             "tokens_per_s": round(rate, 1),
@@ -232,15 +212,22 @@ class _Loop:
         if broken:
             row |= {"val_loss": None, "event": "non-finite"}
         self.run.folder.append_metrics(row)
-        done = row["step"] - self.first
-        per_step = (time.perf_counter() - self.started) / done
-        self.display.step(row, per_step * (self.config.steps - row["step"]))
+        self.display.step(row, self.seconds_left())
         if broken:
             self.fail(f"Step {row['step']}: the validation loss is not finite.")
         if "val_loss" in row:
             self.display.note(f"step {row['step']}: validation loss {row['val_loss']:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         self.run.accelerator.log(numbers, step=row["step"])
+
+    def seconds_left(self) -> float | None:
+        """The time to the end at the pace since the first step of this start, which compiles and
+        warms up; None until a second one is done."""
+        left = self.config.steps - self.run.step
+        if self.pace is None:
+            return None if left else 0.0
+        first, ended = self.pace
+        return (time.perf_counter() - ended) / (self.run.step - first) * left
 
     def evaluate(self) -> float:
         """The validation loss now. Its GEMMs are not counted among the training's."""
@@ -251,10 +238,15 @@ class _Loop:
         return loss
 
     def save(self) -> Path:
-        """Write a checkpoint of the last step, unless there is one, and return its path."""
+        """Write a checkpoint of the last step, unless there is one, and return its path.
+
+        Raises:
+            NumericFailure: a step was not finite.
+        """
         run = self.run
         if self.saved_at == run.step:  # step 0 is not worth one
             return checkpoints.path_of(run.folder.checkpoints, run.step)
+        self.require_finite()
         run.folder.sync_metrics()
         info = {
             "identity": run.identity,

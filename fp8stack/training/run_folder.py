@@ -31,6 +31,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.plot = path / "loss.png"
         self.sample = path / "sample.txt"
+        self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self._lock: TextIO | None = None
 
@@ -52,7 +53,7 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
-        for own in (self.plan, self.plot, self.sample, self.checkpoints):
+        for own in (self.plan, self.plot, self.sample, self.profile, self.checkpoints):
             if own.exists():
                 raise UserError(f"{own} is in the way: it is no run's. Give another --out.")
 

@@ -22,6 +22,7 @@ from fp8stack.model import GPT, GPTConfig, load_config, plan_for
 from fp8stack.precision import Hardware, Plan, load_recipe, probe
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.allocator import keep_freed_memory
+from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config, to_toml
 from fp8stack.training.optimizer import build_optimizer
 from fp8stack.training.resume import (
@@ -99,14 +100,17 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     recipe = config.recipe
     if config.recipe_overrides and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
+    context = config.context or model_config.context
     plan = plan_for(
         model_config,
         recipe if recipe == "auto" else load_recipe(recipe, config.recipe_overrides),
         hardware,
         config.backend,
         config.strict,
+        tokens=config.batch // config.accumulate * context,
     )
-    context = config.context or model_config.context
+    if config.compile:
+        require_compiler(plan)
     if context > model_config.context:
         raise UserError(
             f"--context {context} is more than the {model_config.context} of model {config.model}. "
@@ -118,7 +122,7 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     )
     if plan.device == "cpu":
         keep_freed_memory()
-    if plan.device == "cuda" and config.deterministic:
+    if config.deterministic and (plan.device == "cuda" or config.compile):
         _be_deterministic()
     backend = build_backend(plan, save_fp8=config.save_fp8)
     _require_memory(config.model, model_config, hardware)
@@ -131,6 +135,8 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
     torch.manual_seed(config.seed)  # after the model: what its making draws depends on the recipe
     accelerator = _accelerator(config, folder, plan)
     model = model.to(accelerator.device)
+    if config.compile:
+        model.compile_blocks()
     optimizer = build_optimizer(model, config)
     wrapped = accelerator.prepare_model(model)
     return Run(
@@ -164,7 +170,8 @@ def _require_memory(name: str, model: GPTConfig, hardware: Hardware) -> None:
 
 
 def _be_deterministic() -> None:
-    """Ask CUDA for results that repeat; a CPU's do already, for the same number of threads."""
+    """Ask for results that repeat, of CUDA and of compiled code, which else adds up an embedding's
+    gradient in any order; a CPU's eager ones do already, for the same number of threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Else every buffer would be written twice.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -10,20 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8stack.precision import Hardware, Plan
-
-# Dense peak rates in TFLOP/s: bf16 (fp16 on Volta and Turing), FP8. From the vendor's data sheets.
-_PEAKS = {
-    "H200": (989, 1979),
-    "H100 PCIe": (756, 1513),
-    "H100": (989, 1979),
-    "B200": (2250, 4500),
-    "A100": (312, None),
-    "L40S": (362, 733),
-    "L4": (121, 242),
-    "RTX 4090": (165, 330),
-    "V100": (125, None),
-    "T4": (65, None),
-}
+from fp8stack.precision.gpus import find_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +26,11 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
     if hardware.device == "cpu":
         tflops = _measure_cpu()
         return Peak(tflops=tflops, name=f"{1000 * tflops:.0f} GFLOP/s measured fp32 matmul")
-    for name, (half, fp8) in _PEAKS.items():
-        if re.search(rf"\b{name}\b", hardware.name):
-            native_fp8 = plan.is_fp8 and plan.native and fp8 is not None
-            tflops = float(fp8 if native_fp8 and fp8 else half)
-            if plan.compute_dtype in ("fp32", "tf32"):
-                break
-            return Peak(
-                tflops=tflops, name=f"{tflops:.0f} TFLOP/s {'fp8' if native_fp8 else 'half'}"
-            )
+    gpu = find_gpu(hardware.name)
+    if gpu is not None and plan.compute_dtype not in ("fp32", "tf32"):
+        if plan.runs_fp8 and plan.native and gpu.fp8_tflops:
+            return Peak(tflops=gpu.fp8_tflops, name=f"{gpu.fp8_tflops:.0f} TFLOP/s fp8")
+        return Peak(tflops=gpu.half_tflops, name=f"{gpu.half_tflops:.0f} TFLOP/s half")
     return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
 
 

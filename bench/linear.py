@@ -1,0 +1,142 @@
+"""One linear, forward and backward, in every recipe and backend that runs here, and torchao's.
+
+On a GPU with the GEMMs beside: what they take by themselves, on operands that are FP8 already, and
+what quantizing adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from matplotlib.figure import Figure
+
+from bench import emulation, peers, report
+from bench.report import Report, Row
+from bench.runner import add_timing_arguments, timing_options
+from fp8stack.benchmark import Timing, interleaved, machine
+from fp8stack.benchmark_step import FP8, baseline, served
+from fp8stack.precision import Hardware, probe
+
+Arm = Callable[[], object]
+CPU_SHAPES = [(2048, 768, 3072)]
+GPU_SHAPES = [
+    (32768, 768, 2304), (32768, 768, 3072), (16384, 1024, 4096), (8192, 1600, 6400),
+    (8192, 4096, 6144), (8192, 4096, 28672), (8192, 14336, 4096),
+]  # fmt: skip
+SHORT = ["--rounds", "10", "--budget", "20"]
+GEMMS = {"bf16 GEMMs": torch.bfloat16, "FP8 GEMMs": torch.float8_e4m3fn}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_timing_arguments(parser, rounds=100, budget_s=60.0)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)"
+    )
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every shape: the best recipe without FP8 is what the others are compared with."""
+    hardware = probe(arguments.device)
+    shapes = CPU_SHAPES if hardware.device == "cpu" else GPU_SHAPES
+    rows: list[Row] = []
+    for shape in [(32, 64, 32)] if arguments.tiny else shapes:
+        arms = dict(arms_of(shape, hardware))
+        options = timing_options(arguments) | {"device": hardware.device}
+        rows += _rows(emulation.case_of(*shape), interleaved(arms, **options), hardware)
+    settings = {"rounds": arguments.rounds, "budget_s": arguments.budget}
+    return {
+        "machine": machine("torchao", device=hardware.device),
+        "settings": settings | {"mode": "compiled but te" if _gpu(hardware) else "eager"},
+        "results": rows,
+        "bars": [],
+    }
+
+
+def _gpu(hardware: Hardware) -> bool:
+    return hardware.device == "cuda"
+
+
+def arms_of(shape: tuple[int, int, int], hardware: Hardware) -> Iterator[tuple[str, Arm]]:
+    """A forward and backward pass of every linear: eager on a CPU, compiled on a GPU except te."""
+    tokens, inputs, outputs = shape
+    device = hardware.device
+    dtype = torch.bfloat16 if _gpu(hardware) else torch.float32
+    torch.manual_seed(0)
+    x = torch.randn(tokens, inputs, dtype=dtype, device=device, requires_grad=True)
+    dy = torch.randn(tokens, outputs, dtype=dtype, device=device) * 1e-3
+    plain = list(dict.fromkeys([baseline(hardware), "bf16"]))
+    for recipe in [*plain, *FP8]:
+        for number, backend in enumerate(served(recipe, hardware)):
+            layer = emulation.ours(recipe, inputs, outputs, device, backend)
+            name = recipe if number == 0 else f"{recipe} by {backend}"
+            called = (
+                emulation.compiled_linear(layer) if _gpu(hardware) and backend != "te" else layer
+            )
+            yield name, emulation.linear_arm(called, x, dy)
+    theirs = ("tensorwise", "rowwise") if _gpu(hardware) else ("tensorwise", "mxfp8")
+    for recipe in theirs:
+        layer = peers.linear(recipe, inputs, outputs, device).to(dtype)
+        called = emulation.compiled_linear(layer) if _gpu(hardware) else layer
+        yield f"torchao {recipe}", emulation.linear_arm(called, x, dy)
+    if _gpu(hardware):
+        for name, gemm_dtype in GEMMS.items():
+            if gemm_dtype == torch.bfloat16 or served("current", hardware)[0] != "emulate":
+                yield name, gemms(shape, gemm_dtype)
+
+
+def gemms(shape: tuple[int, int, int], dtype: torch.dtype) -> Arm:
+    """The three GEMMs of a linear and nothing else, on a GPU, from operands laid out as they want
+    them: y, dx and dw, bfloat16 out, dw float32 out in FP8 as ours is."""
+    M, K, N = shape
+    fp8 = dtype != torch.bfloat16
+    grad = torch.float8_e5m2 if fp8 else dtype
+
+    def operand(rows: int, columns: int, of: torch.dtype) -> torch.Tensor:
+        return torch.randn(rows, columns, device="cuda").to(of)
+
+    x, w, dy = operand(M, K, dtype), operand(N, K, dtype), operand(M, N, grad)
+    x_t, w_t, dy_t = operand(K, M, dtype), operand(K, N, dtype), operand(N, M, grad)
+    one = torch.ones((), device="cuda")
+
+    def once() -> None:
+        if fp8:
+            multiply = partial(torch._scaled_mm, scale_a=one, scale_b=one)
+            multiply(x, w.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+            multiply(dy, w_t.t(), out_dtype=torch.bfloat16)
+            multiply(dy_t, x_t.t(), out_dtype=torch.float32)
+        else:
+            x @ w.t()
+            dy @ w
+            dy.t() @ x
+
+    return once
+
+
+def _rows(case: str, timings: dict[str, Timing], hardware: Hardware) -> list[Row]:
+    rows = report.rows_of(case, timings, baseline(hardware))
+    if "FP8 GEMMs" in timings:
+        alone = timings["FP8 GEMMs"].median_ms
+        for row in rows:
+            if row["arm"].partition(" ")[0] in ("delayed", "current"):
+                share = (row["median_ms"] - alone) / alone
+                row["quantization_share"] = round(share, 4)
+    return rows
+
+
+def table(found: Report) -> str:
+    """Every timing, relative to the best recipe without FP8."""
+    text = "Forward and backward pass of one linear, tokens x in -> out. `quantization` is what a "
+    text += "per-tensor recipe takes beyond its three FP8 GEMMs, as a share of these (GPUs alone)."
+    extra = {
+        "relative time": report.number("ratio"),
+        "quantization": report.number("quantization_share"),
+    }
+    return report.heading(found, "One linear", text) + report.timing_table(found["results"], extra)
+
+
+def figure(found: Report) -> Figure:
+    """Relative times."""
+    return report.ratio_figure(found["results"], "One linear, forward and backward")

@@ -1,0 +1,146 @@
+"""The peak memory of a training step by recipe, beside what weights, gradients and moments need.
+
+On a GPU it is the allocator's peak. On a CPU every arm is a process of its own: its peak of
+resident memory less what it had before the model was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from bench import emulation, report
+from bench.report import Report, Row
+from fp8stack.benchmark import machine
+from fp8stack.benchmark_step import FP8, StepArm, Work, arms, baseline, build, chosen
+from fp8stack.precision import Hardware, probe
+from fp8stack.training.allocator import keep_freed_memory
+
+SHORT: list[str] = []
+STEPS = 3  # in the first, moments are made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add("--models", default="", metavar="A,B", help="some of this device's (default: all)")
+    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every model and recipe, one after the other."""
+    hardware = probe(arguments.device)
+    words = [name for name in arguments.models.split(",") if name]
+    works = [emulation.tiny_work()] if arguments.tiny else chosen(words, hardware.device)
+    first = baseline(hardware)
+    rows: list[Row] = []
+    for work in works:
+        found = {arm.name: in_a_process(arm, work, hardware) for arm in _arms(hardware, first)}
+        for name, gib in found.items():
+            rows.append(
+                {
+                    "case": work.model,
+                    "arm": name,
+                    "peak_gib": round(gib, 4),
+                    "floor_gib": round(floor_gib(work), 4),
+                    "ratio": round(gib / found[first], 4),
+                    "ratio_to": first,
+                }
+            )
+    return {
+        "machine": machine(device=hardware.device),
+        "settings": {"steps": STEPS},
+        "results": rows,
+        "bars": [],
+    }
+
+
+def _arms(hardware: Hardware, first: str) -> list[StepArm]:
+    return arms(hardware, [first, *FP8], ())
+
+
+def floor_gib(work: Work) -> float:
+    """Weights, gradients and AdamW's two moments, float32 each: 16 bytes per parameter."""
+    return 16 * work.config.parameters() / 2**30
+
+
+def in_a_process(arm: StepArm, work: Work, hardware: Hardware) -> float:
+    """The GiB that the arm takes, measured in a fresh process.
+
+    Raises:
+        RuntimeError: the process died.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_here, args=(arm, work, hardware, sender))
+    process.start()
+    sender.close()
+    try:
+        gib = float(receiver.recv())
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"{work.model}, {arm.name}: the process died, exit code {process.exitcode}"
+        ) from None
+    process.join()
+    return gib
+
+
+def _measure_here(arm: StepArm, work: Work, hardware: Hardware, sender: Connection) -> None:
+    """Send the GiB of a few steps beyond what the process had before."""
+    if hardware.device == "cpu":
+        keep_freed_memory()
+        torch.ones(64, 64) @ torch.ones(64, 64)  # threads and the library of GEMMs count before
+        before = peak_resident_gib()
+    else:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / 2**30
+    built = build(arm, work, hardware)
+    for _ in range(STEPS):
+        built.step()
+    if hardware.device == "cpu":
+        after = peak_resident_gib()
+    else:
+        torch.cuda.synchronize()
+        after = torch.cuda.max_memory_allocated() / 2**30
+    sender.send(after - before)
+
+
+def peak_resident_gib() -> float:
+    """The most memory that this process had in RAM."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss counts what the parent had when it started this one
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def table(found: Report) -> str:
+    """Peak, floor and what is beyond it."""
+    text = "Beyond what the process had before the model. The floor is 16 bytes per parameter: "
+    text += "weights, gradients and two moments in float32."
+    rows = found["results"]
+    cells = (
+        [
+            row["case"], row["arm"], f"{row['peak_gib']:.3f}", f"{row['floor_gib']:.3f}",
+            f"{row['peak_gib'] - row['floor_gib']:.3f}", f"{row['ratio']:.3f}",
+        ]
+        for row in rows
+    )  # fmt: skip
+    header = ["model", "arm", "peak GiB", "floor GiB", "beyond it", f"/ {rows[0]['ratio_to']}"]
+    title = "Peak memory of a training step"
+    return report.heading(found, title, text) + report.markdown(header, cells)
+
+
+def figure(found: Report) -> Figure:
+    """Peaks as bars."""
+    return report.ratio_figure(found["results"], "Peak memory of a step", "peak_gib", "GiB")

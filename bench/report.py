@@ -1,0 +1,184 @@
+"""What scenarios report: rows, bars, tables and figures. It must not know what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from fp8stack.benchmark import Timing, ratio
+
+Row = dict[str, Any]
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What must hold in a case: the fastest round of `arm` takes at most `at_most` times that of
+    `of`."""
+
+    case: str
+    arm: str
+    of: str
+    at_most: float
+
+
+def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) -> list[Row]:
+    """A row for each arm of a case; `ratio` is its time / that of the arm `to`, of the fastest
+    rounds."""
+    return [
+        {
+            "case": case,
+            "arm": arm,
+            **facts,
+            **timing.to_json(),
+            "ratio": round(ratio(timing, timings[to]), 4),
+            "ratio_to": to,
+        }
+        for arm, timing in timings.items()
+    ]
+
+
+def judged(bars: Iterable[Bar], rows: Sequence[Row]) -> list[Row]:
+    """The bars with what was measured, for the cases and arms that were."""
+    fastest = {(row["case"], row["arm"]): row["fastest_ms"] for row in rows}
+    found = []
+    for bar in bars:
+        arm, of = fastest.get((bar.case, bar.arm)), fastest.get((bar.case, bar.of))
+        if arm is not None and of is not None:
+            measured = arm / of
+            holds = measured <= bar.at_most
+            found.append({**asdict(bar), "measured": round(measured, 4), "holds": holds})
+    return found
+
+
+def broken_bars(bars: Iterable[Row]) -> list[str]:
+    """The bars that do not hold, in a line each."""
+    return [
+        f"{bar['case']}: {bar['arm']} takes {bar['measured']:.3f} of {bar['of']}, "
+        f"not at most {bar['at_most']:g}"
+        for bar in bars
+        if not bar["holds"]
+    ]
+
+
+# Tables
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def heading(report: Report, title: str, text: str) -> str:
+    """The beginning of a page: what was measured, by which command, on what."""
+    facts = ", ".join(
+        f"{name} {value}"
+        for name, value in report["machine"].items()
+        if value is not None and name not in ("machine", "slug")
+    )
+    settings = ", ".join(f"{name} {value}" for name, value in report["settings"].items())
+    return (
+        f"# {title}\n\n{text}\n\nMade by `{report['command']}` on {report['machine']['machine']}: "
+        f"{facts}.\nSettings: {settings}.\n\n"
+    )
+
+
+def timing_cells(row: Row) -> list[str]:
+    """The median with its confidence interval, the fastest, and the number of rounds."""
+    return [
+        f"{row['median_ms']:.2f} [{row['low_ms']:.2f}, {row['high_ms']:.2f}]",
+        f"{row['fastest_ms']:.2f}",
+        str(row["rounds"]),
+    ]
+
+
+TIMING_HEADER = ["median ms [95 % interval]", "fastest ms", "rounds"]
+
+
+def timing_table(rows: Sequence[Row], extra: Mapping[str, Callable[[Row], str]]) -> str:
+    """The timings by case and arm, with further columns by their titles."""
+    header = ["case", "arm", *TIMING_HEADER, *extra]
+    return markdown(
+        header,
+        (
+            [row["case"], row["arm"], *timing_cells(row), *(cell(row) for cell in extra.values())]
+            for row in rows
+        ),
+    )
+
+
+def number(key: str, digits: int = 2) -> Callable[[Row], str]:
+    """A cell with the number of that name, empty where a row has none."""
+
+    def cell(row: Row) -> str:
+        value = row.get(key)
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    return cell
+
+
+def bars_table(bars: Sequence[Row]) -> str:
+    """The bars that the results are held to, and whether they hold; "" without any."""
+    if not bars:
+        return ""
+    cells = (
+        [
+            bar["case"], bar["arm"], bar["of"], f"{bar['at_most']:.3g}", f"{bar['measured']:.3f}",
+            "holds" if bar["holds"] else "DOES NOT HOLD",
+        ]
+        for bar in bars
+    )  # fmt: skip
+    header = ["case", "arm", "relative to", "at most", "measured", ""]
+    return "\nBars, on the ratio of the fastest rounds:\n\n" + markdown(header, cells)
+
+
+# Figures
+
+
+def ratio_figure(rows: Sequence[Row], title: str, value: str = "ratio", label: str = "") -> Figure:
+    """Horizontal bars of `value` by arm, a panel for each case."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    most = max(sum(row["case"] == case for row in rows) for case in cases)
+    figure = Figure(figsize=(5.0 * len(cases), 1.2 + 0.3 * most), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(1, len(cases), squeeze=False)[0]
+    for panel, case in zip(panels, cases, strict=True):
+        chosen = [row for row in rows if row["case"] == case and row.get(value) is not None]
+        names, values = [row["arm"] for row in chosen], [row[value] for row in chosen]
+        drawn = panel.barh(names, values, color="tab:blue")
+        panel.bar_label(drawn, fmt="{:,.3g}", padding=2, fontsize=8)
+        panel.invert_yaxis()
+        panel.margins(x=0.15)
+        panel.set_title(case, fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.set_xlabel(label or "time, relative to " + str(chosen[0].get("ratio_to", "")))
+    return figure
+
+
+def line_figure(rows: Sequence[Row], title: str, x: str, y: str) -> Figure:
+    """Lines of `y` over `x` by arm, a panel for each case."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure = Figure(figsize=(4.5 * len(cases), 3.6), layout="constrained")
+    figure.suptitle(title)
+    for panel, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
+        for arm in dict.fromkeys(row["arm"] for row in rows if row["case"] == case):
+            points = [row for row in rows if (row["case"], row["arm"]) == (case, arm)]
+            panel.plot([p[x] for p in points], [p[y] for p in points], marker="o", label=arm)
+        panel.set(title=case, xlabel=case, ylabel=y)
+        panel.legend(fontsize=8)
+    return figure
+
+
+def write(report: Report, text: str, figure: Figure, folder: Path) -> None:
+    """`<scenario>.json`, `.md` and `.png` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / report["scenario"]
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
+    figure.savefig(stem.with_suffix(".png"), dpi=100)

@@ -1,0 +1,163 @@
+"""Runs scenarios, writes what they found, and checks it against what was committed.
+
+A scenario is a module with `add_arguments(parser)`, `measure(arguments)`, which gives JSON data,
+`table(report)`, `figure(report)`, and `SHORT`, the options of a quick run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from matplotlib.figure import Figure
+
+from bench import report as reports
+from bench.report import Report
+from fp8stack.benchmark import slug
+from fp8stack.precision import probe
+
+RESULTS = Path(__file__).parent / "results"
+TOLERANCE = 0.15
+SCENARIOS = {
+    "emulation": "the cost of emulated FP8 on a CPU: a linear and a step, with peers beside",
+    "linear": "one linear, forward and backward, in every recipe and backend, with peers beside",
+    "step": "whole training steps in every recipe and backend, with peers beside",
+    "memory": "the peak memory of a step by recipe, beside what weights and moments need",
+    "scaling": "the cost of a step as batch, context and depth grow (on one rank)",
+    "startup": "how long the command takes to start, and how many modules it imports",
+    "recipes": "final validation losses of every recipe on the same data, weights and order",
+    "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
+    "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
+}
+
+
+class Scenario(Protocol):
+    """What a scenario's module has."""
+
+    SHORT: Sequence[str]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def measure(self, arguments: argparse.Namespace) -> Report: ...
+    def table(self, report: Report) -> str: ...
+    def figure(self, report: Report) -> Figure: ...
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser, rounds: int, budget_s: float) -> None:
+    """The options of the scenarios that time arms in turns."""
+    add = parser.add_argument
+    add("--rounds", type=int, default=rounds, help="timed rounds at most (default: %(default)s)")
+    add("--warm-up", type=int, default=3, help="rounds before them (default: %(default)s)")
+    add(
+        "--budget",
+        type=float,
+        default=budget_s,
+        help="seconds for a case, after compiling; six rounds at least (default: %(default)s)",
+    )
+    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+
+
+def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `interleaved` takes of these options."""
+    names = {"rounds": "rounds", "warm_up": "warm_up", "budget": "budget_s"}
+    return {key: getattr(arguments, name) for name, key in names.items()}
+
+
+def parse(scenario: Scenario, name: str, words: Sequence[str]) -> argparse.Namespace:
+    """The options of a scenario."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench {name}", description=SCENARIOS.get(name)
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder (default: bench/results/<machine>, such as cpu or h200)"
+    )
+    scenario.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def run(name: str, words: Sequence[str]) -> None:
+    """Run one scenario with these options: print its table, write its results."""
+    # Imported by name: one scenario's peers need not be installed for another to run.
+    module: Any = import_module(f"bench.{name}")
+    arguments = parse(module, name, words)
+    if hasattr(module, "run"):  # it writes for itself
+        arguments.out = arguments.out or RESULTS
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        module.run(arguments)
+        return
+    report = measured(cast(Scenario, module), name, words)
+    folder = arguments.out or RESULTS / report["machine"]["slug"]
+    text = module.table(report)
+    reports.write(report, text, module.figure(report), folder)
+    print(text)
+    print(f"written: {folder}/{name}.json, {name}.md and {name}.png")
+
+
+def measured(scenario: Scenario, name: str, words: Sequence[str]) -> Report:
+    """What the scenario finds with these options, and the command that it was run by."""
+    command = shlex.join(["python", "-m", "bench", name, *words])
+    found = scenario.measure(parse(scenario, name, words))
+    return {"scenario": name, "command": command, **found}
+
+
+# Against what was committed
+
+
+def check(words: Sequence[str]) -> int:
+    """Run scenarios again, in short, and compare ratios with the committed ones: 0 if none got
+    worse, 1 if one did, 2 if there is nothing to compare."""
+    parser = argparse.ArgumentParser(prog="python -m bench check", description=check.__doc__)
+    parser.add_argument("scenarios", nargs="*", help="default: all that have results here")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help="how much larger a ratio may be, as a share of it (default: %(default)s)",
+    )
+    parser.add_argument("--results", type=Path, help="default: bench/results/<machine>")
+    arguments = parser.parse_args(words)
+    folder: Path = arguments.results or RESULTS / slug(probe())
+    names = arguments.scenarios or [name for name in SCENARIOS if _has_ratios(folder, name)]
+    for name in names:
+        if not _has_ratios(folder, name):
+            print(f"{folder / name}.json has no ratios to compare with: python -m bench {name}")
+            return 2
+    worse: list[str] = []
+    for name in names:
+        module = cast(Scenario, import_module(f"bench.{name}"))
+        committed = json.loads((folder / f"{name}.json").read_text())
+        worse += regressions(committed, measured(module, name, module.SHORT), arguments.tolerance)
+    print(*worse, sep="\n")
+    print(f"{', '.join(names)}: {len(worse)} worse by more than {arguments.tolerance:.0%}")
+    return 1 if worse else 0
+
+
+def _has_ratios(folder: Path, name: str) -> bool:
+    path = folder / f"{name}.json"
+    return path.exists() and any("ratio" in row for row in json.loads(path.read_text())["results"])
+
+
+def regressions(committed: Report, found: Report, tolerance: float) -> list[str]:
+    """Each arm in a line whose ratio is larger than the committed one by more than the
+    share `tolerance`.
+
+    Raises:
+        ValueError: the two have no arm in common.
+    """
+    before = {(row["case"], row["arm"]): row["ratio"] for row in committed["results"]}
+    both = [row for row in found["results"] if (row["case"], row["arm"]) in before]
+    if not both:
+        raise ValueError(f"{found['scenario']}: no arm was measured that has a committed result.")
+    lines = []
+    for row in both:
+        was, now = before[row["case"], row["arm"]], row["ratio"]
+        if now > was * (1 + tolerance):
+            lines.append(
+                f"{found['scenario']}, {row['case']}: {row['arm']} takes {now:.3f} of "
+                f"{row['ratio_to']}, committed {was:.3f} ({now / was - 1:+.0%})"
+            )
+    return lines

@@ -1,0 +1,43 @@
+"""The tokens of each step of a run, read ahead and in pinned memory for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fp8stack import data
+from fp8stack.errors import UserError
+from fp8stack.training.setup import Run
+
+
+def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
+    """Each step that is left, with its tokens, int64 [batch, context + 1]."""
+    config = run.config
+    dataset = data.StepBatches(
+        run.train,
+        batch=config.batch,
+        context=run.context,
+        seed=config.seed,
+        vocabulary=run.model.config.vocabulary,
+    )
+    steps = range(run.step + 1, config.steps + 1)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=steps,
+        num_workers=config.workers,
+        pin_memory=run.plan.device == "cuda",
+        generator=torch.Generator(),  # else each start of the loader would draw from torch's own
+    )
+    try:
+        yield from zip(steps, loader, strict=True)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            "A process that reads data died; was it out of memory? Go on with --resume auto "
+            "--set workers=0"
+        ) from error

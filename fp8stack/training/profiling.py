@@ -1,0 +1,78 @@
+"""What one step spends its time on, by torch's profiler. It must not know how a step is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fp8stack.training.checkpoint import storage_errors, write_atomically
+
+WARM_UP = 4
+"""Steps before the one that is profiled: they compile, tune and fill caches."""
+TOP = 10
+TRACE, TABLE = "trace.json.gz", "profile.md"
+
+
+@contextmanager
+def recording(device: torch.device) -> Iterator[profile]:
+    """Profile what runs within, on `device` all of it: the work that was under way before is waited
+    for, and so is that which was begun."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+    with profile(activities=activities) as recorded:
+        yield recorded
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def write(recorded: profile, folder: Path, step: int) -> str:
+    """Write the trace and the table into `folder`, and return what the table says.
+
+    Raises:
+        StorageError: the disk is full or cannot be written.
+    """
+    text = table(recorded, step)
+    with storage_errors(folder):
+        folder.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(str(folder / TRACE))
+    write_atomically(folder / TABLE, text.encode())
+    return text
+
+
+def table(recorded: profile, step: int) -> str:
+    """The operators with the most time of their own, without what they call: a Markdown table.
+
+    Time is a GPU's where one worked, the CPU's otherwise; shares are of all of it.
+    """
+    events = recorded.key_averages()
+    operators = [event for event in events if event.device_type.name == "CPU"]
+    kernels_us = sum(
+        event.self_device_time_total
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    )
+    if kernels_us:
+        where, total_us = "the GPU", kernels_us
+        rows = [(event.self_device_time_total, event.key, event.count) for event in operators]
+    else:
+        where, total_us = "the CPU", sum(event.self_cpu_time_total for event in operators)
+        rows = [(event.self_cpu_time_total, event.key, event.count) for event in operators]
+    rows = sorted(rows, reverse=True)[:TOP]
+    width = max(len(key) for _, key, _ in rows)
+    lines = [
+        f"Step {step}: {total_us / 1000:.2f} ms on {where}. The operators that took the longest, "
+        "without what they call:",
+        "",
+        f"| {'operator':{width}} | calls |        ms | share |",
+        f"|{'-' * (width + 2)}|------:|----------:|------:|",
+    ]
+    for time_us, key, count in rows:
+        share = 100 * time_us / total_us
+        lines.append(f"| {key:{width}} | {count:5} | {time_us / 1000:9.3f} | {share:3.0f} % |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,93 @@
+"""The cast with transpose and amax on this GPU: the bytes that numpy gives, and no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_kernels import differences
+
+from fp8stack import numerics
+from fp8stack.backends.kernels import cast_transpose, has_kernel
+from gpu.machine import CONTEXT
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = CONTEXT.device
+
+
+@pytest.fixture
+def _no_waiting() -> Iterator[None]:
+    cast_transpose(torch.ones(64, 64, device=DEVICE), torch.ones((), device=DEVICE))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_kernel_runs_where_the_gpu_has_fp8() -> None:
+    device = torch.device(DEVICE)
+    assert has_kernel(device) == (torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def test_data_transpose_and_amax_are_numpys_to_the_bit() -> None:
+    assert differences(cast_transpose, DEVICE) == []
+
+
+def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
+    compiled = torch.compile(cast_transpose, fullgraph=True, dynamic=True)
+    scales = torch.tensor([1.0, 3.7], device=DEVICE)
+    for format in ("e4m3", "e5m2"):
+        for rows in (400, 33):
+            x = torch.randn(rows, 208, device=DEVICE, dtype=torch.bfloat16)
+            x[2, 3], x[4, 5] = torch.nan, 100.0
+            made, expected = (cast(x, scales[1], format) for cast in (compiled, cast_transpose))
+            for found, wanted in zip(made, expected, strict=True):
+                bits = [part.reshape(-1).view(torch.uint8) for part in (found, wanted)]
+                assert torch.equal(*bits)
+
+
+def test_the_operator_is_as_torch_wants_it() -> None:
+    x = torch.randn(300, 200, device=DEVICE, dtype=torch.bfloat16)
+    scale = torch.tensor(3.7, device=DEVICE)
+    for across, record in ((True, True), (False, True), (True, False)):
+        operator = torch.ops.fp8stack.cast_transpose.default
+        torch.library.opcheck(operator, (x, scale, "e4m3", across, record))
+
+
+@pytest.mark.usefixtures("_no_waiting")
+def test_nothing_waits_for_the_device() -> None:
+    x, scale = torch.empty(64, 64, device=DEVICE), torch.empty((), device=DEVICE)
+    cast_transpose(x, scale)
+
+
+def test_a_captured_graph_casts_what_it_finds() -> None:
+    x = torch.randn(256, 320, device=DEVICE, dtype=torch.bfloat16)
+    scale = torch.tensor(3.7, device=DEVICE)
+    cast_transpose(x, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data, transposed, amax = cast_transpose(x, scale)
+    x.mul_(3)
+    scale.mul_(2)
+    graph.replay()
+    expected = numerics.cast_to_fp8(x.cpu(), scale.cpu()).view(torch.uint8)
+    assert torch.equal(data.view(torch.uint8).cpu(), expected)
+    assert torch.equal(transposed.view(torch.uint8).cpu(), expected.t())
+    assert torch.equal(amax.cpu(), numerics.amax(x.cpu()))
+
+
+def test_more_than_2_to_the_31_elements_are_cast() -> None:
+    rows, columns = 2**16 + 16, 2**15 + 16
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB of free memory on the GPU")
+    x = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    x[-16:] = torch.randn(16, columns, device=DEVICE)
+    scale = torch.tensor(100.0, device=DEVICE)
+    data, transposed, amax = cast_transpose(x, scale)
+    expected = numerics.cast_to_fp8(x[-16:].cpu(), scale.cpu()).view(torch.uint8)
+    assert torch.equal(data[-16:].view(torch.uint8).cpu(), expected)
+    assert torch.equal(transposed[:, -16:].view(torch.uint8).cpu(), expected.t())
+    assert not data[:-16].view(torch.uint8).any()
+    assert torch.equal(amax.cpu(), numerics.amax(x[-16:].cpu()))

@@ -1,0 +1,68 @@
+"""A training step on this GPU waits for nothing: torch raises where the host would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_loop import SmallLoop
+
+from bench.gpu_cases import Case, plan_of, run_case
+from fp8stack.errors import NumericFailure
+from fp8stack.precision import load_recipe
+from gpu.machine import CONTEXT
+
+pytestmark = pytest.mark.gpu
+
+ARMS = [("reference", "bf16"), ("reference", "fp16")]
+ARMS += [("torch", recipe) for recipe in ("delayed", "current", "block", "mxfp8")]
+
+
+def require(backend: str, recipe: str) -> None:
+    """Skip where something else would run."""
+    row = run_case(Case("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
+    if "skipped" in row:
+        pytest.skip(row["skipped"])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("backend", "recipe"), ARMS)
+def test_a_training_step_waits_for_nothing(
+    backend: str, recipe: str, compiled: bool, tmp_path: Path
+) -> None:
+    require(backend, recipe)
+    keys = {"backend": backend, "compile": compiled, "accumulate": 2}
+    small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
+    small.advance(4)
+    step = small.next_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, norm = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+    assert norm.isfinite()
+
+
+def test_what_waits_is_found() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones((), device=CONTEXT.device).item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_failure_between_two_looks_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "bf16", log_every=10)
+    small.run.model.register_forward_hook(
+        lambda model, args, loss: loss * (float("nan") if small.run.step == 2 else 1.0)
+    )
+    small.advance(2)
+    before = small.state()
+    small.advance(7)
+    with pytest.raises(NumericFailure, match="Step 3: "):
+        small.advance()
+    after = small.state()
+    assert [name for name in before if not torch.equal(after[name], before[name])] == []

@@ -1,0 +1,80 @@
+"""The training loop of a tiny model, for tests that take its steps one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fp8stack.training.display import PlainDisplay
+from fp8stack.training.feed import batches
+from fp8stack.training.loop import _Loop
+from fp8stack.training.setup import set_up
+from fp8stack.training.throughput import Peak
+
+# Sizes that every FP8 GEMM takes, 128 x 128 blocks included, have a width of 128.
+SETS = [
+    "model_overrides.layers=1", "model_overrides.heads=2", "eval_windows=4", "sample_tokens=0",
+    "warmup_steps=2",
+]  # fmt: skip
+
+WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
+WAITS += ("aten::equal",)
+
+
+class SmallLoop:
+    """A loop, its run and the tokens of its steps.
+
+    Args:
+        folder: of the run.
+        recipe: its precision.
+        width: of the model.
+        flags: other keys of the run.
+    """
+
+    def __init__(self, folder: Path, recipe: str, *, width: int = 32, **flags: Any) -> None:
+        small = {"steps": 20, "batch": 4, "context": 32, "eval_every": 100, "save_every": 100}
+        given = small | {"recipe": recipe, "out": str(folder)} | flags
+        self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], None)
+        self.loop = _Loop(self.run, PlainDisplay(20, Peak(tflops=None, name="none")), None)
+        self.tokens = batches(self.run)
+
+    def advance(self, steps: int = 1) -> None:
+        """Go on as `train` does."""
+        for _ in range(steps):
+            self.loop.advance(*next(self.tokens))
+
+    def next_step(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The next `train_step`, its tokens on the device already."""
+        step, tokens_BT = next(self.tokens)
+        on_device = tokens_BT.to(self.run.accelerator.device)
+        return lambda: self.loop.train_step(step, on_device)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the weights, the moments and the step counts."""
+        found = {}
+        for name, parameter in self.run.model.named_parameters():
+            found[name] = parameter.detach().clone()
+            for key, value in self.run.optimizer.state[parameter].items():
+                found[f"{name}.{key}"] = value.clone()
+        return found
+
+
+def host_reads(work: Callable[[], object]) -> Counter[str]:
+    """Which operators that read a tensor on the host `work` runs, and how often: on a GPU each of
+    them waits for the device. Those within the fused optimizer do not count: its CPU kernel reads
+    the step counts, which the one for CUDA reads on the device."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        work()
+    return Counter(e.name for e in recorded.events() if e.name in WAITS and not _optimizes(e))
+
+
+def _optimizes(event: Any) -> bool:
+    """Whether the event lies within the kernel of AdamW."""
+    while event is not None and event.name != "aten::_fused_adamw_":
+        event = event.cpu_parent
+    return event is not None

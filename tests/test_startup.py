@@ -1,0 +1,172 @@
+"""What is imported to answer a question: the set and the number of modules, no time."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import fp8stack
+from fp8stack.cli import app
+
+ROOT = Path(__file__).parents[1]
+
+
+def paths(command: Any) -> list[list[str]]:
+    """The words that lead to each command below this one."""
+    below = getattr(command, "commands", {}).items()
+    return [[name, *rest] for name, inner in below for rest in [[], *paths(inner)]]
+
+
+COMMANDS = paths(typer.main.get_command(app))
+# Each of these alone takes longer to import than an answer may take, or has no part in it.
+HEAVY = {
+    "accelerate",
+    "fp8stack.backends",
+    "fp8stack.conversion",
+    "fp8stack.model",
+    "fp8stack.training",
+    "matplotlib",
+    "safetensors",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.utils.tensorboard",
+    "torchao",
+    "transformer_engine",
+    "transformers",
+}
+NO_TORCH = {"fp8stack.numerics", "numpy", "torch"}
+# What only an answer needs, and a help text does not.
+NO_ANSWER = {"fp8stack.doctor", "fp8stack.precision", "pydantic", "rich"}
+
+# Modules that Python needs to start, and this for `json`, do not count. The bounds below are a
+# little above what was counted with the versions of constraints.txt.
+OBSERVE = """
+import json, sys
+before = set(sys.modules)
+try:
+    {code}
+except SystemExit as end:
+    assert not end.code, end.code
+print(json.dumps(sorted(set(sys.modules) - before)), file=sys.stderr)
+"""
+
+
+def observed(code: str) -> tuple[str, set[str]]:
+    """What `code` prints in a new process, and the modules that it imports there."""
+    command = [sys.executable, "-c", OBSERVE.format(code=code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout, set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def command(*arguments: str) -> tuple[str, set[str]]:
+    return observed(f"from fp8stack.cli import main; main({list(arguments)})")
+
+
+# Help
+
+HELP = [[], ["--help"], ["--version"], *([*words, "--help"] for words in COMMANDS)]
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_imports_a_parser_and_little_beside(arguments):
+    printed, modules = command(*arguments)
+    assert ("fp8stack 0" if "--version" in arguments else "Usage: ") in printed
+    assert modules & (HEAVY | NO_TORCH | NO_ANSWER) == set()
+    assert len(modules) < 110
+
+
+def test_the_commands_are_all_tried():
+    assert ["pretrain"] in COMMANDS
+    assert ["doctor"] in COMMANDS
+
+
+# doctor
+
+ANSWERS = [["--capability", "9.0"], ["--capability", "none"], ["--json", "--capability", "10.0"]]
+
+
+@pytest.mark.parametrize("arguments", ANSWERS, ids=" ".join)
+def test_doctor_answers_for_a_machine_that_is_not_here_without_torch(arguments):
+    printed, modules = command("doctor", *arguments)
+    assert "mxfp8" in printed
+    assert torch.__version__ in printed
+    assert modules & (HEAVY | NO_TORCH) == set()
+    assert len(modules) < 310
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch is needed to ask this GPU")
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=" ".join)
+def test_doctor_answers_for_a_machine_without_a_gpu_without_torch(arguments):
+    printed, modules = command("doctor", *arguments)
+    assert "mxfp8" in printed
+    assert modules & (HEAVY | NO_TORCH) == set()
+    assert len(modules) < 310
+
+
+def test_doctor_imports_nothing_heavy_beside_torch_where_torch_is_asked():
+    _, alone = observed("import torch")
+    _, modules = observed("import torch; from fp8stack.cli import main; main(['doctor'])")
+    assert (modules - alone) & HEAVY == set()
+    assert len(modules - alone) < 200
+
+
+def test_doctor_says_the_same_whether_torch_was_imported_or_not():
+    answer = "from fp8stack.cli import main; main(['doctor', '--json'])"
+    assert observed(answer)[0] == observed(f"import torch; {answer}")[0]
+
+
+def test_json_is_written_without_what_draws_tables():
+    assert "rich" not in command("doctor", "--json", "--capability", "9.0")[1]
+    assert "rich" in command("doctor", "--capability", "9.0")[1]
+
+
+# The package
+
+
+def test_importing_the_package_imports_none_of_its_rooms():
+    _, modules = observed("import fp8stack; dir(fp8stack)")
+    assert {name for name in modules if name.startswith("fp8stack")} == {"fp8stack"}
+    assert len(modules) < 16
+
+
+@pytest.mark.parametrize(
+    "name", ["errors", "formats", "presets", "precision", "precision.hardware", "doctor"]
+)
+def test_what_is_data_is_imported_without_torch(name):
+    _, modules = observed(f"import fp8stack.{name}")
+    assert modules & (HEAVY | NO_TORCH) == set()
+
+
+@pytest.mark.parametrize("name", ["Recipe", "UserError", "load_recipe", "probe", "resolve"])
+def test_a_public_name_that_is_about_data_is_given_without_torch(name):
+    _, modules = observed(f"import fp8stack; fp8stack.{name}")
+    assert modules & (HEAVY | NO_TORCH) == set()
+
+
+@pytest.mark.parametrize("name", fp8stack.__all__)
+def test_every_public_name_is_listed_and_found(name):
+    assert name in dir(fp8stack)
+    found = getattr(fp8stack, name)
+    assert getattr(found, "__name__", name).endswith(name) or name == "Recipe"
+
+
+def test_type_checkers_see_the_public_names():
+    tree = ast.parse(Path(fp8stack.__file__).read_text(encoding="utf-8"))
+    (seen,) = (node for node in tree.body if isinstance(node, ast.If))
+    names = [alias.name for node in seen.body for alias in node.names]
+    assert sorted(names) == sorted(fp8stack.__all__)
+
+
+def test_any_other_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="module 'fp8stack' has no attribute 'probes'"):
+        fp8stack.probes  # noqa: B018
