@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Annotated, Any, Literal, overload
 
 import torch
@@ -206,6 +205,20 @@ class Block(nn.Module):
         return x_BTD
 
 
+class Loss(nn.Module):
+    """The end of the model, from the last block to the loss; it borrows its two layers."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+
+    def forward(
+        self, norm: nn.Module, head: nn.Module, x_BTD: Tensor, targets_BT: Tensor
+    ) -> Tensor:
+        """The mean cross-entropy of `head(norm(x))` in nats per token: float32, 0-dim."""
+        return head_loss(head, norm(x_BTD), targets_BT, self.vocabulary)
+
+
 class GPT(nn.Module):
     """A decoder-only transformer, built of a backend's layers.
 
@@ -231,6 +244,7 @@ class GPT(nn.Module):
         )
         self.final_norm = backend.norm(config.norm, config.width, config.norm_eps, config.bias)
         self.lm_head = backend.linear("lm_head", config.width, padded, False)
+        self.loss = Loss(config.vocabulary)
         if config.tied:
             self.lm_head.weight = self.embedding.weight
         self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -272,20 +286,20 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation)
         if targets_BT is not None:
-            return self._loss(x_BTD, targets_BT)
+            return self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)  # type: ignore[no-any-return]
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
         return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
 
-    def _loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        return head_loss(self.lm_head, self.final_norm(x_BTD), targets_BT, self.config.vocabulary)
-
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
-        compilation serves all that are alike, and the loss. `backend` is torch.compile's."""
-        compiled = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
-        for block in self.blocks:
-            block.forward = compiled(block.forward)
-        self._loss = compiled(self._loss)  # type: ignore[method-assign]
+        compilation serves all that are alike, and the loss. `backend` is torch.compile's.
+
+        It also lets torch hold more compilations of a class than the 8 it would stop at: blocks of
+        several kinds, trained and evaluated, are soon more.
+        """
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        for part in (*self.blocks, self.loss):
+            part.compile(backend=backend, fullgraph=True, dynamic=False)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""
@@ -322,13 +336,25 @@ def plan_for(
     backend: str = "auto",
     strict: bool = False,
     tokens: int | None = None,
+    left_out: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan for a GPT of this shape, layer by layer; `tokens` of a micro-batch, if known, let it
-    leave out layers in which FP8 does not pay. Raises what `resolve` raises."""
+    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
+
+    Args:
+        config: the shape.
+        recipe: see `resolve`.
+        hardware: see `resolve`.
+        backend: see `resolve`.
+        strict: see `resolve`.
+        tokens: of a micro-batch; if known, layers in which FP8 does not pay are left out.
+        left_out: layers to leave out, with the reason.
+    """
     plan = resolve(recipe, hardware, backend, strict)
     measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
     vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
-    made = plan.for_layers(config.linear_shapes(vocabulary), tokens=tokens, measured=measured)
+    made = plan.for_layers(
+        config.linear_shapes(vocabulary), left_out=left_out, tokens=tokens, measured=measured
+    )
     if made.vocabulary_multiple == plan.vocabulary_multiple:
         return made
     vocabulary = padded_vocabulary(config, made.vocabulary_multiple)  # it is FP8 no more

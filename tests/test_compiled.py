@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -260,13 +261,67 @@ def test_a_weight_changed_in_place_is_quantized_again(casts):
     assert casts == [shape for _ in range(3) for shape in WEIGHTS]
 
 
-def test_evaluations_between_steps_quantize_once(casts):
+def swap_values(model):
+    """As evaluations with averaged weights do: torch counts no change."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.roll(1, 0))
+
+
+def replace_tensors(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+
+
+@pytest.mark.parametrize("change", [swap_values, replace_tensors])
+def test_an_evaluation_sees_weights_that_changed_unseen(change):
     model = gpt("current", "torch").eval()
     with torch.no_grad():
         loss_of(model, 0)
-        casts.clear()
+        change(model)
+        fresh = gpt("current", "torch").eval()
+        fresh.load_state_dict(model.state_dict())
+        assert loss_of(model, 0).item() == loss_of(fresh, 0).item()
+
+
+def test_a_part_that_is_called_by_itself_has_its_weight_of_now():
+    model = gpt("current", "torch").eval()
+    with torch.no_grad():
         loss_of(model, 0)
-    assert not casts
+        up, x = model.blocks[0].mlp.up, normal(16, 128)
+        before = up(x)
+        up.weight.mul_(2)
+        torch.testing.assert_close(up(x) - up.bias, 2 * (before - up.bias))
+
+
+def test_a_pass_compiled_as_a_whole_reads_no_weight_that_an_earlier_one_kept():
+    model, other = gpt("current", "torch", layers=1), gpt("current", "torch", layers=1)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    loss_of(model, 0)
+    model.load_state_dict(other.state_dict())
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert loss_of(whole, 0).item() == pytest.approx(loss_of(other, 0).item(), rel=1e-5)
+
+
+def test_inference_tensors_are_quantized_at_each_pass():
+    with torch.inference_mode():
+        model, other = gpt("current", "torch"), gpt("current", "torch")
+        for parameter in other.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        loss_of(model, 0)
+        model.load_state_dict(other.state_dict())
+        assert loss_of(model, 0).item() == loss_of(other, 0).item()
+
+
+def test_a_copy_of_a_compiled_model_has_its_own_weights():
+    model = gpt("current", layers=1)
+    model.compile_blocks(backend="aot_eager")
+    before = loss_of(model, 0).item()
+    copied = copy.deepcopy(model)
+    for parameter in copied.blocks.parameters():
+        parameter.data.mul_(0.5)
+    assert loss_of(copied, 0).item() != before
+    assert loss_of(model, 0).item() == before
 
 
 def test_a_model_first_evaluated_in_inference_mode_can_be_trained():

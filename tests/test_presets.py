@@ -215,7 +215,9 @@ def test_rope_needs_an_even_head_width(own):
     assert "even head width, this is 3" in refusal(lambda: load_config(own(text)))
 
 
-@pytest.mark.parametrize("value", ["layers", ["layers"], None, object()], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["layers", ["layers"], None, object()], ids=["str", "list", "None", "object"]
+)
 def test_a_wrong_override_is_refused_too(value):
     assert "layers = " in refusal(lambda: load_config("gpt-nano", {"layers": value}))
 

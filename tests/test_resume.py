@@ -13,8 +13,11 @@ import torch
 from conftest import TINY, Command, losses, metrics
 
 from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError
+from fp8stack.model import GPTConfig, plan_for
+from fp8stack.precision import Hardware
 from fp8stack.training import checkpoint
 from fp8stack.training.checkpoint import Checkpoint
+from fp8stack.training.resume import layers_left_out
 
 
 @pytest.fixture
@@ -350,3 +353,16 @@ def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path: Path) -> 
     assert checkpoint.newest(tmp_path)[0].step == 1
     checkpoint.forget_after(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on() -> None:
+    """FP8 does not pay for some layers on one machine: another is to have the same in FP8."""
+    config = GPTConfig(vocabulary=512, context=64, layers=2, width=384, heads=6)
+    made = plan_for(config, "delayed", Hardware("cuda", (9, 0)), "torch", tokens=32768)
+    kept = {layer.name for layer in made.layers if layer.fp8}
+    assert 0 < len(kept) < 8
+    left_out = layers_left_out({"plan": made.to_json()})
+    for hardware in (Hardware("cpu"), Hardware("cuda", (8, 9))):
+        there = plan_for(config, "delayed", hardware, left_out=left_out)
+        assert {layer.name for layer in there.layers if layer.fp8} == kept
+        assert [layer.reason for layer in there.layers] == [layer.reason for layer in made.layers]

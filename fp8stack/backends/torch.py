@@ -21,6 +21,7 @@ from fp8stack.backends.kernels import cast_transpose
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.backends.scaling import Name, PerTensor, build_scaling
+from fp8stack.backends.weights import Version, version_of
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
@@ -101,7 +102,7 @@ class ScaledLinear(MasterLinear):
         self.recipe = recipe
         self.backend = backend
         self.scaling = build_scaling(recipe, slots)
-        self._kept: tuple[Scaled, Scaled] | None = None
+        self._kept: tuple[tuple[Scaled, Scaled], Version] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": None}  # a copy quantizes for itself
@@ -124,15 +125,20 @@ class ScaledLinear(MasterLinear):
         """Quantize the weight, to be used until it changes."""
         along, across = self.quantize(self.matrix, "weight", record, True)
         assert across is not None
-        self._kept = along, across
+        self._kept = (along, across), version_of(self.weight)
 
     def quantized_weight(
         self, weight: Tensor, record: bool, across: bool
     ) -> tuple[Scaled, Scaled | None]:
         """See `quantize`, for the weight."""
-        if self.backend.weights.copied and self._kept is not None:
-            along, other = self._kept
-            return along, other if across else None
+        kept, version = self._kept or (None, None)
+        # A part that is called by itself may have changed since the model's last pass.
+        if (
+            kept is not None
+            and self.backend.weights.copied
+            and (torch.compiler.is_compiling() or version == version_of(self.weight))
+        ):
+            return kept[0], kept[1] if across else None
         return self.quantize(weight, "weight", record, across)
 
     def kind(self, name: Name) -> Scales:
@@ -223,8 +229,12 @@ class TorchBackend(Backend):
         model.register_forward_pre_hook(self._keep_weights)
 
     def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        # A pass that is compiled as a whole, this hook included, quantizes them in its graph.
-        if torch.compiler.is_compiling() or (self.weights.copied and not self.weights.first):
+        if torch.compiler.is_compiling():
+            # The whole pass is compiled, this hook included: it quantizes them in its graph.
+            self.weights.copied = False
+            return
+        trains = model.training and torch.is_grad_enabled()
+        if trains and self.weights.copied and not self.weights.first:
             return
         # Else they could not be saved for a backward pass (and this switches gradients on).
         with torch.inference_mode(False), torch.no_grad():

@@ -1,7 +1,7 @@
 """When weights changed: between two optimizer steps, micro-batches share one quantized weight.
 
 No GEMM here. A change is noticed by itself: any torch optimizer's step, or an operation on the
-weight in place. (Not noticed: a hand-written update through `weight.data` without an optimizer.)
+weight in place. (Not noticed between two training passes: values copied into `weight.data`.)
 """
 
 from __future__ import annotations
@@ -11,9 +11,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+Version = tuple[object, ...]
+
+
+def version_of(weight: Tensor) -> Version:
+    """What differs once `weight` was changed in place, replaced, or moved."""
+    if weight.is_inference():
+        return (object(),)  # torch counts no operations on it: it may have changed
+    # torch counts up at each operation in place, but not at one on `weight.data`.
+    address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+    return (id(weight), weight.device, address, weight._version)
+
 
 _WATCHES: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
 
@@ -36,7 +48,7 @@ class WeightChanges:
             self.flag = torch.ones((), dtype=torch.bool)
         self._changed = True
         self._layers: list[nn.Module] = []
-        self._versions: list[tuple[int, torch.device, int]] = []
+        self._versions: list[Version] = []
         _WATCHES.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,8 +71,7 @@ class WeightChanges:
         if torch.compiler.is_compiling():
             return
         weights = [layer.get_parameter("weight") for layer in self._layers]
-        # torch counts a version up at each operation in place; an inference tensor has none.
-        versions = [(id(w), w.device, 0 if w.is_inference() else w._version) for w in weights]
+        versions = [version_of(weight) for weight in weights]
         if versions != self._versions:
             self._versions = versions
             self.mark()

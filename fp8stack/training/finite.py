@@ -53,7 +53,8 @@ class FiniteWatch:
                 is taken.
         """
         broken = ~(loss.isfinite() & norm.isfinite())
-        fails = broken if excused is None else broken & ~excused
+        # A smaller loss scale can mend a gradient, not a loss.
+        fails = broken if excused is None else broken & ~(excused & loss.isfinite())
         number = torch.full_like(loss, step, dtype=torch.float64)
         now = torch.stack([number, loss.double(), norm.double()])
         first = fails & (self._failure[0] == 0)

@@ -10,6 +10,7 @@ from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import probe
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.resume import layers_left_out
 from fp8stack.training.state import restore_weights
 
 
@@ -38,6 +39,8 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     config: GPTConfig = presets.parse(GPTConfig, identity["model"], f"{path}")
     hardware = probe()
     plan = plan_for(config, recipe, hardware)
+    if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
+        plan = plan_for(config, recipe, hardware, left_out=layers_left_out(checkpoint.info))
     model = GPT(config, build_backend(plan))
     restore_weights(model, checkpoint.tensors.get("model", {}))
     if fp8_state(model):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8stack import presets
 from fp8stack.errors import NoUsableCheckpoint, UserError
@@ -77,6 +79,12 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     if path.parent.name == "checkpoints" and (path.parent.parent / "run.toml").is_file():
         return RunFolder(path.parent.parent), path
     raise UserError(f"--resume {path}: there is no run and no checkpoint. Give a run's folder.")
+
+
+def layers_left_out(info: Mapping[str, Any]) -> dict[str, str]:
+    """The layers that the run of a checkpoint does not have in FP8, with the reasons: it keeps to
+    that wherever it goes on, since FP8 state and losses depend on it."""
+    return {layer["name"]: layer["reason"] for layer in info["plan"]["layers"] if layer["reason"]}
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fp8stack.training.resume import (
     Resumption,
     config_to_resume,
     find_resumption,
+    layers_left_out,
     refuse_differences,
 )
 from fp8stack.training.run_folder import RunFolder, choose_folder
@@ -73,7 +75,8 @@ def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str
     else:
         folder = found.folder
         config = config_to_resume(found, config)
-    run = build(config, folder)
+    checkpoint = found.checkpoint if found else None
+    run = build(config, folder, layers_left_out(checkpoint.info) if checkpoint else None)
     folder.claim()
     if found is not None:
         _resume(run, found)
@@ -93,8 +96,11 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=files)
 
 
-def build(config: RunConfig, folder: RunFolder) -> Run:
-    """The run at its beginning: model, optimizer and data as `config` has them."""
+def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | None = None) -> Run:
+    """The run at its beginning: model, optimizer and data as `config` has them.
+
+    `left_out` are the layers that are not in FP8, and why, if that was decided before.
+    """
     hardware = probe(config.device)
     model_config = load_config(config.model, config.model_overrides)
     recipe = config.recipe
@@ -107,7 +113,8 @@ def build(config: RunConfig, folder: RunFolder) -> Run:
         hardware,
         config.backend,
         config.strict,
-        tokens=config.batch // config.accumulate * context,
+        tokens=None if left_out is not None else config.batch // config.accumulate * context,
+        left_out=left_out,
     )
     if config.compile:
         require_compiler(plan)
