@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from fp8stack.cli_options import HELP, option
 
 bench = typer.Typer(
     name="bench",
@@ -16,23 +18,10 @@ bench = typer.Typer(
 )
 
 
-def _option(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, show_default=False, **more)
-
-
-def _show_help(context: typer.Context, asked: bool) -> None:
-    if asked:
-        print(context.get_help())
-        raise typer.Exit
-
-
 @bench.callback()
 def _no_command(
     context: typer.Context,
-    help: Annotated[
-        bool,
-        _option("Show this message and exit.", "--help", is_eager=True, callback=_show_help),
-    ] = False,
+    help: Annotated[bool, HELP] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -40,12 +29,12 @@ def _no_command(
 
 @bench.command()
 def shapes(
-    model: Annotated[str, _option("Model preset or TOML file. [gpt2-124m]")] = "gpt2-124m",
-    batch: Annotated[int, _option("Sequences per micro-batch. [8]", min=1)] = 8,
-    context: Annotated[int | None, _option("Tokens per sequence. [the model's]", min=1)] = None,
-    recipe: Annotated[str, _option("FP8 recipe or TOML file. [auto]")] = "auto",
-    backend: Annotated[str, _option("Who computes: auto, te, torch. [auto]")] = "auto",
-    rounds: Annotated[int, _option("Timed rounds of each layer. [50]", min=6)] = 50,
+    model: Annotated[str, option("Model preset or TOML file. [gpt2-124m]")] = "gpt2-124m",
+    batch: Annotated[int, option("Sequences per micro-batch. [8]", min=1)] = 8,
+    context: Annotated[int | None, option("Tokens per sequence. [the model's]", min=1)] = None,
+    recipe: Annotated[str, option("FP8 recipe or TOML file. [auto]")] = "auto",
+    backend: Annotated[str, option("Who computes: auto, te, torch. [auto]")] = "auto",
+    rounds: Annotated[int, option("Timed rounds of each layer. [50]", min=6)] = 50,
 ) -> None:
     """Measure each linear of a model in FP8 and in bf16, for plans on this GPU to know."""
     from fp8stack import shapes_bench
@@ -65,20 +54,20 @@ def shapes(
 
 @bench.command()
 def roofline(
-    model: Annotated[str, _option("Model preset or TOML file. [gpt2-124m]")] = "gpt2-124m",
+    model: Annotated[str, option("Model preset or TOML file. [gpt2-124m]")] = "gpt2-124m",
     capability: Annotated[
-        str | None, _option("Predict for a GPU of this compute capability. [this machine's]")
+        str | None, option("Predict for a GPU of this compute capability. [this machine's]")
     ] = None,
-    gpu: Annotated[str | None, _option("Predict for this GPU, such as H200.")] = None,
-    batch: Annotated[int, _option("Sequences per step. [8]", min=1)] = 8,
-    context: Annotated[int | None, _option("Tokens per sequence. [the model's]", min=1)] = None,
+    gpu: Annotated[str | None, option("Predict for this GPU, such as H200.")] = None,
+    batch: Annotated[int, option("Sequences per step. [8]", min=1)] = 8,
+    context: Annotated[int | None, option("Tokens per sequence. [the model's]", min=1)] = None,
     ceiling: Annotated[
-        bool, _option("Predict a bound: the head in FP8, casts that take no time.", "--ceiling")
+        bool, option("Predict a bound: the head in FP8, casts that take no time.", "--ceiling")
     ] = False,
     results: Annotated[
-        Path | None, _option("Measured steps to show beside: a step.json. [bench/results]")
+        Path | None, option("Measured steps to show beside: a step.json. [bench/results]")
     ] = None,
-    json: Annotated[bool, _option("Print JSON.", "--json")] = False,
+    json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """Predict a training step's time in bf16 and each FP8 recipe, part by part."""
     from fp8stack import roofline_table
@@ -103,3 +92,38 @@ def roofline(
         print(encoder.dumps(roofline_table.as_json(made), indent=2))
     else:
         print(*roofline_table.as_lines(made), sep="\n")
+
+
+@bench.command()
+def step(
+    model: Annotated[
+        str | None, option("One of the models that steps are measured of. [the first]")
+    ] = None,
+    recipe: Annotated[list[str] | None, option("FP8 recipe, as often as needed. [all]")] = None,
+    device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
+    rounds: Annotated[int, option("Timed steps of each arm. [20]", min=6)] = 20,
+    seconds: Annotated[float, option("Most time for each arm. [60]", min=1)] = 60.0,
+    json: Annotated[bool, option("Print JSON.", "--json")] = False,
+) -> None:
+    """Measure training steps in FP8 here, relative to a step without FP8."""
+    from fp8stack import step_bench
+    from fp8stack.benchmark_step import FP8, chosen
+    from fp8stack.errors import unknown
+    from fp8stack.precision import probe
+
+    hardware = probe(device)
+    wanted = recipe or list(FP8)
+    for name in wanted:
+        if name not in FP8:
+            raise unknown("FP8 recipe", name, list(FP8))
+    work = chosen([model] if model else [], hardware.device)[0]
+    measured = step_bench.measure(work, hardware, recipes=wanted, rounds=rounds, budget_s=seconds)
+    rows = list(measured)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(rows, indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(step_bench.table(rows))

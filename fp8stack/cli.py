@@ -15,6 +15,7 @@ import typer
 
 import fp8stack
 from fp8stack.bench_cli import bench
+from fp8stack.cli_options import HELP, option
 from fp8stack.errors import Interrupted, StorageError, UserError
 
 app = typer.Typer(
@@ -28,25 +29,11 @@ app = typer.Typer(
 app.add_typer(bench)
 
 
-def _option(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, show_default=False, **more)
-
-
-# In place of typer's own --help, for which it imports pydantic whatever the command.
-def _show_help(context: typer.Context, asked: bool) -> None:
-    if asked:
-        print(context.get_help())
-        raise typer.Exit
-
-
 @app.callback()
 def _no_command(
     context: typer.Context,
-    version: Annotated[bool, _option("Print the version.", "--version")] = False,
-    help: Annotated[
-        bool,
-        _option("Show this message and exit.", "--help", is_eager=True, callback=_show_help),
-    ] = False,
+    version: Annotated[bool, option("Print the version.", "--version")] = False,
+    help: Annotated[bool, HELP] = False,
 ) -> None:
     if version:
         print(f"fp8stack {fp8stack.__version__}")
@@ -56,48 +43,48 @@ def _no_command(
 
 @app.command()
 def pretrain(
-    model: Annotated[str | None, _option("Model preset or TOML file. [gpt-nano]")] = None,
-    recipe: Annotated[str | None, _option("Precision recipe or TOML file. [auto]")] = None,
+    model: Annotated[str | None, option("Model preset or TOML file. [gpt-nano]")] = None,
+    recipe: Annotated[str | None, option("Precision recipe or TOML file. [auto]")] = None,
     backend: Annotated[
-        str | None, _option("Who computes: auto, te, torch, emulate, reference. [auto]")
+        str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
     ] = None,
     strict: Annotated[
         bool | None,
-        _option("Refuse to run another recipe or backend than asked.", "--strict/--no-strict"),
+        option("Refuse to run another recipe or backend than asked.", "--strict/--no-strict"),
     ] = None,
     data: Annotated[
         str | None,
-        _option("Text file, uint16 .bin, or a folder of them. [Python's standard library]"),
+        option("Text file, uint16 .bin, or a folder of them. [Python's standard library]"),
     ] = None,
-    steps: Annotated[int | None, _option("Optimizer steps. [1200]")] = None,
-    batch: Annotated[int | None, _option("Sequences per step, globally. [8]")] = None,
-    context: Annotated[int | None, _option("Tokens per sequence. [the model's]")] = None,
-    accumulate: Annotated[int | None, _option("Micro-batches per step. [1]")] = None,
-    lr: Annotated[float | None, _option("Peak learning rate. [0.003]")] = None,
-    schedule: Annotated[str | None, _option("cosine, wsd or constant. [cosine]")] = None,
-    seed: Annotated[int | None, _option("Of weights, data order and samples. [0]")] = None,
-    out: Annotated[str | None, _option("Run folder. [runs/MODEL-RECIPE]")] = None,
-    config: Annotated[str | None, _option("Run file (TOML) with the same keys; flags win.")] = None,
+    steps: Annotated[int | None, option("Optimizer steps. [1200]")] = None,
+    batch: Annotated[int | None, option("Sequences per step, globally. [8]")] = None,
+    context: Annotated[int | None, option("Tokens per sequence. [the model's]")] = None,
+    accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
+    lr: Annotated[float | None, option("Peak learning rate. [0.003]")] = None,
+    schedule: Annotated[str | None, option("cosine, wsd or constant. [cosine]")] = None,
+    seed: Annotated[int | None, option("Of weights, data order and samples. [0]")] = None,
+    out: Annotated[str | None, option("Run folder. [runs/MODEL-RECIPE]")] = None,
+    config: Annotated[str | None, option("Run file (TOML) with the same keys; flags win.")] = None,
     set: Annotated[
         list[str] | None,
-        _option("Any other key: --set key=value, as often as needed. Keys: docs/configuration.md."),
+        option("Any other key: --set key=value, as often as needed. Keys: docs/configuration.md."),
     ] = None,
-    eval_every: Annotated[int | None, _option("Steps between evaluations. [200]")] = None,
-    save_every: Annotated[int | None, _option("Steps between checkpoints. [400]")] = None,
-    log_every: Annotated[int | None, _option("Steps between log lines. [1]")] = None,
+    eval_every: Annotated[int | None, option("Steps between evaluations. [200]")] = None,
+    save_every: Annotated[int | None, option("Steps between checkpoints. [400]")] = None,
+    log_every: Annotated[int | None, option("Steps between log lines. [1]")] = None,
     resume: Annotated[
-        str | None, _option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")
+        str | None, option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")
     ] = None,
-    device: Annotated[str | None, _option("auto, cpu or cuda. [auto]")] = None,
+    device: Annotated[str | None, option("auto, cpu or cuda. [auto]")] = None,
     compile: Annotated[
-        bool | None, _option("Compile the model with torch.compile.", "--compile/--no-compile")
+        bool | None, option("Compile the model with torch.compile.", "--compile/--no-compile")
     ] = None,
     profile: Annotated[
         bool | None,
-        _option("Profile one step after warm-up into the run folder.", "--profile/--no-profile"),
+        option("Profile one step after warm-up into the run folder.", "--profile/--no-profile"),
     ] = None,
     tensorboard: Annotated[
-        bool | None, _option("Write TensorBoard events too.", "--tensorboard/--no-tensorboard")
+        bool | None, option("Write TensorBoard events too.", "--tensorboard/--no-tensorboard")
     ] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
@@ -119,12 +106,12 @@ def pretrain(
 def doctor(
     capability: Annotated[
         str | None,
-        _option("Answer for a GPU of this compute capability (9.0), or for a CPU (none)."),
+        option("Answer for a GPU of this compute capability (9.0), or for a CPU (none)."),
     ] = None,
     te: Annotated[
-        bool, _option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
+        bool, option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
     ] = True,
-    json: Annotated[bool, _option("Print JSON.", "--json")] = False,
+    json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """What this machine can do: every recipe's plan with its reasons, and the number formats."""
     from fp8stack import doctor

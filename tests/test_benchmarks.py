@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -481,3 +482,31 @@ def test_the_recipes_benchmark_trains_every_recipe(tmp_path: Path) -> None:
         "fp32", "bf16", "delayed", "current", "block", "mxfp8",
     ]  # fmt: skip
     assert [row["fp8_gemms_per_step"] for row in rows] == [0, 0, 48, 48, 48, 48]
+
+
+def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(monkeypatch, capsys) -> None:
+    from fp8stack import benchmark_step, cli
+
+    tiny = replace(emulation.tiny_work(), model="small")
+    monkeypatch.setattr(benchmark_step, "works", lambda device: {"small": tiny})
+    flags = ["--device", "cpu", "--recipe", "delayed", "--recipe", "mxfp8", "--rounds", "6"]
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "step", *flags, "--json"])
+    assert not done.value.code
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["arm"] for row in rows] == ["fp32", "delayed", "mxfp8"]
+    assert rows[0]["speedup"] == 1
+    assert all(row["rounds"] == 6 and 0 < row["low_ms"] <= row["median_ms"] for row in rows)
+
+
+def test_bench_step_names_the_recipes_and_models_that_it_knows(capsys) -> None:
+    from fp8stack import cli
+
+    for flags, words in (
+        (["--recipe", "mxpf8"], "Did you mean 'mxfp8'"),
+        (["--model", "gpt9"], "Known: small"),
+    ):
+        with pytest.raises(SystemExit) as done:
+            cli.main(["bench", "step", "--device", "cpu", *flags])
+        assert done.value.code == 2
+        assert words in capsys.readouterr().err

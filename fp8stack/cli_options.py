@@ -1,0 +1,22 @@
+"""What the commands' options share. No command here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+
+def option(help: str, *names: str, **more: Any) -> Any:
+    """An option, its default said in its help."""
+    return typer.Option(*names, help=help, show_default=False, **more)
+
+
+def _show(context: typer.Context, asked: bool) -> None:
+    if asked:
+        print(context.get_help())
+        raise typer.Exit
+
+
+# In place of typer's own --help, for which it imports pydantic whatever the command.
+HELP = option("Show this message and exit.", "--help", is_eager=True, callback=_show)
