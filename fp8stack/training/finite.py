@@ -53,8 +53,7 @@ class FiniteWatch:
                 is taken.
         """
         broken = ~(loss.isfinite() & norm.isfinite())
-        # A smaller loss scale can mend a gradient, not a loss.
-        fails = broken if excused is None else broken & ~(excused & loss.isfinite())
+        fails = broken if excused is None else broken & ~excused
         number = torch.full_like(loss, step, dtype=torch.float64)
         now = torch.stack([number, loss.double(), norm.double()])
         first = fails & (self._failure[0] == 0)
