@@ -230,8 +230,6 @@ class DelayedScaling:
         else:
             records = self._under_way.pop()
             self._forward_due = records and output is not None  # None: it failed
-            if output is None:
-                self.weights.mark()  # and may not have come to all of them
             if self._under_way:  # the outer pass goes on
                 self._records = self._under_way[-1]
 

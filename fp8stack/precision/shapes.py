@@ -46,9 +46,9 @@ def cache_path() -> Path:
     if asked and Path(asked).is_absolute():  # else to be ignored, says the XDG specification
         folder = Path(asked)
     elif sys.platform == "darwin":
-        folder = Path("~/Library/Caches").expanduser()
+        folder = Path.home() / "Library" / "Caches"
     else:
-        folder = Path("~/.cache").expanduser()
+        folder = Path.home() / ".cache"
     return folder / "fp8stack" / "shapes.json"
 
 
@@ -64,7 +64,7 @@ def load_measured(hardware: Hardware, backend: str, scaling: str) -> dict[Shape,
         bf16's time / FP8's time by (tokens, in, out); empty if nothing was measured. A file that
         cannot be read counts as empty, with a warning in the log: training can do without it.
     """
-    if hardware.device == "cpu" or backend not in ("te", "torch"):
+    if backend not in ("te", "torch"):
         return {}
     stored = _read(cache_path()).measured.get(_key(hardware, backend, scaling), {})
     return {_parsed(name): ratio for name, ratio in stored.items()}
