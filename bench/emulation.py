@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from bench import peers, report
 from bench.report import Bar, Report, Row
-from bench.runner import add_timing_arguments, timing_options
+from bench.runner import add_timing_arguments, timing_options, words
 from fp8stack.backends import build_backend
 from fp8stack.benchmark import Timing, interleaved, machine, ratio
-from fp8stack.benchmark_step import FP8, StepArm, Work, allow_many_models, arms, build, works
-from fp8stack.model import GPTConfig
+from fp8stack.benchmark_step import FP8, StepArm, Work, arms, build, works
+from fp8stack.model import GPTConfig, allow_many_compilations
 from fp8stack.precision import probe, resolve
 
 Arm = Callable[[], None]
@@ -74,19 +74,15 @@ BARS = _bars()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=20, budget_s=40.0)
     parser.add_argument(
-        "--parts", type=_words, default=["linear", "step"], metavar="A,B", help="linear, step"
+        "--parts", type=words, default=["linear", "step"], metavar="A,B", help="linear, step"
     )
     parser.add_argument(
         "--compiled",
-        type=_words,
+        type=words,
         metavar="A,B",
         help="recipes that are compiled as well, with fp32 and torchao tensorwise "
         f"(default: all of a linear, {' and '.join(STEP_COMPILED)} of a step)",
     )
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -155,7 +151,7 @@ def linear_arms(
 
 def compiled_linear(layer: nn.Module) -> nn.Module:
     """The layer compiled as one graph, hooks included."""
-    allow_many_models()
+    allow_many_compilations()
     return cast(nn.Module, torch.compile(layer, fullgraph=True, dynamic=False))
 
 

@@ -22,7 +22,7 @@ from bench import gpu_histories, gpu_report, te_raw
 from bench.gpu_cases import Context, Facts, Skipped, this_machine
 from bench.gpu_casts import SCALES, need_te
 from bench.gpu_inputs import DTYPES, FORMAT_NAMES, Operands, matrix, spiky_steps, values_of
-from fp8stack.numerics.amax import AmaxAlgorithm
+from fp8stack.formats import AmaxAlgorithm
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 STEPS = 50

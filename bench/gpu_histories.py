@@ -28,8 +28,8 @@ from bench.gpu_casts import need_te
 from bench.gpu_inputs import Operands, spiky_steps
 from fp8stack import numerics
 from fp8stack.backends import Backend, fp8_state
+from fp8stack.formats import AmaxAlgorithm
 from fp8stack.numerics import AmaxHistory
-from fp8stack.numerics.amax import AmaxAlgorithm
 from fp8stack.precision import Hardware, load_recipe
 
 STEPS = 50

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Report, Row
+from bench.runner import words
 from fp8stack.benchmark import machine
 from fp8stack.benchmark_step import FP8, StepArm, Work, arms, baseline, build, chosen
 from fp8stack.precision import Hardware, probe
@@ -30,15 +31,21 @@ STEPS = 3  # in the first, moments are made
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add("--models", default="", metavar="A,B", help="some of this device's (default: all)")
+    add(
+        "--models",
+        type=words,
+        default=[],
+        metavar="A,B",
+        help="some of this device's (default: all)",
+    )
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
 
 
 def measure(arguments: argparse.Namespace) -> Report:
     """Every model and recipe, one after the other."""
     hardware = probe(arguments.device)
-    words = [name for name in arguments.models.split(",") if name]
-    works = [emulation.tiny_work()] if arguments.tiny else chosen(words, hardware.device)
+    tiny = arguments.tiny
+    works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
     first = baseline(hardware)
     rows: list[Row] = []
     for work in works:

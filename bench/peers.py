@@ -23,8 +23,8 @@ from torchao.prototype.mx_formats.config import (
 from torchao.quantization.quantize_.common import KernelPreference
 
 from bench.plain_gpt import PlainGPT, Shape, optimizer_for
-from fp8stack.benchmark_step import Work, allow_many_models, training_step
-from fp8stack.model import GPTConfig
+from fp8stack.benchmark_step import Work, training_step
+from fp8stack.model import GPTConfig, allow_many_compilations
 
 Step = Callable[[], None]
 
@@ -107,7 +107,7 @@ def step(work: Work, device: str, torchao: str = "", compiled: bool = True) -> S
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    allow_many_models()
+    allow_many_compilations()
     return cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False))
 
 

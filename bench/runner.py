@@ -61,6 +61,11 @@ def add_timing_arguments(parser: argparse.ArgumentParser, rounds: int, budget_s:
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
 
 
+def words(text: str) -> list[str]:
+    """An option's words, separated by commas."""
+    return [word for word in text.split(",") if word]
+
+
 def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `interleaved` takes of these options."""
     names = {"rounds": "rounds", "warm_up": "warm_up", "budget": "budget_s"}

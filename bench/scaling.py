@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Report, Row
-from bench.runner import add_timing_arguments, timing_options
+from bench.runner import add_timing_arguments, timing_options, words
 from fp8stack.benchmark import interleaved, machine
 from fp8stack.benchmark_step import SMALL, Work, arms, baseline, build, figures
 from fp8stack.model import GPTConfig, load_config, plan_for
@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=20, budget_s=20.0)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add("--recipes", default="delayed", metavar="A,B", help="(default: %(default)s)")
+    add("--recipes", type=words, default="delayed", metavar="A,B", help="(default: %(default)s)")
 
 
 def measure(arguments: argparse.Namespace) -> Report:
     """Every axis, the others held at where they are in `works_along`."""
     hardware = probe(arguments.device)
     first = baseline(hardware)
-    own = arms(hardware, dict.fromkeys([first, *arguments.recipes.split(",")]), ())
+    own = arms(hardware, dict.fromkeys([first, *arguments.recipes]), ())
     options = timing_options(arguments) | {"device": hardware.device}
     rate = peak_rate(hardware, plan_for(SMALL, first, hardware))
     rows: list[Row] = []

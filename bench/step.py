@@ -8,7 +8,6 @@ to fit and no more; the ratio is to the baseline's own rounds beside it.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 
 from bench import emulation, peers, report
 from bench.report import Bar, Report, Row
-from bench.runner import RESULTS, add_timing_arguments, timing_options
+from bench.runner import RESULTS, add_timing_arguments, timing_options, words
 from fp8stack.benchmark import interleaved, machine, slug
 from fp8stack.benchmark_step import (
     FP8,
@@ -29,9 +28,10 @@ from fp8stack.benchmark_step import (
     build,
     chosen,
     figures,
+    free_memory,
+    plan_of,
     resident_gib,
 )
-from fp8stack.model import plan_for
 from fp8stack.precision import Hardware, probe
 from fp8stack.training import profiling
 from fp8stack.training.throughput import Peak, peak_rate
@@ -49,10 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=120.0)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add("--models", default="", metavar="A,B", help="some of this device's (default: all)")
-    add("--recipes", metavar="A,B", help=f"(default: the baseline and {','.join(FP8)})")
+    add(
+        "--models",
+        type=words,
+        default=[],
+        metavar="A,B",
+        help="some of this device's (default: all)",
+    )
+    add("--recipes", type=words, metavar="A,B", help=f"(default: the baseline and {','.join(FP8)})")
     add(
         "--compiled",
+        type=words,
         metavar="A,B",
         default=",".join(CPU_COMPILED),
         help="CPU: recipes that are compiled as well, and with any of them the peers (default: "
@@ -64,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Report:
     """Every model."""
     hardware = probe(arguments.device)
-    words = [name for name in arguments.models.split(",") if name]
-    works = [emulation.tiny_work()] if arguments.tiny else chosen(words, hardware.device)
+    tiny = arguments.tiny
+    works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
     rows: list[Row] = []
     for work in works:
         rows += measure_work(work, hardware, arguments)
@@ -86,9 +93,8 @@ def _gpu(hardware: Hardware) -> bool:
 def measure_work(work: Work, hardware: Hardware, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one model, the baseline first."""
     first = baseline(hardware)
-    recipes = (arguments.recipes or ",".join(FP8)).split(",")
-    also = [name for name in arguments.compiled.split(",") if name]
-    own = arms(hardware, dict.fromkeys([first, *recipes]), also)
+    also = arguments.compiled
+    own = arms(hardware, dict.fromkeys([first, *(arguments.recipes or FP8)]), also)
     builders: dict[str, Callable[[], Step]] = {}
     for arm in own:
         builders[arm.name] = partial(_own, arm, work, hardware)
@@ -114,7 +120,7 @@ def measure_work(work: Work, hardware: Hardware, arguments: argparse.Namespace) 
             if arguments.profile:
                 profile(steps[name], name, work, hardware, arguments.out)
         steps = {first: steps[first]}  # the others' memory is needed
-        _forget(hardware)
+        free_memory(hardware.device)
     return rows
 
 
@@ -139,15 +145,8 @@ def _build(
     return step
 
 
-def _forget(hardware: Hardware) -> None:
-    """Free the memory of models that are gone."""
-    gc.collect()
-    if _gpu(hardware):
-        torch.cuda.empty_cache()
-
-
 def _peak(arm: StepArm, work: Work, hardware: Hardware) -> Peak:
-    return peak_rate(hardware, plan_for(work.config, arm.recipe, hardware, arm.backend))
+    return peak_rate(hardware, plan_of(arm, work, hardware))
 
 
 def peer_arms(

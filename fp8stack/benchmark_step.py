@@ -6,6 +6,7 @@ by itself: `fp8stack.benchmark` does.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,8 +126,8 @@ class Built:
     model: nn.Module
 
 
-def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
-    """The model, its optimizer and its batch, on the device; nothing has run yet.
+def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
+    """The plan that an arm runs by.
 
     Raises:
         UserError: this machine would run something else than `arm` says.
@@ -134,19 +135,20 @@ def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
     plan = plan_for(work.config, arm.recipe, hardware, arm.backend, tokens=work.tokens)
     if plan.backend != arm.backend or plan.recipe.name != arm.recipe:
         raise UserError(f"'{arm.name}' does not run here: {'; '.join(plan.reasons)}.")
+    return plan
+
+
+def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
+    """The model, its optimizer and its batch, on the device; nothing has run yet. Raises what
+    `plan_of` raises."""
+    plan = plan_of(arm, work, hardware)
     backend = build_backend(plan)
     model = GPT(work.config, backend).to(hardware.device)
     if arm.compiled:
-        allow_many_models()
         model.compile_blocks()
     config = RunConfig(lr=1e-4)
     step = training_step(model, build_optimizer(model, config), work.batch_of(hardware.device))
     return Built(step, plan, model)
-
-
-def allow_many_models() -> None:
-    """Let torch.compile hold as many models of a class as there are arms: it stops at 8."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
 def training_step(
@@ -162,6 +164,13 @@ def training_step(
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def free_memory(device: str) -> None:
+    """Free the memory of models that are gone: they hold themselves, by their hooks."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def resident_gib(builder: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], float]:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 Fp8Name = Literal["e4m3", "e5m2"]
+ScaleRounding = Literal["rceil", "floor", "even"]
+"""How a block's scale becomes a power of two: see `numerics.quantize_mxfp8`."""
+AmaxAlgorithm = Literal["max", "most_recent"]
+"""What a window of amaxes gives: see `numerics.AmaxHistory`."""
 
 
 @dataclass(frozen=True, kw_only=True)

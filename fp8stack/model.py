@@ -286,18 +286,15 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation)
         if targets_BT is not None:
-            return self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)  # type: ignore[no-any-return]
+            loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
+            return loss
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
         return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
 
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
-        compilation serves all that are alike, and the loss. `backend` is torch.compile's.
-
-        It also lets torch hold more compilations of a class than the 8 it would stop at: blocks of
-        several kinds, trained and evaluated, are soon more.
-        """
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        compilation serves all that are alike, and the loss. `backend` is torch.compile's."""
+        allow_many_compilations()
         for part in (*self.blocks, self.loss):
             part.compile(backend=backend, fullgraph=True, dynamic=False)
 
@@ -306,6 +303,12 @@ class GPT(nn.Module):
         if device not in self._rotations:
             self._rotations[device] = rope_tables(self.config, device)
         return self._rotations[device]
+
+
+def allow_many_compilations() -> None:
+    """Let torch.compile hold more of a class than the 8 at which it would stop: blocks of several
+    kinds, trained and evaluated, or several models in one process, are soon more."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
 def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:

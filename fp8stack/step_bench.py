@@ -11,10 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from fp8stack.benchmark import interleaved
-from fp8stack.benchmark_step import FP8, Work, arms, baseline, build, figures
-from fp8stack.model import plan_for
+from fp8stack.benchmark_step import FP8, Work, arms, baseline, build, figures, free_memory
 from fp8stack.precision import Hardware
-from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.throughput import peak_rate
 
 
@@ -25,20 +23,19 @@ def measure(
 
     Each arm takes turns with the baseline alone, so that no more than two models have to fit.
     """
-    if hardware.device == "cpu":
-        keep_freed_memory()
     first, *others = arms(hardware, [baseline(hardware), *recipes], ())
-    rate = peak_rate(hardware, plan_for(work.config, first.recipe, hardware))
-    base = build(first, work, hardware).step
+    base = build(first, work, hardware)
     options: dict[str, Any] = {"rounds": rounds, "warm_up": 3, "device": hardware.device}
     for arm in others:
-        steps = {first.name: base, arm.name: build(arm, work, hardware).step}
+        made = build(arm, work, hardware)
+        steps = {first.name: base.step, arm.name: made.step}
         timings = interleaved(steps, **options, budget_s=budget_s)
-        if arm is others[0]:
-            yield figures(work, timings[first.name], timings[first.name], rate) | {
-                "arm": first.name
-            }
-        yield figures(work, timings[arm.name], timings[first.name], rate) | {"arm": arm.name}
+        for name, built in ((first.name, base), (arm.name, made)):
+            if name == arm.name or arm is others[0]:
+                peak = peak_rate(hardware, built.plan)
+                yield figures(work, timings[name], timings[first.name], peak) | {"arm": name}
+        del made, steps, built
+        free_memory(hardware.device)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

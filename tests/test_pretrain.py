@@ -296,16 +296,21 @@ def test_a_bad_token_found_late_loses_no_work(
     assert saved == [f"step-{done:06d}"]
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines_read", [0, 1])
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines_read: int) -> None:
     flags = ["--recipe", "fp32", "--out", str(tmp_path / "r"), *TINY]
     process = subprocess.Popen(
         [sys.executable, "-m", "fp8stack", "pretrain", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert process.stdout is not None
-    assert process.stdout.readline()
+    assert process.stderr is not None
+    for _ in range(lines_read):
+        assert process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=120) == 0
+    errors = process.stderr.read()
+    assert process.wait(timeout=120) == 0, errors
     assert len(metrics(tmp_path / "r")) == 12
 
 

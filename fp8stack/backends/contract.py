@@ -117,7 +117,7 @@ class Backend:
 @contextmanager
 def exact_matmul() -> Iterator[None]:
     """Multiply float32 matrices exactly, not as TF32, for a while; compiled code cannot switch."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
         yield
         return
     before = torch.get_float32_matmul_precision()

@@ -83,7 +83,6 @@ class DelayedScaling:
         self._records = False
         self._under_way: list[bool] = []  # whether they record: passes, one inside the other
         self._compiled = False
-        self._backward_due = False
         self._backward_task: int | None = None
         self._again = False
         self._formats: dict[str, str] = {}
@@ -167,8 +166,7 @@ class DelayedScaling:
 
     def backward_ran(self) -> None:
         """Note, from inside a backward pass, that it is to end in an update."""
-        if self._under_way:  # gradients that the forward pass takes: the next pass updates
-            self._backward_due = True
+        if torch.compiler.is_compiling():  # calls nobody back: the next pass updates
             return
         if self._again:  # reentrant checkpointing: a pass within the one that ends in the update
             return
@@ -194,12 +192,12 @@ class DelayedScaling:
         """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
         self.collect()  # and have it overwritten
         self.history.load_state_dict(state)
-        self._forward_due = self._backward_due = False
+        self._forward_due = False
         self.weights.mark()
 
     def _due(self) -> list[str] | None:
         """The slots that a finished pass recorded and no update has moved; None is all."""
-        if torch.compiler.is_compiling() or self._compiled or self._backward_due:
+        if torch.compiler.is_compiling() or self._compiled:
             return None  # compiled backward passes call nobody back
         return self._forward if self._forward_due else []
 
@@ -210,7 +208,7 @@ class DelayedScaling:
         self.collect()
         if self._due() != []:
             self.history.update(self._due())
-        self._forward_due = self._backward_due = self._again = False
+        self._forward_due = self._again = False
         self._records = model.training and torch.is_grad_enabled()
         self._follow_weights()
         self.distribute()
@@ -235,7 +233,7 @@ class DelayedScaling:
 
     def _after_backward(self) -> None:
         # All that recorded: reentrant checkpointing runs forward and backward piece by piece here.
-        self._forward_due = self._backward_due = self._again = False
+        self._forward_due = self._again = False
         self._backward_task = None
         self.collect()
         self.history.update()

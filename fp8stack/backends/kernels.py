@@ -18,7 +18,7 @@ from fp8stack import numerics
 from fp8stack.numerics.formats import fp8_format
 
 if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl
 
 # A tile's row is a cache line of bfloat16, 128 bytes, and its column one of FP8.
 TILE_ROWS, TILE_COLUMNS = 128, 64

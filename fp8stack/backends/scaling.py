@@ -91,7 +91,9 @@ class PerTensor:
         # Elsewhere a clamp costs less than asking for a number.
         if largest is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
             saturates = not float(largest * scale) < FORMATS[format].max * _ROUNDS_DOWN
-        operand = Operand(numerics.round_to_fp8(x, scale, format, saturates), 1.0 / scale)
+        operand = Operand(
+            numerics.round_to_fp8(x, scale, format, saturates), numerics.inverse(scale)
+        )
         return operand, operand if both else None
 
     def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:

@@ -73,8 +73,7 @@ class _Multiply(torch.autograd.Function):
             if ctx.has_bias:
                 db = dy.sum(0, dtype=torch.float32).to(ctx.weight_dtype)
         layer.backend.count_gemms((dx is not None) + (dw is not None))
-        # Compiled code calls nobody back: there, scales are updated before the next pass.
-        if ctx.record and layer.delayed is not None and not torch.compiler.is_compiling():
+        if ctx.record and layer.delayed is not None:
             layer.delayed.backward_ran()
         return dx, dw, db, None, None, None
 
@@ -229,12 +228,7 @@ class TorchBackend(Backend):
         model.register_forward_pre_hook(self._keep_weights)
 
     def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
-            # The whole pass is compiled, this hook included: it quantizes them in its graph.
-            self.weights.copied = False
-            return
-        trains = model.training and torch.is_grad_enabled()
-        if trains and self.weights.copied and not self.weights.first:
+        if torch.compiler.is_compiling() or self.weights.copied:
             return
         # Else they could not be saved for a backward pass (and this switches gradients on).
         with torch.inference_mode(False), torch.no_grad():

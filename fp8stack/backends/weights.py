@@ -36,7 +36,9 @@ class WeightChanges:
     Attributes:
         generation: how many states of the weights passes have trained with.
         first: whether the pass under way is the first to train with this state.
-        copied: whether copies that were made of the weights, quantized, are still true.
+        copied: whether quantized copies that were made of the weights are to be used. They serve
+            until the weights change, within training: an evaluation makes its own, so that it sees
+            values that were put into `weight.data`.
         flag: "changed", for compiled code, which cannot ask Python: bool, 0-dim.
     """
 
@@ -69,6 +71,7 @@ class WeightChanges:
     def begin_pass(self, trains: bool) -> None:
         """Look for changes before a pass of the model; one that `trains` uses them up."""
         if torch.compiler.is_compiling():
+            self.copied = False  # it cannot look, so it quantizes in its graph
             return
         weights = [layer.get_parameter("weight") for layer in self._layers]
         versions = [version_of(weight) for weight in weights]
@@ -79,6 +82,8 @@ class WeightChanges:
         if self.first:
             self.generation += 1
             self._changed = False
+        if self.first or not trains:
+            self.copied = False
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

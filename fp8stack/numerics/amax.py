@@ -6,16 +6,13 @@ Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8stack.errors import UserError
 from fp8stack.numerics.cast import FLT_MAX
-from fp8stack.numerics.formats import fp8_format
-
-AmaxAlgorithm = Literal["max", "most_recent"]
+from fp8stack.numerics.formats import AmaxAlgorithm, fp8_format
 
 
 class AmaxHistory:

@@ -8,16 +8,14 @@ Transformer Engine 2.20 for the choice of the scale; docs/numerics.md has the ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.numerics.cast import FLT_MAX, cast_to_fp8, inverse, magnitude, tensor_scale
-from fp8stack.numerics.formats import fp8_format
+from fp8stack.numerics.formats import ScaleRounding, fp8_format
 
-ScaleRounding = Literal["rceil", "floor", "even"]
 MX_BLOCK = 32
 _MANTISSA = 0x7FFFFF
 

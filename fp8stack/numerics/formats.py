@@ -1,5 +1,5 @@
 """The number formats, for the numerics; they are data, and `fp8stack.formats` needs no torch."""
 
-from fp8stack.formats import FORMATS, Format, Fp8Name, fp8_format
+from fp8stack.formats import FORMATS, AmaxAlgorithm, Format, Fp8Name, ScaleRounding, fp8_format
 
-__all__ = ["FORMATS", "Format", "Fp8Name", "fp8_format"]
+__all__ = ["FORMATS", "AmaxAlgorithm", "Format", "Fp8Name", "ScaleRounding", "fp8_format"]

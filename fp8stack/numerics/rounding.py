@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fp8stack.numerics.blocks import (
     MX_BLOCK,
-    ScaleRounding,
     block_scale,
     dequantize_blocks,
     dequantize_mxfp8,
@@ -33,7 +32,7 @@ from fp8stack.numerics.blocks import (
     quantize_mxfp8,
 )
 from fp8stack.numerics.cast import inverse, magnitude
-from fp8stack.numerics.formats import Format, fp8_format
+from fp8stack.numerics.formats import Format, ScaleRounding, fp8_format
 
 # 512 KiB of float32: two such chunks stay in the L2 cache, and the cost of a call is small beside.
 CHUNK = 1 << 17

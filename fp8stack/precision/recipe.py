@@ -13,12 +13,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8stack import presets
-from fp8stack.formats import Fp8Name
+from fp8stack.formats import AmaxAlgorithm, Fp8Name, ScaleRounding
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
-# The types of the numerics' own arguments, which cannot be imported without torch.
-AmaxAlgorithm = Literal["max", "most_recent"]
-ScaleRounding = Literal["rceil", "floor", "even"]
 
 
 @dataclass(frozen=True)

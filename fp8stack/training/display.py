@@ -32,6 +32,14 @@ class Display(Protocol):
         ...
 
 
+def say(*lines: str) -> None:
+    """Print lines at once. Where the reader of the output has gone, the run goes on in silence."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     """The log line of a step, without the time left."""
     parts = [f"step {row['step']}/{steps}"]
@@ -85,21 +93,15 @@ class PlainDisplay:
 
     def note(self, text: str) -> None:
         """See `Display.note`."""
-        self._print(text)
+        say(text)
 
     def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
         left = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
-        self._print(f"{describe(row, self.steps, self.peak)} | ETA {left}")
+        say(f"{describe(row, self.steps, self.peak)} | ETA {left}")
 
     def close(self) -> None:
         """See `Display.close`."""
-
-    def _print(self, text: str) -> None:
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:  # who read the output has gone; the run goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Bar(Progress):

@@ -15,7 +15,7 @@ from fp8stack.errors import NumericFailure
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import profiling
 from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.display import Display, describe_run, open_display
+from fp8stack.training.display import Display, describe_run, open_display, say
 from fp8stack.training.evaluate import sample, validation_loss
 from fp8stack.training.feed import batches
 from fp8stack.training.finite import FiniteWatch
@@ -38,7 +38,7 @@ def train(run: Run) -> int:
         StorageError: the disk is full.
     """
     peak = peak_rate(run.hardware, run.plan)
-    print(*describe_run(run), sep="\n", flush=True)
+    say(*describe_run(run))
     display = open_display(run.config.steps, peak, run.step)
     loop = _Loop(run, display, peak.tflops)
     try:
@@ -48,8 +48,10 @@ def train(run: Run) -> int:
                 if requested() and step < run.config.steps:
                     path = loop.save()
                     display.close()
-                    print(f"stopped after step {step}, saved {path}. Go on with:")
-                    print(f"  fp8stack pretrain --resume {run.folder.path}", flush=True)
+                    say(
+                        f"stopped after step {step}, saved {path}. Go on with:",
+                        f"  fp8stack pretrain --resume {run.folder.path}",
+                    )
                     return PREEMPTED
             loop.finish()
     except data.DataError:
