@@ -30,7 +30,7 @@ SCENARIOS = {
     "memory": "the peak memory of a step by recipe, beside what weights and moments need",
     "scaling": "the cost of a step as batch, context and depth grow (on one rank)",
     "startup": "how long the command takes to start, and how many modules it imports",
-    "recipes": "final validation losses of every recipe on the same data, weights and order",
+    "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
 }

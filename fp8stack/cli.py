@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import fp8stack
 from fp8stack.bench_cli import bench
-from fp8stack.cli_options import HELP, option
+from fp8stack.cli_options import HELP, option, words
 from fp8stack.errors import Interrupted, StorageError, UserError
 
 app = typer.Typer(
@@ -64,6 +65,9 @@ def pretrain(
     schedule: Annotated[str | None, option("cosine, wsd or constant. [cosine]")] = None,
     seed: Annotated[int | None, option("Of weights, data order and samples. [0]")] = None,
     out: Annotated[str | None, option("Run folder. [runs/MODEL-RECIPE]")] = None,
+    init_from: Annotated[
+        str | None, option("Run or checkpoint whose weights a new run begins with.")
+    ] = None,
     config: Annotated[str | None, option("Run file (TOML) with the same keys; flags win.")] = None,
     set: Annotated[
         list[str] | None,
@@ -86,11 +90,25 @@ def pretrain(
     tensorboard: Annotated[
         bool | None, option("Write TensorBoard events too.", "--tensorboard/--no-tensorboard")
     ] = None,
+    wandb: Annotated[
+        bool | None, option("Log to Weights & Biases too.", "--wandb/--no-wandb")
+    ] = None,
+    telemetry_every: Annotated[
+        int | None, option("Steps between looks at what FP8 does; 0 for none. [50]")
+    ] = None,
+    what_if: Annotated[
+        str | None, option("Recipes to try on the same operands, such as mxfp8,block.")
+    ] = None,
+    guard: Annotated[
+        bool | None, option("Skip bad steps, roll back, leave FP8. [on]", "--guard/--no-guard")
+    ] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
     flags = {
         key: value for key, value in locals().items() if key not in ("config", "set", "resume")
     }
+    flags["what_if"] = words(what_if)
+    flags["guard"] = None if guard is None else {"enabled": guard}
     from fp8stack.training.loop import train
     from fp8stack.training.setup import set_up
 
@@ -100,6 +118,76 @@ def pretrain(
         raise Interrupted(
             "Interrupted. The last checkpoint, if any, is whole; go on with --resume auto."
         ) from None
+
+
+@app.command()
+def compare(
+    recipes: Annotated[
+        str, option("Precision recipes or TOML files, separated by commas. [six of them]")
+    ] = "fp32,bf16,delayed,current,block,mxfp8",
+    out: Annotated[
+        str | None,
+        option("Folder of the runs, and of compare.json, .md and .png. [runs/compare-MODEL]"),
+    ] = None,
+    seeds: Annotated[int, option("How many runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
+    baseline: Annotated[
+        str | None, option("What the others are compared with. [fp32, else the first]")
+    ] = None,
+    from_: Annotated[
+        str | None,
+        option("Run or checkpoint whose weights all runs begin with.", "--from", metavar="PATH"),
+    ] = None,
+    model: Annotated[
+        str | None, option("Model preset or TOML file. [gpt-nano, or that of --from]")
+    ] = None,
+    steps: Annotated[int | None, option("Optimizer steps of each run. [1200]")] = None,
+    batch: Annotated[int | None, option("Sequences per step. [8]")] = None,
+    context: Annotated[int | None, option("Tokens per sequence. [the model's]")] = None,
+    data: Annotated[str | None, option("Text file, .bin or folder. [Python's library]")] = None,
+    lr: Annotated[float | None, option("Peak learning rate. [0.003]")] = None,
+    device: Annotated[str | None, option("auto, cpu or cuda. [auto]")] = None,
+    backend: Annotated[
+        str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
+    ] = None,
+    compile: Annotated[bool, option("Compile the model with torch.compile.", "--compile")] = False,
+    set: Annotated[
+        list[str] | None, option("Any other key of a run: --set key=value, as often as needed.")
+    ] = None,
+) -> None:
+    """Train every recipe with every seed: losses with their errors, speed and memory, in a table.
+
+    Called again, it goes on where it was cut, and adds recipes and seeds.
+    """
+    flags: dict[str, Any] = {"model": model, "steps": steps, "batch": batch, "context": context}
+    flags |= {"data": data, "lr": lr, "device": device, "backend": backend}
+    flags |= {"compile": compile or None, "init_from": from_}
+    from fp8stack.compare import comparison, settings
+
+    asked = settings.prepare(recipes, seeds, out, baseline, flags, set or [])
+    try:
+        raise typer.Exit(comparison.compare(asked))
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "Interrupted. What is done is kept; the same command goes on with it."
+        ) from None
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
+    out: Annotated[
+        str | None, option("The page. [report.html in the run, or beside several runs]")
+    ] = None,
+    text: Annotated[
+        bool, option("Print the essentials; write a page only with --out.", "--text")
+    ] = False,
+) -> None:
+    """What runs did, in one HTML page: losses, speed, what FP8 did, and what needs attention."""
+    from fp8stack.report import report
+
+    page = report(runs, out, text)
+    if page is not None:
+        print(f"report: {page}")
 
 
 @app.command()

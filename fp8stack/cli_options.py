@@ -20,3 +20,8 @@ def _show(context: typer.Context, asked: bool) -> None:
 
 # In place of typer's own --help, for which it imports pydantic whatever the command.
 HELP = option("Show this message and exit.", "--help", is_eager=True, callback=_show)
+
+
+def words(text: str | None) -> list[str] | None:
+    """An option's words, separated by commas; None if it was not given."""
+    return None if text is None else [word for part in text.split(",") if (word := part.strip())]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fp8stack.training.display import PlainDisplay
-from fp8stack.training.feed import batches
+from fp8stack.training.feed import batches, tokens_of
 from fp8stack.training.loop import _Loop
 from fp8stack.training.setup import set_up
 from fp8stack.training.throughput import Peak
@@ -33,15 +33,28 @@ class SmallLoop:
         folder: of the run.
         recipe: its precision.
         width: of the model.
+        resume: see `set_up`.
         flags: other keys of the run.
     """
 
-    def __init__(self, folder: Path, recipe: str, *, width: int = 32, **flags: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recipe: str,
+        *,
+        width: int = 32,
+        resume: str | None = None,
+        **flags: Any,
+    ) -> None:
         small = {"steps": 20, "batch": 4, "context": 32, "eval_every": 100, "save_every": 100}
         given = small | {"recipe": recipe, "out": str(folder)} | flags
-        self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], None)
+        self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], resume)
         self.loop = _Loop(self.run, PlainDisplay(20, Peak(tflops=None, name="none")), None)
         self.tokens = batches(self.run)
+
+    def tokens_of(self, step: int) -> Tensor:
+        """The tokens of a step."""
+        return tokens_of(self.run, step)
 
     def advance(self, steps: int = 1) -> None:
         """Go on as `train` does."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from te_stand_in import Source
 
 from bench import emulation, linear, memory, peers, peers_te, report, runner, startup, step
@@ -449,9 +448,6 @@ def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_mi
     judged = report.judged(bars, found["results"])
     assert len(judged) == len(bars) == len(emulation.BARS)
     assert {(bar["case"], bar["arm"]) for bar in judged if not bar["holds"]} == MISSED
-    rows = json.loads((CPU_RESULTS / "recipes.json").read_text())["results"]
-    for row in rows:
-        assert abs(row["gap_percent"]) <= 1, row["recipe"]
 
 
 # The command
@@ -459,29 +455,11 @@ def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_mi
 
 def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios() -> None:
     assert "emulation: " in _bench("--help").stdout
-    assert "--steps" in _bench("recipes", "--help").stdout
+    assert "--rounds" in _bench("step", "--help").stdout
     assert _bench("nonsense").returncode == 2
     unknown = _bench("step", "--device", "cpu", "--models", "gpt9")
     assert unknown.returncode == 2
     assert unknown.stderr.splitlines()[-1].startswith("No model 'gpt9'")
-
-
-def test_the_result_of_every_recipe_is_a_table_and_a_figure() -> None:
-    recipes = import_module("bench.recipes")
-    found = json.loads((CPU_RESULTS / "recipes.json").read_text())
-    assert recipes.table(found) == (CPU_RESULTS / "recipes.md").read_text()
-    assert isinstance(recipes.figure(found), Figure)
-
-
-@pytest.mark.slow
-def test_the_recipes_benchmark_trains_every_recipe(tmp_path: Path) -> None:
-    done = _bench("recipes", "--steps", "3", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "recipes.json").read_text())["results"]
-    assert [row["recipe"] for row in rows] == [
-        "fp32", "bf16", "delayed", "current", "block", "mxfp8",
-    ]  # fmt: skip
-    assert [row["fp8_gemms_per_step"] for row in rows] == [0, 0, 48, 48, 48, 48]
 
 
 def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(monkeypatch, capsys) -> None:

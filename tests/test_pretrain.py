@@ -18,6 +18,7 @@ import torch
 import torch._inductor.config
 from conftest import TINY, Command, losses, metrics
 
+import fp8stack
 from fp8stack.model import GPT
 
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
@@ -193,9 +194,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(
     assert command("pretrain", "--recipe", "fp32", "--out", "r", *flags) == 5
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "The step was not taken" in error
+    assert "Lower --lr (now 1e+37)" in error
     rows = metrics(tmp_path / "r")
-    assert rows[-1]["event"] == "non-finite"
+    assert rows[-1]["event"] == "stop"
+    assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()
+
+
+def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY, "--lr", "1e37", "--schedule", "constant", "--save-every", "1", "--no-guard"]
+    assert command("pretrain", "--recipe", "fp32", "--out", "r", *flags) == 5
+    assert "The step was not taken" in capsys.readouterr().err
+    rows = metrics(tmp_path / "r")
+    assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
     saved = sorted(p.name for p in (tmp_path / "r" / "checkpoints").iterdir())
     assert saved[-1] == f"step-{rows[-1]['step'] - 1:06d}"
 
@@ -226,12 +238,16 @@ def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
 ) -> None:
     flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "40", "--save-every", "100"]
     flags += ["--set", "model_overrides.init_std=300.0", "--eval-every", "100"]
-    assert command("pretrain", *flags) == 5
-    error = capsys.readouterr().err
-    assert "overflows in fp16 even with loss scale 1" in error
-    scales = [row["loss_scale"] for row in metrics(tmp_path / "r")]
-    assert min(scales) == 1
-    assert all(row["skipped"] for row in metrics(tmp_path / "r"))
+    assert command("pretrain", *flags, "--no-guard") == 5
+    assert "or use a recipe with more range" in capsys.readouterr().err
+    rows = metrics(tmp_path / "r")
+    assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
+    # The guard finds no loss scale to be the cause, and that bf16 has the range.
+    flags[flags.index("r")] = "guarded"
+    assert command("pretrain", *flags) == 0
+    rows = metrics(tmp_path / "guarded")
+    assert [row["event"] for row in rows if "event" in row] == ["skip"] * 3 + ["precision"]
+    assert rows[-1]["precision"] == "bf16"
 
 
 def test_the_environment_does_not_change_the_gradients(

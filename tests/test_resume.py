@@ -170,6 +170,7 @@ INFO = {
     "plan": {},
     "scaler": None,
     "versions": {"torch": "x"},
+    "guard": None,
 }
 
 
@@ -183,6 +184,12 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     loaded = checkpoint.load(path)
     assert (loaded.step, loaded.info) == (7, INFO)
     assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
+
+
+def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path: Path) -> None:
+    old = {key: value for key, value in INFO.items() if key != "guard"}
+    path = checkpoint.save(tmp_path, Checkpoint(step=3, info=old), keep=2)
+    assert checkpoint.load(path).info["guard"] is None
 
 
 def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path: Path) -> None:

@@ -195,6 +195,39 @@ class DelayedScaling:
         self._forward_due = False
         self.weights.mark()
 
+    def snapshot(self) -> list[Tensor]:
+        """Copies of the tensors that a training step changes, for `put_back`."""
+        history = self.history
+        recorded = torch.stack(history.all_recorded)
+        return [
+            history.history.clone(),
+            history.scales.clone(),
+            self.first_scales.clone(),
+            recorded,
+        ]
+
+    def put_back(self, snapshot: list[Tensor], where: Tensor) -> None:
+        """Be as at the `snapshot` if `where`, bool and 0-dim, is true; the device decides."""
+        *saved, recorded = snapshot
+        history = self.history
+        for tensor, before in zip(
+            (history.history, history.scales, self.first_scales), saved, strict=True
+        ):
+            tensor.copy_(torch.where(where, before, tensor))
+        now = torch.where(where, recorded, torch.stack(history.all_recorded))
+        torch._foreach_copy_(history.all_recorded, list(now.unbind()))
+
+    def amaxes(self, passes: int, window: int) -> tuple[Tensor, Tensor]:
+        """The largest amax of each slot in its last `passes` passes, [slots], and the `window`
+        amaxes before those, [window or fewer, slots]; 0 where there was none."""
+        rows = self.history.history[1:]  # row 0 is not in use
+        passes = min(passes, len(rows))
+        newest = torch.cat(
+            [rows[len(rows) - passes :], torch.stack(self.history.all_recorded)[None]]
+        )
+        earlier = rows[: len(rows) - passes]
+        return newest.amax(dim=0), earlier[max(0, len(earlier) - window) :]
+
     def _due(self) -> list[str] | None:
         """The slots that a finished pass recorded and no update has moved; None is all."""
         if torch.compiler.is_compiling() or self._compiled:
@@ -203,8 +236,7 @@ class DelayedScaling:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         device = next(model.parameters()).device
-        if self.history.history.device != device:
-            self._move(device)
+        self.move(device)
         self.collect()
         if self._due() != []:
             self.history.update(self._due())
@@ -239,7 +271,10 @@ class DelayedScaling:
         self.history.update()
         self.distribute()
 
-    def _move(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
+        """Have the state on `device`, if it is not."""
+        if self.history.history.device == device:
+            return
         with torch.inference_mode(False):
             self.history.to(device)
             self.weights.flag = self.weights.flag.to(device)

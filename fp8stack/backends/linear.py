@@ -19,10 +19,12 @@ class MasterLinear(nn.Linear):
     `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
     `keeps_dtype` says that the output has the dtype that `nn.Linear` would give, for models that
     are not ours; else it has the compute dtype.
+    `in_fp8` may be switched at any step: without it, the GEMMs take operands of the compute dtype.
     """
 
     transposed = False
     keeps_dtype = False
+    in_fp8 = True
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class MasterLinear(nn.Linear):
         dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
-            return self.multiply(rows).to(dtype).view(*input.shape[:-1], self.out_features)
+            y = self.multiply(rows) if self.in_fp8 else self.multiply_plain(rows)
+            return y.to(dtype).view(*input.shape[:-1], self.out_features)
 
     def records(self) -> bool:
         """Whether amaxes of this call are to be recorded. Raises what `DelayedScaling` raises."""
@@ -58,6 +61,11 @@ class MasterLinear(nn.Linear):
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
         """[rows, in] in the compute dtype -> [rows, out] in the compute dtype."""
+
+    def multiply_plain(self, x: Tensor) -> Tensor:
+        """`multiply` without FP8."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return F.linear(x, self.matrix.to(self.compute_dtype), bias)
 
 
 def _dtype_of_linear(x: Tensor) -> torch.dtype:
@@ -75,10 +83,8 @@ def _autocasts(device: str) -> bool:
 class CastLinear(MasterLinear):
     """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """See `MasterLinear.multiply`."""
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return F.linear(x, self.matrix.to(self.compute_dtype), bias)
+    in_fp8 = False
+    multiply = MasterLinear.multiply_plain
 
 
 def plain_linear(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from fp8stack.backends.contract import Backend, Norm
 from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import MasterLinear
+from fp8stack.backends.linear import MasterLinear, no_autocast
+from fp8stack.backends.observe import Observer
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
@@ -287,6 +288,7 @@ class TEBackend(Backend):
         super().__init__(plan)
         self.row_multiple = 32 if isinstance(plan.recipe, Mxfp8Recipe) else 16
         self._recipe = te_recipe(plan.recipe)
+        self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
 
     def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
         """See `Backend.delayed_scaling`."""
@@ -308,7 +310,7 @@ class TEBackend(Backend):
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
         """See `Backend.norm_linear`: TE's LayerNormLinear."""
-        if not isinstance(linear, TELinear) or not self._fuses(x, norm):
+        if not _is_fp8(linear) or not self._fuses(x, norm):
             return super().norm_linear(x, norm, linear)
         core = linear.cores.get("norm")
         if core is None:
@@ -323,18 +325,16 @@ class TEBackend(Backend):
             )
             core = linear.cores["norm"] = self.core(module, [linear.path])
         lent = _norm_parameters(norm) | linear.parameters_for("")
-        return self.run(core, x, lent, [linear])
+        y = self.run(core, x, lent, [linear])
+        if self.observer is not None:
+            self.observer.fused(linear, self._normed(x, norm), y)
+        return y
 
     def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
         """See `Backend.norm_mlp`: TE's LayerNormMLP."""
         up, down = mlp.up, mlp.down
         activation = _ACTIVATIONS.get(str(mlp.activation))
-        if (
-            not isinstance(up, TELinear)
-            or not isinstance(down, TELinear)
-            or activation is None
-            or not self._fuses(x, norm)
-        ):
+        if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
             return super().norm_mlp(x, norm, mlp)
         core = up.cores.get("mlp")
         if core is None:
@@ -350,7 +350,19 @@ class TEBackend(Backend):
             )
             core = up.cores["mlp"] = self.core(module, [up.path, down.path])
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
-        return self.run(core, x, lent, [up, down])
+        y = self.run(core, x, lent, [up, down])
+        if self.observer is not None:
+            normed = self._normed(x, norm)
+            self.observer.fused_mlp(up, down, str(mlp.activation), normed, y)
+        return y
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """What a norm hands to the cast within a fused module, computed once more."""
+        # Where TE fuses norm and cast, the values are not rounded in between.
+        fused = isinstance(self.plan.recipe, DelayedRecipe | Mxfp8Recipe)
+        with torch.no_grad(), no_autocast(x.device.type):
+            normed: Tensor = norm(x.detach().to(self.compute_dtype))
+            return normed.to(torch.float32 if fused else self.compute_dtype)
 
     def _fuses(self, x: Tensor, norm: nn.Module) -> bool:
         """Whether TE can take `norm` into a fused module; padded rows would not stay zero in it."""
@@ -399,6 +411,10 @@ class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+
+def _is_fp8(part: object) -> TypeGuard[TELinear]:
+    return isinstance(part, TELinear) and part.in_fp8
 
 
 def _backward_gemms(x: Tensor, parameters: dict[str, Tensor | None]) -> int:

@@ -233,5 +233,6 @@ class TorchBackend(Backend):
         # Else they could not be saved for a backward pass (and this switches gradients on).
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
-                layer.keep_weight(self.weights.first)
+                if layer.in_fp8:
+                    layer.keep_weight(self.weights.first)
         self.weights.copied = True

@@ -102,6 +102,11 @@ class AmaxHistory:
         """The scale of every slot: float32 [slots], which `update` changes in place."""
         return self._scale
 
+    @property
+    def all_recorded(self) -> list[Tensor]:
+        """What was recorded for every slot since the last update: float32, 0-dim each."""
+        return self._recorded
+
     def column(self, slot: str) -> int:
         """Where `slot` is in `history` and `scales`."""
         try:
@@ -146,6 +151,24 @@ class AmaxHistory:
             chosen,
             self.algorithm == "most_recent",
         )
+
+    def clear_nonfinite(self) -> Tensor:
+        """Forget amaxes that are not finite, which would freeze their slot's scale until they left
+        the window; the scale is then that of the other amaxes in it, or 1 if there are none. A
+        scale that is not finite, or not above 0, is made anew as well.
+
+        Returns:
+            bool [slots]: which slots held one, on the history's device.
+        """
+        recorded = torch.stack(self._recorded)
+        broken = ~torch.isfinite(self.history)
+        broken_scale = ~torch.isfinite(self._scale) | (self._scale <= 0)
+        slots = broken.any(dim=0) | ~torch.isfinite(recorded) | broken_scale
+        self.history.masked_fill_(broken, 0.0)
+        clean = torch.where(torch.isfinite(recorded), recorded, 0.0)
+        torch._foreach_copy_(self._recorded, list(clean.unbind()))
+        _rescale(self.history, self._scale, self._target, slots, self.algorithm == "most_recent")
+        return slots
 
     def discard(self) -> None:
         """Forget what was recorded since the last update."""
@@ -192,6 +215,15 @@ def record_amax(recorded: Tensor, amax: Tensor) -> None:
     """Let `recorded` be the larger of the two, both float32 and 0-dim; a NaN is ignored."""
     # fmax, unlike maximum, takes the number where the other side is NaN.
     recorded.copy_(torch.fmax(recorded, amax))
+
+
+def _rescale(
+    history: Tensor, scale: Tensor, target: Tensor, slots: Tensor, most_recent: bool
+) -> None:
+    """Derive the scales of some slots, bool [slots], from their window as it is."""
+    largest = history[-1] if most_recent else history.amax(dim=0)
+    fresh = (target / largest).clamp(max=FLT_MAX)
+    scale.copy_(torch.where(slots, torch.where(largest > 0, fresh, 1.0), scale))
 
 
 # An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Info(_Strict):
     plan: dict[str, Any]
     scaler: dict[str, Any] | None
     versions: dict[str, str]
+    guard: dict[str, Any] | None = None  # of runs before there was one
 
 
 class Manifest(_Strict):
@@ -109,7 +110,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             sync_folder(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    for old in _candidates(folder)[keep:]:
+    for old in candidates(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -140,7 +141,7 @@ def newest(folder: Path) -> tuple[Checkpoint, Path, list[str]]:
         NoUsableCheckpoint: there is none; the message gives the reasons.
     """
     passed_over: list[str] = []
-    for path in _candidates(folder):
+    for path in candidates(folder):
         try:
             return load(path), path, passed_over
         except UserError as error:
@@ -153,6 +154,13 @@ def newest(folder: Path) -> tuple[Checkpoint, Path, list[str]]:
     )
 
 
+def usable(folder: Path) -> Iterator[Checkpoint]:
+    """The checkpoints in `folder` that can be loaded, newest first."""
+    for path in candidates(folder):
+        with suppress(UserError):
+            yield load(path)
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is, or would be."""
     return folder / f"step-{step:06d}"
@@ -160,13 +168,13 @@ def path_of(folder: Path, step: int) -> Path:
 
 def exists(folder: Path) -> bool:
     """Whether `folder` holds a checkpoint, good or damaged."""
-    return bool(_candidates(folder))
+    return bool(candidates(folder))
 
 
 def forget_after(folder: Path, step: int) -> None:
     """Remove the checkpoints of later steps, damaged or abandoned, which are about to be done
     again, and what a process that died in the middle of a save left behind."""
-    later = [path for path in _candidates(folder) if _step(path) > step]
+    later = [path for path in candidates(folder) if _step(path) > step]
     for path in [*later, *folder.glob(f"{_TEMPORARY}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -211,8 +219,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """The checkpoint folders in `folder`, newest first."""
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoint folders in `folder`, newest first, good or damaged."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]

@@ -25,6 +25,41 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Override = bool | int | float | str | list[str]
 
 
+class GuardConfig(BaseModel):
+    """When a step counts as bad, and what is done when bad steps repeat.
+
+    A step is bad if its loss, gradient norm or, in delayed scaling, the amax of an operand is not
+    finite, or spikes: lies more than `deviations` robust standard deviations above the median of
+    the last `window` good steps, and above `..._factor` times that median.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    enabled: bool = True
+    """Without it, the first loss or gradient that is not finite ends the run."""
+    window: Annotated[int, Field(ge=8, le=1024)] = 128
+    warmup: Annotated[int, Field(ge=8)] = 32
+    """Good steps before the first that can count as a spike; at most the window."""
+    deviations: PositiveFloat = 8.0
+    loss_factor: Annotated[float, Field(gt=1)] = 1.5
+    gradient_factor: Annotated[float, Field(gt=1)] = 10.0
+    amax_factor: Annotated[float, Field(gt=1)] = 64.0
+    patience: PositiveInt = 3
+    """Bad steps in a row that call for more than skipping them."""
+    calm_steps: PositiveInt = 200
+    """Steps without trouble after which past trouble is forgotten."""
+    layer_steps: NonNegativeInt = 500
+    """Steps for which a layer that caused trouble stays out of FP8; 0 is for good."""
+    overflows: Annotated[int, Field(ge=5)] = 8
+    """fp16: overflows in a row after which the run goes on in bf16, where there is any."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> GuardConfig:
+        if self.warmup > self.window:
+            raise ValueError(f"guard.warmup {self.warmup} is more than guard.window {self.window}.")
+        return self
+
+
 class RunConfig(BaseModel):
     """A run, whole: saved as `run.toml` with it, and enough to do it again."""
 
@@ -79,6 +114,14 @@ class RunConfig(BaseModel):
     profile: bool = False
     """Profile one step after warm-up into the run folder."""
     tensorboard: bool = False
+    wandb: bool = False
+    telemetry_every: NonNegativeInt = 50
+    """Steps between looks at what FP8 does to each operand; 0 for none."""
+    what_if: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Recipes that telemetry tries on the same operands, without changing the run."""
+    init_from: str | None = None
+    """A run or checkpoint whose weights the run begins with."""
+    guard: GuardConfig = GuardConfig()
     model_overrides: dict[str, Override] = {}
     recipe_overrides: dict[str, Override] = {}
 
@@ -115,7 +158,8 @@ FREE_ON_RESUME = frozenset(
         *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
         *("compile", "profile"),
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
-        *("sample_tokens", "sample_prompt", "temperature", "tensorboard"),
+        *("sample_tokens", "sample_prompt", "temperature", "tensorboard", "wandb"),
+        *("telemetry_every", "what_if", "guard"),
     }
 )
 
@@ -132,7 +176,11 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
     presets.parse(RunConfig, table, where)
     for item in sets:
         _set(table, item)
-    table |= {key: value for key, value in flags.items() if value is not None}
+    for key, value in flags.items():
+        if isinstance(value, dict):  # of a table's keys, those that were given
+            table[key] = table.get(key, {}) | value
+        elif value is not None:
+            table[key] = value
     config: RunConfig = presets.parse(RunConfig, table, where if not (flags or sets) else "flags")
     return config
 

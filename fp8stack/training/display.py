@@ -62,6 +62,23 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     return " | ".join(parts)
 
 
+def describe_event(event: dict[str, Any]) -> str:
+    """The log line of an event: what the guard saw or did."""
+    done = {
+        "skip": "skipped",
+        "rollback": f"back to step {event.get('to_step')}",
+        "demote": f"{event.get('layer')} goes on in {event.get('precision')}",
+        "restore": f"{event.get('layer')} is in FP8 again",
+        "clear_amax": f"amax history of {event.get('layer')}.{event.get('operand')} cleared",
+        "loss_scale": "loss scale",
+        "precision": f"goes on in {event.get('precision')}",
+        "stop": "gives up",
+    }
+    return (
+        f"guard: step {event['step']}: {done.get(event['event'], event['event'])}: {event['why']}"
+    )
+
+
 def describe_run(run: Run) -> list[str]:
     """What is about to run, in a few lines."""
     config = run.config

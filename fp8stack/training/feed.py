@@ -16,16 +16,9 @@ from fp8stack.training.setup import Run
 def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
     """Each step that is left, with its tokens, int64 [batch, context + 1]."""
     config = run.config
-    dataset = data.StepBatches(
-        run.train,
-        batch=config.batch,
-        context=run.context,
-        seed=config.seed,
-        vocabulary=run.model.config.vocabulary,
-    )
     steps = range(run.step + 1, config.steps + 1)
     loader = DataLoader(
-        dataset,
+        _dataset(run),
         batch_size=None,
         sampler=steps,
         num_workers=config.workers,
@@ -41,3 +34,18 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
             "A process that reads data died; was it out of memory? Go on with --resume auto "
             "--set workers=0"
         ) from error
+
+
+def tokens_of(run: Run, step: int) -> Tensor:
+    """The tokens of one step: int64 [batch, context + 1], on the CPU."""
+    return _dataset(run)[step]
+
+
+def _dataset(run: Run) -> data.StepBatches:
+    return data.StepBatches(
+        run.train,
+        batch=run.config.batch,
+        context=run.context,
+        seed=run.config.seed,
+        vocabulary=run.model.config.vocabulary,
+    )

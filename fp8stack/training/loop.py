@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,25 +18,32 @@ from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import profiling
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.display import Display, describe_run, open_display, say
-from fp8stack.training.evaluate import sample, validation_loss
+from fp8stack.training.ending import finish
+from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches
-from fp8stack.training.finite import FiniteWatch
+from fp8stack.training.guard import Guard
+from fp8stack.training.half import SMALLEST_SCALE, scale_now, update_scale
+from fp8stack.training.journal import Journal
 from fp8stack.training.optimizer import learning_rate
-from fp8stack.training.plot import loss_plot
 from fp8stack.training.setup import Run, versions
-from fp8stack.training.state import capture
+from fp8stack.training.state import (
+    all_finite,
+    capture,
+    random_state,
+    restore_random_state,
+)
 from fp8stack.training.stop import stop_requests
-from fp8stack.training.throughput import peak_memory_gib, peak_rate
+from fp8stack.training.throughput import peak_rate
+from fp8stack.training.watch import Watch
 
 DONE, PREEMPTED = 0, 75
-SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss in fp16; at 0 it would make NaN
 
 
 def train(run: Run) -> int:
     """Train `run` from its last step to its end, and return the exit code: done or preempted.
 
     Raises:
-        NumericFailure: the loss or a gradient is not finite; weights and checkpoints are as before.
+        NumericFailure: steps went wrong and the guard knows no more; checkpoints are as before.
         StorageError: the disk is full.
     """
     peak = peak_rate(run.hardware, run.plan)
@@ -43,30 +52,28 @@ def train(run: Run) -> int:
     loop = _Loop(run, display, peak.tflops)
     try:
         with stop_requests() as requested:
-            for step, tokens_BT in batches(run):
-                loop.advance(step, tokens_BT)
-                if requested() and step < run.config.steps:
-                    path = loop.save()
-                    display.close()
-                    say(
-                        f"stopped after step {step}, saved {path}. Go on with:",
-                        f"  fp8stack pretrain --resume {run.folder.path}",
-                    )
-                    return PREEMPTED
-            loop.finish()
+            while run.step < run.config.steps:
+                for step, tokens_BT in batches(run):
+                    loop.advance(step, tokens_BT)
+                    if requested() and run.step < run.config.steps:
+                        path = loop.stop()
+                        display.close()
+                        say(
+                            f"stopped after step {run.step}, saved {path}. Go on with:",
+                            f"  fp8stack pretrain --resume {run.folder.path}",
+                        )
+                        return PREEMPTED
+                    if run.step != step:  # put back to an earlier one
+                        break
+            finish(run, display, loop.evaluate)
     except data.DataError:
-        loop.save()  # what was learnt so far is not lost with the file
+        loop.stop()  # what was learnt so far is not lost with the file
         raise
     finally:
         display.close()
         run.accelerator.end_training()
         run.folder.release()
     return DONE
-
-
-def _scale(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
-    """The scale itself: `get_scale` would wait for the device."""
-    return scaler.scale(torch.ones_like(like))
 
 
 class _Loop:
@@ -76,58 +83,113 @@ class _Loop:
         self.run = run
         self.config = run.config
         self.display = display
-        self.peak_tflops = peak_tflops
-        self.tokens_per_step = run.config.batch * run.context
-        self.watch = FiniteWatch(run.optimizer, run.accelerator.device)
-        self.ready = time.perf_counter()  # the steps to be timed began
-        self.timed = 0  # how many of them there were
-        self.pace: tuple[int, float] | None = None  # the first step of this start, and its end
+        self.journal = Journal(run, display, peak_tflops)
+        self.watch = Watch(
+            run.optimizer,
+            run.accelerator.device,
+            run.config.guard,
+            run.backend.delayed,
+            run.config.accumulate,
+        )
+        self.guard = Guard(run, self.watch, self.journal.announce)
+        if run.guard_state is not None:
+            self.guard.load_state(run.guard_state)
+        # Only a model with dropout draws: then what a bad step drew is given back.
+        self.draws = run.model.config.dropout > 0
+        self.random: dict[str, Tensor] = {}
         self.profiled = min(run.step + profiling.WARM_UP + 1, run.config.steps)
         self.fp8_gemms: int | None = None
         self.saved_at = run.step
+        self.save_due = False
+        self.streak = 0  # of bad steps, at the last look
 
     def advance(self, step: int, tokens_BT: Tensor) -> None:
         """Train one step, then log, evaluate and save as configured. A step that does none of that
-        is handed to the device and not waited for."""
+        is handed to the device and not waited for. If the guard put the run back to an earlier
+        step, `run.step` says to which."""
         config = self.config
+        last = step == config.steps
+        self.save_due |= last or step % config.save_every == 0
+        evaluates = last or step % config.eval_every == 0
+        if step in self.guard.left_out:
+            self.guard.leave_out(step)
+            self.run.step = step
+            if evaluates:
+                self.journal.log_validation(step, self.evaluate())
+            return self.end_step(step)
+        self.guard.before(step)
         tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
         profiles = config.profile and step == self.profiled
         loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         self.run.step = step
-        self.timed += 1
+        self.journal.step_done()
         if not config.compile:  # compiled code does not count
             self.fp8_gemms = self.run.backend.fp8_gemms()
-        last = step == config.steps
-        evaluates = last or step % config.eval_every == 0
+        if self.run.telemetry.due(step, 1, config.steps):
+            self.journal.report(step, self.fp8_gemms, self.guard.plan_now())
         logs = step % config.log_every == 0 or evaluates
-        saves = last or step % config.save_every == 0
+        row: dict[str, Any] = {}
+        if logs:  # the reading of the loss waits for the step
+            row = self.journal.row(step, float(loss), float(norm), self.fp8_gemms)
+        if logs or self.save_due or self.draws:
+            self.look(step)
         if logs:
-            self.require_finite()
-            seconds = (time.perf_counter() - self.ready) / self.timed
-            row = self.row(step, float(loss), float(norm), seconds)
-            if evaluates:
+            if evaluates and self.run.step == step:
                 row["val_loss"] = self.evaluate()
-            self.log(row)
-        if saves:
+            self.journal.log(row)
+            self.journal.restart_clock()
+            if "val_loss" in row and row["val_loss"] is None:
+                self.weights_failed(step, "the validation loss is not finite")
+        if self.run.step == step:
+            self.end_step(step)
+            self.journal.step_over(step)
+
+    def end_step(self, step: int) -> None:
+        """Save if that is due; not while steps are bad, unless this is the last."""
+        last = step == self.config.steps
+        if not self.save_due or (self.streak and not last):
+            return
+        if not all_finite(self.run.model, self.run.optimizer):
+            self.weights_failed(step, "a weight or a moment is not finite")
+        if self.run.step == step:
             self.save()
-        if logs or saves:
-            self.ready, self.timed = time.perf_counter(), 0
-        self.pace = self.pace or (step, time.perf_counter())
+            self.journal.restart_clock()
+
+    def look(self, step: int) -> None:
+        """Have the guard judge the steps since its last look, `step` the last of them.
+
+        Raises:
+            NumericFailure: it gave up.
+        """
+        seen = self.guard.look(step)
+        self.streak = seen.streak
+        if self.run.step != step:
+            self.went_back()
+        elif seen.skipped and self.draws:
+            restore_random_state(self.random)
+
+    def went_back(self) -> None:
+        """Go on from where the guard put the run."""
+        self.saved_at, self.streak, self.save_due = self.run.step, 0, False
+        self.journal.restart_clock()
+        self.journal.forget_pace()
 
     def train_step(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
-        clipping, both 0-dim. If they are not finite, nothing changes, and neither does it in later
-        steps until `require_finite` raises (in fp16 the step is skipped, and the loss scale falls).
+        clipping, both 0-dim. A bad step changes nothing (in fp16 the loss scale falls).
 
         Nothing here waits for the device.
         """
         run, config = self.run, self.config
         accelerator, optimizer, scaler = run.accelerator, run.optimizer, run.scaler
+        if self.draws:
+            self.random = random_state()
+        self.watch.begin()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
-        losses = []
+        losses: list[Tensor] = []
         for part_BT in tokens_BT.chunk(config.accumulate):
-            with accelerator.accumulate(run.wrapped):
+            with accelerator.accumulate(run.wrapped), self.observed(step, bool(losses)):
                 loss = run.wrapped(part_BT[:, :-1], part_BT[:, 1:])
                 # accelerate divides by the number of micro-batches
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
@@ -140,13 +202,24 @@ class _Loop:
         if scaler is None:
             self.watch.see(step, mean, norm)
         else:  # with the smallest scale there is no smaller one to help
-            self.watch.see(step, mean, norm, excused=_scale(scaler, norm) > SMALLEST_SCALE)
+            self.watch.see(step, mean, norm, excused=scale_now(scaler, norm) > SMALLEST_SCALE)
         optimizer.step()  # and not `scaler.step`, which would overrule the watch
         if scaler is not None:
-            scaler.update()
-            scaler.update(_scale(scaler, norm).clamp(SMALLEST_SCALE, LARGEST_SCALE))
+            update_scale(scaler, norm)
         optimizer.zero_grad(set_to_none=True)
         return mean, norm
+
+    @contextmanager
+    def observed(self, step: int, again: bool) -> Iterator[None]:
+        """Have telemetry see a micro-batch, unless it is not the step's first or none is due."""
+        run = self.run
+        if again or not run.telemetry.due(step, 1, self.config.steps):
+            yield
+            return
+        # Compiled code has no place for hooks.
+        eager = torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext()
+        with eager, run.telemetry.sampling(run.model):
+            yield
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """`train_step` under the profiler; what it finds is written and shown."""
@@ -155,26 +228,21 @@ class _Loop:
         done = time.perf_counter()
         folder = self.run.folder.profile
         self.display.note(f"{profiling.write(recorded, folder, step)}profile: {folder}")
-        self.ready += time.perf_counter() - done  # writing is not training
+        self.journal.pause(time.perf_counter() - done)  # writing is not training
         return result
 
-    def require_finite(self) -> None:
-        """Stop if a step since the last look was not finite: weights are as they were before it.
+    def weights_failed(self, step: int, why: str) -> None:
+        """Act on weights that are broken though no step was bad, or not yet.
 
         Raises:
-            NumericFailure: one was not; the message names the first.
+            NumericFailure: nothing helps.
         """
-        failure = self.watch.failure()
-        if failure is None:
-            return
-        step, loss, norm = failure.step, failure.loss, failure.norm
-        if self.run.scaler is not None:
-            self.fail(f"Step {step}: the gradient overflows in fp16 even with loss scale 1.")
-        self.log(self.row(step, loss, norm, 0.0) | {"event": "non-finite"})
-        self.fail(
-            f"Step {step}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. "
-            "The step was not taken."
-        )
+        if self.config.guard.enabled:
+            self.guard.weights_failed(step, why)
+            if self.run.step != step:
+                self.went_back()
+                return
+        self.fail(f"Step {step}: {why}.")
 
     def fail(self, what: str) -> NoReturn:
         """Give up: say what happened, what there is to go back to, and what to try."""
@@ -182,54 +250,6 @@ class _Loop:
         raise NumericFailure(
             f"{what} The last checkpoint is {saved}. Lower --lr, or try a recipe with more range."
         )
-
-    def row(self, step: int, loss: float, norm: float, seconds: float) -> dict[str, Any]:
-        """The metrics of a step: a row of `metrics.jsonl`."""
-        run = self.run
-        rate = self.tokens_per_step / seconds if seconds else 0.0
-        tflops = rate * run.model.config.flops_per_token(run.context) / 1e12
-        row = {
-            "step": step,
-            "loss": loss if math.isfinite(loss) else None,
-            "lr": learning_rate(step, self.config),
-            "grad_norm": norm if math.isfinite(norm) else None,
-            "step_ms": round(1000 * seconds, 2),
-            "tokens_per_s": round(rate, 1),
-            "mfu": round(tflops / self.peak_tflops, 4) if self.peak_tflops else None,
-            "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
-            "precision": run.plan.precision,
-            "fp8_gemms": self.fp8_gemms,
-        }
-        if run.scaler is not None:
-            row |= {"loss_scale": run.scaler.get_scale(), "skipped": not math.isfinite(norm)}
-        return row
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Write a row to the metrics, show it, and hand it to the trackers.
-
-        Raises:
-            NumericFailure: the row has a validation loss that is not finite.
-        """
-        broken = not math.isfinite(row.get("val_loss", 0.0))
-        if broken:
-            row |= {"val_loss": None, "event": "non-finite"}
-        self.run.folder.append_metrics(row)
-        self.display.step(row, self.seconds_left())
-        if broken:
-            self.fail(f"Step {row['step']}: the validation loss is not finite.")
-        if "val_loss" in row:
-            self.display.note(f"step {row['step']}: validation loss {row['val_loss']:.4f}")
-        numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        self.run.accelerator.log(numbers, step=row["step"])
-
-    def seconds_left(self) -> float | None:
-        """The time to the end at the pace since the first step of this start, which compiles and
-        warms up; None until a second one is done."""
-        left = self.config.steps - self.run.step
-        if self.pace is None:
-            return None if left else 0.0
-        first, ended = self.pace
-        return (time.perf_counter() - ended) / (self.run.step - first) * left
 
     def evaluate(self) -> float:
         """The validation loss now. Its GEMMs are not counted among the training's."""
@@ -239,16 +259,23 @@ class _Loop:
         run.backend.fp8_gemms()
         return loss
 
+    def stop(self) -> Path:
+        """Judge what was not judged yet, and save. Raises what `look` and `save` raise."""
+        self.look(self.run.step)
+        return self.save()
+
     def save(self) -> Path:
         """Write a checkpoint of the last step, unless there is one, and return its path.
 
         Raises:
-            NumericFailure: a step was not finite.
+            NumericFailure: the weights are not finite.
         """
         run = self.run
+        self.save_due = False
         if self.saved_at == run.step:  # step 0 is not worth one
             return checkpoints.path_of(run.folder.checkpoints, run.step)
-        self.require_finite()
+        if not all_finite(run.model, run.optimizer):
+            self.fail(f"Step {run.step}: a weight or a moment is not finite.")
         run.folder.sync_metrics()
         info = {
             "identity": run.identity,
@@ -256,40 +283,9 @@ class _Loop:
             "plan": run.plan.to_json(),
             "scaler": run.scaler.state_dict() if run.scaler is not None else None,
             "versions": versions(),
+            "guard": self.guard.state(),
         }
         state = Checkpoint(step=run.step, info=info, tensors=capture(run.model, run.optimizer))
         path = checkpoints.save(run.folder.checkpoints, state, self.config.keep_checkpoints)
         self.saved_at = run.step
         return path
-
-    def finish(self) -> None:
-        """Draw the loss, show a sample, and say where everything is."""
-        run, folder = self.run, self.run.folder
-        metrics = folder.read_metrics()
-        plot = loss_plot(metrics, f"{self.config.model}, {run.plan.precision}")
-        checkpoints.write_atomically(folder.plot, plot)
-        text = self.sample()
-        if text:
-            checkpoints.write_atomically(folder.sample, text.encode())
-            self.display.note(f"sample:\n{text}")
-        evaluated = [row["val_loss"] for row in metrics if "val_loss" in row]
-        final = evaluated[-1] if evaluated else self.evaluate()
-        self.display.note(
-            f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
-            f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
-        )
-
-    def sample(self) -> str:
-        """Text that the model writes now; empty where tokens are not bytes or none is asked for."""
-        run, config = self.run, self.config
-        if not config.sample_tokens or not run.train.is_text:
-            return ""
-        prompt = config.sample_prompt or ("def " if config.data is None else "\n")
-        tokens = sample(
-            run.model,
-            list(prompt.encode()),
-            config.sample_tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-        )
-        return prompt + data.decode(tokens)

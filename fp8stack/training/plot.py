@@ -11,19 +11,18 @@ from matplotlib.figure import Figure
 
 
 def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
-    """A PNG of training and validation loss over the steps, from the rows of `metrics.jsonl`."""
-    train = [(row["step"], row["loss"]) for row in metrics if row.get("loss") is not None]
-    validation = [
-        (row["step"], row["val_loss"]) for row in metrics if row.get("val_loss") is not None
-    ]
+    """A PNG of training and validation loss over the steps, from the rows of `metrics.jsonl`; of
+    several rows of one step, as after a roll-back, the last counts."""
+    train = _curve(metrics, "loss")
+    validation = _curve(metrics, "val_loss")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
-        axes.plot(steps, _smooth(losses), color="C0", label="training, running mean")
-        axes.set_ylim(*_range([*_smooth(losses), *(loss for _, loss in validation)]))
+        axes.plot(steps, smoothed(losses), color="C0", label="training, running mean")
+        axes.set_ylim(*view_range([*smoothed(losses), *(loss for _, loss in validation)]))
     if validation:
         steps, losses = zip(*validation, strict=True)
         axes.plot(steps, losses, "o-", color="C1", markersize=4, label="validation")
@@ -44,7 +43,12 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     return png.getvalue()
 
 
-def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def _curve(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    values = {row["step"]: row[key] for row in metrics if row.get(key) is not None}
+    return sorted(values.items())
+
+
+def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """The exponential running mean, corrected for its start."""
     mean, seen, result = 0.0, 0.0, []
     for value in values:
@@ -54,7 +58,8 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return result
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def view_range(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the largest of `values`, with a little room."""
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.1
     return low - room, high + room

@@ -93,7 +93,9 @@ def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
     Raises:
         UserError: a flag differs in something that the run's losses depend on.
     """
-    merged: RunConfig = presets.parse(RunConfig, found.saved.model_dump() | asked.given, "flags")
+    saved, given = found.saved.model_dump(), asked.given
+    given |= {"guard": saved["guard"] | given.get("guard", {})}
+    merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
     saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
     refuse_differences(found, list(differences(saved, now)))

@@ -1,9 +1,10 @@
-"""The folder of a run: `run.toml`, `plan.json`, `metrics.jsonl`, `checkpoints/`, `loss.png`."""
+"""The folder of a run: `run.toml`, `plan.json`, `metrics.jsonl`, `checkpoints/` and more."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,6 +30,7 @@ class RunFolder:
         self.config = path / "run.toml"
         self.plan = path / "plan.json"
         self.metrics = path / "metrics.jsonl"
+        self.telemetry = path / "telemetry.jsonl"
         self.plot = path / "loss.png"
         self.sample = path / "sample.txt"
         self.profile = path / "profile"
@@ -53,7 +55,10 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
-        for own in (self.plan, self.plot, self.sample, self.profile, self.checkpoints):
+        for own in (
+            *(self.plan, self.telemetry, self.plot),
+            *(self.sample, self.profile, self.checkpoints),
+        ):
             if own.exists():
                 raise UserError(f"{own} is in the way: it is no run's. Give another --out.")
 
@@ -89,37 +94,62 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the metrics; it is on its way to the disk when this returns."""
-        with storage_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row, allow_nan=False) + "\n")
+        _append(self.metrics, [row])
+
+    def append_telemetry(self, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> None:
+        """Add the rows of a sample to the telemetry, which begins with the `plan`."""
+        header = [] if self.telemetry.exists() else [{"event": "plan", "plan": plan}]
+        _append(self.telemetry, [*header, *rows])
 
     def sync_metrics(self) -> None:
-        """Flush the metrics to the disk: a checkpoint must not be ahead of them."""
-        if self.metrics.exists():
-            with storage_errors(self.metrics), self.metrics.open("rb") as stream:
-                os.fsync(stream.fileno())
+        """Flush metrics and telemetry to the disk: a checkpoint must not be ahead of them."""
+        for path in (self.metrics, self.telemetry):
+            if path.exists():
+                with storage_errors(path), path.open("rb") as stream:
+                    os.fsync(stream.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The metrics so far; a line that was cut short by a crash ends them."""
-        rows: list[dict[str, Any]] = []
-        if not self.metrics.exists():
-            return rows
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                break
-            rows.append(row)
-        return rows
+        return _read_rows(self.metrics, {})
 
     def forget_after(self, step: int) -> None:
         """Drop metrics and checkpoints of the steps after `step`, which are about to be done
         again."""
         forget_after(self.checkpoints, step)
-        rows = [row for row in self.read_metrics() if row["step"] <= step]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        write_atomically(self.metrics, text.encode())
+        write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
+        if self.telemetry.exists():
+            rows = _read_rows(self.telemetry, {"step": 0})
+            write_atomically(self.telemetry, _lines(_up_to(step, rows)))
+
+
+def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with storage_errors(path), path.open("ab") as stream:
+        stream.write(_lines(rows))
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
+    """JSON, one object per line."""
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+
+
+def _read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of a file of lines, up to the first that is cut short or has no step."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
+            break
+        rows.append(row)
+    return rows
+
+
+def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row.get("step", 0) <= step]
 
 
 def choose_folder(config: RunConfig, resume: bool) -> RunFolder:

@@ -21,10 +21,12 @@ from fp8stack.backends import Backend, build_backend
 from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, load_config, plan_for
 from fp8stack.precision import Hardware, Plan, load_recipe, probe
+from fp8stack.telemetry import Telemetry
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config, to_toml
+from fp8stack.training.initial import begin_with, find_source, same_source, with_source
 from fp8stack.training.optimizer import build_optimizer
 from fp8stack.training.resume import (
     Resumption,
@@ -35,6 +37,7 @@ from fp8stack.training.resume import (
 )
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.state import differences, restore
+from fp8stack.training.trackers import build_trackers, start_trackers
 
 
 @dataclass(kw_only=True)
@@ -55,9 +58,11 @@ class Run:
     train: data.Corpus
     validation: data.Corpus
     windows: Tensor
+    telemetry: Telemetry
     identity: dict[str, Any]
     step: int = 0
     notes: tuple[str, ...] = ()
+    guard_state: dict[str, Any] | None = None
 
 
 def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str | None) -> Run:
@@ -67,31 +72,38 @@ def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str
         UserError: bad input, or a run to resume that differs in what its losses depend on.
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
-    config = _with_absolute_paths(parse_config(file, flags, sets))
+    config = with_absolute_paths(parse_config(file, flags, sets))
     found = find_resumption(config, resume)
     if found is None:
         folder = choose_folder(config, resume=False)
         folder.require_free()
     else:
         folder = found.folder
+        if config.init_from and same_source(config.init_from, found.saved.init_from):
+            config = config.model_copy(update={"init_from": found.saved.init_from})
         config = config_to_resume(found, config)
     checkpoint = found.checkpoint if found else None
+    source = find_source(config.init_from) if config.init_from and checkpoint is None else None
+    if source is not None:
+        config = with_source(config, source)
     run = build(config, folder, layers_left_out(checkpoint.info) if checkpoint else None)
+    begun = begin_with(run.model, source) if source is not None else None
     folder.claim()
     if found is not None:
         _resume(run, found)
+    run.notes += (begun,) if begun else ()
     checkpoints.write_atomically(folder.config, to_toml(config).encode())
     folder.write_plan(run.plan.to_json())
     return run
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with files named from the root, so that the run can be resumed from anywhere."""
     files: dict[str, Any] = {
         key: str(Path(value).resolve())
-        for key in ("model", "recipe", "data")
+        for key in ("model", "recipe", "data", "init_from")
         if key in config.given and (value := getattr(config, key))
-        if key == "data" or value.endswith(".toml")
+        if key in ("data", "init_from") or value.endswith(".toml")
     }
     return config.model_copy(update=files)
 
@@ -118,6 +130,7 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
     )
     if config.compile:
         require_compiler(plan)
+    telemetry = Telemetry(plan, config.telemetry_every, config.what_if)
     if context > model_config.context:
         raise UserError(
             f"--context {context} is more than the {model_config.context} of model {config.model}. "
@@ -161,6 +174,7 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
         train=train,
         validation=validation,
         windows=windows,
+        telemetry=telemetry,
         identity=_identity(model_config, plan, train, validation),
     )
 
@@ -188,13 +202,11 @@ def _be_deterministic() -> None:
 def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan) -> Accelerator:
     """accelerate for devices, accumulation, clipping and trackers; the layers cast by themselves,
     so it is told of no precision."""
-    if config.tensorboard:
-        _require_tensorboard()
     accelerator = Accelerator(
         cpu=plan.device == "cpu",
         mixed_precision="no",
         gradient_accumulation_steps=config.accumulate,
-        log_with="tensorboard" if config.tensorboard else None,
+        log_with=build_trackers(config, folder.path) or None,  # an empty list would warn
         project_config=ProjectConfiguration(project_dir=str(folder.path)),
     )
     if accelerator.num_processes > 1:
@@ -204,18 +216,8 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan) -> Accelerato
         )
     # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
     accelerator.gradient_accumulation_steps = config.accumulate
-    if config.tensorboard:
-        accelerator.init_trackers("tensorboard")
+    start_trackers(accelerator, folder.path)
     return accelerator
-
-
-def _require_tensorboard() -> None:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "--tensorboard needs the package tensorboard: pip install tensorboard"
-        ) from None
 
 
 def _identity(
@@ -259,7 +261,8 @@ def _resume(run: Run, found: Resumption) -> None:
         note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"
         run.notes = (*run.notes, note)
     restore(run.model, run.optimizer, found.checkpoint.tensors)
-    if run.scaler is not None:
+    if run.scaler is not None and info["scaler"] is not None:
         run.scaler.load_state_dict(info["scaler"])
+    run.guard_state = info["guard"]
     run.step = found.checkpoint.step
     run.folder.forget_after(run.step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import math
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8stack.backends import fp8_state, load_fp8_state
@@ -25,7 +26,7 @@ def capture(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
         weights[name] = _trim(name, parameter.data, model)
         for key, value in optimizer.state.get(parameter, {}).items():
             moments[f"{name}.{key}"] = _trim(name, value, model)
-    groups = {"model": weights, "optimizer": moments, "rng": _random_state()}
+    groups = {"model": weights, "optimizer": moments, "rng": random_state()}
     return groups | ({"fp8": state} if (state := fp8_state(model)) else {})
 
 
@@ -33,21 +34,39 @@ def restore(model: GPT, optimizer: Optimizer, groups: dict[str, dict[str, Tensor
     """Put back what `capture` gave.
 
     Raises:
-        UserError: a tensor is missing, left over, or of another shape or dtype.
+        UserError: a tensor is missing, left over, or of another shape or dtype, or a weight or
+            moment is not finite; then all weights and moments are as they were.
     """
-    restore_weights(model, groups.get("model", {}))
     moments = _moments(model, groups.get("optimizer", {}))
+    restore_weights(model, groups.get("model", {}))
     for name, parameter in model.named_parameters():
         if name in moments:
             optimizer.state[parameter] = moments[name]
     load_fp8_state(model, groups.get("fp8", {}))
-    rng = groups.get("rng", {})
+    restore_random_state(groups.get("rng", {}))
+
+
+def restore_random_state(state: Mapping[str, Tensor]) -> None:
+    """Put back what `random_state` gave.
+
+    Raises:
+        UserError: it is none of torch's.
+    """
     try:
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and torch.cuda.is_available():
-            torch.cuda.set_rng_state(rng["cuda"])
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
     except (KeyError, RuntimeError, TypeError) as error:
         raise UserError("The checkpoint's random state is none of torch's.") from error
+
+
+def all_finite(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether all weights and moments are finite. This waits for the device."""
+    tensors = [parameter.detach() for parameter in model.parameters()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    # The largest magnitude of each: inf or NaN if an element is.
+    largest = torch._foreach_norm([t for t in tensors if t.ndim], ord=math.inf)
+    return bool(torch.stack(largest).isfinite().all())
 
 
 def _moments(model: GPT, saved: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -106,7 +125,8 @@ def _fitted(name: str, tensor: Tensor, like: Tensor, model: GPT) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *shape[1:])]) if missing else tensor
 
 
-def _random_state() -> dict[str, Tensor]:
+def random_state() -> dict[str, Tensor]:
+    """The state of torch's generators, for `restore_random_state`."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import metrics
 from small_loop import SmallLoop
 
 from bench.gpu_cases import Case, plan_of, run_case
-from fp8stack.errors import NumericFailure
+from fp8stack.backends import fp8_state
 from fp8stack.precision import load_recipe
 from gpu.machine import CONTEXT
 
@@ -54,15 +55,19 @@ def test_what_waits_is_found() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_failure_between_two_looks_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    small = SmallLoop(tmp_path / "r", "bf16", log_every=10)
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_bad_step_between_two_looks_leaves_everything_as_it_was(
+    recipe: str, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", recipe, width=128, log_every=10)
     small.run.model.register_forward_hook(
         lambda model, args, loss: loss * (float("nan") if small.run.step == 2 else 1.0)
     )
     small.advance(2)
-    before = small.state()
-    small.advance(7)
-    with pytest.raises(NumericFailure, match="Step 3: "):
-        small.advance()
-    after = small.state()
+    before = small.state() | fp8_state(small.run.model)
+    small.advance()
+    after = small.state() | fp8_state(small.run.model)
     assert [name for name in before if not torch.equal(after[name], before[name])] == []
+    small.advance(7)
+    told = [row for row in metrics(tmp_path / "r") if "event" in row]
+    assert [(row["step"], row["event"]) for row in told] == [(3, "skip")]

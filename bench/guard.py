@@ -1,0 +1,204 @@
+"""What the guard makes of faults, and of none: whole runs with faults put into them.
+
+Every run stays in `--runs`, to be looked at with `fp8stack report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from bench import report
+from bench.report import Report, Row
+from bench.runner import words
+from fp8stack.benchmark import machine
+from fp8stack.training.loop import train
+from fp8stack.training.setup import Run, set_up
+
+SHORT: list[str] = []
+STEPS = 300
+SPIKES = 20
+NAN_STEPS = range(40, 46)
+OUTLIER_FROM, OUTLIER_LAYER = 150, "blocks.2.mlp.down"
+SMALL = ["model_overrides.layers=2", "model_overrides.width=64", "model_overrides.heads=2"]
+TINY = ["model_overrides.layers=3", "model_overrides.width=32", "model_overrides.heads=2"]
+Fault = Callable[[Run], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and what is put into it."""
+
+    name: str
+    what: str
+    fault: Fault
+    steps: int = STEPS
+    recipe: str = "delayed"
+    sizes: list[str] = field(default_factory=list)
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+def nothing(run: Run) -> None:
+    """No fault."""
+
+
+def nan_in_a_layer(run: Run) -> None:
+    """A layer's output is NaN in some steps, whatever the guard does but take it out of FP8."""
+
+    def hook(layer: nn.Module, args: object, output: Tensor) -> Tensor | None:
+        bad = layer.training and run.step + 1 in NAN_STEPS and layer.in_fp8
+        return output * math.nan if bad else None
+
+    run.model.get_submodule("blocks.1.mlp.up").register_forward_hook(hook)
+
+
+def outlier_in_a_layer(run: Run) -> None:
+    """One of a layer's input channels becomes 500 times as large, and stays so."""
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        if run.step + 1 < OUTLIER_FROM:
+            return None
+        x = args[0].clone()
+        x[..., 7] *= 500
+        return (x,)
+
+    run.model.get_submodule(OUTLIER_LAYER).register_forward_pre_hook(hook)
+
+
+def loss_spikes(run: Run) -> None:
+    """The loss is ten times itself in some steps."""
+    at = set(spiked_steps(run.config.steps))
+
+    def hook(model: nn.Module, args: object, loss: Tensor) -> Tensor | None:
+        return loss * 10 if model.training and run.step + 1 in at else None
+
+    run.model.register_forward_hook(hook)
+
+
+def spiked_steps(steps: int) -> list[int]:
+    """Where the spikes are: after the guard's warm-up, no two in a row."""
+    return sorted(2 * n for n in random.Random(0).sample(range(25, steps // 2), SPIKES))
+
+
+CASES = [
+    Case("clean", "nothing is put into it", nothing),
+    Case(
+        "nan",
+        f"the output of blocks.1.mlp.up is NaN in steps {NAN_STEPS[0]} to {NAN_STEPS[-1]}",
+        nan_in_a_layer,
+        keys={"save_every": 30},
+    ),
+    Case(
+        "outlier",
+        f"a channel of the input of {OUTLIER_LAYER} times 500 from step {OUTLIER_FROM} on",
+        outlier_in_a_layer,
+        keys={"telemetry_every": 25},
+    ),
+    Case("spikes", f"the loss times 10 in {SPIKES} steps", loss_spikes),
+    *(
+        Case(
+            f"long {recipe}",
+            "nothing is put into it",
+            nothing,
+            steps=10_000,
+            recipe=recipe,
+            sizes=SMALL,
+            keys={"batch": 8, "context": 64, "log_every": 10, "telemetry_every": 1000},
+        )
+        for recipe in ("fp32", "delayed")
+    ),
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    names = ",".join(case.name for case in CASES)
+    add("--cases", type=words, default=[], metavar="A,B", help=f"some of {names} (default: all)")
+    add("--runs", type=Path, default=Path("runs/guard"), help="(default: %(default)s)")
+    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every case, one after the other."""
+    chosen = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    rows = [measure_case(case, arguments.runs, arguments.tiny) for case in chosen]
+    clean = next((row["val_loss"] for row in rows if row["case"] == "clean"), None)
+    for row, case in zip(rows, chosen, strict=True):
+        same = clean is not None and not case.sizes
+        row["gap_percent"] = round(100 * (row["val_loss"] / clean - 1), 3) if same else None
+    return {
+        "machine": machine(device="cpu"),
+        "settings": {"model": "gpt-nano", "seed": 0},
+        "results": rows,
+        "bars": [],
+    }
+
+
+def measure_case(case: Case, folder: Path, tiny: bool) -> Row:
+    """One run, from its beginning."""
+    out = folder / case.name.replace(" ", "-")
+    shutil.rmtree(out, ignore_errors=True)
+    steps = min(case.steps, 100) if tiny else case.steps
+    flags = {"recipe": case.recipe, "steps": steps, "device": "cpu", "out": str(out)}
+    sizes = [*(TINY if tiny else case.sizes), "sample_tokens=0"]
+    run = set_up({**flags, "eval_every": steps, **case.keys}, None, sizes, None)
+    case.fault(run)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(run)
+    rows = run.folder.read_metrics()
+    events = Counter(row["event"] for row in rows if "event" in row)
+    skipped = {row["step"] for row in rows if row.get("event") == "skip"}
+    demoted = sorted({row["layer"] for row in rows if row.get("event") == "demote"})
+    return {
+        "case": case.name,
+        "arm": case.recipe,
+        "what": case.what,
+        "steps": steps,
+        "val_loss": round(next(r["val_loss"] for r in reversed(rows) if "val_loss" in r), 4),
+        "events": dict(events),
+        "skipped": len(skipped),
+        "skipped_percent": round(100 * len(skipped) / steps, 4),
+        "demoted": demoted,
+        "run": str(out),
+    }
+
+
+def table(found: Report) -> str:
+    """What happened in each case."""
+    text = "Whole runs of gpt-nano with faults put into them, judged by the guard's defaults. The\n"
+    text += "long runs are of a smaller model (2 layers of 64)."
+    cells = (
+        [
+            row["case"], row["what"], row["arm"], str(row["steps"]), f"{row['val_loss']:.4f}",
+            "" if row["gap_percent"] is None else f"{row['gap_percent']:+.2f} %",
+            f"{row['skipped']} ({row['skipped_percent']:g} %)",
+            ", ".join(f"{count} {event}" for event, count in row["events"].items()),
+            ", ".join(row["demoted"]),
+        ]
+        for row in found["results"]
+    )  # fmt: skip
+    header = ["case", "fault", "recipe", "steps", "validation loss", "gap to clean"]
+    header += ["steps skipped", "events", "taken out of FP8"]
+    return report.heading(found, "The guard", text) + report.markdown(header, cells)
+
+
+def figure(found: Report) -> Figure:
+    """The validation losses as bars."""
+    rows = [row for row in found["results"] if row["gap_percent"] is not None]
+    made = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = made.add_subplot()
+    axes.bar([row["case"] for row in rows], [row["val_loss"] for row in rows], color="C0")
+    axes.set(ylabel="validation loss (nats per token)", title="gpt-nano with faults")
+    return made

@@ -1,0 +1,94 @@
+"""What a look at every operand costs: a training step that is sampled, beside one that is not.
+
+With a sample every `EVERY` steps, telemetry takes the share (ratio - 1) / `EVERY` of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from bench import emulation, report
+from bench.report import Bar, Report, Row
+from bench.runner import add_timing_arguments, timing_options, words
+from fp8stack.benchmark import interleaved, machine
+from fp8stack.benchmark_step import FP8, Built, StepArm, Work, build, served
+from fp8stack.model import load_config
+from fp8stack.precision import Hardware, probe
+from fp8stack.telemetry import Telemetry
+from fp8stack.training.config import RunConfig
+
+SHORT = ["--rounds", "12", "--budget", "30"]
+EVERY = RunConfig().telemetry_every
+AT_MOST = 0.02  # of the time
+PLAIN, SAMPLED, TRIED = "not sampled", "sampled", "sampled, mxfp8 tried"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_timing_arguments(parser, rounds=40, budget_s=60.0)
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add("--recipes", type=words, default=list(FP8), metavar="A,B", help="(default: all)")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every recipe, by the backend that is the device's own."""
+    hardware = probe(arguments.device)
+    nano = Work(model="gpt-nano", config=load_config("gpt-nano"), batch=8, context=128)
+    work = emulation.tiny_work() if arguments.tiny else nano
+    options = timing_options(arguments) | {"device": hardware.device}
+    rows: list[Row] = []
+    for recipe in arguments.recipes:
+        timings = interleaved(steps(recipe, work, hardware), **options)
+        found = report.rows_of(f"{work.model}, {recipe}", timings, PLAIN)
+        rows += [row | {"share": round((row["ratio"] - 1) / EVERY, 5)} for row in found]
+    bars = [
+        Bar(case=f"{nano.model}, {recipe}", arm=SAMPLED, of=PLAIN, at_most=1 + EVERY * AT_MOST)
+        for recipe in arguments.recipes
+    ]
+    return {
+        "machine": machine(device=hardware.device),
+        "settings": {"rounds": arguments.rounds, "budget_s": arguments.budget, "every": EVERY},
+        "results": rows,
+        "bars": report.judged(bars, rows),
+    }
+
+
+def steps(recipe: str, work: Work, hardware: Hardware) -> dict[str, Callable[[], None]]:
+    """The arms: one model that trains, looked at or not."""
+    backend = served(recipe, hardware)[0]
+    arm = StepArm(name=recipe, recipe=recipe, backend=backend, compiled=False)
+    built = build(arm, work, hardware)
+    own, tried = (Telemetry(built.plan, 1, what_if) for what_if in ((), ("mxfp8",)))
+    return {
+        PLAIN: built.step,
+        SAMPLED: partial(sampled_step, built, own),
+        TRIED: partial(sampled_step, built, tried),
+    }
+
+
+def sampled_step(built: Built, telemetry: Telemetry) -> None:
+    """A step whose only micro-batch is looked at, and its rows."""
+    with telemetry.sampling(built.model):
+        built.step()
+    telemetry.finish(1, None)
+
+
+def table(found: Report) -> str:
+    """Times, ratios and shares."""
+    every = found["settings"]["every"]
+    text = f"The share is that of all steps' time, with a sample every {every} steps."
+    cells = {"share": lambda row: f"{100 * row['share']:.2f} %"}
+    return (
+        report.heading(found, "The cost of telemetry", text)
+        + report.timing_table(found["results"], cells)
+        + report.bars_table(found["bars"])
+    )
+
+
+def figure(found: Report) -> Figure:
+    """Ratios as bars."""
+    return report.ratio_figure(found["results"], "A step that is sampled")

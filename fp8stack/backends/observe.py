@@ -1,0 +1,256 @@
+"""See what FP8 linears cast, as a pass runs. It must not know why one looks, and changes nothing.
+
+Hooks are there for the length of a context; without one, nothing is paid. Code that was compiled
+has no place for hooks: run the pass under `torch.compiler.set_stance("force_eager")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.backends.linear import MasterLinear, no_autocast
+from fp8stack.backends.scaling import PerTensor
+from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe
+
+Operand = Literal["input", "weight", "grad_output", "output", "grad_input"]
+
+
+See = Callable[[str, nn.Module, Operand, Tensor], None]
+"""Called with each operand: the module path of the linear, the linear, which of its operands it is,
+and the operand, [rows, columns], detached. It must not write to it."""
+
+
+@contextmanager
+def observing(
+    model: nn.Module,
+    see: See,
+    *,
+    outputs: bool = False,
+    layers: Mapping[str, nn.Linear] | None = None,
+) -> Iterator[None]:
+    """Call `see` for what linears of `model` cast in the passes that are made inside, in order.
+
+    A linear gives its input and weight in the forward pass and its grad_output in the backward
+    pass; with `outputs` also its output and its grad_input, in that place in the order. Tensors
+    have the dtype that is cast: the compute dtype, weights that of their masters. A block that is
+    recomputed for the backward pass is seen the first time. Losses, gradients and FP8 state are
+    those of a pass that nobody observes, to the bit.
+
+    Of Transformer Engine's fused modules: a LayerNormLinear's input is the norm's output, computed
+    once more; between the linears of a LayerNormMLP, the input of the second and the grad_output of
+    the first are recomputed by GEMMs in the compute dtype, so they lack the noise of FP8. There is
+    no grad_input of what follows a fused norm, and none of the two within a LayerNormMLP.
+
+    Args:
+        model: what passes are made with, or a part of it.
+        see: called without gradients and without autocast.
+        outputs: whether outputs and grad_inputs are shown too.
+        layers: the linears to observe by path; those in FP8 if left out.
+    """
+    chosen = fp8_linears(model) if layers is None else layers
+    observer = Observer(see, chosen, outputs)
+    backends = {id(b): b for b in map(_fusing_backend, chosen.values()) if b is not None}
+    before = {key: backend.observer for key, backend in backends.items()}
+    handles = [handle for layer in chosen.values() for handle in observer.watch(layer)]
+    for backend in backends.values():
+        backend.observer = observer
+    try:
+        yield
+    finally:
+        observer.active = False  # hooks on tensors outlive the context
+        for key, backend in backends.items():
+            backend.observer = before[key]
+        for handle in handles:
+            handle.remove()
+
+
+def fp8_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linears of `model` that are in FP8 now, by module path."""
+    return {
+        path: part
+        for path, part in model.named_modules()
+        if isinstance(part, MasterLinear) and part.in_fp8
+    }
+
+
+def scale_of(
+    path: str,
+    layer: nn.Module,
+    operand: Literal["input", "weight", "grad_output"],
+    x: Tensor,
+    recipe: DelayedRecipe | CurrentRecipe,
+) -> Tensor:
+    """The scale that an operand is cast with in the pass under way: float32, 0-dim. In delayed
+    scaling a view, which an update changes in place.
+
+    Args:
+        path: the layer's module path in the model that was built or converted.
+        layer: a linear of any backend.
+        operand: which of its operands.
+        x: the operand.
+        recipe: the recipe that the layer runs in.
+    """
+    delayed = getattr(layer, "delayed", None)
+    if isinstance(recipe, DelayedRecipe):
+        assert delayed is not None
+        found: Tensor = delayed.scale(f"{path}.{operand}")
+        return found
+    return PerTensor(recipe, None).scale(x, operand, False)[0]
+
+
+class Observer:
+    """Shows the operands of some linears; a backend that runs several modules as one asks it to.
+
+    Args:
+        see: whom to show them.
+        layers: the linears, by path.
+        outputs: whether outputs and grad_inputs are shown too.
+    """
+
+    def __init__(self, see: See, layers: Mapping[str, nn.Linear], outputs: bool) -> None:
+        self.active = True
+        self._see = see
+        self._outputs = outputs
+        self._paths = {layer: path for path, layer in layers.items()}
+
+    def watch(self, layer: nn.Linear) -> list[Any]:
+        """Put hooks on a linear, and return their handles."""
+        return [
+            layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            layer.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def fused(self, linear: nn.Linear, x: Tensor, y: Tensor) -> None:
+        """Show a linear that ran together with what stands before it.
+
+        Args:
+            linear: the linear.
+            x: its input, [..., in], in the dtype that is cast.
+            y: its output, [..., out].
+        """
+        if not _recomputes():
+            self._show(linear, "input", x)
+            self._show(linear, "weight", _matrix(linear))
+        self._follow(linear, y)
+
+    def fused_mlp(
+        self, up: nn.Linear, down: nn.Linear, activation: str, x: Tensor, y: Tensor
+    ) -> None:
+        """Show an MLP that ran together with the norm before it; what is inside is recomputed.
+
+        Args:
+            up: its first linear.
+            down: its second.
+            activation: the name of what is between them, see `ACTIVATIONS`.
+            x: the input of `up`, [..., in], in the dtype that is cast.
+            y: the output of `down`, [..., out].
+        """
+        dtype = y.dtype
+        with torch.no_grad(), no_autocast(x.device.type):
+            bias = None if up.bias is None else up.bias.to(dtype)
+            hidden = F.linear(x.to(dtype), _matrix(up).to(dtype), bias).float()
+            inner = ACTIVATIONS[activation](hidden).to(x.dtype)
+        if not _recomputes():
+            self._show(up, "input", x)
+            self._show(up, "weight", _matrix(up))
+            self._show(down, "input", inner)
+            self._show(down, "weight", _matrix(down))
+        self._follow(down, y)
+        if y.requires_grad:
+            y.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._backward_of_mlp, up, down, activation, hidden)
+            )
+
+    def _backward_of_mlp(
+        self, up: nn.Linear, down: nn.Linear, activation: str, hidden: Tensor, dy: Tensor
+    ) -> None:
+        if not self.active:
+            return
+        with no_autocast(dy.device.type):
+            with torch.no_grad():
+                inner = dy @ _matrix(down).to(dy.dtype)
+            with torch.enable_grad():
+                leaf = hidden.detach().requires_grad_()
+                (found,) = torch.autograd.grad(ACTIVATIONS[activation](leaf), leaf, inner.float())
+        self._show(up, "grad_output", found.to(dy.dtype))
+
+    def _before(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        if not _recomputes():
+            self._show_cast(layer, "input", x)
+            self._show(layer, "weight", _matrix(layer))
+        if not (self._outputs and x.requires_grad):
+            return None
+        # Others may read `x` too: the gradient of a view of it is that of this layer alone.
+        own = x.view_as(x)
+        own.register_hook(  # type: ignore[no-untyped-call]
+            partial(self._show_cast, layer, "grad_input")
+        )
+        return ((own, *args[1:]), kwargs) if args else ((), {**kwargs, "input": own})
+
+    def _after(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        self._follow(layer, output)
+
+    def _follow(self, layer: nn.Module, output: Tensor) -> None:
+        if self._outputs and not _recomputes():
+            self._show_cast(layer, "output", output)
+        if output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._show_cast, layer, "grad_output")
+            )
+
+    def _show_cast(self, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+        """Show `x` in the dtype in which the layer computes."""
+        self._show(layer, operand, x.detach().to(getattr(layer, "compute_dtype", x.dtype)))
+
+    def _show(self, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+        if self.active and layer in self._paths:
+            with torch.no_grad(), no_autocast(x.device.type):
+                rows = x.detach().reshape(-1, x.shape[-1])
+                self._see(self._paths[layer], layer, operand, rows)
+
+
+def _recomputes() -> bool:
+    """Whether a block runs again, in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The weight as [out, in]."""
+    found = layer.matrix if isinstance(layer, MasterLinear) else layer.get_parameter("weight")
+    return found.detach()
+
+
+class _Fusing(Protocol):
+    """A backend that runs a linear together with others, and shows its operands by itself."""
+
+    observer: Observer | None
+
+
+def _fusing_backend(layer: nn.Module) -> _Fusing | None:
+    backend = getattr(layer, "backend", None)
+    return backend if hasattr(backend, "observer") else None
+
+
+def _swiglu(hidden: Tensor) -> Tensor:
+    gate, value = hidden.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda hidden: F.relu(hidden).square(),
+    "swiglu": _swiglu,
+}
+"""The activations of MLPs that some backend runs in one with their linears, by name."""

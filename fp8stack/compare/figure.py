@@ -1,0 +1,92 @@
+"""A comparison as a picture: validation loss over steps, and the gaps with their intervals."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fp8stack.compare.summary import RecipeFigures
+
+# Recipes often lie on one another: markers and dashes tell them apart where colours do not.
+MARKERS = "osD^vPX*"
+DASHES = ("-", "--", "-.", ":")
+ROOM = 0.06
+
+
+def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
+    """A PNG of two panels: validation loss by step, mean and range over seeds, and each recipe's
+    gap to `baseline` in percent."""
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    losses, gaps = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    colors = {row.recipe: f"C{index % 10}" for index, row in enumerate(rows)}
+    _losses(losses, rows, colors)
+    _gaps(gaps, rows, baseline, colors)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()
+
+
+def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -> None:
+    for index, row in enumerate(rows):
+        if not row.curve:
+            continue
+        steps, means, lows, highs = zip(*row.curve, strict=True)
+        axes.fill_between(steps, lows, highs, color=colors[row.recipe], alpha=0.15, linewidth=0)
+        axes.plot(
+            steps,
+            means,
+            DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=4,
+            linewidth=1.2,
+            color=colors[row.recipe],
+            label=row.recipe if row.done else f"{row.recipe} (not done)",
+        )
+    # What diverged is not to press the others into one line.
+    seen = [value for row in rows if row.done for point in row.curve for value in point[2:]]
+    if seen:
+        room = ROOM * (max(seen) - min(seen)) or 0.1
+        axes.set_ylim(min(seen) - room, max(seen) + room)
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)")
+    axes.set_title("mean and range over seeds", fontsize=10)
+    axes.grid(alpha=0.3)
+    if any(row.curve for row in rows):
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict[str, str]) -> None:
+    others = [row for row in rows if row.recipe != baseline]
+    axes.axvline(0, color="0.5", linewidth=0.8)
+    for place, row in enumerate(others):
+        if row.gap_percent is None:
+            axes.annotate(f" {row.verdict}", (0, place), va="center", fontsize=8)
+            continue
+        axes.errorbar(
+            row.gap_percent.mean,
+            place,
+            xerr=row.gap_percent.half_width,
+            fmt="o",
+            color=colors[row.recipe],
+            capsize=4,
+        )
+        # A verdict over its own line, where no interval lies.
+        axes.annotate(
+            row.verdict,
+            (row.gap_percent.mean, place),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(others)), [row.recipe for row in others])
+    axes.set_ylim(len(others) - 0.5, -0.7)
+    axes.margins(x=0.25)
+    axes.set(xlabel=f"validation loss at the end, % above {baseline}")
+    axes.set_title("gap, 95 % interval over seeds", fontsize=10)
+    axes.grid(alpha=0.3, axis="x")

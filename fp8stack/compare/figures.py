@@ -1,0 +1,206 @@
+"""What a run came to, read from its folder. It must not know of other runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8stack.training.run_folder import RunFolder
+
+Row = Mapping[str, Any]
+Status = Literal["done", "diverged", "failed", "unfinished"]
+
+WARM_UP = 5
+"""Steps whose speed does not count: they compile, tune and fault memory in."""
+HOPELESS = 1.1
+"""A run diverged whose validation loss ends above this many times a uniform guess's, ln(V)."""
+NUMERIC_FAILURE = 5
+"""The exit code of a run that stopped since its numbers were not finite."""
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WorstSqnr(_Figures):
+    """The least signal-to-noise ratio of an FP8 operand, and where and when it was seen."""
+
+    db: float
+    layer: str
+    operand: str
+    step: int
+
+
+class RunFigures(_Figures):
+    """A run's figures. `val_loss` is the last one, in nats per token; `curve` is the validation
+    loss by step; `tokens_per_s` the median over steps; `peak_memory_gib` the most of any step."""
+
+    recipe: str
+    seed: int
+    status: Status
+    exit: int | None
+    error: str = ""
+    diverged_at: int | None = None
+    val_loss: float | None = None
+    curve: tuple[tuple[int, float], ...] = ()
+    tokens_per_s: float | None = None
+    peak_memory_gib: float | None = None
+    skips: int = 0
+    events: dict[str, int] = {}
+    fp8_gemms: int | None = None
+    precisions: tuple[str, ...] = ()
+    worst_sqnr: WorstSqnr | None = None
+    plan: dict[str, Any] = {}
+
+
+def read_run(
+    folder: RunFolder,
+    *,
+    recipe: str,
+    seed: int,
+    steps: int,
+    vocabulary: int,
+    exit: int | None,
+    error: str = "",
+) -> RunFigures:
+    """The figures of the run in `folder`, which was to take `steps` steps.
+
+    Args:
+        folder: may be missing, or hold a run that was cut.
+        recipe: the name it goes by.
+        seed: of the run.
+        steps: of the run.
+        vocabulary: how many tokens the model knows.
+        exit: the exit code; None if the run has not ended.
+        error: the line that it ended with, if it failed.
+    """
+    rows = folder.read_metrics()
+    taken = valid_steps(rows)
+    curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]
+    speeds = [(step, row["tokens_per_s"]) for step, row in taken.items() if row.get("tokens_per_s")]
+    memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
+    last: Row = taken[max(taken)] if taken else {}
+    status, diverged_at = _status(taken, rows, curve, steps, vocabulary, exit)
+    return RunFigures(
+        recipe=recipe,
+        seed=seed,
+        status=status,
+        exit=exit,
+        error=error,
+        diverged_at=diverged_at,
+        val_loss=curve[-1][1] if curve and status == "done" else None,
+        curve=tuple(curve),
+        tokens_per_s=_speed(speeds),
+        peak_memory_gib=max(memory, default=None),
+        skips=sum(row.get("event") == "skip" or row.get("skipped") is True for row in rows),
+        events=dict(Counter(str(row["event"]) for row in rows if row.get("event"))),
+        fp8_gemms=last.get("fp8_gemms"),
+        precisions=tuple(dict.fromkeys(r["precision"] for r in taken.values() if "precision" in r)),
+        worst_sqnr=worst_sqnr(folder.telemetry),
+        plan=_plan(folder.plan),
+    )
+
+
+def valid_steps(rows: Sequence[Row]) -> dict[int, Row]:
+    """The rows that stand, by step: of several the last, and none of what was rolled back."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        if row.get("event") == "rollback":
+            back = int(row.get("to_step", row["step"]))
+            found = {step: kept for step, kept in found.items() if step <= back}
+        elif row.get("loss") is not None or row.get("val_loss") is not None:
+            found[row["step"]] = row
+    return dict(sorted(found.items()))
+
+
+def _status(
+    taken: Mapping[int, Row],
+    rows: Sequence[Row],
+    curve: Sequence[tuple[int, float]],
+    steps: int,
+    vocabulary: int,
+    exit: int | None,
+) -> tuple[Status, int | None]:
+    """How the run ended, and where it diverged if it did."""
+    if exit == NUMERIC_FAILURE:
+        return "diverged", rows[-1]["step"] if rows else 1
+    if exit:
+        return "failed", None
+    if exit is None or not curve or curve[-1][0] < steps:
+        return "unfinished", None
+    bound = HOPELESS * math.log(vocabulary)
+    if curve[-1][1] <= bound:
+        return "done", None
+    losses = [(step, row["loss"]) for step, row in taken.items() if row.get("loss") is not None]
+    held = [step for step, loss in losses if loss <= bound]
+    return "diverged", next((s for s, _ in losses if s > max(held, default=0)), curve[-1][0])
+
+
+def _speed(speeds: Sequence[tuple[int, float]]) -> float | None:
+    """The median, of steps after the first few if there are any."""
+    counted = [speed for step, speed in speeds if step > WARM_UP] or [speed for _, speed in speeds]
+    return statistics.median(counted) if counted else None
+
+
+def _number(row: Row, key: str) -> bool:
+    return isinstance(row.get(key), int | float)
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """What ran, from `plan.json`: the recipe, who computed, which layers are not in FP8, and why
+    it is not what was asked for."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        layers = plan["layers"]
+        of_layers = {f"{la['name']}: {la['precision']}, {la['reason']}" for la in layers}
+        return {
+            "asked": plan["asked"],
+            "recipe": plan["recipe"]["name"],
+            "backend": plan["backend"],
+            "native": plan["native"],
+            "device": plan["device"],
+            "compute_dtype": plan["compute_dtype"],
+            "layers": len(layers),
+            "fp8_layers": sum(la["fp8"] for la in layers),
+            "not_fp8": {la["name"]: la["reason"] for la in layers if la["reason"]},
+            "reasons": [reason for reason in plan["reasons"] if reason not in of_layers],
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def worst_sqnr(path: Path) -> WorstSqnr | None:
+    """The operand that FP8 told worst, of the run's own recipe.
+
+    The first step that was sampled does not count: delayed scaling has every scale at 1 then, and
+    recipes are to be compared alike.
+    """
+    rows = list(_operands(path))
+    first = min((row["step"] for row in rows), default=0)
+    counted = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
+    if not counted:
+        return None
+    worst = min(counted, key=lambda row: row["sqnr_db"])
+    return WorstSqnr(
+        db=worst["sqnr_db"], layer=worst["layer"], operand=worst["operand"], step=worst["step"]
+    )
+
+
+def _operands(path: Path) -> Iterator[Row]:
+    """The rows about operands in `telemetry.jsonl`; a line that was cut short ends them."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        if isinstance(row, dict) and "operand" in row and not row.get("what_if"):
+            yield row

@@ -1,0 +1,174 @@
+"""What the runs of each recipe came to beside the baseline's. No files here."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8stack.compare.figures import RunFigures
+from fp8stack.compare.statistics import Interval, mean_interval, standard_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFigures:
+    """A recipe over all seeds.
+
+    `val_loss` is the mean over the runs that are done, in nats per token, `standard_error` that of
+    the mean. `gap_percent` is the mean of the differences to the baseline, seed by seed, in percent
+    of the baseline's loss, with its interval. `relative_speed` is tokens per second / the
+    baseline's.
+    `curve` has step, mean, lowest and highest validation loss.
+    """
+
+    recipe: str
+    plan: dict[str, Any]
+    ran: str
+    seeds: int
+    done: int
+    val_loss: float | None
+    standard_error: float | None
+    gap_percent: Interval | None
+    verdict: str
+    tokens_per_s: float | None
+    relative_speed: float | None
+    peak_memory_gib: float | None
+    skips: int
+    events: dict[str, int]
+    fp8_gemms: int | None
+    worst_sqnr: dict[str, Any] | None
+    curve: tuple[tuple[int, float, float, float], ...]
+    errors: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures by name."""
+        return asdict(self)
+
+
+def summarize(
+    runs: Sequence[RunFigures], recipes: Sequence[str], baseline: str
+) -> list[RecipeFigures]:
+    """A row for each of the `recipes`, in their order; `runs` has a run for each seed of each."""
+    of = {name: [run for run in runs if run.recipe == name] for name in recipes}
+    return [_recipe(name, of[name], of[baseline], name == baseline) for name in recipes]
+
+
+def _recipe(
+    name: str, runs: Sequence[RunFigures], base: Sequence[RunFigures], is_baseline: bool
+) -> RecipeFigures:
+    losses = [run.val_loss for run in runs if run.val_loss is not None]
+    gap = None if is_baseline else paired_gap(runs, base)
+    speed, base_speed = _median(runs), _median(base)
+    plan = next((run.plan for run in runs if run.plan), {})
+    return RecipeFigures(
+        recipe=name,
+        plan=plan,
+        ran=_ran(runs, plan),
+        seeds=len(runs),
+        done=len(losses),
+        val_loss=statistics.fmean(losses) if losses else None,
+        standard_error=standard_error(losses),
+        gap_percent=gap,
+        verdict=verdict(runs, gap, is_baseline),
+        tokens_per_s=speed,
+        relative_speed=speed / base_speed if speed and base_speed else None,
+        peak_memory_gib=_of(runs, lambda run: run.peak_memory_gib, max),
+        skips=sum(run.skips for run in runs),
+        events=dict(sum((Counter(run.events) for run in runs), Counter())),
+        fp8_gemms=_of(runs, lambda run: run.fp8_gemms, max),
+        worst_sqnr=_worst(runs),
+        curve=_curve(runs),
+        errors=tuple(f"seed {run.seed}: {run.error}" for run in runs if run.error),
+    )
+
+
+def paired_gap(runs: Sequence[RunFigures], base: Sequence[RunFigures]) -> Interval | None:
+    """The mean of (loss - baseline's) / baseline's over the seeds that both have done, in percent.
+
+    A seed's runs have data, order and first weights in common, so that what these do to a loss
+    cancels in its difference. None if there is no such seed.
+    """
+    losses = {run.seed: run.val_loss for run in base if run.val_loss is not None}
+    gaps = [
+        100 * (run.val_loss / losses[run.seed] - 1)
+        for run in runs
+        if run.val_loss is not None and run.seed in losses
+    ]
+    return mean_interval(gaps) if gaps else None
+
+
+def verdict(runs: Sequence[RunFigures], gap: Interval | None, is_baseline: bool) -> str:
+    """What is to be concluded, in a few words; what went wrong comes before any figure."""
+    diverged = [f"{run.diverged_at} (seed {run.seed})" for run in runs if run.status == "diverged"]
+    failed = [str(run.seed) for run in runs if run.status == "failed"]
+    open_seeds = sum(run.status == "unfinished" for run in runs)
+    said = []
+    if diverged:
+        said.append(f"diverged at step {', '.join(diverged)}")
+    if failed:
+        said.append(f"failed (seed {', '.join(failed)})")
+    if is_baseline:
+        said.append("baseline")
+    elif not diverged and gap is not None:
+        said.append(_judged(gap))
+    elif not said and not open_seeds:
+        said.append("no seed in common with the baseline")
+    if open_seeds:
+        said.append(f"{open_seeds} of {len(runs)} seeds to do")
+    return ", ".join(said)
+
+
+def _judged(gap: Interval) -> str:
+    if gap.half_width is None:
+        return "one seed: no verdict"
+    if gap.contains_zero:
+        return "no difference seen"
+    better = "better" if gap.mean < 0 else "worse"
+    return f"{better} by {abs(gap.mean):.2f} ± {gap.half_width:.2f} %"
+
+
+def _ran(runs: Sequence[RunFigures], plan: dict[str, Any]) -> str:
+    """The precisions that were active, in order, and who computed."""
+    seen = dict.fromkeys(precision for run in runs for precision in run.precisions)
+    return f"{' then '.join(seen)} ({plan['backend']})" if seen and plan else ""
+
+
+def _median(runs: Sequence[RunFigures]) -> float | None:
+    speeds = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
+    return statistics.median(speeds) if speeds else None
+
+
+def _of(
+    runs: Sequence[RunFigures],
+    figure: Callable[[RunFigures], Any],
+    choose: Callable[[list[Any]], Any],
+) -> Any:
+    """What `choose` makes of a figure of all runs that have it; None if none has."""
+    found = [value for run in runs if (value := figure(run)) is not None]
+    return choose(found) if found else None
+
+
+def _worst(runs: Sequence[RunFigures]) -> dict[str, Any] | None:
+    """The worst SQNR of all seeds."""
+    seen = [run for run in runs if run.worst_sqnr is not None]
+    if not seen:
+        return None
+    run = min(seen, key=lambda run: run.worst_sqnr.db if run.worst_sqnr else 0.0)
+    assert run.worst_sqnr is not None
+    return run.worst_sqnr.model_dump() | {"seed": run.seed}
+
+
+def _curve(runs: Sequence[RunFigures]) -> tuple[tuple[int, float, float, float], ...]:
+    """Validation loss by step over the runs that are done; without any, over what there is."""
+    done = [run for run in runs if run.status == "done"]
+    chosen = done or [run for run in runs if run.status == "unfinished"] or runs
+    by_step: dict[int, list[float]] = {}
+    for run in chosen:
+        for step, loss in run.curve:
+            by_step.setdefault(step, []).append(loss)
+    return tuple(
+        (step, statistics.fmean(losses), min(losses), max(losses))
+        for step, losses in sorted(by_step.items())
+    )

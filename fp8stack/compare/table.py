@@ -1,0 +1,145 @@
+"""A comparison as text: the table that is printed, and `compare.md`. It computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8stack.compare.figures import HOPELESS, WARM_UP
+from fp8stack.compare.summary import RecipeFigures
+
+
+def header(baseline: str) -> list[str]:
+    """The titles of the columns."""
+    return [
+        "recipe", "ran", "FP8 layers", "FP8 GEMMs per step", "validation loss",
+        f"gap to {baseline}", "verdict", "tokens/s", "peak GiB", "skips", "worst SQNR",
+    ]  # fmt: skip
+
+
+def cells(row: RecipeFigures) -> list[str]:
+    """A recipe's line."""
+    plan = row.plan
+    return [
+        row.recipe,
+        row.ran,
+        f"{plan['fp8_layers']}/{plan['layers']}" if plan else "",
+        "" if row.fp8_gemms is None else str(row.fp8_gemms),
+        _with_error(row.val_loss, row.standard_error, "{:.4f}"),
+        ""
+        if row.gap_percent is None
+        else f"{_with_error(row.gap_percent.mean, row.gap_percent.half_width, '{:+.2f}')} %",
+        row.verdict,
+        _speed(row),
+        "" if row.peak_memory_gib is None else f"{row.peak_memory_gib:.2f}",
+        str(row.skips),
+        _sqnr(row),
+    ]
+
+
+def _with_error(value: float | None, error: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return form.format(value) + ("" if error is None else f" ± {form.format(error).lstrip('+')}")
+
+
+def _speed(row: RecipeFigures) -> str:
+    if row.tokens_per_s is None:
+        return ""
+    relative = "" if row.relative_speed is None else f" ({row.relative_speed:.2f})"
+    return f"{row.tokens_per_s:,.0f}{relative}"
+
+
+def _sqnr(row: RecipeFigures) -> str:
+    worst = row.worst_sqnr
+    return "" if worst is None else f"{worst['db']:.1f} dB, {worst['layer']} {worst['operand']}"
+
+
+def as_text(rows: Sequence[RecipeFigures], baseline: str) -> str:
+    """The table with its columns aligned, for a terminal or a log."""
+    lines = [header(baseline), *(cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([*text, *notes(rows)])
+
+
+def as_markdown(
+    rows: Sequence[RecipeFigures],
+    baseline: str,
+    *,
+    command: str,
+    seeds: int,
+    config: Mapping[str, Any],
+    machine: Mapping[str, Any],
+) -> str:
+    """`compare.md`: the command, the table, what its columns are, and what is to be known."""
+    head = header(baseline)
+    table = [head, ["---"] * len(head), *(cells(row) for row in rows)]
+    model = f"{config['model']}, {config['steps']} steps of {config['batch']} sequences"
+    facts = ", ".join(
+        f"{name} {value}"
+        for name, value in machine.items()
+        if value is not None and name not in ("machine", "slug")
+    )
+    begun = f", begun with the weights of {config['init_from']}" if config["init_from"] else ""
+    return "\n".join(
+        [
+            f"`{command}`",
+            "",
+            f"made this: {model}, {'one seed' if seeds == 1 else f'{seeds} seeds'}{begun}, on "
+            f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
+            "same first weights and the same order.",
+            "",
+            *("| " + " | ".join(line) + " |" for line in table),
+            "",
+            _explanation(baseline, seeds),
+            "",
+            *(f"- {note}" for note in notes(rows)),
+            "",
+            "![Validation loss by step, and the gap at the end](compare.png)",
+            "",
+        ]
+    )
+
+
+def _explanation(baseline: str, seeds: int) -> str:
+    over = (
+        "With one seed there are no errors, and differences mean little. "
+        if seeds == 1
+        else f"Validation loss: mean over seeds ± its standard error. Gap: the mean over seeds of "
+        f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
+        "95 % interval by Student's t; no difference is seen where that holds 0. Each interval is "
+        "for itself: of twenty recipes that are equal, one would seem to differ. "
+    )
+    return (
+        f"Losses are in nats per token, at the last step. {over}A run diverged if its numbers were "
+        f"no longer finite, or if its loss ended above {HOPELESS} times that of guessing "
+        f"uniformly. tokens/s: the median over steps, without the first {WARM_UP}, and relative to "
+        f"{baseline}; runs were made one after the other. Worst SQNR: of all FP8 operands, at all "
+        "sampled steps but the first of a run."
+    )
+
+
+def notes(rows: Sequence[RecipeFigures]) -> list[str]:
+    """What is to be known of single recipes: why another was run, what the guard did, failures."""
+    found = []
+    for row in rows:
+        if row.plan.get("reasons"):
+            found.append(f"{row.recipe}: {'; '.join(row.plan['reasons'])}")
+        left_out = row.plan.get("not_fp8", {})
+        if left_out and row.plan["fp8_layers"]:
+            reasons = "; ".join(dict.fromkeys(f"{reason}" for reason in left_out.values()))
+            found.append(f"{row.recipe}: not in FP8: {_some(list(left_out))} ({reasons})")
+        events = ", ".join(f"{name} {count}" for name, count in row.events.items())
+        if events:
+            found.append(f"{row.recipe}: events: {events}")
+        found += [f"{row.recipe}, {error}" for error in row.errors]
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

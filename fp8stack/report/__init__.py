@@ -1,0 +1,42 @@
+"""`fp8stack report`: what runs did, as one HTML page or for a terminal. It trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> Path | None:
+    """Report on `runs`, and return the page that was written, if any.
+
+    Args:
+        runs: run folders.
+        out: the page; left out, `report.html` in the run's folder, or in the folder that several
+            runs share. Its plots go as PNG files into a folder beside it, `report_files`.
+        text: print the essentials; then a page is written only if `out` names one.
+
+    Raises:
+        UserError: a path that is no run, or something else in the place of `out`.
+        StorageError: the disk is full or cannot be written.
+    """
+    from fp8stack.report.attention import judge
+    from fp8stack.report.read import read_run
+    from fp8stack.report.words import titles
+
+    judged = [judge(read_run(run)) for run in runs]
+    place = None
+    if out is not None or not text:
+        from fp8stack.report import page
+
+        place = page.destination(out, runs)
+    if text:
+        from rich.console import Console
+
+        from fp8stack.report.text import show
+
+        console = Console(highlight=False, markup=False, emoji=False)
+        show(judged, titles([one.run for one in judged]), console)
+    if place is not None:
+        page.write(judged, place)
+        return place.page
+    return None

@@ -1,0 +1,202 @@
+"""What needs attention in a run, as sentences: the worst first. No file, no page here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8stack.report.events import ending, failure, from_events
+from fp8stack.report.read import Operand, Run, table
+from fp8stack.report.standouts import StandOut, settled, stand_outs
+from fp8stack.report.words import LABELS, Finding, in_steps, percent, shown, times
+
+MOST = 6  # stand-outs that are named one by one
+CLIPPED_BITS = 3.0  # an amax of 8 times what its scale can hold; less is usual in delayed scaling
+CLIPPED_SHARE = 1e-2
+LOW_SQNR_DB = 15.0  # E5M2 at its best has 25 dB, E4M3 31 dB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A run with what is to be said of it.
+
+    `operands` are settled (see `standouts.settled`); `extremes` are the worst figures: what, the
+    operand's name, the step, the figure, and how it reads.
+    """
+
+    run: Run
+    findings: list[Finding]
+    standing_out: list[StandOut]
+    operands: list[Operand]
+    extremes: list[tuple[str, str, int, str]]
+    total: int | None
+    done: int
+    state: str
+
+
+def judge(run: Run) -> Judged:
+    """Look at everything in `run`."""
+    delayed = table(run.plan.get("recipe")).get("scaling") == "delayed" or any(
+        np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
+        for operand in run.operands
+        if len(operand.steps) and operand.figures["scale"][0] == 1.0
+    )
+    operands = settled(run.operands, delayed)
+    standing_out = stand_outs(operands)
+    done = max((row["step"] for row in run.rows), default=0)
+    steps = run.config.get("steps")
+    total = steps if type(steps) is int else None
+    findings = [
+        *ending(run),
+        *_not_finite(run.operands),
+        *from_events(run),
+        *_stand_out_sentences(standing_out),
+        *_clipped(operands),
+        *_low_sqnr(operands, standing_out),
+        *(Finding(level="note", text=note) for note in run.notes),
+    ]
+    rank = {"alarm": 0, "warning": 1, "note": 2}
+    return Judged(
+        run=run,
+        findings=sorted(findings, key=lambda finding: rank[finding.level]),
+        standing_out=standing_out,
+        operands=operands,
+        extremes=_extremes(operands),
+        total=total,
+        done=done,
+        state=_state(run, done, total),
+    )
+
+
+def verdict(judged: Judged) -> str:
+    """The sentence above the findings."""
+    alarms = sum(finding.level == "alarm" for finding in judged.findings)
+    warnings = sum(finding.level == "warning" for finding in judged.findings)
+    if alarms or warnings:
+        parts = [f"{count} {word}{'s' * (count > 1)}" for count, word in
+                 ((alarms, "alarm"), (warnings, "warning")) if count]  # fmt: skip
+        return f"Needs attention: {' and '.join(parts)}."
+    if judged.run.operands and not judged.operands:
+        return "Nothing stands out so far; the scales had not settled at the only sample."
+    if judged.operands:
+        return "Nothing stands out."
+    return "Nothing stands out in the metrics; there is no telemetry to look at."
+
+
+def _state(run: Run, done: int, total: int | None) -> str:
+    if failure(run) is not None:
+        return "failed"
+    if not run.rows:
+        return "no step yet"
+    if total is not None and done >= total:
+        return "done"
+    return "unfinished"
+
+
+def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
+    for operand in operands:
+        share = operand.figures["nonfinite"]
+        bad = np.flatnonzero(share > 0)
+        if len(bad):
+            first, worst = bad[0], bad[np.argmax(share[bad])]
+            text = (
+                f"{operand.name}: values that are not finite at {in_steps(operand.steps[bad])}, "
+                f"first at step {operand.steps[first]}, at most {percent(share[worst])} of them "
+                f"(step {operand.steps[worst]}). Its amax is infinite there."
+            )
+            yield Finding(level="alarm", text=text)
+
+
+def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
+    for out in standing_out[:MOST]:
+        start = f"from step {out.step} on" if out.changed else "all along"
+        where = f"stands out {start}. At step {out.worst_step}:"
+        if not out.lasting:
+            where = f"was out of line at step {out.worst_step} alone:"
+        elif out.changed and out.step == out.operand.steps[-1]:
+            where = f"stands out at step {out.step}:"
+        figures = "; ".join(
+            f"{LABELS[figure]} {shown(figure, value)}, its peers {shown(figure, peers)}"
+            + ("" if before is None else f", itself {shown(figure, before)} before")
+            for figure, (value, peers, before) in out.values.items()
+        )
+        text = f"{out.operand.name} {where} {figures}."
+        yield Finding(level="warning" if out.lasting else "note", text=text)
+    if len(standing_out) > MOST:
+        rest = ", ".join(out.operand.name.replace(", ", " ") for out in standing_out[MOST:][:20])
+        text = f"{len(standing_out) - MOST} more stand out less: {rest}" + (
+            " and others." if len(standing_out) > MOST + 20 else "."
+        )
+        yield Finding(level="warning" if standing_out[MOST].lasting else "note", text=text)
+
+
+def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
+    """Amaxes that their scale could not hold: how many, and the worst."""
+    count = samples = 0
+    worst: tuple[float, Operand, int] | None = None
+    most = 0.0
+    for operand in operands:
+        bits = operand.figures["headroom_bits"]
+        samples += int(np.isfinite(bits).sum())
+        clipped = np.flatnonzero(bits < 0)
+        count += len(clipped)
+        if len(clipped):
+            at = int(clipped[np.argmin(bits[clipped])])
+            most = max(most, float(np.nanmax([0.0, *operand.figures["saturated"][clipped]])))
+            if worst is None or bits[at] < worst[0]:
+                worst = (float(bits[at]), operand, at)
+    if worst is None:
+        return
+    bits_over, operand, at = worst
+    saturated = operand.figures["saturated"][at]
+    share = "" if math.isnan(saturated) else f", {percent(saturated)} of its elements saturated"
+    text = (
+        f"{count} of {samples} sampled amaxes were clipped, being larger than their scale can "
+        f"hold. The worst: {operand.name} at step {operand.steps[at]}, by "
+        f"{-bits_over:.2g} bits{share}."
+    )
+    bad = -bits_over >= CLIPPED_BITS or most >= CLIPPED_SHARE
+    yield Finding(level="warning" if bad else "note", text=text)
+
+
+def _low_sqnr(operands: Sequence[Operand], named: Sequence[StandOut]) -> Iterable[Finding]:
+    known = {id(out.operand) for out in named if "sqnr_db" in out.values}
+    low: list[tuple[float, Operand]] = []
+    for operand in operands:
+        sqnr = operand.figures["sqnr_db"]
+        sqnr = sqnr[np.isfinite(sqnr)]
+        if len(sqnr) and id(operand) not in known and float(np.median(sqnr)) < LOW_SQNR_DB:
+            low.append((float(np.median(sqnr)), operand))
+    if low:
+        value, operand = min(low, key=lambda pair: pair[0])
+        text = (
+            f"{times(len(low), 'operand keeps', 'operands keep')} less than {LOW_SQNR_DB:.0f} dB "
+            f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median)."
+        )
+        yield Finding(level="warning", text=text)
+
+
+def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
+    """The worst settled sample of each figure, whether alarming or not."""
+    found = []
+    for label, figure, sign in (
+        ("lowest SQNR", "sqnr_db", -1.0),
+        ("most saturated", "saturated", 1.0),
+        ("most underflow", "underflow", 1.0),
+        ("least headroom", "headroom_bits", -1.0),
+    ):
+        best: tuple[float, Operand, int] | None = None
+        for operand in operands:
+            values = sign * operand.figures[figure]
+            if np.isfinite(values).any():
+                at = int(np.nanargmax(values))
+                if best is None or values[at] > best[0]:
+                    best = (float(values[at]), operand, at)
+        if best is not None:
+            value, operand, at = best
+            text = shown(figure, sign * value)
+            found.append((label, operand.name, int(operand.steps[at]), text))
+    return found

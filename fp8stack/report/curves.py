@@ -1,0 +1,215 @@
+"""Curves over the steps: loss, learning rate, gradient norm, throughput, amaxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8stack.formats import FORMATS
+from fp8stack.report.attention import Judged
+from fp8stack.report.drawing import (
+    COLORS,
+    Picture,
+    legend_above,
+    mark_events,
+    new_figure,
+    picture,
+    plain_log,
+    style,
+    thinned,
+    whole_steps,
+)
+from fp8stack.report.read import Operand, Run, column
+from fp8stack.training.plot import smoothed, view_range
+
+FEW = 3  # runs of which each step is drawn; of more the mean alone
+WORST = 6  # operands whose amaxes are drawn
+
+
+def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
+    """Training loss, each step pale and smoothed, and validation loss; None without any."""
+    with style():
+        figure = new_figure(7.4, 3.6)
+        axes = figure.add_subplot()
+        seen: list[float] = []
+        told = []
+        for at, (run, called) in enumerate(zip(runs, names, strict=True)):
+            color = COLORS[at % len(COLORS)]
+            prefix = f"{called}: " if len(runs) > 1 else ""
+            steps, losses = column(run, "loss")
+            if losses:
+                smooth = smoothed(losses)
+                seen += smooth
+                if len(runs) <= FEW:
+                    axes.plot(*thinned(steps, losses), color=color, alpha=0.28, linewidth=0.8,
+                              label=None if prefix else "training, each step")  # fmt: skip
+                axes.plot(*thinned(steps, smooth), color=color, linewidth=1.7,
+                          label=called if prefix else "training, running mean")  # fmt: skip
+                told.append(f"{prefix}training loss from {smooth[0]:.3f} to {smooth[-1]:.3f}")
+            steps, losses = column(run, "val_loss")
+            if losses:
+                seen += losses
+                color = color if prefix else COLORS[1]
+                axes.plot(steps, losses, "o--" if prefix else "o-", color=color, markersize=4.5,
+                          markeredgecolor="white", markeredgewidth=0.6, linewidth=1.1,
+                          label=None if prefix else "validation")  # fmt: skip
+                told.append(f"{prefix}last validation loss {losses[-1]:.4f}")
+        if not seen:
+            return None
+        if len(runs) == 1:
+            mark_events(axes, runs[0].events)
+        axes.set_ylim(*view_range(seen))
+        axes.set_ylabel("loss (nats per token)")
+        whole_steps(axes)
+        legend_above(figure, axes)
+        key = "Lines: training, running mean; dots: validation. " if len(runs) > 1 else ""
+        return picture(
+            figure,
+            name,
+            "Loss",
+            f"{key}{'; '.join(told)}.",
+            f"Loss over the steps. {'; '.join(told)}.",
+        )
+
+
+def rates(run: Run, name: str) -> Picture | None:
+    """Learning rate, and the gradient norm on a logarithmic axis; None without any."""
+    with style():
+        figure = new_figure(7.4, 3.6)
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.6))
+        lr_steps, lrs = column(run, "lr")
+        steps, norms = column(run, "grad_norm")
+        steps, norms = _positive(steps, norms)
+        if not lrs and not norms:
+            return None
+        upper.plot(*thinned(lr_steps, lrs), color=COLORS[3], linewidth=1.5)
+        upper.set_ylabel("learning rate")
+        if norms:
+            lower.plot(*thinned(steps, norms), color=COLORS[0], alpha=0.35, linewidth=0.8)
+            smooth = np.exp(smoothed(list(np.log(norms))))
+            lower.plot(*thinned(steps, list(smooth)), color=COLORS[0], linewidth=1.6)
+            plain_log(lower, norms)
+        mark_events(lower, run.events)
+        lower.set_ylabel("gradient norm")
+        whole_steps(lower)
+        told = f"Gradient norm: median {np.median(norms):.3g}, largest {max(norms):.3g} at step "
+        caption = told + f"{steps[int(np.argmax(norms))]}." if norms else "No gradient norm."
+        return picture(
+            figure, name, "Learning rate and gradient norm", caption,
+            f"Learning rate and gradient norm over the steps. {caption}",
+        )  # fmt: skip
+
+
+def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
+    """Tokens per second; None where nothing was timed."""
+    with style():
+        figure = new_figure(7.4, 2.9)
+        axes = figure.add_subplot()
+        tops: list[float] = []
+        told = []
+        for at, (run, called) in enumerate(zip(runs, names, strict=True)):
+            steps, values = _positive(*column(run, "tokens_per_s"))
+            if not values:
+                continue
+            color = COLORS[at % len(COLORS)]
+            if len(runs) <= FEW:
+                axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.8)
+            axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.7, label=called)
+            tops.append(float(np.percentile(values, 99)))
+            _, times = column(run, "step_ms")
+            took = f", {np.median(times):,.0f} ms a step" if times else ""
+            prefix = f"{called}: " if len(runs) > 1 else ""
+            told.append(f"{prefix}median {np.median(values):,.0f} tokens/s{took}")
+        if not tops:
+            return None
+        axes.set_ylim(0, 1.15 * max(tops))
+        axes.set_ylabel("tokens per second")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        whole_steps(axes)
+        if len(runs) > 1:
+            legend_above(figure, axes)
+        caption = "; ".join(told) + "."
+        return picture(
+            figure, name, "Throughput", caption, f"Tokens per second over the steps. {caption}"
+        )
+
+
+def amaxes(judged: Judged, name: str) -> Picture | None:
+    """Amax histories of the worst operands, with the largest magnitude that their scale can hold;
+    None without telemetry."""
+    chosen = worst(judged)
+    if not chosen:
+        return None
+    with style():
+        columns = min(3, len(chosen))
+        rows = -(-len(chosen) // columns)
+        figure = new_figure(10, 0.5 + 2.3 * rows)
+        panels = figure.subplots(rows, columns, sharex=True, squeeze=False)
+        for axes in panels.flat[len(chosen) :]:
+            axes.set_visible(False)
+        limited = False
+        for axes, operand in zip(panels.flat, chosen, strict=False):
+            limited |= _amax(axes, operand)
+        for axes in panels[-1]:
+            whole_steps(axes)
+        legend_above(figure, panels.flat[0])
+        held = " An amax above the dashed line is clipped; a triangle marks it." if limited else (
+            " Blocks have a scale each, so no line says what they can hold."
+        )  # fmt: skip
+        names = "; ".join(operand.name for operand in chosen)
+        return picture(
+            figure, name, "Amax histories",
+            f"The {len(chosen)} operands that look worst, the worst first.{held}",
+            f"Amax over the steps of {names}.{held}", wide=True,
+        )  # fmt: skip
+
+
+def _amax(axes: Any, operand: Operand) -> bool:
+    """Draw one operand; whether it has a line for what its scale can hold."""
+    amax, scale = operand.figures["amax"], operand.figures["scale"]
+    top = FORMATS[operand.format].max if operand.format in FORMATS else np.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        held = np.where(scale > 0, top / scale, np.nan)
+    shown = np.where(amax > 0, amax, np.nan)
+    plot = axes.plot
+    plot(operand.steps, shown, "o-", color=COLORS[0], markersize=2.5, linewidth=1.2, label="amax")
+    limited = bool(np.isfinite(held).any())
+    if limited:
+        plot(operand.steps, held, color=COLORS[1], linewidth=1.2, linestyle="--",
+             label="largest that the scale can hold")  # fmt: skip
+    clipped = operand.figures["headroom_bits"] < 0
+    if clipped.any():
+        plot(operand.steps[clipped], shown[clipped], "v", color=COLORS[4], markersize=6)
+    seen = np.concatenate([shown, held])
+    if np.isfinite(seen).any():
+        plain_log(axes, seen[np.isfinite(seen)])
+    axes.set_title(f"{operand.layer}\n{operand.kind}", fontsize=8)
+    return limited
+
+
+def worst(judged: Judged, most: int = WORST) -> list[Operand]:
+    """The operands to look at first: those that stand out, then the least headroom and SQNR."""
+    everything = {
+        (operand.layer, operand.kind): operand
+        for operand in [*judged.run.operands, *judged.operands]
+    }  # the settled samples, where there are any
+    order = [(out.operand.layer, out.operand.kind) for out in judged.standing_out]
+    by_headroom = sorted(judged.operands, key=lambda operand: _least(operand, "headroom_bits"))
+    by_sqnr = sorted(judged.operands, key=lambda operand: _least(operand, "sqnr_db"))
+    for pair in zip(by_headroom, by_sqnr, strict=True):
+        order += [(operand.layer, operand.kind) for operand in pair]
+    order += list(everything)
+    return [everything[key] for key in dict.fromkeys(order)][:most]
+
+
+def _least(operand: Operand, figure: str) -> float:
+    values = operand.figures[figure]
+    values = values[np.isfinite(values)]
+    return float(values.min()) if len(values) else np.inf
+
+
+def _positive(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value > 0]
+    return [step for step, _ in pairs], [value for _, value in pairs]

@@ -1,0 +1,183 @@
+"""How a report's plots look: one ink, no background, legible on light and on dark. No run here."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+INK = "#1a1b1c"  # becomes the colour of the page's text
+COLORS = (
+    *("#3b82f6", "#e8710a", "#16a34a", "#a855f7", "#dc2626"),
+    *("#0d9ba8", "#d6479a", "#a16207", "#64748b", "#65a30d"),
+)
+EVENT_COLORS = {
+    "skip": "#94a3b8",
+    "rollback": "#dc2626",
+    "demote": "#a855f7",
+    "restore": "#16a34a",
+    "stop": "#dc2626",
+    "non-finite": "#dc2626",
+}
+MOST_POINTS = 1200  # of a line: more than a screen has pixels
+
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "text.parse_math": False,  # a name with $ in it is a name
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "fp8stack",  # the same plot has the same bytes
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A plot: `svg` is for the page, `png()` for a file called `name`. `alt` is for who cannot see
+    it, `caption` for everyone; `wide` ones keep more width on a small screen."""
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    svg: str
+    figure: Figure
+    wide: bool = False
+
+    def png(self) -> bytes:
+        """The plot as a PNG file, on white."""
+        stream = io.BytesIO()
+        with style():
+            self.figure.savefig(
+                stream, format="png", dpi=120, facecolor="white", metadata={"Software": None}
+            )
+        return stream.getvalue()
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Everything drawn within looks alike."""
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        warnings.filterwarnings("ignore", message="overflow", category=RuntimeWarning)
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def picture(
+    figure: Figure, name: str, title: str, caption: str, alt: str, wide: bool = False
+) -> Picture:
+    """The finished plot."""
+    return Picture(
+        name=name,
+        title=title,
+        caption=caption,
+        alt=alt,
+        svg=_inline(figure, name),
+        figure=figure,
+        wide=wide,
+    )
+
+
+def _inline(figure: Figure, name: str) -> str:
+    """The figure as an <svg> element that can stand in a page beside others."""
+    stream = io.StringIO()
+    none = {"Creator": None, "Date": None, "Format": None, "Type": None}
+    figure.savefig(stream, format="svg", transparent=True, metadata=none)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">',
+                  text, count=1)  # fmt: skip
+    # Ids must not meet those of another plot; within this one they are referred to by #id.
+    seen: set[str] = set()
+
+    def once(match: re.Match[str]) -> str:
+        # matplotlib names by content, so that what has the name of another is the same.
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return f' id="{name}-{match[1]}"'
+
+    text = re.sub(r'\sid="([^"]+)"', once, text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
+    return text.replace(INK, "currentColor").strip()
+
+
+def plain_log(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic y axis, labelled with numbers and not with formulas."""
+    axes.set_yscale("log")
+    narrow = max(values) / 100 < min(values)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def whole_steps(axes: Any) -> None:
+    """Label the x axis as steps."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+
+
+def legend_above(figure: Figure, axes: Any) -> None:
+    """Say above the plot what its lines are, in nobody's way."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        fit = int(12 * figure.get_figwidth() / (max(map(len, labels)) + 6))
+        columns = max(1, min(fit, 7))
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=8)
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
+    """A line of many points as one of few that looks the same: the ends of each stretch."""
+    x, y = np.asarray(steps), np.asarray(values)
+    if len(x) <= MOST_POINTS:
+        return x, y
+    keep = set()
+    for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
+        keep |= {int(part[np.argmin(y[part])]), int(part[np.argmax(y[part])])}
+    chosen = sorted(keep)
+    return x[chosen], y[chosen]
+
+
+def mark_events(axes: Any, events: Sequence[dict[str, Any]]) -> None:
+    """A vertical line at each event that changed the run's course, named once in the legend."""
+    seen = set()
+    for event in {(event["step"], event.get("event")): event for event in events}.values():
+        kind = event.get("event")
+        if not isinstance(kind, str) or kind not in EVENT_COLORS:
+            continue
+        label = None if kind in seen else kind
+        seen.add(kind)
+        axes.axvline(event["step"], color=EVENT_COLORS[kind], linewidth=0.9, linestyle="--",
+                     alpha=0.8, label=label, zorder=1)  # fmt: skip

@@ -1,0 +1,112 @@
+"""Heat maps of telemetry: layers by steps, one panel per operand kind. The redder, the worse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import LogNorm, Normalize
+
+from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, picture, style
+from fp8stack.report.grids import joined, kinds_of, layers_by_steps
+from fp8stack.report.read import Figures, Run
+from fp8stack.report.standouts import role
+
+MOST_SAMPLES = 240  # columns; more are joined, the worst of each shown
+NONE = (0.55, 0.6, 0.65, 0.22)
+LEAST_SHARE = 1e-4  # less is shown as none
+# Figure: title, colour bar, colour map, whether larger is worse, caption.
+MAPS = {
+    "sqnr_db": ("Signal to quantization noise", "SQNR (dB)", "YlOrRd_r", False,
+                "E4M3 at its best has about 31 dB, E5M2 about 25."),
+    "saturated": ("Saturation", "share of elements", "YlOrRd", True,
+                  "Elements beyond the largest FP8 value, clipped to it. Grey: less than 0.01 %."),
+    "underflow": ("Underflow", "share of elements", "YlOrRd", True,
+                  "Elements too small for FP8, flushed to zero. Grey: less than 0.01 %."),
+}  # fmt: skip
+
+
+def heat_maps(run: Run, prefix: str) -> list[Picture]:
+    """A picture for each figure of `MAPS`; none without telemetry."""
+    return [_heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
+
+
+def _heat_map(run: Run, figure_name: str, name: str) -> Picture:
+    title, unit, colors, worst_is_high, caption = MAPS[figure_name]
+    kinds = kinds_of(run.operands)
+    count = len({operand.layer for operand in run.operands})
+    with style():
+        height = 1.1 + (0.19 * count if count <= 32 else min(8.0, 6.0 + 0.01 * (count - 32)))
+        figure = new_figure(10, height)
+        panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+        image: Any = None
+        for axes, kind in zip(panels, kinds, strict=True):
+            layers, steps, values = layers_by_steps(run, kind, figure_name)
+            steps, values = joined(steps, values, worst_is_high, MOST_SAMPLES)
+            image = _panel(axes, steps, values, figure_name, colors)
+            _label(axes, layers, steps)
+            _mark(axes, run, steps)
+            axes.set_title(kind, pad=9)
+        extend = {"sqnr_db": "both"}.get(figure_name, "min")
+        bar: Any = figure.colorbar(image, ax=list(panels), label=unit, extend=extend, pad=0.01,
+                              aspect=30, shrink=0.9 if count > 6 else 1.0)  # fmt: skip
+        bar.solids.set_rasterized(True)
+        bar.outline.set_visible(False)
+        if figure_name != "sqnr_db":
+            bar.ax.yaxis.set_major_formatter(_share)
+        marks = sorted({str(event.get("event")) for event in run.events} & set(EVENT_COLORS))
+        marked = f" Triangles on top mark events: {', '.join(marks)}." if marks else ""
+        return picture(
+            figure, name, title, f"The redder, the worse. {caption}{marked}",
+            f"Heat map of {title.lower()} for {count} layers over the sampled steps, by operand: "
+            f"{', '.join(kinds)}. {caption}", wide=True,
+        )  # fmt: skip
+
+
+def _panel(axes: Any, steps: Any, values: Figures, figure: str, colors: str) -> Any:
+    norm: Normalize
+    if figure == "sqnr_db":
+        cmap = colormaps[colors].with_extremes(bad=(0, 0, 0, 0))
+        norm = Normalize(8, 32)
+    else:
+        cmap = colormaps[colors].with_extremes(bad=(0, 0, 0, 0), under=NONE)
+        norm = LogNorm(LEAST_SHARE, 1)
+        values = np.where(values < LEAST_SHARE, LEAST_SHARE / 10, values)
+    axes.grid(False)
+    return axes.imshow(
+        np.ma.masked_invalid(values), cmap=cmap, norm=norm, aspect="auto", interpolation="none"
+    )
+
+
+def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
+    """Layers beside, as many as can be read, and steps below."""
+    every = -(-len(layers) // 40)
+    period = len({role(layer) for layer in layers})
+    if 1 < every < 4 * period:  # the same linear of each block, or of every other
+        every = -(-every // period) * period
+    rows = list(range(0, len(layers), every))
+    axes.set_yticks(rows, [_short(layers[row]) for row in rows], fontsize=7)
+    columns = np.unique(np.linspace(0, len(steps) - 1, min(5, len(steps))).round().astype(int))
+    axes.set_xticks(columns, [str(steps[column]) for column in columns], fontsize=7)
+    axes.set_xlabel("step")
+    axes.tick_params(length=2)
+
+
+def _short(layer: str) -> str:
+    return layer if len(layer) <= 34 else f"...{layer[-31:]}"
+
+
+def _mark(axes: Any, run: Run, steps: Any) -> None:
+    """A triangle above the map at each event, in its colour."""
+    for kind, color in EVENT_COLORS.items():
+        at = sorted({event["step"] for event in run.events if event.get("event") == kind})
+        if at:
+            places = np.interp(at, steps, np.arange(len(steps)))
+            axes.plot(places, np.full(len(places), 1.012), "v", color=color, markersize=4,
+                      transform=axes.get_xaxis_transform(), clip_on=False)  # fmt: skip
+
+
+def _share(value: float, _: float) -> str:
+    return f"{100 * value:g} %"

@@ -1,0 +1,173 @@
+"""The report as one HTML page that needs nothing else, and its plots as PNG files beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from fp8stack import __version__
+from fp8stack.errors import UserError, quoted
+from fp8stack.report import curves, summary
+from fp8stack.report.attention import Judged, verdict
+from fp8stack.report.drawing import Picture
+from fp8stack.report.events import folded
+from fp8stack.report.heatmaps import heat_maps
+from fp8stack.report.words import titles
+
+MARK = '<meta name="generator" content="fp8stack report'
+"""What a page of ours begins with, and by which it may be written over."""
+_OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a report goes: the page, and the folder of its plots."""
+
+    page: Path
+    plots: Path
+
+
+def destination(out: str | None, runs: Sequence[Path]) -> Destination:
+    """Where the report of `runs` is to be written: `out`, or `report.html` in the run's folder, or
+    in the folder that all of them lie in.
+
+    Raises:
+        UserError: there is something else, or the runs have no folder in common.
+    """
+    if out is None:
+        parents = {run.resolve().parent for run in runs}
+        if len(runs) > 1 and len(parents) > 1:
+            raise UserError("The runs lie in different folders. Say by --out where to write.")
+        page = (runs[0] if len(runs) == 1 else runs[0].resolve().parent) / "report.html"
+    else:
+        page = Path(out)
+    shown = quoted(str(page))
+    if page.is_dir() or not page.name:
+        raise UserError(f"--out {shown} is a folder. Name a file in it, such as report.html.")
+    for folder in page.parents:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise UserError(f"--out {shown}: {quoted(str(folder))} is no folder. Give another.")
+    place = Destination(page=page, plots=page.with_name(f"{page.stem}_files"))
+    if os.path.lexists(page) and not _is_ours(page):
+        raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
+    if os.path.lexists(place.plots) and not _holds_plots(place.plots):
+        raise UserError(
+            f"{quoted(str(place.plots))} is where the plots belong and holds other things. "
+            "Give another --out."
+        )
+    return place
+
+
+def _is_ours(page: Path) -> bool:
+    if not page.is_file():  # a pipe or a device would wait for ever
+        return False
+    try:
+        with page.open("rb") as stream:
+            return MARK.encode() in stream.read(2000)
+    except OSError:
+        return False
+
+
+def _holds_plots(folder: Path) -> bool:
+    """Whether `folder` is a folder of plots of ours, and nothing else."""
+    try:
+        return all(_OURS.fullmatch(entry.name) for entry in folder.iterdir())
+    except OSError:
+        return False
+
+
+def write(runs: Sequence[Judged], place: Destination) -> None:
+    """Write the page and its plots.
+
+    Raises:
+        StorageError: the disk is full or cannot be written.
+    """
+    from fp8stack.training.checkpoint import storage_errors, write_atomically
+
+    html, pictures = render(runs, place.plots.name)
+    with storage_errors(place.page):
+        place.plots.mkdir(parents=True, exist_ok=True)
+        for old in place.plots.iterdir():
+            if _OURS.fullmatch(old.name):
+                old.unlink()
+    for picture in pictures:
+        write_atomically(place.plots / f"{picture.name}.png", picture.png())
+    # Names may hold what is no character; the page must be written all the same.
+    write_atomically(place.page, html.encode("utf-8", "replace"))
+
+
+def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
+    """The page, and the pictures in it. `plots` is the folder that the page names for them."""
+    names = titles([judged.run for judged in runs])
+    compared = _compared(runs, names)
+    sections = [
+        _section(judged, name, f"run{at}")
+        for at, (judged, name) in enumerate(zip(runs, names, strict=True), start=1)
+    ]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {"svg": lambda picture: Markup(picture.svg)}
+    source = files("fp8stack.report")
+    template = environment.from_string(source.joinpath("page.html.jinja").read_text("utf-8"))
+    html = template.render(
+        version=__version__,
+        style=Markup(source.joinpath("style.css").read_text("utf-8")),
+        sections=sections,
+        compared=compared,
+        plots=plots,
+    )
+    return html, [*compared, *(one for section in sections for one in section["pictures"])]
+
+
+def _compared(runs: Sequence[Judged], names: Sequence[str]) -> list[Picture]:
+    if len(runs) < 2:
+        return []
+    inner = [judged.run for judged in runs]
+    drawn = (
+        curves.loss(inner, names, "runs-loss"),
+        curves.throughput(inner, names, "runs-throughput"),
+    )
+    return [picture for picture in drawn if picture is not None]
+
+
+def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
+    """What the template shows of one run."""
+    run = judged.run
+    training = [
+        curves.loss([run], [name], f"{prefix}-loss"),
+        curves.rates(run, f"{prefix}-rates"),
+        curves.throughput([run], [name], f"{prefix}-throughput"),
+    ]
+    fp8 = [*heat_maps(run, prefix), curves.amaxes(judged, f"{prefix}-amax")]
+    drawn_training = [picture for picture in training if picture is not None]
+    drawn_fp8 = [picture for picture in fp8 if picture is not None]
+    return {
+        "id": prefix,
+        "name": name,
+        "path": str(run.path),
+        "state": judged.state,
+        "headline": summary.headline(judged),
+        "verdict": verdict(judged),
+        "level": judged.findings[0].level if judged.findings else "note",
+        "findings": judged.findings,
+        "extremes": judged.extremes,
+        "training": drawn_training,
+        "fp8": drawn_fp8,
+        "pictures": [*drawn_training, *drawn_fp8],
+        "no_telemetry": summary.without_telemetry(run),
+        "what_if": summary.what_if(judged),
+        "reasons": summary.reasons(run),
+        "not_fp8": summary.not_fp8(run),
+        "has_plan": bool(run.plan),
+        "events": folded(run.events),
+        "config": run.config_text,
+    }

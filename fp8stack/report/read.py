@@ -1,0 +1,259 @@
+"""The files of a run as data for a report. Nothing is judged or drawn here.
+
+The files may be of another version, be written at this moment, or have been edited by hand: keys
+may be missing or unknown, and the last line may be cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8stack.errors import UserError, quoted
+from fp8stack.presets import read_toml
+
+KINDS = ("input", "weight", "grad_output")
+"""The operands of a linear's three GEMMs."""
+FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
+"""What telemetry says of an operand at a step."""
+
+Figures = NDArray[np.float64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One operand of one layer over the sampled steps.
+
+    `steps` is [samples] and rises; `figures` holds a float64 array [samples] for each name of
+    `FIGURES`, NaN where there is no figure.
+    """
+
+    layer: str
+    kind: str
+    format: str
+    steps: NDArray[np.int64]
+    figures: dict[str, Figures]
+
+    @property
+    def name(self) -> str:
+        """The layer and the operand, as sentences name them."""
+        return f"{self.layer}, {self.kind}"
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run folder says.
+
+    `rows` has a row per step, the last one written; `events` has all of them, in order. `operands`
+    are those of the run's recipe, `what_if` those of the recipes tried, by name. `models` are the
+    rows of telemetry about the whole model. `notes` are sentences about files that are cut,
+    damaged or missing.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    config_text: str
+    plan: dict[str, Any]
+    rows: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    operands: list[Operand] = field(default_factory=list)
+    what_if: dict[str, list[Operand]] = field(default_factory=dict)
+    models: list[dict[str, Any]] = field(default_factory=list)
+    written: datetime | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def number(value: Any) -> float:
+    """A JSON value as a float; NaN for anything that is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        result = float(value)
+    except OverflowError:
+        return math.nan
+    return result if math.isfinite(result) else math.nan
+
+
+def table(value: Any) -> dict[str, Any]:
+    """A JSON value as an object; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def column(run: Run, key: str) -> tuple[list[int], list[float]]:
+    """The steps and values of the rows that have a finite `key`."""
+    pairs = [(row["step"], number(row.get(key))) for row in run.rows]
+    pairs = [(step, value) for step, value in pairs if not math.isnan(value)]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def read_run(path: Path) -> Run:
+    """The run in the folder `path`.
+
+    Raises:
+        UserError: it is no run's folder, or a file in it cannot be read.
+    """
+    config, metrics = path / "run.toml", path / "metrics.jsonl"
+    if not os.path.isfile(config) and not os.path.isfile(metrics):
+        raise UserError(
+            f"No run in '{quoted(str(path))}'. Give the folder of a run, which holds run.toml "
+            "and metrics.jsonl."
+        )
+    notes: list[str] = []
+    rows, events = _metrics(metrics, notes)
+    written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
+    text = _tried(lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes)
+    run = Run(
+        path=path,
+        name=path.resolve().name or str(path),
+        config=_tried(lambda: read_toml(config), config, {}, notes),
+        config_text=text,
+        plan=_tried(lambda: table(_json(path / "plan.json")), path / "plan.json", {}, notes),
+        rows=rows,
+        events=events,
+        written=written,
+        notes=notes,
+    )
+    _read_telemetry(path / "telemetry.jsonl", run)
+    return run
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
+    """What `read` gives; what it cannot give is noted, and no reason to show nothing."""
+    if not path.exists():
+        notes.append(f"{path.name} is missing.")
+        return otherwise
+    try:
+        return read()
+    except (OSError, ValueError, RecursionError):
+        notes.append(f"{path.name} cannot be read.")
+        return otherwise
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines, up to the first line that is none."""
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise UserError(f"{quoted(str(path))} is no regular file. Give the folder of a run.")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            for count, line in enumerate(stream, start=1):
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if not isinstance(row, dict):
+                    # What is being written at this moment ends in the middle of a line.
+                    if line.endswith("\n"):
+                        notes.append(f"{path.name} is damaged: line {count} and on are left out.")
+                    return
+                yield row
+    except OSError as error:
+        raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
+
+
+def _step(row: dict[str, Any]) -> int | None:
+    step = row.get("step")
+    return step if type(step) is int and 0 <= step < 2**53 else None
+
+
+def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of the steps that count, and all events."""
+    rows: dict[int, dict[str, Any]] = {}
+    events: list[dict[str, Any]] = []
+    for row in _lines(path, notes):
+        step = _step(row)
+        if step is None:
+            continue
+        if "event" in row:
+            events.append(row)
+        elif row.get("skipped") is True:
+            why = "the gradient overflowed in fp16, and the loss scale was lowered"
+            events.append({"step": step, "event": "skip", "why": why, "fp16": True})
+        back = row.get("to_step")
+        if row.get("event") == "rollback" and type(back) is int:
+            rows = {at: kept for at, kept in rows.items() if at <= back}
+        if "loss" in row or "lr" in row:
+            told = {key: value for key, value in row.items() if value is not None}
+            rows[step] = rows.get(step, {"loss": None}) | told if "event" in row else row
+    return [rows[step] for step in sorted(rows)], events
+
+
+def _read_telemetry(path: Path, run: Run) -> None:
+    """Add what `telemetry.jsonl` holds to `run`."""
+    series: dict[tuple[str, str, str], _Series] = {}
+    models: dict[int, dict[str, Any]] = {}
+    newest = -1
+    for row in _lines(path, run.notes):
+        if "plan" in row and not run.plan:
+            run.plan = table(row["plan"])
+        step = _step(row)
+        if step is None:
+            continue
+        if "operand" not in row:
+            if step <= newest:  # rolled back: the samples from here on are taken again
+                models = {at: kept for at, kept in models.items() if at < step}
+                for kept in series.values():
+                    kept.forget_from(step)
+            newest = step
+            models[step] = row
+            continue
+        tried = str(row.get("recipe")) if row.get("what_if") is True else ""
+        key = (tried, str(row.get("layer")), str(row["operand"]))
+        series.setdefault(key, _Series()).add(step, row)
+    run.models = [models[step] for step in sorted(models)]
+    order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
+    for (tried, layer, kind), found in sorted(
+        series.items(), key=lambda item: order.get(item[0][1], len(order))
+    ):
+        if found.rows:
+            group = run.what_if.setdefault(tried, []) if tried else run.operands
+            group.append(found.operand(layer, kind))
+
+
+def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """The layers of a plan, as far as they are told."""
+    found = plan.get("layers")
+    return [table(layer) for layer in found] if isinstance(found, list) else []
+
+
+class _Series:
+    """The rows of one operand; the last one of a step counts. Compact: a long run has millions."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, array[float]] = {}
+        self.format = ""
+
+    def add(self, step: int, row: dict[str, Any]) -> None:
+        self.rows[step] = array("d", (number(row.get(key)) for key in FIGURES))
+        self.format = str(row.get("format", ""))
+
+    def forget_from(self, step: int) -> None:
+        self.rows = {at: kept for at, kept in self.rows.items() if at < step}
+
+    def operand(self, layer: str, kind: str) -> Operand:
+        steps = sorted(self.rows)
+        figures = np.array([self.rows[step] for step in steps], dtype=np.float64)
+        return Operand(
+            layer=layer,
+            kind=kind,
+            format=self.format,
+            steps=np.array(steps, dtype=np.int64),
+            figures={key: figures[:, at] for at, key in enumerate(FIGURES)},
+        )

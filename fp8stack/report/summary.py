@@ -1,0 +1,144 @@
+"""A run in a few figures: headline, plan, and what other recipes would have cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8stack.report.attention import Judged
+from fp8stack.report.grids import kinds_of
+from fp8stack.report.read import Operand, Run, column, layers, table
+
+ALIKE_DB = 0.5  # recipes that differ by less are called alike
+
+
+def headline(judged: Judged) -> dict[str, str]:
+    """The run in a few figures: label and text, in the order to show."""
+    run = judged.run
+    recipe = table(run.plan.get("recipe")).get("name") or run.config.get("recipe")
+    asked = run.plan.get("asked") or run.config.get("recipe")
+    ran = next((row["precision"] for row in reversed(run.rows) if row.get("precision")), recipe)
+    where = [str(run.plan[key]) for key in ("backend", "device") if run.plan.get(key)]
+    total = "" if judged.total is None else f" of {judged.total}"
+    steps, losses = column(run, "val_loss")
+    _, rates = column(run, "tokens_per_s")
+    rates = [rate for rate in rates if rate > 0]
+    fp8 = sum(layer.get("fp8") is True for layer in layers(run.plan))
+    shown_state = judged.state
+    if judged.state == "unfinished" and run.written is not None:
+        shown_state = f"unfinished, last row of {run.written:%Y-%m-%d %H:%M}"
+    return {
+        "state": shown_state,
+        "model": str(run.config.get("model", "unknown")),
+        "recipe": f"{asked or 'unknown'} → {ran or 'unknown'}",
+        "runs on": ", ".join(where) or "unknown",
+        "steps": f"{judged.done}{total}",
+        "validation loss": f"{losses[-1]:.4f} at step {steps[-1]}" if losses else "not evaluated",
+        "tokens/s": f"{np.median(rates):,.0f} (median)" if rates else "not measured",
+        "FP8 layers": f"{fp8} of {len(layers(run.plan))}" if layers(run.plan) else "unknown",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """What telemetry found for the recipes tried on the same operands.
+
+    `rows` are (recipe, cells, whether it is the run's own); a cell is the median SQNR in dB and
+    its distance from the run's own, None where unknown.
+    """
+
+    kinds: list[str]
+    rows: list[tuple[str, list[tuple[float | None, float | None]], bool]]
+    sentence: str
+
+
+def what_if(judged: Judged) -> WhatIf | None:
+    """The recipes tried, compared with the run's own; None if none was tried."""
+    run = judged.run
+    if not run.what_if:
+        return None
+    kinds = kinds_of([*judged.operands, *(one for tried in run.what_if.values() for one in tried)])
+    steps = {int(step) for tried in run.what_if.values() for one in tried for step in one.steps}
+    steps &= {int(step) for one in judged.operands for step in one.steps} or steps
+    own = _medians(judged.operands, steps)
+    recipe = str(table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "own")
+    rows: list[tuple[str, list[tuple[float | None, float | None]], bool]] = []
+    if own:
+        rows.append((recipe, [(own.get(kind), None) for kind in kinds], True))
+    gains: list[tuple[float, str, str]] = []
+    for name, tried in run.what_if.items():
+        found = _medians(tried, steps)
+        cells: list[tuple[float | None, float | None]] = []
+        for kind in kinds:
+            value, mine = found.get(kind), own.get(kind)
+            gain = value - mine if value is not None and mine is not None else None
+            cells.append((value, gain))
+            if gain is not None:
+                gains.append((gain, name, kind))
+        rows.append((name, cells, False))
+    return WhatIf(kinds=kinds, rows=rows, sentence=_sentence(gains, recipe))
+
+
+def _medians(operands: Sequence[Operand], steps: set[int]) -> dict[str, float]:
+    """The median SQNR by operand kind, over all layers and those samples."""
+    values: dict[str, list[Any]] = defaultdict(list)
+    for operand in operands:
+        sqnr = operand.figures["sqnr_db"]
+        chosen = np.isin(operand.steps, list(steps)) & np.isfinite(sqnr)
+        values[operand.kind].append(sqnr[chosen])
+    joined = {kind: np.concatenate(parts) for kind, parts in values.items()}
+    return {kind: float(np.median(found)) for kind, found in joined.items() if len(found)}
+
+
+def _sentence(gains: list[tuple[float, str, str]], own: str) -> str:
+    """The largest gain and the largest loss, in words."""
+    if not gains:
+        return f"There is nothing of {own} itself to compare with."
+    told = []
+    for gain, name, kind in dict.fromkeys((max(gains), min(gains))):
+        if abs(gain) >= ALIKE_DB:
+            less = "less" if gain > 0 else "more"
+            told.append(f"{name} would have cost {abs(gain):.1f} dB {less} on {kind}")
+    if not told:
+        return f"None of the recipes tried differs from {own} by {ALIKE_DB} dB or more."
+    return f"{'; '.join(told)}. (Median SQNR against that of {own}.)"
+
+
+def not_fp8(run: Run) -> list[tuple[str, str]]:
+    """The layers that are not in FP8 and why: by the plan, and by the last sample of telemetry."""
+    found = {
+        str(layer.get("name")): f"{layer.get('precision', '')}, {layer.get('reason', '')}"
+        for layer in layers(run.plan)
+        if layer.get("fp8") is False
+    }
+    if run.models:
+        told = table(run.models[-1].get("not_fp8"))
+        found |= {str(name): str(why) for name, why in told.items()}
+    return [(name, why.strip(", ")) for name, why in found.items()]
+
+
+def reasons(run: Run) -> list[str]:
+    """The plan's reasons that are not about a single layer."""
+    given = run.plan.get("reasons")
+    names = {str(layer.get("name")) for layer in layers(run.plan)}
+    return [
+        str(reason)
+        for reason in (given if isinstance(given, list) else [])
+        if str(reason).partition(":")[0] not in names
+    ]
+
+
+def without_telemetry(run: Run) -> str:
+    """Why there is nothing to show of FP8, in a sentence; "" if there is."""
+    if run.operands:
+        return ""
+    recipe = table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "this recipe"
+    if layers(run.plan) and not any(layer.get("fp8") for layer in layers(run.plan)):
+        return f"No telemetry: no layer of this run is in FP8 ({recipe})."
+    if run.config.get("telemetry_every") == 0:
+        return "No telemetry: it was switched off (telemetry_every = 0)."
+    return "No telemetry: there is no telemetry.jsonl with samples of operands in the run folder."

@@ -1,0 +1,137 @@
+"""The essentials of a report for a terminal. Nothing is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fp8stack.report import summary
+from fp8stack.report.attention import Judged, verdict
+from fp8stack.report.events import folded
+from fp8stack.report.grids import joined, kinds_of, layers_by_steps
+from fp8stack.report.read import Figures, Run, column
+
+BARS = "▁▂▃▄▅▆▇█"
+SHADES = "·░▒▓█"  # of signal lost to quantization, from none to much
+MOST_LAYERS = 24
+COLORS = {"alarm": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def show(runs: Sequence[Judged], names: Sequence[str], console: Console) -> None:
+    """Print each run, after a table of all of them if there are several."""
+    if len(runs) > 1:
+        table = _table(["run", *summary.headline(runs[0])])
+        for judged, name in zip(runs, names, strict=True):
+            table.add_row(*map(_text, [name, *summary.headline(judged).values()]))
+        console.print(table)
+    for judged, name in zip(runs, names, strict=True):
+        console.print()
+        console.print(_text(name, style="bold underline"))
+        _run(judged, console)
+
+
+def _run(judged: Judged, console: Console) -> None:
+    run = judged.run
+    facts = Table.grid(padding=(0, 2))
+    for label, text in summary.headline(judged).items():
+        facts.add_row(_text(label, style="dim"), _text(text))
+    console.print(facts)
+    console.print()
+    console.print(_text(verdict(judged), style="bold"))
+    for finding in judged.findings:
+        line = _text(f"  {finding.level}: ", style=COLORS[finding.level])
+        console.print(line + _text(finding.text, style="default"))
+    if judged.extremes:
+        table = _table(["worst once settled", "figure", "operand", "step"])
+        for what, operand, step, figure in judged.extremes:
+            table.add_row(what, figure, _text(operand), str(step))
+        console.print(table)
+    width = max(10, min(60, console.width - 40))
+    for label, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        _, values = column(run, key)
+        if values:
+            ends = f"{values[0]:.3g} → {values[-1]:.3g}"
+            console.print(_text(f"{label:14} {sparkline(values, width)} {ends}"))
+    missing = summary.without_telemetry(run)
+    if missing:
+        console.print(_text(missing, style="dim"))
+    else:
+        console.print(_map(run, console.width))
+    tried = summary.what_if(judged)
+    if tried is not None:
+        _what_if(tried, console)
+    for reason in summary.reasons(run):
+        console.print(_text(f"plan: {reason}"))
+    for layer, why in summary.not_fp8(run)[:MOST_LAYERS]:
+        console.print(_text(f"not in FP8: {layer}: {why}"))
+    if run.events:
+        table = _table(["steps", "event", "where", "why", "more"])
+        for event in folded(run.events):
+            table.add_row(
+                *(_text(event[key]) for key in ("steps", "event", "where", "why", "more"))
+            )
+        console.print(table)
+
+
+def _what_if(tried: summary.WhatIf, console: Console) -> None:
+    table = _table(["median SQNR, dB", *tried.kinds])
+    for name, cells, own in tried.rows:
+        shown = [
+            "-" if value is None else f"{value:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
+            for value, gain in cells
+        ]
+        table.add_row(_text(f"{name} (this run)" if own else name), *shown)
+    console.print(table)
+    console.print(_text(tried.sentence))
+
+
+def _map(run: Run, width: int) -> Table:
+    """SQNR by layer and sample, the darker the worse; of many layers the worst."""
+    kinds = kinds_of(run.operands)
+    room = max(4, min(24, (width - 34) // len(kinds) - 3))
+    table = _table(["SQNR, darker is worse", *kinds])
+    grids = {}
+    names: list[str] = []
+    for kind in kinds:
+        names, steps, values = layers_by_steps(run, kind, "sqnr_db")
+        grids[kind] = joined(steps, values, False, room)[1]
+    lowest = np.fmin.reduce([np.fmin.reduce(grid, axis=1) for grid in grids.values()])
+    worst = np.sort(np.argsort(np.nan_to_num(lowest, nan=np.inf), kind="stable")[:MOST_LAYERS])
+    for row in worst:
+        table.add_row(_text(names[row]), *(shades(grids[kind][row]) for kind in kinds))
+    if len(names) > MOST_LAYERS:
+        table.caption = f"the worst {MOST_LAYERS} of {len(names)} layers"
+    return table
+
+
+def shades(values: Figures) -> str:
+    """SQNR in dB as characters: from 28 dB and more to 8 dB and less; a blank where unknown."""
+    return "".join(
+        " " if np.isnan(value) else SHADES[int(np.clip((32 - value) // 4.8, 0, 4))]
+        for value in values
+    )
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A line of values as bars, at most `width` of them."""
+    parts = np.array_split(np.asarray(values, dtype=float), min(width, len(values)))
+    means = np.array([part.mean() for part in parts])
+    low, high = means.min(), means.max()
+    levels = (means - low) / (high - low or 1.0) * (len(BARS) - 1)
+    return "".join(BARS[int(level)] for level in levels.round())
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text from files, which a terminal must not act on."""
+    return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), style=style)
+
+
+def _table(headings: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
+    for heading in headings:
+        table.add_column(_text(heading), overflow="fold")
+    return table

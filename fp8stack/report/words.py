@@ -1,0 +1,74 @@
+"""How a report puts things: sentences with a level, figures with their units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fp8stack.report.read import Run
+
+Level = Literal["alarm", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence, and how much it matters."""
+
+    level: Level
+    text: str
+
+
+LABELS = {
+    "amax": "amax",
+    "saturated": "saturated",
+    "underflow": "underflow",
+    "sqnr_db": "SQNR",
+    "headroom_bits": "headroom",
+}
+
+
+def shown(figure: str, value: float) -> str:
+    """A figure with its unit, as sentences have it."""
+    if not math.isfinite(value):
+        return "unknown"
+    if figure == "sqnr_db":
+        return f"{value:.1f} dB"
+    if figure in ("saturated", "underflow", "nonfinite"):
+        return percent(value)
+    if figure == "headroom_bits":
+        return f"{value:.2f} bits"
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage; small ones keep their size."""
+    if share == 0:
+        return "0 %"
+    value = 100 * share
+    return f"{value:.1e} %" if value < 0.001 else f"{value:.3g} %"
+
+
+def times(count: int, one: str, many: str) -> str:
+    """A count with what is counted: "1 step", "3 steps"."""
+    return f"{count} {one if count == 1 else many}"
+
+
+def in_steps(steps: Iterable[int]) -> str:
+    """Steps in words: "step 4", "steps 4, 5 and 9", "12 steps from 4 to 90"."""
+    found = sorted({int(step) for step in steps})
+    if len(found) == 1:
+        return f"step {found[0]}"
+    if len(found) <= 4:
+        return f"steps {', '.join(map(str, found[:-1]))} and {found[-1]}"
+    return f"{len(found)} steps from {found[0]} to {found[-1]}"
+
+
+def titles(runs: Sequence[Run]) -> list[str]:
+    """What each run is called: its folder's name, or its path where names are the same."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else str(run.path)
+        for name, run in zip(names, runs, strict=True)
+    ]

@@ -1,0 +1,52 @@
+"""What a run leaves behind when it is done: a plot, a sample, and where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fp8stack import data
+from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.display import Display
+from fp8stack.training.evaluate import sample
+from fp8stack.training.plot import loss_plot
+from fp8stack.training.setup import Run
+
+
+def finish(run: Run, display: Display, evaluate: Callable[[], float]) -> None:
+    """Draw the loss, show a sample, and say where everything is.
+
+    Args:
+        run: at its end.
+        display: where to say it.
+        evaluate: gives the validation loss, if the run has none yet.
+    """
+    folder = run.folder
+    metrics = folder.read_metrics()
+    plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
+    checkpoints.write_atomically(folder.plot, plot)
+    text = _sample(run)
+    if text:
+        checkpoints.write_atomically(folder.sample, text.encode())
+        display.note(f"sample:\n{text}")
+    evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
+    final = evaluated[-1] if evaluated else evaluate()
+    display.note(
+        f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
+        f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
+    )
+
+
+def _sample(run: Run) -> str:
+    """Text that the model writes now; empty where tokens are not bytes or none is asked for."""
+    config = run.config
+    if not config.sample_tokens or not run.train.is_text:
+        return ""
+    prompt = config.sample_prompt or ("def " if config.data is None else "\n")
+    tokens = sample(
+        run.model,
+        list(prompt.encode()),
+        config.sample_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+    )
+    return prompt + data.decode(tokens)

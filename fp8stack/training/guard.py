@@ -1,0 +1,295 @@
+"""What is done about steps that went wrong: skip, roll back, leave FP8, stop. The ladder, no maths.
+
+A bad step is skipped by the watch, on the device. Here, on the host, each becomes an event, and bad
+steps in a row become an incident. Every incident takes the next rung:
+
+1. back to the last good checkpoint; the batches of the bad steps are then left out;
+2. the layer in which the trouble shows first runs without FP8 for a while, a few layers at most;
+3. the whole model does so for good (fp16: goes on in bf16);
+4. the run stops, with a diagnosis.
+
+What it decides depends on the steps alone, so a run that is resumed decides the same again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from fp8stack.backends.linear import MasterLinear
+from fp8stack.errors import NumericFailure, UserError
+from fp8stack.precision import Plan
+from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.culprit import Culprit, find_culprit
+from fp8stack.training.half import HalfPrecision
+from fp8stack.training.setup import Run
+from fp8stack.training.state import restore
+from fp8stack.training.watch import NOT_FINITE, BadStep, Cause, Look, Watch
+
+Row = dict[str, Any]
+Announce = Callable[[Row], None]
+
+MOST_LAYERS = 3
+"""Layers that leave FP8 one by one before the whole model does."""
+WHOLE = "*"
+
+
+class Guard:
+    """Acts on what the watch saw.
+
+    Args:
+        run: it may be put back to an earlier step, and its layers taken out of FP8.
+        watch: what judges its steps.
+        announce: is called with each event, a row of `metrics.jsonl`.
+    """
+
+    def __init__(self, run: Run, watch: Watch, announce: Announce) -> None:
+        self.run = run
+        self.config = run.config.guard
+        self.watch = watch
+        self.announce = announce
+        self.left_out: set[int] = set()  # steps whose batches are not trained on
+        self.demoted: dict[str, int | None] = {}  # layer: the last step without FP8; None: for good
+        self.incidents = 0
+        self.last_bad = 0
+        self.half = HalfPrecision(run, announce)
+        self._streak: list[BadStep] = []
+        self._tried: list[str] = []
+
+    def look(self, step: int) -> Look:
+        """Announce what happened up to `step` and act on it. If that put the run back, `run.step`
+        is not `step` afterwards.
+
+        Raises:
+            NumericFailure: nothing is left to be tried.
+        """
+        seen = self.watch.look()
+        for slot in seen.cleared:
+            layer, _, operand = slot.rpartition(".")
+            self._announce(step, "clear_amax", "its history was not finite", layer, operand)
+        # Without the guard, all that comes after the first is skipped, whatever it is.
+        for bad in seen.bad if self.config.enabled else seen.bad[:1]:
+            self._skipped(bad)
+        if not self.config.enabled:
+            if seen.bad:
+                self._stop_unguarded(seen.bad[0])
+            return seen
+        self._streak = [*self._streak, *seen.bad][-seen.streak :] if seen.streak else []
+        if seen.bad:
+            self.last_bad = seen.bad[-1].step
+        elif step - self.last_bad > self.config.calm_steps and self.incidents:
+            self.incidents, self._tried = 0, []
+        if self.half.look(step, seen.overflows):
+            self._tried.append("left fp16 for bf16")
+        if seen.streak >= self.config.patience:
+            self._incident(step)
+        return seen
+
+    def before(self, step: int) -> None:
+        """Give layers whose time without FP8 is over back to it."""
+        for layer, last in list(self.demoted.items()):
+            if last is not None and step > last:
+                del self.demoted[layer]
+                self._linear(layer).in_fp8 = True
+                why = f"{self.config.layer_steps} steps are over"
+                self._announce(step, "restore", why, layer, None)
+
+    def weights_failed(self, step: int, why: str) -> None:
+        """Act on weights that `step` or one before it broke, though it looked good.
+
+        Raises:
+            NumericFailure: nothing is left to be tried.
+        """
+        self._streak = [
+            BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=why)
+        ]
+        self._incident(step)
+
+    def leave_out(self, step: int) -> None:
+        """Announce that the batch of `step` is not trained on."""
+        self._announce(step, "skip", "its batch went wrong before the roll-back")
+
+    def plan_now(self) -> Plan:
+        """The run's plan, with the layers that are out of FP8 for now."""
+        plan = self.run.plan
+        layers = [
+            replace(layer, fp8=False, precision=plan.compute_dtype, reason=_out(self.demoted[name]))
+            if (name := layer.name) in self.demoted
+            else layer
+            for layer in plan.layers
+        ]
+        return replace(plan, layers=tuple(layers))
+
+    def state(self) -> Row:
+        """What a run that goes on needs, as JSON data."""
+        return {
+            "watch": self.watch.state(),
+            "left_out": sorted(self.left_out),
+            "demoted": self.demoted,
+            "incidents": self.incidents,
+            "last_bad": self.last_bad,
+            "tried": self._tried,
+            "left_fp16": self.half.is_left,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave; layers leave FP8 as they had."""
+        self.watch.load_state(state["watch"])
+        self.left_out = set(state["left_out"])
+        self.incidents, self.last_bad = state["incidents"], state["last_bad"]
+        self._tried = list(state["tried"])
+        self.demoted = dict(state["demoted"])
+        for layer in self.demoted:
+            self._linear(layer).in_fp8 = False
+        if state["left_fp16"]:
+            self.half.leave()
+
+    def _skipped(self, bad: BadStep) -> None:
+        row = {"step": bad.step, "event": "skip", "why": bad.why}
+        finite = {"loss": bad.loss, "grad_norm": bad.norm}
+        self.announce(row | {key: _or_none(value) for key, value in finite.items()})
+
+    def _announce(
+        self, step: int, event: str, why: str, layer: str | None = None, operand: str | None = None
+    ) -> None:
+        where = {"layer": layer, "operand": operand}
+        details = {key: value for key, value in where.items() if value is not None}
+        self.announce({"step": step, "event": event, "why": why} | details)
+
+    def _incident(self, step: int) -> None:
+        """Take the next rung that there is."""
+        self.incidents += 1
+        self.watch.forgive()
+        bad, self._streak = self._streak, []
+        if self.incidents == 1 and self._roll_back(step, bad):
+            return
+        culprit = self._find(step, bad)
+        if culprit is not None and self._demote_layer(step, culprit):
+            return
+        if self._demote_model(step, bad):
+            return
+        self._stop(step, bad, culprit)
+
+    def _roll_back(self, step: int, bad: list[BadStep]) -> bool:
+        """Put the run back to its newest checkpoint that can be used, if there is one."""
+        run = self.run
+        found = None
+        for checkpoint in checkpoints.usable(run.folder.checkpoints):
+            try:
+                restore(run.model, run.optimizer, checkpoint.tensors)
+            except UserError:  # its weights are not finite, say
+                continue
+            found = checkpoint
+            break
+        if found is None:
+            return False
+        if run.scaler is not None and found.info["scaler"] is not None:
+            run.scaler.load_state_dict(found.info["scaler"])
+        run.step = found.step
+        self.left_out |= {one.step for one in bad}
+        why = f"{len(bad)} steps in a row were bad: {bad[-1].why}"
+        self._tried.append(f"went back to step {found.step} and left those batches out")
+        self.announce({"step": step, "event": "rollback", "why": why, "to_step": found.step})
+        return True
+
+    def _find(self, step: int, bad: list[BadStep]) -> Culprit | None:
+        """The operand that is to blame, from the verdict or by trying the step again."""
+        slot = bad[-1].slot
+        if slot is not None:
+            layer, _, operand = slot.rpartition(".")
+            return Culprit(layer=layer, operand=operand, what="has an amax out of all proportion")
+        return find_culprit(self.run, step, max(1, bad[0].step - 1))
+
+    def _demote_layer(self, step: int, culprit: Culprit) -> bool:
+        """Have one layer run without FP8, if it is in FP8 and not too many had to before."""
+        if len(self.demoted) >= MOST_LAYERS or culprit.layer not in self._in_fp8():
+            return False
+        steps = self.config.layer_steps
+        self._demote(step, culprit.layer, step + steps if steps else None, str(culprit), culprit)
+        return True
+
+    def _demote_model(self, step: int, bad: list[BadStep]) -> bool:
+        """Have the whole model run without FP8, or without fp16; False if there is neither."""
+        why = f"steps went wrong in spite of all: {bad[-1].why}"
+        layers = self._in_fp8()
+        if layers:
+            for layer in layers:
+                self._linear(layer).in_fp8 = False
+            self.demoted = dict.fromkeys([*self.demoted, *layers])
+            self._announce_demotion(step, WHOLE, None, why, None)
+            return True
+        return self.half.give_up(step, why)
+
+    def _demote(self, step: int, layer: str, last: int | None, why: str, culprit: Culprit) -> None:
+        self._linear(layer).in_fp8 = False
+        self.demoted[layer] = last
+        self._announce_demotion(step, layer, culprit.operand, why, last)
+
+    def _announce_demotion(
+        self, step: int, layer: str, operand: str | None, why: str, last: int | None
+    ) -> None:
+        precision = self.run.plan.compute_dtype
+        what = "the whole model" if layer == WHOLE else layer
+        self._tried.append(f"ran {what} in {precision}")
+        row = {"step": step, "event": "demote", "why": why, "layer": layer}
+        row |= {"operand": operand} if operand is not None else {}
+        self.announce(row | {"precision": precision, "until_step": last})
+
+    def _in_fp8(self) -> list[str]:
+        """The layers that run in FP8 now."""
+        parts = self.run.model.named_modules()
+        return [name for name, part in parts if isinstance(part, MasterLinear) and part.in_fp8]
+
+    def _linear(self, name: str) -> MasterLinear:
+        part = self.run.model.get_submodule(name)
+        assert isinstance(part, MasterLinear), name
+        return part
+
+    def _stop(self, step: int, bad: list[BadStep], culprit: Culprit | None) -> NoReturn:
+        """Give up, with a diagnosis in one paragraph.
+
+        Raises:
+            NumericFailure: always.
+        """
+        parts = [f"Step {bad[-1].step}: {bad[-1].why}, as in {len(bad)} steps in a row."]
+        if culprit is not None:
+            parts.append(f"It shows first in {culprit}.")
+        if self._tried:
+            parts.append(f"The guard {', then '.join(self._tried)}; it did not help.")
+        self._give_up(step, parts, finite=not any(one.causes & NOT_FINITE for one in bad))
+
+    def _stop_unguarded(self, bad: BadStep) -> NoReturn:
+        self._give_up(bad.step, [f"Step {bad.step}: {bad.why}. The step was not taken."], False)
+
+    def _give_up(self, step: int, parts: list[str], finite: bool) -> NoReturn:
+        run = self.run
+        kept = [path.name for path in checkpoints.candidates(run.folder.checkpoints)]
+        saved = f"The last checkpoint is {kept[0]}." if kept else "No checkpoint was written yet."
+        parts += [f"Weights are as before it. {saved}", self._remedy(finite)]
+        diagnosis = " ".join(parts)
+        self._announce(step, "stop", diagnosis)
+        raise NumericFailure(diagnosis)
+
+    def _remedy(self, finite: bool) -> str:
+        config = self.run.config
+        if finite:
+            return (
+                "If the data changed there for good, raise guard.loss_factor or "
+                f"guard.deviations; else lower --lr (now {config.lr:g})."
+            )
+        if self.run.plan.loss_scaling:
+            return f"Lower --lr (now {config.lr:g}), or use a recipe with more range: bf16, fp32."
+        return (
+            f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), look at the "
+            "data of that step, or try --recipe fp32 to see whether precision is the cause."
+        )
+
+
+def _out(last: int | None) -> str:
+    return "the guard took it out of FP8" + (f" until step {last}" if last is not None else "")
+
+
+def _or_none(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

@@ -1,0 +1,239 @@
+"""What the guard does about steps that go wrong: roll back, leave FP8, leave fp16, stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Command, metrics
+from small_loop import SmallLoop
+from torch import Tensor, nn
+
+from fp8stack.backends import fp8_state
+from fp8stack.errors import NumericFailure
+from fp8stack.training.loop import train
+from fp8stack.training.setup import Run
+
+NAN, INF = math.nan, math.inf
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [row for row in metrics(run) if "event" in row]
+
+
+def told(run: Path) -> list[tuple[int, str]]:
+    return [(row["step"], row["event"]) for row in events(run)]
+
+
+def spoil(run: Run, layer: str, steps: Callable[[int], bool], factor: float = NAN) -> None:
+    """Have a layer's output be `factor` times itself in some steps, as long as it is in FP8."""
+    part = run.model.get_submodule(layer)
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor | None:
+        if not module.training or not steps(run.step + 1) or not module.in_fp8:
+            return None
+        return output * factor
+
+    part.register_forward_hook(hook)
+
+
+def go(small: SmallLoop) -> int:
+    """The whole run, as the command does it."""
+    return train(small.run)
+
+
+def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_of_fp8(
+    tmp_path: Path,
+) -> None:
+    small = SmallLoop(tmp_path / "r", "delayed", steps=16, save_every=4, guard={"layer_steps": 3})
+    spoil(small.run, "blocks.0.mlp.up", lambda step: 6 <= step <= 11)
+    assert go(small) == 0
+    assert told(tmp_path / "r") == [
+        (6, "skip"), (7, "skip"), (8, "skip"), (8, "rollback"),
+        (6, "skip"), (7, "skip"), (8, "skip"),  # left out, after 5 was done again
+        (9, "skip"), (10, "skip"), (11, "skip"), (11, "demote"),
+        (15, "restore"),
+    ]  # fmt: skip
+    by_name = {row["event"]: row for row in events(tmp_path / "r")}
+    assert by_name["rollback"]["to_step"] == 4
+    demoted = by_name["demote"]
+    assert (demoted["layer"], demoted["operand"]) == ("blocks.0.mlp.up", "output")
+    assert (demoted["precision"], demoted["until_step"]) == ("fp32", 14)
+    gemms = {row["step"]: row["fp8_gemms"] for row in metrics(tmp_path / "r") if "fp8_gemms" in row}
+    assert [gemms[step] for step in (5, 12, 14, 15)] == [12, 9, 9, 12]
+    losses = {row["step"]: row["loss"] for row in metrics(tmp_path / "r") if "fp8_gemms" in row}
+    assert all(losses[step] is not None for step in (1, 5, 12, 16))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_the_layer_is_named_in_every_recipe_and_the_whole_model_comes_last(
+    recipe: str, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", recipe, steps=30, guard={"layer_steps": 0, "patience": 2})
+    run = small.run
+    for layer in ("qkv", "output"):
+        spoil(run, f"blocks.0.attention.{layer}", lambda step: step >= 4)
+    for layer in ("up", "down"):
+        spoil(run, f"blocks.0.mlp.{layer}", lambda step: step >= 4)
+    assert go(small) == 0
+    layers = [row["layer"] for row in events(tmp_path / "r") if row["event"] == "demote"]
+    assert layers == [
+        "blocks.0.attention.qkv", "blocks.0.attention.output", "blocks.0.mlp.up", "*",
+    ]  # fmt: skip
+    assert metrics(tmp_path / "r")[-1]["fp8_gemms"] == 0
+
+
+def test_a_weight_that_is_not_finite_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "current", steps=12, save_every=4)
+    weight = small.run.model.blocks[0].mlp.down.weight
+    done: list[int] = []
+
+    def spoil_once(module: nn.Module, args: object) -> None:
+        if small.run.step + 1 == 6 and not done:
+            done.append(1)
+            with torch.no_grad():
+                weight[0, 0] = INF
+
+    small.run.model.register_forward_pre_hook(spoil_once)
+    assert go(small) == 0
+    # FP8 casts an infinite weight to its largest value: the save after step 8 is the first to see.
+    assert told(tmp_path / "r") == [(8, "rollback"), (8, "skip")]
+    assert "demote" not in dict(map(reversed, told(tmp_path / "r")))
+    assert weight.isfinite().all()
+
+
+def test_a_moment_that_is_not_finite_comes_back_as_well(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "mxfp8", steps=12, save_every=4, eval_every=5)
+    done: list[int] = []
+
+    def spoil_once(optimizer: object, args: object, kwargs: object) -> None:
+        if small.run.step + 1 == 5 and not done:
+            done.append(1)
+            state = small.run.optimizer.state[small.run.model.final_norm.weight]
+            state["exp_avg"][0] = NAN
+
+    small.run.optimizer.register_step_pre_hook(spoil_once)
+    assert go(small) == 0
+    # The evaluation after step 5 is the first to see it.
+    assert told(tmp_path / "r")[:2] == [(5, "non-finite"), (5, "rollback")]
+    assert all(parameter.isfinite().all() for parameter in small.run.model.parameters())
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_takes_the_next_rung(
+    tmp_path: Path,
+) -> None:
+    small = SmallLoop(tmp_path / "r", "current", steps=8)
+    spoil(small.run, "blocks.0.mlp.down", lambda step: step >= 2)
+    assert go(small) == 0
+    assert told(tmp_path / "r") == [(2, "skip"), (3, "skip"), (4, "skip"), (4, "demote")]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis_and_good_checkpoints(
+    recipe: str, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", recipe, steps=40, save_every=4)
+    run = small.run
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return output * (NAN if module.training and run.step + 1 >= 6 else 1.0)
+
+    run.model.final_norm.register_forward_hook(hook)
+    with pytest.raises(NumericFailure) as error:
+        go(small)
+    text = str(error.value)
+    assert "\n" not in text
+    assert "the loss is nan" in text
+    assert "It shows first in final_norm, output is not finite." in text
+    assert "went back to step 4" in text
+    assert ("ran the whole model in fp32" in text) == (recipe == "delayed")
+    assert "The last checkpoint is step-000008." in text
+    assert "Lower --lr" in text
+    assert events(tmp_path / "r")[-1]["event"] == "stop"
+    assert events(tmp_path / "r")[-1]["why"] == text
+
+
+def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"guard": {"warmup": 8, "patience": 2}, "steps": 16}
+    small = SmallLoop(tmp_path / "r", "current", recipe_overrides={"head": True}, **keys)
+    spoil(small.run, "lm_head", lambda step: step in (12, 13), factor=100.0)
+    assert go(small) == 0
+    assert told(tmp_path / "r") == [(12, "skip"), (13, "skip"), (13, "demote")]
+    skip, _, demoted = events(tmp_path / "r")
+    assert "is above its limit" in skip["why"]
+    assert (demoted["layer"], demoted["operand"]) == ("lm_head", "output")
+    assert "times its usual" in demoted["why"]
+
+
+def state_of(small: SmallLoop) -> dict[str, Tensor]:
+    return small.state() | fp8_state(small.run.model) | {"rng": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("stop", [5, 7, 8, 10, 12, 14])
+def test_a_run_that_is_killed_amid_the_guards_work_and_resumed_decides_the_same_again(
+    stop: int, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"steps": 18, "save_every": 2, "guard": {"layer_steps": 4}}
+
+    def bad(step: int) -> bool:
+        return 6 <= step <= 11
+
+    whole = SmallLoop(tmp_path / "whole", "delayed", **keys)
+    spoil(whole.run, "blocks.0.mlp.up", bad)
+    go(whole)
+    killed = SmallLoop(tmp_path / "killed", "delayed", **keys)
+    spoil(killed.run, "blocks.0.mlp.up", bad)
+    for _ in range(stop):
+        step = killed.run.step + 1
+        killed.loop.advance(step, killed.tokens_of(step))
+    killed.run.folder.release()
+    resumed = SmallLoop(tmp_path / "killed", "delayed", resume="auto", **keys)
+    spoil(resumed.run, "blocks.0.mlp.up", bad)
+    go(resumed)
+    a, b = state_of(whole), state_of(resumed)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert told(tmp_path / "killed")[-3:] == told(tmp_path / "whole")[-3:]
+
+
+def test_fp16_that_overflows_on_and_on_goes_to_bf16_after_an_alarm(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", steps=16, save_every=100)
+    run = small.run
+
+    def hook(gradient: Tensor) -> Tensor:
+        return gradient * (INF if run.scaler is not None and run.step + 1 >= 3 else 1.0)
+
+    run.model.final_norm.weight.register_hook(hook)
+    assert go(small) == 0
+    assert told(tmp_path / "r") == [(6, "loss_scale"), (10, "precision")]
+    assert "4 overflows in a row" in events(tmp_path / "r")[0]["why"]
+    rows = [row for row in metrics(tmp_path / "r") if "event" not in row]
+    assert [row["precision"] for row in rows[8:12]] == ["fp16", "fp16", "bf16", "bf16"]
+    assert "loss_scale" not in rows[-1]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    head = run.model.lm_head(torch.zeros(1, run.model.config.width))
+    assert head.dtype == torch.bfloat16
+    resumed = SmallLoop(tmp_path / "r", "fp16", steps=18, save_every=100, resume="auto")
+    assert go(resumed) == 0
+    assert metrics(tmp_path / "r")[-1]["precision"] == "bf16"
+
+
+def test_the_command_ends_with_exit_code_5_and_one_line(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", "gpt-nano", "--recipe", "fp32", "--lr", "1e30", "--out", "r"]
+    sizes = ["--set", "model_overrides.layers=1", "--set", "model_overrides.width=32"]
+    assert command("pretrain", *flags, *sizes, "--steps", "60", "--batch", "4") == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "steps in a row" in line
+    assert "Lower --lr (now 1e+30)" in line
+
+
+def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", steps=2, guard={"patience": 5})
+    go(small)
+    resumed = SmallLoop(tmp_path / "r", "fp32", steps=3, resume="auto", guard={"window": 64})
+    assert (resumed.run.config.guard.patience, resumed.run.config.guard.window) == (5, 64)
