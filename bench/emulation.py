@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from bench import peers, report
 from bench.report import Bar, Report, Row
-from bench.runner import add_timing_arguments, timing_options, words
+from bench.runner import add_timing_arguments, timing_options
 from fp8stack.backends import build_backend
 from fp8stack.benchmark import Timing, interleaved, machine, ratio
 from fp8stack.benchmark_step import FP8, StepArm, Work, arms, build, works
+from fp8stack.cli_options import words
 from fp8stack.model import GPTConfig, allow_many_compilations
 from fp8stack.precision import probe, resolve
 

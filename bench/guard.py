@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from bench import report
 from bench.report import Report, Row
-from bench.runner import words
 from fp8stack.benchmark import machine
+from fp8stack.cli_options import words
 from fp8stack.training.loop import train
 from fp8stack.training.setup import Run, set_up
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Report, Row
-from bench.runner import words
+from bench.runner import add_models_argument
 from fp8stack.benchmark import machine
 from fp8stack.benchmark_step import FP8, StepArm, Work, arms, baseline, build, chosen
 from fp8stack.precision import Hardware, probe
@@ -31,13 +31,7 @@ STEPS = 3  # in the first, moments are made
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add(
-        "--models",
-        type=words,
-        default=[],
-        metavar="A,B",
-        help="some of this device's (default: all)",
-    )
+    add_models_argument(parser)
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
 
 

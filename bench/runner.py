@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from bench import report as reports
 from bench.report import Report
 from fp8stack.benchmark import slug
+from fp8stack.cli_options import words
 from fp8stack.precision import probe
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,6 +31,7 @@ SCENARIOS = {
     "memory": "the peak memory of a step by recipe, beside what weights and moments need",
     "scaling": "the cost of a step as batch, context and depth grow (on one rank)",
     "startup": "how long the command takes to start, and how many modules it imports",
+    "telemetry": "what a look at every operand of a step costs",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
@@ -61,9 +63,15 @@ def add_timing_arguments(parser: argparse.ArgumentParser, rounds: int, budget_s:
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
 
 
-def words(text: str) -> list[str]:
-    """An option's words, separated by commas."""
-    return [word for word in text.split(",") if word]
+def add_models_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of the scenarios that measure several models."""
+    parser.add_argument(
+        "--models",
+        type=words,
+        default=[],
+        metavar="A,B",
+        help="some of this device's (default: all)",
+    )
 
 
 def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:

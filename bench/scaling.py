@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Report, Row
-from bench.runner import add_timing_arguments, timing_options, words
+from bench.runner import add_timing_arguments, timing_options
 from fp8stack.benchmark import interleaved, machine
 from fp8stack.benchmark_step import SMALL, Work, arms, baseline, build, figures
+from fp8stack.cli_options import words
 from fp8stack.model import GPTConfig, load_config, plan_for
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.throughput import peak_rate

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from bench import emulation, peers, report
 from bench.report import Bar, Report, Row
-from bench.runner import RESULTS, add_timing_arguments, timing_options, words
+from bench.runner import RESULTS, add_models_argument, add_timing_arguments, timing_options
 from fp8stack.benchmark import interleaved, machine, slug
 from fp8stack.benchmark_step import (
     FP8,
@@ -32,6 +32,7 @@ from fp8stack.benchmark_step import (
     plan_of,
     resident_gib,
 )
+from fp8stack.cli_options import words
 from fp8stack.precision import Hardware, probe
 from fp8stack.training import profiling
 from fp8stack.training.throughput import Peak, peak_rate
@@ -49,13 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=120.0)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add(
-        "--models",
-        type=words,
-        default=[],
-        metavar="A,B",
-        help="some of this device's (default: all)",
-    )
+    add_models_argument(parser)
     add("--recipes", type=words, metavar="A,B", help=f"(default: the baseline and {','.join(FP8)})")
     add(
         "--compiled",

@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Bar, Report, Row
-from bench.runner import add_timing_arguments, timing_options, words
+from bench.runner import add_timing_arguments, timing_options
 from fp8stack.benchmark import interleaved, machine
 from fp8stack.benchmark_step import FP8, Built, StepArm, Work, build, served
+from fp8stack.cli_options import words
 from fp8stack.model import load_config
 from fp8stack.precision import Hardware, probe
 from fp8stack.telemetry import Telemetry

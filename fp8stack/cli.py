@@ -100,14 +100,15 @@ def pretrain(
         str | None, option("Recipes to try on the same operands, such as mxfp8,block.")
     ] = None,
     guard: Annotated[
-        bool | None, option("Skip bad steps, roll back, leave FP8. [on]", "--guard/--no-guard")
+        bool | None,
+        option("Skip bad steps, roll back, leave FP8. On by default.", "--guard/--no-guard"),
     ] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
     flags = {
         key: value for key, value in locals().items() if key not in ("config", "set", "resume")
     }
-    flags["what_if"] = words(what_if)
+    flags["what_if"] = None if what_if is None else words(what_if)
     flags["guard"] = None if guard is None else {"enabled": guard}
     from fp8stack.training.loop import train
     from fp8stack.training.setup import set_up

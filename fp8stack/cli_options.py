@@ -22,6 +22,6 @@ def _show(context: typer.Context, asked: bool) -> None:
 HELP = option("Show this message and exit.", "--help", is_eager=True, callback=_show)
 
 
-def words(text: str | None) -> list[str] | None:
-    """An option's words, separated by commas; None if it was not given."""
-    return None if text is None else [word for part in text.split(",") if (word := part.strip())]
+def words(text: str) -> list[str]:
+    """An option's words, separated by commas."""
+    return [word for part in text.split(",") if (word := part.strip())]

@@ -29,7 +29,7 @@ class StorageError(UserError):
 
 
 class NumericFailure(UserError):
-    """The loss or a gradient is not finite and training cannot go on. Exit code 5."""
+    """Steps go wrong and training cannot go on. Exit code 5."""
 
     exit_code = 5
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from fp8stack import cli
 from fp8stack.backends import fp8_state
 from fp8stack.model import GPTConfig
 from fp8stack.precision import recipe as recipes
-from fp8stack.training.config import RunConfig
+from fp8stack.training.config import GuardConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = {
+    "pretrain": cli.pretrain,
+    "compare": cli.compare,
+    "report": cli.report,
+    "doctor": cli.doctor,
+}
 
 
 def _text(name: str) -> str:
@@ -24,26 +32,33 @@ def test_every_key_is_documented_with_its_default(key: str) -> None:
     row = re.search(rf"^\| `{key}` \| (.*?) \| (.*?) \|", _text("docs/configuration.md"), re.M)
     assert row, key
     default = RunConfig.model_fields[key].default
-    shown = str(default).lower() if isinstance(default, bool) else str(default)
-    assert row[2].strip("` ") == ("" if default is None else shown)
+    if isinstance(default, GuardConfig):  # it has a table of its own
+        assert row[2] == "see below"
+        return
+    assert row[2].strip("` ") == ("" if default is None else _shown(default))
+
+
+@pytest.mark.parametrize("key", GuardConfig.model_fields)
+def test_every_key_of_the_guard_is_documented_with_its_default(key: str) -> None:
+    row = re.search(rf"^\| `guard.{key}` \| (.*?) \|", _text("docs/configuration.md"), re.M)
+    assert row, key
+    assert row[1].strip("` ") == _shown(GuardConfig.model_fields[key].default)
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, tuple):
+        default = list(default)
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def test_every_flag_is_documented_and_every_documented_flag_exists() -> None:
-    import inspect
-
-    from fp8stack.cli import pretrain
-
-    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(pretrain).parameters}
+    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(cli.pretrain).parameters}
     documented = set(re.findall(r"`(--[a-z-]+)", _text("docs/configuration.md")))
-    assert documented == flags
+    assert documented - {"--no-guard"} == flags
 
 
 def test_the_defaults_in_the_help_are_the_defaults() -> None:
-    import inspect
-
-    from fp8stack.cli import pretrain
-
-    for name, parameter in inspect.signature(pretrain, eval_str=True).parameters.items():
+    for name, parameter in inspect.signature(cli.pretrain, eval_str=True).parameters.items():
         option = parameter.annotation.__metadata__[0]
         found = re.search(r"\[([0-9a-z.-]+)\]$", option.help)
         if found and name in RunConfig.model_fields:
@@ -78,24 +93,22 @@ def test_the_readmes_python_runs() -> None:
 
 
 def test_the_readmes_commands_have_only_flags_that_exist() -> None:
-    import inspect
-
-    from fp8stack import cli
-
     flags = {
         name: {f"--{key.replace('_', '-')}" for key in inspect.signature(command).parameters}
-        for name, command in (("pretrain", cli.pretrain), ("doctor", cli.doctor))
+        for name, command in COMMANDS.items()
     }
     flags["doctor"].add("--no-te")
+    flags["pretrain"].add("--no-guard")
+    flags["compare"].add("--from")
     text = _text("README.md").replace("\\\n", " ")
-    commands = re.findall(r"fp8stack (pretrain|doctor)((?: +[^`\n ]+)*)", text)
-    assert len(commands) > 4
+    commands = re.findall(rf"fp8stack ({'|'.join(COMMANDS)})((?: +[^`\n ]+)*)", text)
+    assert {name for name, _ in commands} == COMMANDS.keys()
     for name, words in commands:
         used = {word for word in words.split() if word.startswith("--")}
         assert used <= flags[name], (name, used - flags[name])
 
 
 def test_the_readmes_table_is_the_committed_result() -> None:
-    for line in _text("bench/results/cpu/recipes.md").splitlines():
+    for line in _text("bench/results/cpu/compare.md").splitlines():
         if line.startswith("|"):
             assert line in _text("README.md")

@@ -13,6 +13,7 @@ from conftest import Command, metrics
 from small_loop import SmallLoop
 from torch import Tensor, nn
 
+from bench import guard, runner
 from fp8stack.backends import fp8_state
 from fp8stack.errors import NumericFailure
 from fp8stack.training.loop import train
@@ -237,3 +238,17 @@ def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path: P
     go(small)
     resumed = SmallLoop(tmp_path / "r", "fp32", steps=3, resume="auto", guard={"window": 64})
     assert (resumed.run.config.guard.patience, resumed.run.config.guard.window) == (5, 64)
+
+
+def test_the_benchmark_of_the_guard_puts_its_faults_in_and_tells_what_came_of_them(
+    tmp_path: Path,
+) -> None:
+    words = ["--tiny", "--cases", "clean,nan,spikes", "--runs", str(tmp_path / "runs")]
+    found = runner.measured(guard, "guard", words)
+    clean, nan, spikes = found["results"]
+    assert (clean["events"], clean["skipped"]) == ({}, 0)
+    assert nan["events"] == {"skip": 9, "rollback": 1, "demote": 1}
+    assert nan["demoted"] == ["blocks.1.mlp.up"]
+    assert (nan["skipped"], spikes["skipped"]) == (6, guard.SPIKES)
+    assert "| nan |" in guard.table(found)
+    assert guard.figure(found).axes

@@ -32,6 +32,7 @@ HEAVY = {
     "fp8stack.backends",
     "fp8stack.conversion",
     "fp8stack.model",
+    "fp8stack.telemetry",
     "fp8stack.training",
     "matplotlib",
     "safetensors",
@@ -40,6 +41,7 @@ HEAVY = {
     "torch._inductor",
     "torch.utils.tensorboard",
     "torchao",
+    "wandb",
     "transformer_engine",
     "transformers",
 }

@@ -147,10 +147,11 @@ def newest(folder: Path) -> tuple[Checkpoint, Path, list[str]]:
         except UserError as error:
             passed_over.append(str(error))
     if not passed_over:
-        raise NoUsableCheckpoint(f"No checkpoint in {folder}. Start the run without --resume.")
+        raise NoUsableCheckpoint(f"No checkpoint in {folder}. Train the run first.")
     reasons = " ".join(passed_over)
     raise NoUsableCheckpoint(
-        f"No usable checkpoint in {folder}: {reasons} Start a new run in another --out."
+        f"No usable checkpoint in {folder}: {reasons} Begin with another run's, or a new run in "
+        "another --out."
     )
 
 

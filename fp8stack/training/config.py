@@ -43,7 +43,7 @@ class GuardConfig(BaseModel):
     deviations: PositiveFloat = 8.0
     loss_factor: Annotated[float, Field(gt=1)] = 1.5
     gradient_factor: Annotated[float, Field(gt=1)] = 10.0
-    amax_factor: Annotated[float, Field(gt=1)] = 64.0
+    amax_factor: Annotated[float, Field(gt=1)] = 1000.0
     patience: PositiveInt = 3
     """Bad steps in a row that call for more than skipping them."""
     calm_steps: PositiveInt = 200

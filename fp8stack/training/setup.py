@@ -105,6 +105,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         if key in config.given and (value := getattr(config, key))
         if key in ("data", "init_from") or value.endswith(".toml")
     }
+    tried = (
+        str(Path(name).resolve()) if name.endswith(".toml") else name for name in config.what_if
+    )
+    if config.what_if:
+        files["what_if"] = tuple(tried)
     return config.model_copy(update=files)
 
 
