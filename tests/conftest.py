@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,16 @@ TINY = [
 ]  # fmt: skip
 
 Command = Callable[..., int]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share the cores between pytest-xdist's workers: threads that wait for a core that another
+    worker has spin, and take ten times as long."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    if workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -363,3 +363,35 @@ def test_any_sequence_equals_the_algorithm_in_plain_python(sequence, length, mar
         for slot, one in model.items():
             assert history.scale(slot).item() == one.scale
             assert rows(history, slot) == [one.recorded, *one.past]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_amaxes_that_are_not_finite_are_cleared_and_the_others_give_the_scale(
+    value: float, algorithm: str
+) -> None:
+    history = AmaxHistory({"a": "e4m3", "b": "e5m2"}, length=5, algorithm=algorithm)
+    for largest in (8.0, 2.0):
+        history.record("a", largest)
+        history.record("b", largest)
+        history.update()
+    before = history.history.clone()
+    history.history[-1, 0] = value
+    history.scales[0] = 123.0  # frozen by it
+    assert history.clear_nonfinite().tolist() == [True, False]
+    assert history.scale("a") == 448 / 8
+    assert history.scale("b") == 57344 / (8 if algorithm == "max" else 2)
+    assert history.history[-1, 0] == 0
+    assert torch.equal(history.history[:, 1], before[:, 1])
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -1.0])
+def test_a_scale_that_is_none_is_made_anew(scale: float) -> None:
+    history = AmaxHistory({"a": "e4m3", "b": "e4m3"}, length=3)
+    history.record("a", 7.0)
+    history.update()
+    history.scales.fill_(scale)
+    assert history.clear_nonfinite().tolist() == [True, True]
+    assert history.scale("a") == 64.0
+    assert history.scale("b") == 1.0
+    assert history.clear_nonfinite().tolist() == [False, False]

@@ -35,7 +35,8 @@ def spoil(run: Run, layer: str, steps: Callable[[int], bool], factor: float = NA
     part = run.model.get_submodule(layer)
 
     def hook(module: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        if not module.training or not steps(run.step + 1) or not module.in_fp8:
+        in_fp8 = getattr(module, "in_fp8", True)
+        if not module.training or not steps(run.step + 1) or not in_fp8:
             return None
         return output * factor
 
@@ -198,6 +199,78 @@ def test_a_run_that_is_killed_amid_the_guards_work_and_resumed_decides_the_same_
     a, b = state_of(whole), state_of(resumed)
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     assert told(tmp_path / "killed")[-3:] == told(tmp_path / "whole")[-3:]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", steps=16, save_every=4)
+
+    def spoil_some(module: nn.Module, args: object, loss: Tensor) -> Tensor:
+        if module.training and small.run.step + 1 == 10:
+            (tmp_path / "r" / "checkpoints" / "step-000008" / "model.safetensors").write_bytes(b"")
+        return loss * (NAN if module.training and 10 <= small.run.step + 1 <= 12 else 1.0)
+
+    small.run.model.register_forward_hook(spoil_some)
+    assert go(small) == 0
+    by_name = {row["event"]: row for row in events(tmp_path / "r")}
+    assert by_name["rollback"]["to_step"] == 4
+    names = sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())
+    assert names == ["step-000012", "step-000016"]
+
+
+def test_a_run_stopped_amid_bad_steps_and_resumed_decides_the_same_again(tmp_path: Path) -> None:
+    runs = []
+    for name in ("whole", "stopped"):
+        small = SmallLoop(tmp_path / name, "fp32", steps=12, save_every=4)
+        spoil(small.run, "final_norm", lambda step: 6 <= step <= 8)
+        if name == "stopped":
+            small.advance(7)
+            small.loop.stop()
+            small.run.folder.release()
+            assert metrics(tmp_path / name)[-1]["step"] == 7
+            small = SmallLoop(tmp_path / name, "fp32", steps=12, save_every=4, resume="auto")
+            spoil(small.run, "final_norm", lambda step: 6 <= step <= 8)
+        go(small)
+        runs.append((state_of(small), told(tmp_path / name)))
+    assert runs[0][1] == runs[1][1]
+    a, b = runs[0][0], runs[1][0]
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_what_happened_just_before_a_left_out_step_is_told(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", steps=20, log_every=10, eval_every=20, save_every=20)
+    small.loop.guard.left_out = {18, 19, 20}
+    spoil(small.run, "final_norm", lambda step: step == 17)
+    for step in range(1, 21):
+        small.loop.advance(step, small.tokens_of(step))
+    assert told(tmp_path / "r") == [(18, "skip"), (19, "skip"), (20, "skip"), (17, "skip")]
+    assert metrics(tmp_path / "r")[-1]["val_loss"] > 0
+
+
+def test_the_precision_of_a_row_is_that_of_its_step(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "current", steps=8, guard={"patience": 2})
+    for part in ("qkv", "output"):
+        spoil(small.run, f"blocks.0.attention.{part}", lambda step: step >= 3)
+    for part in ("up", "down"):
+        spoil(small.run, f"blocks.0.mlp.{part}", lambda step: step >= 3)
+    small.loop.guard.demoted = dict.fromkeys(["a", "b", "c"])  # no single layer is left to try
+    small.advance(6)
+    told_precision = [row["precision"] for row in metrics(tmp_path / "r") if "fp8_gemms" in row]
+    assert told_precision == ["current-emulated"] * 4 + ["fp32"] * 2
+
+
+def test_broken_weights_without_a_checkpoint_are_told_for_what_they_are(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", steps=8, eval_every=2)
+    small.run.model.register_forward_hook(
+        lambda model, args, loss: None if model.training else loss * NAN
+    )
+    small.advance(1)
+    with pytest.raises(NumericFailure) as error:
+        small.advance(1)
+    text = str(error.value)
+    assert text.startswith("Step 2: the validation loss is not finite. ")
+    assert "Weights are as before" not in text
+    assert "fp32" not in text
+    assert events(tmp_path / "r")[-1]["event"] == "stop"
 
 
 def test_fp16_that_overflows_on_and_on_goes_to_bf16_after_an_alarm(tmp_path: Path) -> None:

@@ -127,6 +127,12 @@ def test_the_wheel_holds_every_preset_as_in_the_checkout_and_nothing_else_there(
         assert wheel.read(name) == (ROOT / name.removeprefix("fp8stack/_presets/")).read_bytes()
 
 
+def test_the_wheel_holds_what_a_report_is_made_of(wheel):
+    parts = {path.name for path in (ROOT / "fp8stack" / "report").iterdir() if path.is_file()}
+    assert {"page.html.jinja", "style.css"} <= parts
+    assert {f"fp8stack/report/{name}" for name in parts} <= set(wheel.namelist())
+
+
 def test_the_wheel_holds_every_source_file(wheel):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8stack").rglob("*.py")}
     assert sources <= set(wheel.namelist())

@@ -18,6 +18,7 @@ from fp8stack.precision import Hardware
 from fp8stack.training import checkpoint
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.resume import layers_left_out
+from fp8stack.training.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -373,3 +374,19 @@ def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on() -> None:
         there = plan_for(config, "delayed", hardware, left_out=left_out)
         assert {layer.name for layer in there.layers if layer.fp8} == kept
         assert [layer.reason for layer in there.layers] == [layer.reason for layer in made.layers]
+
+
+def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    rows = [
+        *({"step": step, "loss": 1.0} for step in range(1, 9)),
+        {"step": 8, "event": "rollback", "to_step": 4},
+        *({"step": step, "loss": 2.0} for step in range(5, 8)),
+    ]
+    for row in rows:
+        folder.append_metrics(row)
+    folder.append_telemetry([{"step": 1}, {"step": 7}], {"recipe": "delayed"})
+    folder.forget_after(6)
+    assert folder.read_metrics() == rows[:-1]
+    kept = folder.telemetry.read_text().splitlines()
+    assert [json.loads(line).get("step") for line in kept] == [None, 1]

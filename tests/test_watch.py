@@ -23,7 +23,6 @@ from fp8stack.training import loop as loop_module
 from fp8stack.training.config import GuardConfig
 from fp8stack.training.watch import KEPT, Cause, Watch
 
-CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 OFF = {"guard": {"enabled": False}}
 
@@ -36,7 +35,7 @@ class Watched:
         shapes = (5, 3), (7,)
         self.parameters = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1, fused=True)
-        self.watch = Watch(self.optimizer, CPU, GuardConfig(**guard))
+        self.watch = Watch(self.optimizer, GuardConfig(**guard))
 
     def step(self, number: int, loss: float, norm: float, excused: bool | None = None) -> None:
         for parameter in self.parameters:
@@ -142,7 +141,7 @@ def test_the_number_of_a_late_step_is_exact() -> None:
 def test_an_optimizer_that_cannot_skip_refuses_the_watch() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], fused=False)
-    Watch(optimizer, CPU, GuardConfig())
+    Watch(optimizer, GuardConfig())
     parameter.grad = torch.ones(2)
     with pytest.raises(AssertionError, match="found_inf"):
         optimizer.step()

@@ -99,7 +99,7 @@ def read_run(
         curve=tuple(curve),
         tokens_per_s=_speed(speeds),
         peak_memory_gib=max(memory, default=None),
-        skips=sum(row.get("event") == "skip" or row.get("skipped") is True for row in rows),
+        skips=len({row["step"] for row in rows if _skipped(row)}),
         events=dict(Counter(str(row["event"]) for row in rows if row.get("event"))),
         fp8_gemms=last.get("fp8_gemms"),
         precisions=tuple(dict.fromkeys(r["precision"] for r in taken.values() if "precision" in r)),
@@ -204,3 +204,7 @@ def _operands(path: Path) -> Iterator[Row]:
             return
         if isinstance(row, dict) and "operand" in row and not row.get("what_if"):
             yield row
+
+
+def _skipped(row: Mapping[str, Any]) -> bool:
+    return row.get("event") == "skip" or row.get("skipped") is True

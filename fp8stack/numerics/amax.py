@@ -221,7 +221,11 @@ def _rescale(
     history: Tensor, scale: Tensor, target: Tensor, slots: Tensor, most_recent: bool
 ) -> None:
     """Derive the scales of some slots, bool [slots], from their window as it is."""
-    largest = history[-1] if most_recent else history.amax(dim=0)
+    largest = history.amax(dim=0)
+    if most_recent:  # the newest that is left
+        newest_first = history.flip(0)
+        place = (newest_first > 0).int().argmax(dim=0)
+        largest = newest_first.gather(0, place[None])[0]
     fresh = (target / largest).clamp(max=FLT_MAX)
     scale.copy_(torch.where(slots, torch.where(largest > 0, fresh, 1.0), scale))
 

@@ -22,6 +22,8 @@ _OF_ROWS = frozenset(
 def failure(run: Run) -> dict[str, Any] | None:
     """The event that the run ended with, if it failed: no good step came after it."""
     for event in reversed(run.events):
+        if event.get("event") == "rollback":
+            return None
         if event.get("event") in FAILURES:
             last = max((row["step"] for row in run.rows if "event" not in row), default=-1)
             return event if (number(event.get("step")) >= last) else None

@@ -189,7 +189,7 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
         back = row.get("to_step")
         if row.get("event") == "rollback" and type(back) is int:
             rows = {at: kept for at, kept in rows.items() if at <= back}
-        if "loss" in row or "lr" in row:
+        if {"loss", "lr", "val_loss"} & row.keys():
             told = {key: value for key, value in row.items() if value is not None}
             rows[step] = rows.get(step, {"loss": None}) | told if "event" in row else row
     return [rows[step] for step in sorted(rows)], events

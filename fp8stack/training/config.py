@@ -135,6 +135,12 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _is_looked_at(self) -> RunConfig:
+        if self.what_if and not self.telemetry_every:
+            raise ValueError("what_if needs telemetry: set telemetry_every to 1 or more.")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_written(self) -> RunConfig:
         for key, value in self:
             try:
@@ -178,7 +184,7 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
         _set(table, item)
     for key, value in flags.items():
         if isinstance(value, dict):  # of a table's keys, those that were given
-            table[key] = table.get(key, {}) | value
+            table[key] = {**old, **value} if isinstance(old := table.get(key, {}), dict) else old
         elif value is not None:
             table[key] = value
     config: RunConfig = presets.parse(RunConfig, table, where if not (flags or sets) else "flags")

@@ -83,7 +83,7 @@ class Guard:
             self.incidents, self._tried = 0, []
         if self.half.look(step, seen.overflows):
             self._tried.append("left fp16 for bf16")
-        if seen.streak >= self.config.patience:
+        if seen.streak >= self.config.patience and self._streak:
             self._incident(step)
         return seen
 
@@ -131,6 +131,10 @@ class Guard:
             "incidents": self.incidents,
             "last_bad": self.last_bad,
             "tried": self._tried,
+            "bad": [
+                {"step": bad.step, "causes": int(bad.causes), "slot": bad.slot, "said": bad.why}
+                for bad in self._streak
+            ],
             "left_fp16": self.half.is_left,
         }
 
@@ -140,6 +144,10 @@ class Guard:
         self.left_out = set(state["left_out"])
         self.incidents, self.last_bad = state["incidents"], state["last_bad"]
         self._tried = list(state["tried"])
+        self._streak = [
+            BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
+            for bad in state["bad"]
+        ]
         self.demoted = dict(state["demoted"])
         for layer in self.demoted:
             self._linear(layer).in_fp8 = False
@@ -177,6 +185,8 @@ class Guard:
         run = self.run
         found = None
         for checkpoint in checkpoints.usable(run.folder.checkpoints):
+            if checkpoint.step >= bad[0].step:  # saved at a stop, amid bad steps
+                continue
             try:
                 restore(run.model, run.optimizer, checkpoint.tensors)
             except UserError:  # its weights are not finite, say
@@ -188,8 +198,11 @@ class Guard:
         if run.scaler is not None and found.info["scaler"] is not None:
             run.scaler.load_state_dict(found.info["scaler"])
         run.step = found.step
+        checkpoints.forget_after(run.folder.checkpoints, found.step)
         self.left_out |= {one.step for one in bad}
-        why = f"{len(bad)} steps in a row were bad: {bad[-1].why}"
+        why = bad[-1].why
+        if len(bad) > 1:
+            why = f"{len(bad)} steps in a row were bad: {why}"
         self._tried.append(f"went back to step {found.step} and left those batches out")
         self.announce({"step": step, "event": "rollback", "why": why, "to_step": found.step})
         return True
@@ -200,7 +213,9 @@ class Guard:
         if slot is not None:
             layer, _, operand = slot.rpartition(".")
             return Culprit(layer=layer, operand=operand, what="has an amax out of all proportion")
-        return find_culprit(self.run, step, max(1, bad[0].step - 1))
+        before = range(bad[0].step - 1, 0, -1)
+        good = next((number for number in before if number not in self.left_out), 1)
+        return find_culprit(self.run, step, good)
 
     def _demote_layer(self, step: int, culprit: Culprit) -> bool:
         """Have one layer run without FP8, if it is in FP8 and not too many had to before."""
@@ -253,7 +268,10 @@ class Guard:
         Raises:
             NumericFailure: always.
         """
-        parts = [f"Step {bad[-1].step}: {bad[-1].why}, as in {len(bad)} steps in a row."]
+        again = f", as in {len(bad)} steps in a row" if len(bad) > 1 else ""
+        parts = [f"Step {bad[-1].step}: {bad[-1].why}{again}."]
+        if not any(one.said for one in bad):
+            parts.append("Weights are as before.")
         if culprit is not None:
             parts.append(f"It shows first in {culprit}.")
         if self._tried:
@@ -261,13 +279,14 @@ class Guard:
         self._give_up(step, parts, finite=not any(one.causes & NOT_FINITE for one in bad))
 
     def _stop_unguarded(self, bad: BadStep) -> NoReturn:
-        self._give_up(bad.step, [f"Step {bad.step}: {bad.why}. The step was not taken."], False)
+        told = f"Step {bad.step}: {bad.why}. The step was not taken; weights are as before."
+        self._give_up(bad.step, [told], False)
 
     def _give_up(self, step: int, parts: list[str], finite: bool) -> NoReturn:
         run = self.run
         kept = [path.name for path in checkpoints.candidates(run.folder.checkpoints)]
         saved = f"The last checkpoint is {kept[0]}." if kept else "No checkpoint was written yet."
-        parts += [f"Weights are as before it. {saved}", self._remedy(finite)]
+        parts += [saved, self._remedy(finite)]
         diagnosis = " ".join(parts)
         self._announce(step, "stop", diagnosis)
         raise NumericFailure(diagnosis)
@@ -281,10 +300,13 @@ class Guard:
             )
         if self.run.plan.loss_scaling:
             return f"Lower --lr (now {config.lr:g}), or use a recipe with more range: bf16, fp32."
-        return (
-            f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), look at the "
-            "data of that step, or try --recipe fp32 to see whether precision is the cause."
+        remedy = (
+            f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), or look at "
+            "the data of that step"
         )
+        if self.run.plan.recipe.name == "fp32":
+            return f"{remedy}."
+        return f"{remedy}; --recipe fp32 shows whether precision is the cause."
 
 
 def _out(last: int | None) -> str:

@@ -54,7 +54,9 @@ class Journal:
         """Take the pace anew: the run was put back."""
         self._pace = None
 
-    def row(self, step: int, loss: float, norm: float, fp8_gemms: int | None) -> dict[str, Any]:
+    def row(
+        self, step: int, loss: float, norm: float, precision: str, fp8_gemms: int | None
+    ) -> dict[str, Any]:
         """The metrics of a step that just ended: a row of `metrics.jsonl`."""
         run = self.run
         seconds = (time.perf_counter() - self._ready) / self._timed
@@ -69,7 +71,7 @@ class Journal:
             "tokens_per_s": round(rate, 1),
             "mfu": round(tflops / self.peak_tflops, 4) if self.peak_tflops else None,
             "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
-            "precision": run.plan.precision,
+            "precision": precision,
             "fp8_gemms": fp8_gemms,
         }
         if run.scaler is not None:

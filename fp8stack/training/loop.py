@@ -86,7 +86,6 @@ class _Loop:
         self.journal = Journal(run, display, peak_tflops)
         self.watch = Watch(
             run.optimizer,
-            run.accelerator.device,
             run.config.guard,
             run.backend.delayed,
             run.config.accumulate,
@@ -112,11 +111,7 @@ class _Loop:
         self.save_due |= last or step % config.save_every == 0
         evaluates = last or step % config.eval_every == 0
         if step in self.guard.left_out:
-            self.guard.leave_out(step)
-            self.run.step = step
-            if evaluates:
-                self.journal.log_validation(step, self.evaluate())
-            return self.end_step(step)
+            return self.leave_out(step, evaluates)
         self.guard.before(step)
         tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
         profiles = config.profile and step == self.profiled
@@ -130,24 +125,39 @@ class _Loop:
         logs = step % config.log_every == 0 or evaluates
         row: dict[str, Any] = {}
         if logs:  # the reading of the loss waits for the step
-            row = self.journal.row(step, float(loss), float(norm), self.fp8_gemms)
+            precision = self.guard.plan_now().precision
+            row = self.journal.row(step, float(loss), float(norm), precision, self.fp8_gemms)
         if logs or self.save_due or self.draws:
             self.look(step)
-        if logs:
-            if evaluates and self.run.step == step:
+        if logs and self.run.step == step:
+            if evaluates:
                 row["val_loss"] = self.evaluate()
             self.journal.log(row)
             self.journal.restart_clock()
             if "val_loss" in row and row["val_loss"] is None:
                 self.weights_failed(step, "the validation loss is not finite")
+        self.end_step(step)
         if self.run.step == step:
-            self.end_step(step)
             self.journal.step_over(step)
+
+    def leave_out(self, step: int, evaluates: bool) -> None:
+        """Pass over a step whose batch went wrong before."""
+        self.guard.leave_out(step)
+        self.run.step = step
+        if evaluates or self.save_due:
+            self.look(step)
+        if evaluates and self.run.step == step:
+            loss = self.evaluate()
+            self.journal.log_validation(step, loss)
+            self.journal.restart_clock()
+            if not math.isfinite(loss):
+                self.weights_failed(step, "the validation loss is not finite")
+        self.end_step(step)
 
     def end_step(self, step: int) -> None:
         """Save if that is due; not while steps are bad, unless this is the last."""
         last = step == self.config.steps
-        if not self.save_due or (self.streak and not last):
+        if self.run.step != step or not self.save_due or (self.streak and not last):
             return
         if not all_finite(self.run.model, self.run.optimizer):
             self.weights_failed(step, "a weight or a moment is not finite")

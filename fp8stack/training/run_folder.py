@@ -149,7 +149,10 @@ def _read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row.get("step", 0) <= step]
+    """The rows up to the last of `step` or one before it. Before those there may be some of later
+    steps, which were rolled back, and the events that tell so."""
+    kept = [number for number, row in enumerate(rows, 1) if row.get("step", 0) <= step]
+    return list(rows[: max(kept, default=0)])
 
 
 def choose_folder(config: RunConfig, resume: bool) -> RunFolder:

@@ -269,5 +269,7 @@ def _resume(run: Run, found: Resumption) -> None:
     if run.scaler is not None and info["scaler"] is not None:
         run.scaler.load_state_dict(info["scaler"])
     run.guard_state = info["guard"]
+    if run.guard_state is not None and run.guard_state["left_fp16"]:
+        run.notes = (*run.notes, "the guard left fp16 before: the run goes on in bf16")
     run.step = found.checkpoint.step
     run.folder.forget_after(run.step)

@@ -98,8 +98,7 @@ class Watch:
     fused refuses the attribute.) The tensor stays on the device, so that nothing waits for it.
 
     Args:
-        optimizer: fused, all its parameters on `device`.
-        device: where losses and norms are.
+        optimizer: fused, all its parameters on one device, where losses and norms are too.
         config: what counts as bad. If it is not enabled, spikes do not, and after the first bad
             step none is taken.
         delayed: the amax history of the model, in delayed scaling: its amaxes are judged as well.
@@ -109,7 +108,6 @@ class Watch:
     def __init__(
         self,
         optimizer: Optimizer,
-        device: torch.device,
         config: GuardConfig,
         delayed: DelayedScaling | None = None,
         passes: int = 1,
@@ -117,7 +115,8 @@ class Watch:
         self.config = config
         self.delayed = delayed
         self.passes = passes
-        self.device = device
+        # And not accelerate's: of "cuda" and the tensors' "cuda:0", torch says that they differ.
+        self.device = device = optimizer.param_groups[0]["params"][0].device
         self._skips = torch.zeros((), device=device)
         optimizer.found_inf = self._skips  # type: ignore[attr-defined]
         made: dict[str, Any] = {"dtype": torch.float64, "device": device}

@@ -1,0 +1,49 @@
+"""Telemetry on this GPU: the figures of a CPU, and a sample that waits for nothing but its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_loop import SmallLoop
+
+from fp8stack.numerics.error import block_error, mxfp8_error, tensor_error
+from gpu.machine import CONTEXT
+
+pytestmark = pytest.mark.gpu
+
+ERRORS = {
+    "tensor e4m3": lambda x: tensor_error(x, torch.tensor(100.0, device=x.device), "e4m3"),
+    "tensor e5m2": lambda x: tensor_error(x, torch.tensor(1e4, device=x.device), "e5m2"),
+    "mxfp8": mxfp8_error,
+    "block": block_error,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_figures_of_an_operand_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 256, generator=generator)
+    x[3, 5], x[7, 9], x[100:140] = torch.inf, torch.nan, 1e-6
+    x = x.to(dtype)
+    there = ERRORS[name](x.to(CONTEXT.device)).cpu()
+    torch.testing.assert_close(there, ERRORS[name](x), rtol=1e-9, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_a_sampled_step_reads_the_device_once(recipe: str, tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", recipe, width=128, steps=9, telemetry_every=4)
+    small.advance(3)
+    step = small.next_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    plan = small.run.plan
+    rows = small.run.telemetry.finish(4, None, plan).rows
+    assert len(rows) == 1 + 3 * sum(layer.fp8 for layer in plan.layers)
+    assert all(json.dumps(row, allow_nan=False) for row in rows)
