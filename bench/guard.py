@@ -65,13 +65,16 @@ def nan_in_a_layer(run: Run) -> None:
 
 
 def outlier_in_a_layer(run: Run) -> None:
-    """One of a layer's input channels becomes 500 times as large, and stays so."""
+    """The largest of a layer's input channels becomes 500 times as large, and stays so."""
+    channels: list[int] = []
 
     def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
         if run.step + 1 < OUTLIER_FROM:
             return None
         x = args[0].clone()
-        x[..., 7] *= 500
+        if not channels:
+            channels.append(int(x.abs().flatten(0, -2).amax(dim=0).argmax()))
+        x[..., channels[0]] *= 500
         return (x,)
 
     run.model.get_submodule(OUTLIER_LAYER).register_forward_pre_hook(hook)
@@ -102,7 +105,7 @@ CASES = [
     ),
     Case(
         "outlier",
-        f"a channel of the input of {OUTLIER_LAYER} times 500 from step {OUTLIER_FROM} on",
+        f"the largest channel of {OUTLIER_LAYER}'s input times 500 from step {OUTLIER_FROM} on",
         outlier_in_a_layer,
         keys={"telemetry_every": 25},
     ),

@@ -11,7 +11,7 @@ import numpy as np
 from fp8stack.report.events import ending, failure, from_events
 from fp8stack.report.read import Operand, Run, table
 from fp8stack.report.standouts import StandOut, settled, stand_outs
-from fp8stack.report.words import LABELS, Finding, in_steps, percent, shown, times
+from fp8stack.report.words import LABELS, Finding, Level, in_steps, percent, shown, times
 
 MOST = 6  # stand-outs that are named one by one
 CLIPPED_BITS = 3.0  # an amax of 8 times what its scale can hold; less is usual in delayed scaling
@@ -124,13 +124,20 @@ def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
             for figure, (value, peers, before) in out.values.items()
         )
         text = f"{out.operand.name} {where} {figures}."
-        yield Finding(level="warning" if out.lasting else "note", text=text)
+        yield Finding(level=_level(out), text=text)
     if len(standing_out) > MOST:
         rest = ", ".join(out.operand.name.replace(", ", " ") for out in standing_out[MOST:][:20])
         text = f"{len(standing_out) - MOST} more stand out less: {rest}" + (
             " and others." if len(standing_out) > MOST + 20 else "."
         )
-        yield Finding(level="warning" if standing_out[MOST].lasting else "note", text=text)
+        yield Finding(level=_level(standing_out[MOST]), text=text)
+
+
+def _level(out: StandOut) -> Level:
+    """How much a stand-out matters. An amax that was large all along is a layer's nature: its scale
+    takes it in, and where it does not, other figures stand out too."""
+    by_nature = not out.changed and out.values.keys() == {"amax"}
+    return "warning" if out.lasting and not by_nature else "note"
 
 
 def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
