@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
+from fp8stack.backends.activations import ACTIVATIONS
 from fp8stack.head import head_loss
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.shapes import load_measured
@@ -169,17 +170,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] float32 -> [B, T, D] in the compute dtype."""
-        hidden = self.up(x_BTD)
-        if self.activation == "swiglu":
-            gate, value = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * value
-        elif self.activation == "relu2":
-            hidden = F.relu(hidden).square()
-        else:
-            hidden = F.gelu(
-                hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none"
-            )
-        y: Tensor = self.down(hidden)
+        y: Tensor = self.down(ACTIVATIONS[self.activation](self.up(x_BTD)))
         return y
 
 

@@ -137,7 +137,7 @@ class Telemetry:
         self._changes = None
         return Sample([self._model_row(step, fp8_gemms, count), *rows], _tracked(rows))
 
-    def _layers(self, model: nn.Module) -> dict[str, nn.Linear]:
+    def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
         """The linears to look at: those in FP8; in a run without FP8 all but the head."""
         if self.plan.runs_fp8:
             return fp8_linears(model)

@@ -24,7 +24,7 @@ Command = Callable[..., int]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between pytest-xdist's workers: threads that wait for a core that another
-    worker has spin, and take ten times as long."""
+    worker has spin, and all take longer."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, (os.cpu_count() or 1) // workers)
     if workers > 1:

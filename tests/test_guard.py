@@ -273,6 +273,18 @@ def test_broken_weights_without_a_checkpoint_are_told_for_what_they_are(tmp_path
     assert events(tmp_path / "r")[-1]["event"] == "stop"
 
 
+def test_broken_weights_are_not_answered_by_leaving_fp8(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "current", steps=8, save_every=2, eval_every=3)
+    small.run.model.register_forward_hook(
+        lambda model, args, loss: None if model.training else loss * NAN
+    )
+    with pytest.raises(NumericFailure, match="Step 3: the validation loss is not finite"):
+        go(small)
+    assert told(tmp_path / "r") == [
+        (3, "non-finite"), (3, "rollback"), (3, "skip"), (3, "non-finite"), (3, "stop"),
+    ]  # fmt: skip
+
+
 def test_fp16_that_overflows_on_and_on_goes_to_bf16_after_an_alarm(tmp_path: Path) -> None:
     small = SmallLoop(tmp_path / "r", "fp16", steps=16, save_every=100)
     run = small.run

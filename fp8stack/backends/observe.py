@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8stack.backends.activations import ACTIVATIONS
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaling import PerTensor
 from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe
@@ -71,7 +72,7 @@ def observing(
             handle.remove()
 
 
-def fp8_linears(model: nn.Module) -> dict[str, nn.Linear]:
+def fp8_linears(model: nn.Module) -> dict[str, MasterLinear]:
     """The linears of `model` that are in FP8 now, by module path."""
     return {
         path: part
@@ -241,16 +242,3 @@ class _Fusing(Protocol):
 def _fusing_backend(layer: nn.Module) -> _Fusing | None:
     backend = getattr(layer, "backend", None)
     return backend if hasattr(backend, "observer") else None
-
-
-def _swiglu(hidden: Tensor) -> Tensor:
-    gate, value = hidden.chunk(2, dim=-1)
-    return F.silu(gate) * value
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": lambda hidden: F.relu(hidden).square(),
-    "swiglu": _swiglu,
-}
-"""The activations of MLPs that some backend runs in one with their linears, by name."""

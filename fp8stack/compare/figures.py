@@ -6,13 +6,13 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.run_folder import RunFolder, read_rows
 
 Row = Mapping[str, Any]
 Status = Literal["done", "diverged", "failed", "unfinished"]
@@ -182,7 +182,7 @@ def worst_sqnr(path: Path) -> WorstSqnr | None:
     The first step that was sampled does not count: delayed scaling has every scale at 1 then, and
     recipes are to be compared alike.
     """
-    rows = list(_operands(path))
+    rows = [row for row in read_rows(path, {"step": 0}) if _is_own_operand(row)]
     first = min((row["step"] for row in rows), default=0)
     counted = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
     if not counted:
@@ -193,18 +193,10 @@ def worst_sqnr(path: Path) -> WorstSqnr | None:
     )
 
 
-def _operands(path: Path) -> Iterator[Row]:
-    """The rows about operands in `telemetry.jsonl`; a line that was cut short ends them."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        if isinstance(row, dict) and "operand" in row and not row.get("what_if"):
-            yield row
+def _is_own_operand(row: Row) -> bool:
+    """Whether a row of telemetry is about an operand in the run's own recipe."""
+    return "operand" in row and not row.get("what_if")
 
 
-def _skipped(row: Mapping[str, Any]) -> bool:
+def _skipped(row: Row) -> bool:
     return row.get("event") == "skip" or row.get("skipped") is True

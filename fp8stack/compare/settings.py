@@ -17,7 +17,7 @@ from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config
 from fp8stack.training.initial import find_source, with_source
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import with_absolute_paths
+from fp8stack.training.setup import context_of, with_absolute_paths
 from fp8stack.training.state import differences
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
@@ -159,12 +159,7 @@ def _shared(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
 def _contents(config: RunConfig, recipes: Mapping[str, str]) -> dict[str, Any]:
     """What the model, the data and the recipes are, once every plan was found to be possible."""
     model = load_config(config.model, config.model_overrides)
-    context = config.context or model.context
-    if context > model.context:
-        raise UserError(
-            f"--context {context} is more than the {model.context} of model {config.model}. "
-            f"Lower it, or --set model_overrides.context={context}"
-        )
+    context = context_of(config, model)
     found = {name: _recipe(config, name, source, model) for name, source in recipes.items()}
     train, validation = data.load_corpora(config.data, model.vocabulary)
     data.validation_windows(
@@ -182,7 +177,7 @@ def _recipe(config: RunConfig, name: str, source: str, model: GPTConfig) -> dict
     if config.recipe_overrides and source == "auto":
         raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
     asked = source if source == "auto" else load_recipe(source, config.recipe_overrides)
-    tokens = config.batch // config.accumulate * (config.context or model.context)
+    tokens = config.batch // config.accumulate * context_of(config, model)
     hardware = probe(config.device)
     plan = plan_for(model, asked, hardware, config.backend, config.strict, tokens=tokens)
     if config.compile:

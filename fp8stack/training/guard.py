@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from fp8stack.backends.linear import MasterLinear
+from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure, UserError
 from fp8stack.precision import Plan
 from fp8stack.training import checkpoint as checkpoints
@@ -102,10 +103,12 @@ class Guard:
         Raises:
             NumericFailure: nothing is left to be tried.
         """
-        self._streak = [
-            BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=why)
-        ]
-        self._incident(step)
+        self.incidents += 1
+        bad = [BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=why)]
+        self.watch.forgive()
+        self._streak = []
+        if self.incidents > 1 or not self._roll_back(step, bad):
+            self._stop(step, bad, None)  # no precision mends them
 
     def leave_out(self, step: int) -> None:
         """Announce that the batch of `step` is not trained on."""
@@ -114,6 +117,8 @@ class Guard:
     def plan_now(self) -> Plan:
         """The run's plan, with the layers that are out of FP8 for now."""
         plan = self.run.plan
+        if not self.demoted:
+            return plan
         layers = [
             replace(layer, fp8=False, precision=plan.compute_dtype, reason=_out(self.demoted[name]))
             if (name := layer.name) in self.demoted
@@ -219,28 +224,27 @@ class Guard:
 
     def _demote_layer(self, step: int, culprit: Culprit) -> bool:
         """Have one layer run without FP8, if it is in FP8 and not too many had to before."""
-        if len(self.demoted) >= MOST_LAYERS or culprit.layer not in self._in_fp8():
+        layer = fp8_linears(self.run.model).get(culprit.layer)
+        if layer is None or len(self.demoted) >= MOST_LAYERS:
             return False
         steps = self.config.layer_steps
-        self._demote(step, culprit.layer, step + steps if steps else None, str(culprit), culprit)
+        last = step + steps if steps else None
+        layer.in_fp8 = False
+        self.demoted[culprit.layer] = last
+        self._announce_demotion(step, culprit.layer, culprit.operand, str(culprit), last)
         return True
 
     def _demote_model(self, step: int, bad: list[BadStep]) -> bool:
         """Have the whole model run without FP8, or without fp16; False if there is neither."""
         why = f"steps went wrong in spite of all: {bad[-1].why}"
-        layers = self._in_fp8()
+        layers = fp8_linears(self.run.model)
         if layers:
-            for layer in layers:
-                self._linear(layer).in_fp8 = False
+            for layer in layers.values():
+                layer.in_fp8 = False
             self.demoted = dict.fromkeys([*self.demoted, *layers])
             self._announce_demotion(step, WHOLE, None, why, None)
             return True
         return self.half.give_up(step, why)
-
-    def _demote(self, step: int, layer: str, last: int | None, why: str, culprit: Culprit) -> None:
-        self._linear(layer).in_fp8 = False
-        self.demoted[layer] = last
-        self._announce_demotion(step, layer, culprit.operand, why, last)
 
     def _announce_demotion(
         self, step: int, layer: str, operand: str | None, why: str, last: int | None
@@ -251,11 +255,6 @@ class Guard:
         row = {"step": step, "event": "demote", "why": why, "layer": layer}
         row |= {"operand": operand} if operand is not None else {}
         self.announce(row | {"precision": precision, "until_step": last})
-
-    def _in_fp8(self) -> list[str]:
-        """The layers that run in FP8 now."""
-        parts = self.run.model.named_modules()
-        return [name for name, part in parts if isinstance(part, MasterLinear) and part.in_fp8]
 
     def _linear(self, name: str) -> MasterLinear:
         part = self.run.model.get_submodule(name)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,11 +159,8 @@ class _Loop:
         last = step == self.config.steps
         if self.run.step != step or not self.save_due or (self.streak and not last):
             return
-        if not all_finite(self.run.model, self.run.optimizer):
-            self.weights_failed(step, "a weight or a moment is not finite")
-        if self.run.step == step:
-            self.save()
-            self.journal.restart_clock()
+        self.save()
+        self.journal.restart_clock()
 
     def look(self, step: int) -> None:
         """Have the guard judge the steps since its last look, `step` the last of them.
@@ -249,16 +246,12 @@ class _Loop:
         """
         if self.config.guard.enabled:
             self.guard.weights_failed(step, why)
-            if self.run.step != step:
-                self.went_back()
-                return
-        self.fail(f"Step {step}: {why}.")
-
-    def fail(self, what: str) -> NoReturn:
-        """Give up: say what happened, what there is to go back to, and what to try."""
+            self.went_back()
+            return
         saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
         raise NumericFailure(
-            f"{what} The last checkpoint is {saved}. Lower --lr, or try a recipe with more range."
+            f"Step {step}: {why}. The last checkpoint is {saved}. Lower --lr, or try a recipe with "
+            "more range."
         )
 
     def evaluate(self) -> float:
@@ -275,17 +268,19 @@ class _Loop:
         return self.save()
 
     def save(self) -> Path:
-        """Write a checkpoint of the last step, unless there is one, and return its path.
+        """Write a checkpoint of the last step, unless there is one, and return its path. If the
+        weights are not finite, the run is put back to the checkpoint that is returned.
 
         Raises:
-            NumericFailure: the weights are not finite.
+            NumericFailure: the weights are not finite, and nothing helps.
         """
         run = self.run
         self.save_due = False
         if self.saved_at == run.step:  # step 0 is not worth one
             return checkpoints.path_of(run.folder.checkpoints, run.step)
         if not all_finite(run.model, run.optimizer):
-            self.fail(f"Step {run.step}: a weight or a moment is not finite.")
+            self.weights_failed(run.step, "a weight or a moment is not finite")
+            return checkpoints.path_of(run.folder.checkpoints, run.step)
         run.folder.sync_metrics()
         info = {
             "identity": run.identity,

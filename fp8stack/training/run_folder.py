@@ -110,7 +110,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The metrics so far; a line that was cut short by a crash ends them."""
-        return _read_rows(self.metrics, {})
+        return read_rows(self.metrics, {})
 
     def forget_after(self, step: int) -> None:
         """Drop metrics and checkpoints of the steps after `step`, which are about to be done
@@ -118,7 +118,7 @@ class RunFolder:
         forget_after(self.checkpoints, step)
         write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
         if self.telemetry.exists():
-            rows = _read_rows(self.telemetry, {"step": 0})
+            rows = read_rows(self.telemetry, {"step": 0})
             write_atomically(self.telemetry, _lines(_up_to(step, rows)))
 
 
@@ -132,8 +132,9 @@ def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
 
 
-def _read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of a file of lines, up to the first that is cut short or has no step."""
+def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of a file of lines, up to the first that is cut short or has no step, which
+    `defaults` may give."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows

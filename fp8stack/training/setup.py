@@ -123,7 +123,7 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
     recipe = config.recipe
     if config.recipe_overrides and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
-    context = config.context or model_config.context
+    context = context_of(config, model_config)
     plan = plan_for(
         model_config,
         recipe if recipe == "auto" else load_recipe(recipe, config.recipe_overrides),
@@ -136,11 +136,6 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
     if config.compile:
         require_compiler(plan)
     telemetry = Telemetry(plan, config.telemetry_every, config.what_if)
-    if context > model_config.context:
-        raise UserError(
-            f"--context {context} is more than the {model_config.context} of model {config.model}. "
-            f"Lower it, or --set model_overrides.context={context}"
-        )
     train, validation = data.load_corpora(config.data, model_config.vocabulary)
     windows = data.validation_windows(
         validation, count=config.eval_windows, context=context, vocabulary=model_config.vocabulary
@@ -182,6 +177,21 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
         telemetry=telemetry,
         identity=_identity(model_config, plan, train, validation),
     )
+
+
+def context_of(config: RunConfig, model: GPTConfig) -> int:
+    """Tokens per sequence.
+
+    Raises:
+        UserError: they are more than the model takes.
+    """
+    context = config.context or model.context
+    if context > model.context:
+        raise UserError(
+            f"--context {context} is more than the {model.context} of model {config.model}. "
+            f"Lower it, or --set model_overrides.context={context}"
+        )
+    return context
 
 
 def _require_memory(name: str, model: GPTConfig, hardware: Hardware) -> None:
