@@ -31,8 +31,10 @@ SCENARIOS = {
     "memory": "the peak memory of a step by recipe, beside what weights and moments need",
     "scaling": "the cost of a step as batch, context and depth grow (on one rank)",
     "startup": "how long the command takes to start, and how many modules it imports",
+    "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
     "telemetry": "what a look at every operand of a step costs",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
+    "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
 }

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -79,7 +81,24 @@ def pretrain(
     resume: Annotated[
         str | None, option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")
     ] = None,
+    overwrite: Annotated[
+        bool, option("Remove the run that is in --out first.", "--overwrite")
+    ] = False,
+    checkpoint_async: Annotated[
+        bool | None,
+        option("Write checkpoints in the background.", "--checkpoint-async/--no-checkpoint-async"),
+    ] = None,
     device: Annotated[str | None, option("auto, cpu or cuda. [auto]")] = None,
+    parallel: Annotated[
+        str | None, option("Several ranks: ddp, or fsdp, which shares the model out. [ddp]")
+    ] = None,
+    activation_checkpointing: Annotated[
+        bool | None,
+        option(
+            "Run blocks again in the backward pass, to save memory.",
+            "--activation-checkpointing/--no-activation-checkpointing",
+        ),
+    ] = None,
     compile: Annotated[
         bool | None, option("Compile the model with torch.compile.", "--compile/--no-compile")
     ] = None,
@@ -106,15 +125,22 @@ def pretrain(
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
     flags = {
-        key: value for key, value in locals().items() if key not in ("config", "set", "resume")
+        key: value
+        for key, value in locals().items()
+        if key not in ("config", "set", "resume", "overwrite")
     }
     flags["what_if"] = None if what_if is None else words(what_if)
     flags["guard"] = None if guard is None else {"enabled": guard}
-    from fp8stack.training.loop import train
-    from fp8stack.training.setup import set_up
+    from fp8stack.training.stop import NOTHING_DONE, stop_requests
 
     try:
-        raise typer.Exit(train(set_up(flags, config, set or [], resume)))
+        with stop_requests() as stop:
+            with stop.at_once(NOTHING_DONE):
+                from fp8stack.training.loop import train
+                from fp8stack.training.setup import set_up
+
+                run = set_up(flags, config, set or [], resume, overwrite)
+            raise typer.Exit(train(run, stop))
     except KeyboardInterrupt:
         raise Interrupted(
             "Interrupted. The last checkpoint, if any, is whole; go on with --resume auto."
@@ -234,18 +260,42 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader of our output has gone; say nothing to a pipe that is closed.
         with contextlib.suppress(OSError):
             sys.stdout.close()
-        sys.exit(1)
+        _exit(1)
     except OSError as error:  # such as a full disk behind a redirected stdout
         _fail(f"{error.filename or 'output'}: {error.strerror}", StorageError.exit_code)
-    sys.exit(code)
+    except Exception:
+        if _ranks() == 1:
+            raise
+        traceback.print_exc()
+        _exit(1)
+    _exit(code)
 
 
 # click's UsageError: from click or, in newer versions (0.29 is one), from typer's copy of it.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
-def _fail(message: str, code: int) -> None:
-    # Names from files and the command line may hold anything; what is printed stays one line.
-    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
-    print(f"fp8stack: {line}", file=sys.stderr)
+def _fail(message: str, code: int) -> NoReturn:
+    # Of several ranks of a run, one per machine speaks: what is wrong is mostly wrong for all.
+    if _ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+        # Names from files and the command line may hold anything; what is printed stays one line.
+        line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+        print(f"fp8stack: {line}", file=sys.stderr)
+    _exit(code)
+
+
+def _ranks() -> int:
+    """How many ranks torchrun or another launcher started, as far as it said so."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    return int(count) if count.isdecimal() else 1
+
+
+def _exit(code: int | None) -> NoReturn:
+    """End the process. A rank does it at once: freeing its process group may hang for ever (torch
+    2.13's gloo: a thread waits for Python's lock, whose holder waits for the thread)."""
+    if _ranks() > 1:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code or 0)
     sys.exit(code)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8stack.backends import Backend, build_backend
+from fp8stack.backends.delayed import Group
 from fp8stack.backends.linear import MasterLinear
 from fp8stack.errors import UserError, quoted
 from fp8stack.precision import LayerPlan, Plan
@@ -25,7 +26,13 @@ from fp8stack.precision import LayerPlan, Plan
 log = logging.getLogger("fp8stack")
 
 
-def convert(module: nn.Module, plan: Plan, exclude: Iterable[str] = ()) -> nn.Module:
+def convert(
+    module: nn.Module,
+    plan: Plan,
+    exclude: Iterable[str] = (),
+    *,
+    amax_group: Group = "world",
+) -> nn.Module:
     """Let the linears of `module` run as `plan` has it: `nn.Linear`, and Conv1D of transformers.
 
     Nothing else is needed in a training loop: forward, `loss.backward()` and `optimizer.step()` on
@@ -42,6 +49,9 @@ def convert(module: nn.Module, plan: Plan, exclude: Iterable[str] = ()) -> nn.Mo
             parameters, hooks and attributes.
         plan: what `resolve(recipe, hardware)` gave.
         exclude: a pattern of module paths to leave as they are, such as "*.mlp.*", or several.
+        amax_group: delayed scaling: the torch.distributed group whose ranks train this model, each
+            on its part of the data; all ranks if left out, None for this one alone. Their amaxes
+            are reduced to the maximum, so that all cast with the same scales.
 
     Returns:
         `module`.
@@ -62,6 +72,8 @@ def convert(module: nn.Module, plan: Plan, exclude: Iterable[str] = ()) -> nn.Mo
     if plan.is_fp8 and (elsewhere := _matrices_elsewhere(module, linears)):
         plan = replace(plan, reasons=(*plan.reasons, elsewhere))
     backend = build_backend(plan)
+    if backend.delayed is not None:
+        backend.delayed.group = amax_group
     for layer in plan.layers:
         if layer.precision != _UNCHANGED:
             _become(linears[layer.name].part, backend, layer)

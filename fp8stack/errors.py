@@ -34,6 +34,12 @@ class NumericFailure(UserError):
     exit_code = 5
 
 
+class RankLost(UserError):
+    """Another process of the run died, or does not answer. Exit code 4."""
+
+    exit_code = 4
+
+
 class Interrupted(UserError):
     """The user did not want to wait for a checkpoint. Exit code 130."""
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
@@ -174,7 +175,19 @@ class MLP(nn.Module):
         return y
 
 
-class Block(nn.Module):
+class Compilable(nn.Module):
+    """A module whose forward pass can be compiled; a copy of it is not."""
+
+    def compile_forward(self, backend: str | Callable[..., Any]) -> None:
+        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
+        options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+        self.forward = torch.compile(self.forward, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "forward"}
+
+
+class Block(Compilable):
     """Pre-norm attention and MLP on a float32 residual stream."""
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
@@ -196,7 +209,7 @@ class Block(nn.Module):
         return x_BTD
 
 
-class Loss(nn.Module):
+class Loss(Compilable):
     """The end of the model, from the last block to the loss; it borrows its two layers."""
 
     def __init__(self, vocabulary: int) -> None:
@@ -218,6 +231,10 @@ class GPT(nn.Module):
         backend: who computes; plain float32 torch if left out.
         seed: of the initial weights, which depend on it and on `config` alone: every recipe and
             every device starts from the same.
+
+    Attributes:
+        recompute: whether blocks keep their inputs alone for the backward pass, and run again in it
+            (activation checkpointing). The gradients are the same to the bit.
     """
 
     def __init__(self, config: GPTConfig, backend: Backend | None = None, *, seed: int = 0) -> None:
@@ -225,6 +242,7 @@ class GPT(nn.Module):
         if backend is None:
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
         self.config = config
+        self.recompute = False
         padded = padded_vocabulary(config, backend.vocabulary_multiple)
         self.embedding = nn.Embedding(padded, config.width)
         if config.positions == "learned":
@@ -275,7 +293,10 @@ class GPT(nn.Module):
             rotation = (cosine[:T], sine[:T])
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation)
+            if self.recompute and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, rotation)
         if targets_BT is not None:
             loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
             return loss
@@ -286,8 +307,9 @@ class GPT(nn.Module):
         """Compile the model in place, without graph breaks: each block by itself, so that one
         compilation serves all that are alike, and the loss. `backend` is torch.compile's."""
         allow_many_compilations()
-        for part in (*self.blocks, self.loss):
-            part.compile(backend=backend, fullgraph=True, dynamic=False)
+        for part in self.modules():
+            if isinstance(part, Compilable):
+                part.compile_forward(backend)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,6 +20,9 @@ from fp8stack.errors import UserError, quoted, unknown
 
 Kind = Literal["models", "recipes"]
 Schema = TypeVar("Schema", bound=BaseModel)
+
+LARGEST_BYTES = 2**20
+"""Of a file with keys and values: a hundred times what anyone writes."""
 
 
 def folder(kind: Kind) -> Path:
@@ -41,6 +46,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():  # /dev/zero has no end
             raise UserError(f"{quoted(str(path))} is no regular file. Give a TOML file.")
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UserError(f"{quoted(str(path))} is too large. Give a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -89,7 +96,7 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     # A key that is not known first: it may be a misspelled one that is missing, too.
     problems = error.errors()
     problem = min(problems, key=lambda found: found["type"] != "extra_forbidden")
-    tree = TypeAdapter(schema).json_schema()
+    tree = _tree(schema)
     path = [str(part) for part in problem["loc"]]
     if "discriminator" in tree:
         mapping = tree["discriminator"]["mapping"]
@@ -100,7 +107,9 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
             return f"{where}: key '{tag}' is missing. Known values: {', '.join(sorted(mapping))}."
         tree = tree["$defs"][mapping[path.pop(0)].rsplit("/", 1)[-1]]
     if problem["type"] == "extra_forbidden":
-        return f"{where}: {unknown('key', path[-1], tree['properties'])}"
+        *outer, last = path
+        within = f"{quoted('.'.join(outer))}: " if outer else ""
+        return f"{where}: {within}{unknown('key', last, _keys(tree, outer))}"
     key = ".".join(path)
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."
@@ -110,9 +119,27 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     return f"{where}: {quoted(key)} = {_shown(problem['input'])}: {message}."
 
 
+@cache
+def _tree(schema: Any) -> dict[str, Any]:
+    """The JSON schema of a pydantic type; making one takes a hundred times as long as parsing."""
+    return TypeAdapter(schema).json_schema()
+
+
+def _keys(tree: dict[str, Any], path: Sequence[str]) -> list[str]:
+    """The keys of the table at `path` in a JSON schema."""
+    definitions = tree.get("$defs", {})
+    for part in path:
+        others = tree.get("additionalProperties")  # of a table with keys of any name
+        tree = tree.get("properties", {}).get(part, others if isinstance(others, dict) else {})
+        tree = definitions.get(tree.get("$ref", "").rsplit("/", 1)[-1], tree)
+    return list(tree.get("properties", {}))
+
+
 def _shown(value: Any) -> str:
     """A value from a user's file, as it can stand within a line."""
     try:
         return quoted(repr(value))
     except ValueError:  # an integer of more digits than Python prints
         return "a very long number"
+    except RecursionError:
+        return "a table that is nested too deeply"

@@ -296,7 +296,7 @@ def test_tensors_that_do_not_fit_are_refused_before_a_step_is_taken(
     shutil.rmtree(run / "checkpoints")
     checkpoint.save(path.parent, saved, keep=2)
     capsys.readouterr()
-    assert command("pretrain", "--resume", "r") == 2
+    assert command("pretrain", "--resume", "r") == 3
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert (name if group != "rng" else "random state") in error

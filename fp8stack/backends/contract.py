@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -93,6 +93,14 @@ class Backend:
             layers = [part for part in model.modules() if isinstance(part, MasterLinear)]
             self.weights.watch(layers)
             model.register_forward_pre_hook(self._begin_pass)
+
+    def share_out(self, parts: Iterable[nn.Module]) -> None:
+        """Make ready for FSDP2, which is about to share out the weights of each of `parts`."""
+        # Parameters come and go with every pass: only optimizers' steps tell of changes.
+        self.weights.watch(())
+
+    def before_gathering(self) -> None:
+        """Called before each pass of a model that ranks share out, by all of them."""
 
     def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())

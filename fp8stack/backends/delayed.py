@@ -8,17 +8,25 @@ nothing; in one that trains, frozen parts record too.
 
 Between two changes of a weight it counts as cast once: later micro-batches of the same optimizer
 step use the scale of the first and record nothing.
+
+Several ranks that train one model have one history: before each update, what they recorded is
+reduced to its maximum over them, in one collective.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    GroupName,
+    _resolve_process_group,
+)
 
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
@@ -63,12 +71,16 @@ class Slot:
 Slots = dict[str, Slot]
 """Of a layer, by operand: input, weight, grad_output."""
 
+Group = dist.ProcessGroup | Literal["world"] | None
+"""The ranks that share a history: all, or none but this one if None."""
+
 
 class DelayedScaling:
     """The amax history of one model and the moments at which it is updated."""
 
     def __init__(self, recipe: DelayedRecipe) -> None:
         self.recipe = recipe
+        self.group: Group = "world"
         with torch.inference_mode(False):  # inference tensors could not be updated later
             self.history = AmaxHistory(
                 length=recipe.history_length, margin=recipe.margin, algorithm=recipe.amax_algorithm
@@ -80,6 +92,7 @@ class DelayedScaling:
         self.weights = WeightChanges()
         self._forward: list[str] = []
         self._forward_due = False
+        self._pending = False  # whether a pass recorded what no update has moved
         self._records = False
         self._under_way: list[bool] = []  # whether they record: passes, one inside the other
         self._compiled = False
@@ -150,6 +163,11 @@ class DelayedScaling:
             )
         return False
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a forward pass that records is under way."""
+        return bool(self._under_way) and self._records
+
     def record_all(self, slots: list[str], amaxes: list[Tensor]) -> None:
         """Note the amaxes of casts for `slots`, float32 and 0-dim, none of them NaN."""
         values = torch.where(self.first | self._others(slots), torch.stack(amaxes), 0.0)
@@ -192,8 +210,17 @@ class DelayedScaling:
         """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
         self.collect()  # and have it overwritten
         self.history.load_state_dict(state)
-        self._forward_due = False
+        self._forward_due = self._pending = False
         self.weights.mark()
+
+    def settle(self) -> None:
+        """Make the update that is due after a step's last backward pass, if it was not made: in
+        compiled code. On several ranks, all of them call this."""
+        if self._pending:
+            self.collect()
+            self._update(self._due())
+            self.distribute()
+        self._forward_due = False
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the tensors that a training step changes, for `put_back`."""
@@ -239,9 +266,10 @@ class DelayedScaling:
         self.move(device)
         self.collect()
         if self._due() != []:
-            self.history.update(self._due())
+            self._update(self._due())
         self._forward_due = self._again = False
         self._records = model.training and torch.is_grad_enabled()
+        self._pending = self._records or self._pending
         self._follow_weights()
         self.distribute()
         if not torch.compiler.is_compiling():
@@ -268,8 +296,17 @@ class DelayedScaling:
         self._forward_due = self._again = False
         self._backward_task = None
         self.collect()
-        self.history.update()
+        self._update(None)
         self.distribute()
+
+    def _update(self, slots: list[str] | None) -> None:
+        """Move what all ranks recorded for `slots` into the history; None is all slots."""
+        # Only after a pass that trains, which all ranks made: one may evaluate by itself.
+        if self.group is not None and _several_ranks() and self._pending:
+            group = None if self.group == "world" else self.group.group_name
+            _reduce_amaxes(self.history.all_recorded, group)
+        self._pending = False
+        self.history.update(slots)
 
     def move(self, device: torch.device) -> None:
         """Have the state on `device`, if it is not."""
@@ -294,3 +331,16 @@ def _take_scales(
     if records:
         first.copy_(changed)
         changed.fill_(False)
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+# An operator of its own, so that torch.compile leaves the collective where it is.
+@torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=("recorded",))
+def _reduce_amaxes(recorded: list[Tensor], group: str | None) -> None:
+    largest = torch.stack(recorded)
+    ranks = None if group is None else _resolve_process_group(GroupName(group))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
+    torch._foreach_copy_(recorded, list(largest.unbind()))

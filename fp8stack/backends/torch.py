@@ -7,9 +7,11 @@ reduce over rows are stored transposed, as Hopper wants them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -17,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from fp8stack import numerics
 from fp8stack.backends.contract import Backend
 from fp8stack.backends.delayed import Slots
+from fp8stack.backends.gathered import FullWeight, ShardedWeight
 from fp8stack.backends.kernels import cast_transpose
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
@@ -25,6 +28,7 @@ from fp8stack.backends.weights import Version, version_of
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
+    CurrentRecipe,
     Fp8Recipe,
     Mxfp8Recipe,
     PlainRecipe,
@@ -46,7 +50,9 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = needs
         x_along, x_across = layer.quantize(x, "input", record, needs_dw)
-        w_along, w_across = layer.quantized_weight(weight, record, needs_dx)
+        # A gathered weight is gathered again for the backward pass: keeping it would undo that.
+        ctx.gathers = needs_dx and isinstance(weight, FullWeight)
+        w_along, w_across = layer.quantized_weight(weight, record, needs_dx and not ctx.gathers)
         layer.backend.count_gemms(1)
         y = scaled_gemm(x_along, w_along, x.dtype, bias=bias, fast_accumulation=True)
         x_saved = (None, None) if x_across is None else (x_across.data, x_across.inv_scale)
@@ -64,8 +70,13 @@ class _Multiply(torch.autograd.Function):
         dx = dw = db = None
         with no_autocast(dy.device.type):
             along, across = layer.quantize(dy, "grad_output", ctx.record, x_data is not None)
-            if w_data is not None:
+            if ctx.gathers:
+                _, w_across = layer.quantized_weight(layer.weight, False, True)
+            elif w_data is not None:
                 w_across = Scaled(w_data, w_scale, layer.kind("weight"))
+            else:
+                w_across = None
+            if w_across is not None:
                 dx = scaled_gemm(along, w_across, dy.dtype)
             if across is not None:
                 x_across = Scaled(x_data, x_scale, layer.kind("input"))
@@ -102,6 +113,7 @@ class ScaledLinear(MasterLinear):
         self.backend = backend
         self.scaling = build_scaling(recipe, slots)
         self._kept: tuple[tuple[Scaled, Scaled], Version] | None = None
+        self.shared_scale = torch.ones(())  # current scaling of a weight that ranks share out
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": None}  # a copy quantizes for itself
@@ -130,6 +142,11 @@ class ScaledLinear(MasterLinear):
         self, weight: Tensor, record: bool, across: bool
     ) -> tuple[Scaled, Scaled | None]:
         """See `quantize`, for the weight."""
+        if isinstance(weight, FullWeight):
+            inverse = numerics.inverse(weight.scale)
+            along = Scaled(weight.data8, inverse, Scales.PER_TENSOR)
+            transposed = weight.data8.t().contiguous() if across else None
+            return along, None if transposed is None else along._replace(data=transposed)
         kept, version = self._kept or (None, None)
         # A part that is called by itself may have changed since the model's last pass.
         if (
@@ -139,6 +156,19 @@ class ScaledLinear(MasterLinear):
         ):
             return kept[0], kept[1] if across else None
         return self.quantize(weight, "weight", record, across)
+
+    def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See `gathered.Caster`: delayed scaling knows the scale; current scaling was told."""
+        scaling = self.scaling
+        assert isinstance(scaling, PerTensor)
+        slot = None if scaling.slots is None else scaling.slots["weight"]
+        scale = self.shared_scale if slot is None else slot.scale()
+        record = self.delayed is not None and self.delayed.is_recording
+        format = scaling.format("weight")
+        data, _, largest = cast_transpose(rows, scale, format, across=False, record=record)
+        if slot is not None and largest is not None:
+            slot.record(largest)  # of these rows: the history takes the maximum over ranks
+        return data, scale
 
     def kind(self, name: Name) -> Scales:
         """How the scales of an operand are laid out."""
@@ -209,6 +239,7 @@ class TorchBackend(Backend):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._layers: list[ScaledLinear] = []
+        self._shared: list[ScaledLinear] = []
 
     def fp8_linear(
         self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
@@ -226,6 +257,38 @@ class TorchBackend(Backend):
         parts = model.modules()
         self._layers = [p for p in parts if isinstance(p, ScaledLinear) and p.backend is self]
         model.register_forward_pre_hook(self._keep_weights)
+
+    def share_out(self, parts: Iterable[nn.Module]) -> None:
+        """See `Backend.share_out`; a weight with one scale is gathered as FP8 bytes."""
+        super().share_out(parts)
+        within = {part for module in parts for part in module.modules()}
+        layers = [layer for layer in self._layers if layer in within and not layer.transposed]
+        for layer in layers:
+            if isinstance(layer.scaling, PerTensor):
+                rows = ShardedWeight(layer.weight.data, layer, layer.scaling.format("weight"))
+                layer.weight = nn.Parameter(rows)
+        self._layers = []  # none has its weight at the beginning of a pass
+        if isinstance(self.plan.recipe, CurrentRecipe):
+            self._shared = layers
+
+    def before_gathering(self) -> None:
+        """See `Backend.before_gathering`: the scales of current scaling, in one collective."""
+        if not self._shared:
+            return
+        # DTensors, whose local tensors are `ShardedWeight`s.
+        rows = [layer.weight.to_local().plain() for layer in self._shared]  # type: ignore[attr-defined]
+        with torch.no_grad():
+            largest = torch.stack([numerics.amax(part) for part in rows])
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        recipe = self.plan.recipe
+        assert isinstance(recipe, CurrentRecipe)
+        for layer, amax in zip(self._shared, largest.unbind(), strict=True):
+            layer.shared_scale = numerics.tensor_scale(
+                amax,
+                recipe.forward_format,
+                power_of_two=recipe.power_of_two,
+                eps=recipe.eps,
+            )
 
     def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:

@@ -24,6 +24,9 @@ from fp8stack.report.words import titles
 
 MARK = '<meta name="generator" content="fp8stack report'
 """What a page of ours begins with, and by which it may be written over."""
+_UNSEEN = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
 _OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
 
 
@@ -113,9 +116,13 @@ def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
         for at, (judged, name) in enumerate(zip(runs, names, strict=True), start=1)
     ]
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.globals |= {"svg": lambda picture: Markup(picture.svg)}
+    environment.globals |= {"svg": lambda picture: Markup(visible(picture.svg))}
     source = files("fp8stack.report")
     template = environment.from_string(source.joinpath("page.html.jinja").read_text("utf-8"))
     html = template.render(
@@ -126,6 +133,12 @@ def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
         plots=plots,
     )
     return html, [*compared, *(one for section in sections for one in section["pictures"])]
+
+
+def visible(text: str) -> str:
+    """`text` from files with what acts on a reader unseen, such as marks that turn the direction of
+    the text after them, written out."""
+    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _compared(runs: Sequence[Judged], names: Sequence[str]) -> list[Picture]:

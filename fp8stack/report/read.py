@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from sys import intern
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,11 @@ KINDS = ("input", "weight", "grad_output")
 """The operands of a linear's three GEMMs."""
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
 """What telemetry says of an operand at a step."""
+
+LONGEST_LINE = 2**24
+"""Characters of a line of JSON: what is longer is no row of a run."""
+LARGEST_BYTES = 2**24
+"""Of a file that is read whole."""
 
 Figures = NDArray[np.float64]
 T = TypeVar("T")
@@ -138,6 +144,9 @@ def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) ->
     if not path.exists():
         notes.append(f"{path.name} is missing.")
         return otherwise
+    if not path.is_file() or path.stat().st_size > LARGEST_BYTES:  # a pipe would wait for ever
+        notes.append(f"{path.name} cannot be read.")
+        return otherwise
     try:
         return read()
     except (OSError, ValueError, RecursionError):
@@ -153,17 +162,17 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         raise UserError(f"{quoted(str(path))} is no regular file. Give the folder of a run.")
     try:
         with path.open(encoding="utf-8", errors="replace") as stream:
-            for count, line in enumerate(stream, start=1):
+            for count, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), ""), start=1):
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line) if len(line) < LONGEST_LINE else None
                 except (ValueError, RecursionError):
                     row = None
                 if not isinstance(row, dict):
                     # What is being written at this moment ends in the middle of a line.
-                    if line.endswith("\n"):
+                    if line.endswith("\n") or len(line) == LONGEST_LINE:
                         notes.append(f"{path.name} is damaged: line {count} and on are left out.")
                     return
-                yield row
+                yield {intern(key): value for key, value in row.items()}  # a million have the same
     except OSError as error:
         raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
 

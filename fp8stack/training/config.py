@@ -75,7 +75,7 @@ class RunConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     steps: Annotated[int, Field(ge=1, le=2**31)] = 1200
-    batch: PositiveInt = 8
+    batch: Annotated[int, Field(ge=1, le=2**24)] = 8
     """Sequences per step, over all ranks and micro-batches."""
     context: PositiveInt | None = None
     """Tokens per sequence; the model's own if left out."""
@@ -100,6 +100,11 @@ class RunConfig(BaseModel):
     """How many windows of the held-out part an evaluation reads."""
     save_every: PositiveInt = 400
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """How many good ones are kept, the newest; older ones are removed."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of it are kept for good; 0: of none."""
+    checkpoint_async: bool = False
+    """Write checkpoints in the background: a step waits only for a copy in host memory."""
     sample_tokens: NonNegativeInt = 256
     sample_prompt: str | None = None
     temperature: PositiveFloat = 0.8
@@ -109,6 +114,12 @@ class RunConfig(BaseModel):
     """CUDA and compiled code: kernels that repeat to the bit, where there are any; maybe slower."""
     save_fp8: bool = False
     """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Several ranks: DDP, a whole model on each, or FSDP2, which shares it out."""
+    rank_timeout: Annotated[float, Field(ge=1)] = 600.0
+    """Seconds after which a rank that does not answer counts as lost."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of blocks for the backward pass, which runs the blocks again."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps take long, the others less."""
     profile: bool = False
@@ -135,6 +146,15 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _keeps_what_is_saved(self) -> RunConfig:
+        if self.keep_every % self.save_every:
+            raise ValueError(
+                f"keep_every {self.keep_every} is no multiple of save_every {self.save_every}: "
+                "no such steps are saved. Choose a multiple."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _is_looked_at(self) -> RunConfig:
         if self.what_if and not self.telemetry_every:
             raise ValueError("what_if needs telemetry: set telemetry_every to 1 or more.")
@@ -147,6 +167,11 @@ class RunConfig(BaseModel):
                 str(value).encode()
             except UnicodeEncodeError:
                 raise ValueError(f"{key} is not valid UTF-8. Use another name.") from None
+            if "\0" in str(value):
+                raise ValueError(f"{key} holds a NUL character. Use another name.")
+        for key in ("data", "init_from", "out"):
+            if getattr(self, key) == "":
+                raise ValueError(f"{key} is empty. Give a path, or leave it out.")
         return self
 
     @property
@@ -162,8 +187,9 @@ FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
         *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
-        *("compile", "profile"),
+        *("compile", "profile", "parallel", "rank_timeout", "activation_checkpointing"),
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
+        *("keep_every", "checkpoint_async"),
         *("sample_tokens", "sample_prompt", "temperature", "tensorboard", "wandb"),
         *("telemetry_every", "what_if", "guard"),
     }
@@ -182,6 +208,8 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
     presets.parse(RunConfig, table, where)
     for item in sets:
         _set(table, item)
+    if sets:  # before a flag of the same name hides what is wrong
+        presets.parse(RunConfig, table, "flags")
     for key, value in flags.items():
         if isinstance(value, dict):  # of a table's keys, those that were given
             table[key] = {**old, **value} if isinstance(old := table.get(key, {}), dict) else old

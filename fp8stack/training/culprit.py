@@ -5,6 +5,7 @@ What is found is an operand of a layer, by name. It must not know what is done a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,11 +13,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.backends.observe import observing
 from fp8stack.training.feed import tokens_of
+from fp8stack.training.ranks import several_ranks
 from fp8stack.training.setup import Run
+from fp8stack.training.sharded import here
+from fp8stack.training.spikes import LARGEST
 
 STANDS_OUT = 8.0
 """How many times as large as in a good step an operand must be to be blamed."""
@@ -36,12 +41,13 @@ class Culprit:
 
 
 Seen = list[tuple[str, str, Tensor]]
-"""In the order of execution: layer, operand, amax (float32, 0-dim, NaN if it is not finite)."""
+"""In the order of execution: layer, operand, amax (float32, 0-dim)."""
 
 
 def find_culprit(run: Run, bad: int, good: int) -> Culprit | None:
-    """The first operand that is not finite in the step `bad` or, if all are, the first that is much
-    larger than in a good step; None if the step does not go wrong again.
+    """The first operand that is not finite in the step `bad`, or as good as infinite, or, if there
+    is none, the first that is much larger than in a good step; None if the step does not go wrong
+    again.
 
     Args:
         run: its state is that before the bad step.
@@ -51,8 +57,9 @@ def find_culprit(run: Run, bad: int, good: int) -> Culprit | None:
     seen = _try(run, bad)
     amaxes = _to_host(seen)
     for (layer, operand, _), amax in zip(seen, amaxes, strict=True):
-        if amax != amax:
-            return Culprit(layer=layer, operand=operand, what="is not finite")
+        if not amax < LARGEST:
+            what = f"is {amax:.3g}" if math.isfinite(amax) else "is not finite"
+            return Culprit(layer=layer, operand=operand, what=what)
     usual: dict[tuple[str, str], float] = {}
     seen_before = _try(run, good)
     for (layer, operand, _), amax in zip(seen_before, _to_host(seen_before), strict=True):
@@ -71,7 +78,17 @@ def find_culprit(run: Run, bad: int, good: int) -> Culprit | None:
 
 
 def _to_host(seen: Seen) -> list[float]:
-    return torch.stack([amax for _, _, amax in seen]).tolist() if seen else []
+    """The amaxes, over all ranks: they see the same operands, each of its part of the batch."""
+    if not seen:
+        return []
+    amaxes = torch.stack([amax for _, _, amax in seen])
+    if several_ranks():
+        broken = amaxes.isnan().float()
+        both = torch.stack([amaxes.nan_to_num(0.0, math.inf), broken])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        amaxes = both[0].where(both[1] == 0, math.nan)
+    values: list[float] = amaxes.tolist()
+    return values
 
 
 def _try(run: Run, step: int) -> Seen:
@@ -88,9 +105,10 @@ def _try(run: Run, step: int) -> Seen:
     with _unchanged(run, step), eager, observed, _others(run.model, see):
         for part_BT in tokens_BT.chunk(run.config.accumulate):
             loss = run.model(part_BT[:, :-1], part_BT[:, 1:])
+            seen.append(("loss", "output", _amax(loss)))
             if run.scaler is not None:
                 loss = run.scaler.scale(loss)
-            (loss / run.config.accumulate).backward()
+            (loss / (run.config.accumulate * run.ranks.count)).backward()
         for name, parameter in reversed(list(run.model.named_parameters())):
             if parameter.grad is not None:
                 layer, _, key = name.rpartition(".")
@@ -99,9 +117,9 @@ def _try(run: Run, step: int) -> Seen:
 
 
 def _amax(x: Tensor) -> Tensor:
-    """The largest magnitude; NaN if an element is not finite."""
-    largest = x.detach().abs().amax().float()
-    return torch.where(largest.isfinite(), largest, torch.nan)
+    """The largest magnitude; NaN if an element is."""
+    x = here(x.detach())
+    return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
 
 
 @contextmanager

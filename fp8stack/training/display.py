@@ -96,9 +96,23 @@ def describe_run(run: Run) -> list[str]:
         f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
         "held out",
         f"steps: {steps}",
+        *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
         *(["compiling: the first step takes a minute or so"] if config.compile else []),
     ]
+
+
+class Silence:
+    """Of the ranks that leave speaking to the main one."""
+
+    def note(self, text: str) -> None:
+        """See `Display.note`."""
+
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """See `Display.step`."""
+
+    def close(self) -> None:
+        """See `Display.close`."""
 
 
 class PlainDisplay:

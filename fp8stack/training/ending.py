@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from fp8stack import data
@@ -12,24 +13,29 @@ from fp8stack.training.plot import loss_plot
 from fp8stack.training.setup import Run
 
 
-def finish(run: Run, display: Display, evaluate: Callable[[], float]) -> None:
-    """Draw the loss, show a sample, and say where everything is.
+def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> None:
+    """Draw the loss, show a sample, and say where everything is. All ranks of a run call it.
 
     Args:
         run: at its end.
         display: where to say it.
         evaluate: gives the validation loss, if the run has none yet.
     """
-    folder = run.folder
-    metrics = folder.read_metrics()
-    plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
-    checkpoints.write_atomically(folder.plot, plot)
-    text = _sample(run)
-    if text:
-        checkpoints.write_atomically(folder.sample, text.encode())
-        display.note(f"sample:\n{text}")
+    folder, is_main = run.folder, run.ranks.is_main
+    with run.ranks.together():
+        metrics = folder.read_metrics() if is_main else []
+        if is_main:
+            plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
+            checkpoints.write_atomically(folder.plot, plot)
+    text = _sample(run)  # on every rank: each may hold a part of the model
     evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
-    final = evaluated[-1] if evaluated else evaluate()
+    final = evaluated[-1] if evaluated else math.nan
+    if run.ranks.any(is_main and not evaluated):
+        final = evaluate() or math.nan
+    with run.ranks.together():
+        if text and is_main:
+            checkpoints.write_atomically(folder.sample, text.encode())
+            display.note(f"sample:\n{text}")
     display.note(
         f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
         f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.model import GPT
+from fp8stack.training.ranks import ALONE, Ranks, losing_ranks
 
 
 @contextmanager
@@ -23,14 +25,37 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def validation_loss(model: nn.Module, windows: Tensor, batch: int, device: torch.device) -> float:
-    """The mean loss in nats per token over `windows`, int64 [N, T + 1]."""
-    total = 0.0
+def validation_loss(
+    model: nn.Module,
+    windows: Tensor,
+    batch: int,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    stops: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """The mean loss in nats per token over `windows`, int64 [N, T + 1], which ranks share out.
+
+    Args:
+        model: as it is trained; all ranks call it equally often.
+        windows: the same on all ranks.
+        batch: windows at a time, over all ranks; a multiple of their number.
+        device: the model's.
+        ranks: who takes part.
+        stops: asked before each batch whether to leave early; then None is returned.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
     with eval_mode(model):
         for start in range(0, len(windows), batch):
-            tokens = windows[start : start + batch].to(device)
-            total += float(model(tokens[:, :-1], tokens[:, 1:])) * len(tokens)
-    return total / len(windows)
+            if ranks.any(stops()):
+                return None
+            mine = windows[start : start + batch][ranks.index :: ranks.count]
+            # A rank that has none left computes along: others may wait for its part of the model.
+            tokens = (mine if len(mine) else windows[:1]).to(device)
+            total += model(tokens[:, :-1], tokens[:, 1:]).double() * len(mine)
+    if ranks.count > 1:
+        with losing_ranks():
+            dist.all_reduce(total)
+    return float(total) / len(windows)
 
 
 def sample(

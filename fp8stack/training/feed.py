@@ -1,4 +1,8 @@
-"""The tokens of each step of a run, read ahead and in pinned memory for a GPU."""
+"""The tokens of each step of a run, read ahead and in pinned memory for a GPU.
+
+Every rank reads the whole batch and keeps its part: that is little beside the step itself, and a
+damaged token is found by all of them at the same step.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fp8stack import data
 from fp8stack.errors import UserError
+from fp8stack.training.parallel import part_of
+from fp8stack.training.ranks import Ranks
 from fp8stack.training.setup import Run
 
 
 def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
-    """Each step that is left, with its tokens, int64 [batch, context + 1]."""
+    """Each step that is left, with this rank's tokens of it, int64 [batch / ranks, context + 1]."""
     config = run.config
     steps = range(run.step + 1, config.steps + 1)
     loader = DataLoader(
@@ -37,15 +43,28 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
 
 
 def tokens_of(run: Run, step: int) -> Tensor:
-    """The tokens of one step: int64 [batch, context + 1], on the CPU."""
+    """This rank's tokens of one step: int64 [batch / ranks, context + 1], on the CPU."""
     return _dataset(run)[step]
 
 
-def _dataset(run: Run) -> data.StepBatches:
-    return data.StepBatches(
+class _RankBatches(Dataset[Tensor]):
+    """What one rank trains on of each step."""
+
+    def __init__(self, batches: data.StepBatches, ranks: Ranks, accumulate: int) -> None:
+        self.batches = batches
+        self.rank, self.ranks = ranks.index, ranks.count
+        self.accumulate = accumulate
+
+    def __getitem__(self, step: int) -> Tensor:
+        return part_of(self.batches[step], self.rank, self.ranks, self.accumulate)
+
+
+def _dataset(run: Run) -> _RankBatches:
+    whole = data.StepBatches(
         run.train,
         batch=run.config.batch,
         context=run.context,
         seed=run.config.seed,
         vocabulary=run.model.config.vocabulary,
     )
+    return _RankBatches(whole, run.ranks, run.config.accumulate)

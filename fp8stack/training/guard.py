@@ -1,12 +1,14 @@
 """What is done about steps that went wrong: skip, roll back, leave FP8, stop. The ladder, no maths.
 
 A bad step is skipped by the watch, on the device. Here, on the host, each becomes an event, and bad
-steps in a row become an incident. Every incident takes the next rung:
+steps in a row, or many among the last ones, become an incident. Every incident takes the next rung:
 
 1. back to the last good checkpoint; the batches of the bad steps are then left out;
 2. the layer in which the trouble shows first runs without FP8 for a while, a few layers at most;
 3. the whole model does so for good (fp16: goes on in bf16);
 4. the run stops, with a diagnosis.
+
+Weights or moments that are broken themselves go back at once; no precision mends them.
 
 What it decides depends on the steps alone, so a run that is resumed decides the same again.
 """
@@ -26,6 +28,8 @@ from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.culprit import Culprit, find_culprit
 from fp8stack.training.half import HalfPrecision
 from fp8stack.training.setup import Run
+from fp8stack.training.sharded import here
+from fp8stack.training.spikes import LARGEST
 from fp8stack.training.state import restore
 from fp8stack.training.watch import NOT_FINITE, BadStep, Cause, Look, Watch
 
@@ -56,7 +60,9 @@ class Guard:
         self.incidents = 0
         self.last_bad = 0
         self.half = HalfPrecision(run, announce)
-        self._streak: list[BadStep] = []
+        self.settle: Callable[[], None] = lambda: None  # called before checkpoints are read
+        self.mended_at: int | None = None  # where broken weights went back to last
+        self._recent: list[BadStep] = []
         self._tried: list[str] = []
 
     def look(self, step: int) -> Look:
@@ -69,7 +75,8 @@ class Guard:
         seen = self.watch.look()
         for slot in seen.cleared:
             layer, _, operand = slot.rpartition(".")
-            self._announce(step, "clear_amax", "its history was not finite", layer, operand)
+            why = "its history or scale was broken"
+            self._announce(step, "clear_amax", why, layer, operand)
         # Without the guard, all that comes after the first is skipped, whatever it is.
         for bad in seen.bad if self.config.enabled else seen.bad[:1]:
             self._skipped(bad)
@@ -77,15 +84,18 @@ class Guard:
             if seen.bad:
                 self._stop_unguarded(seen.bad[0])
             return seen
-        self._streak = [*self._streak, *seen.bad][-seen.streak :] if seen.streak else []
+        oldest = step - max(self.watch.reach, seen.streak)
+        self._recent = [bad for bad in [*self._recent, *seen.bad] if bad.step > oldest]
         if seen.bad:
             self.last_bad = seen.bad[-1].step
         elif step - self.last_bad > self.config.calm_steps and self.incidents:
-            self.incidents, self._tried = 0, []
+            self.incidents, self._tried, self.mended_at = 0, [], None
         if self.half.look(step, seen.overflows):
             self._tried.append("left fp16 for bf16")
-        if seen.streak >= self.config.patience and self._streak:
-            self._incident(step)
+        if seen.broken:
+            self.weights_failed(step, self._broken())
+        elif seen.repeats and self._recent:
+            self._incident(step, seen.streak)
         return seen
 
     def before(self, step: int) -> None:
@@ -104,11 +114,14 @@ class Guard:
             NumericFailure: nothing is left to be tried.
         """
         self.incidents += 1
+        self.last_bad = step
         bad = [BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=why)]
         self.watch.forgive()
-        self._streak = []
-        if self.incidents > 1 or not self._roll_back(step, bad):
-            self._stop(step, bad, None)  # no precision mends them
+        self._recent = []
+        # Again, if good steps came in between and were saved: else it would go on for ever.
+        if not self._roll_back(step, bad, 1, after=self.mended_at):
+            self._stop(step, bad, None)
+        self.mended_at = self.run.step
 
     def leave_out(self, step: int) -> None:
         """Announce that the batch of `step` is not trained on."""
@@ -135,10 +148,11 @@ class Guard:
             "demoted": self.demoted,
             "incidents": self.incidents,
             "last_bad": self.last_bad,
+            "mended_at": self.mended_at,
             "tried": self._tried,
             "bad": [
                 {"step": bad.step, "causes": int(bad.causes), "slot": bad.slot, "said": bad.why}
-                for bad in self._streak
+                for bad in self._recent
             ],
             "left_fp16": self.half.is_left,
         }
@@ -149,7 +163,8 @@ class Guard:
         self.left_out = set(state["left_out"])
         self.incidents, self.last_bad = state["incidents"], state["last_bad"]
         self._tried = list(state["tried"])
-        self._streak = [
+        self.mended_at = state.get("mended_at")  # older checkpoints have none
+        self._recent = [
             BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
             for bad in state["bad"]
         ]
@@ -171,43 +186,60 @@ class Guard:
         details = {key: value for key, value in where.items() if value is not None}
         self.announce({"step": step, "event": event, "why": why} | details)
 
-    def _incident(self, step: int) -> None:
-        """Take the next rung that there is."""
+    def _incident(self, step: int, streak: int) -> None:
+        """Take the next rung that there is; `streak` bad steps in a row led to it, if that many."""
         self.incidents += 1
         self.watch.forgive()
-        bad, self._streak = self._streak, []
-        if self.incidents == 1 and self._roll_back(step, bad):
+        bad, self._recent = self._recent, []
+        if streak >= self.config.patience:
+            bad = bad[-streak:]
+        if self.incidents == 1 and self._roll_back(step, bad, streak):
             return
         culprit = self._find(step, bad)
         if culprit is not None and self._demote_layer(step, culprit):
             return
         if self._demote_model(step, bad):
             return
-        self._stop(step, bad, culprit)
+        self._stop(step, bad, culprit, streak)
 
-    def _roll_back(self, step: int, bad: list[BadStep]) -> bool:
-        """Put the run back to its newest checkpoint that can be used, if there is one."""
+    def _roll_back(
+        self, step: int, bad: list[BadStep], streak: int, after: int | None = None
+    ) -> bool:
+        """Put the run back to its newest checkpoint that can be used, if there is one, later than
+        `after` if that is given."""
         run = self.run
+        self.settle()
         found = None
+        # In a row, one can have been saved amid them, at a stop. Else good steps lie in between.
+        first_bad = bad[0] if streak >= len(bad) else bad[-1]
         for checkpoint in checkpoints.usable(run.folder.checkpoints):
-            if checkpoint.step >= bad[0].step:  # saved at a stop, amid bad steps
+            if checkpoint.step >= first_bad.step:
                 continue
+            if after is not None and checkpoint.step <= after:
+                break
+            fits = True
             try:
-                restore(run.model, run.optimizer, checkpoint.tensors)
+                restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index)
             except UserError:  # its weights are not finite, say
+                fits = False
+            if run.ranks.any(not fits):
                 continue
             found = checkpoint
             break
         if found is None:
             return False
+        run.backend.weights.mark()
         if run.scaler is not None and found.info["scaler"] is not None:
             run.scaler.load_state_dict(found.info["scaler"])
         run.step = found.step
-        checkpoints.forget_after(run.folder.checkpoints, found.step)
+        run.ranks.wait()  # for those that still read
+        if run.ranks.is_main:
+            checkpoints.forget_after(run.folder.checkpoints, found.step)
         self.left_out |= {one.step for one in bad}
         why = bad[-1].why
         if len(bad) > 1:
-            why = f"{len(bad)} steps in a row were bad: {why}"
+            which = "steps in a row" if streak >= len(bad) else f"of {_span(bad)} steps"
+            why = f"{len(bad)} {which} were bad: {why}"
         self._tried.append(f"went back to step {found.step} and left those batches out")
         self.announce({"step": step, "event": "rollback", "why": why, "to_step": found.step})
         return True
@@ -220,7 +252,19 @@ class Guard:
             return Culprit(layer=layer, operand=operand, what="has an amax out of all proportion")
         before = range(bad[0].step - 1, 0, -1)
         good = next((number for number in before if number not in self.left_out), 1)
-        return find_culprit(self.run, step, good)
+        return find_culprit(self.run, bad[-1].step, good)
+
+    def _broken(self) -> str:
+        """Which weight or moment is not finite or as good as infinite, in a sentence."""
+        for name, parameter in self.run.model.named_parameters():
+            kept = {"": parameter.detach(), **self.run.optimizer.state.get(parameter, {})}
+            for key, tensor in kept.items():
+                part = here(tensor)
+                largest = float(part.abs().max()) if part.numel() else 0.0
+                if not largest < LARGEST:
+                    what = f"the moment {key} of {name}" if key else name
+                    return f"{what} contains {largest:.4g}"
+        return "a weight or a moment is not finite"
 
     def _demote_layer(self, step: int, culprit: Culprit) -> bool:
         """Have one layer run without FP8, if it is in FP8 and not too many had to before."""
@@ -261,13 +305,16 @@ class Guard:
         assert isinstance(part, MasterLinear), name
         return part
 
-    def _stop(self, step: int, bad: list[BadStep], culprit: Culprit | None) -> NoReturn:
+    def _stop(
+        self, step: int, bad: list[BadStep], culprit: Culprit | None, streak: int = 1
+    ) -> NoReturn:
         """Give up, with a diagnosis in one paragraph.
 
         Raises:
             NumericFailure: always.
         """
-        again = f", as in {len(bad)} steps in a row" if len(bad) > 1 else ""
+        which = "steps in a row" if streak >= len(bad) else f"of the last {_span(bad)} steps"
+        again = f", as in {len(bad)} {which}" if len(bad) > 1 else ""
         parts = [f"Step {bad[-1].step}: {bad[-1].why}{again}."]
         if not any(one.said for one in bad):
             parts.append("Weights are as before.")
@@ -310,6 +357,11 @@ class Guard:
 
 def _out(last: int | None) -> str:
     return "the guard took it out of FP8" + (f" until step {last}" if last is not None else "")
+
+
+def _span(bad: list[BadStep]) -> int:
+    """From the first of some steps to the last of them, how many there are."""
+    return bad[-1].step - bad[0].step + 1
 
 
 def _or_none(value: float) -> float | None:

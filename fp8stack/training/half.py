@@ -16,6 +16,7 @@ from fp8stack.precision.recipe import plain
 from fp8stack.training.setup import Run
 
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss; at 0 it would make NaN
+FIRST_SCALE = 65536.0  # torch's own
 ALARM = 4  # overflows in a row
 LOW_SCALE = 256.0
 _REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale is no help."
@@ -27,9 +28,13 @@ def scale_now(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
 
 
 def update_scale(scaler: torch.amp.GradScaler, like: Tensor) -> None:
-    """Let the loss scale follow the step, within its bounds, without waiting for the device."""
+    """Let the loss scale follow the step, within its bounds, without waiting for the device. One
+    that is no scale, which nothing would bring down or up again, is begun anew."""
     scaler.update()
-    scaler.update(scale_now(scaler, like).clamp(SMALLEST_SCALE, LARGEST_SCALE))
+    scale = scale_now(scaler, like)
+    usable = scale.isfinite() & (scale > 0)
+    bounded = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)
+    scaler.update(torch.where(usable, bounded, FIRST_SCALE))
 
 
 class HalfPrecision:

@@ -12,10 +12,11 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, load_config
+from fp8stack.model import GPT, load_config
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.config import RunConfig
 from fp8stack.training.load import find_checkpoint
+from fp8stack.training.sound import model_of
 from fp8stack.training.state import differences, restore_weights
 
 # What the weights do not depend on: how they were drawn, and noise while training.
@@ -24,10 +25,11 @@ FREE = {"dropout", "init_std"}
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where weights come from: a checkpoint and its path."""
+    """Where weights come from: a checkpoint, its path, and why newer ones were passed over."""
 
     path: Path
     checkpoint: Checkpoint
+    passed_over: tuple[str, ...] = ()
 
 
 def find_source(run_or_checkpoint: str) -> Source:
@@ -37,8 +39,8 @@ def find_source(run_or_checkpoint: str) -> Source:
         UserError: there is no run and no checkpoint.
         NoUsableCheckpoint: it is damaged, or a run has none that is not.
     """
-    checkpoint, path = find_checkpoint(run_or_checkpoint)
-    return Source(path=path.resolve(), checkpoint=checkpoint)
+    checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
+    return Source(path=path.resolve(), checkpoint=checkpoint, passed_over=tuple(passed_over))
 
 
 def with_source(config: RunConfig, source: Source) -> RunConfig:
@@ -53,7 +55,7 @@ def with_source(config: RunConfig, source: Source) -> RunConfig:
         overrides = saved.model_overrides | config.model_overrides
         found |= {"model": saved.model, "model_overrides": overrides}
     made = config.model_copy(update=found)
-    theirs = presets.parse(GPTConfig, source.checkpoint.info["identity"]["model"], str(source.path))
+    theirs = model_of(source.checkpoint)
     ours = load_config(made.model, made.model_overrides)
     there, here = (model.model_dump(mode="json", exclude=FREE) for model in (theirs, ours))
     for difference in differences(there, here):
@@ -79,4 +81,5 @@ def begin_with(model: GPT, source: Source) -> str:
         UserError: they do not fit.
     """
     restore_weights(model, source.checkpoint.tensors.get("model", {}))
-    return f"weights of {source.path}; optimizer, scales and schedule are new"
+    why = "".join(f"; passed over: {reason}" for reason in source.passed_over)
+    return f"weights of {source.path}; optimizer, scales and schedule are new{why}"

@@ -1,6 +1,6 @@
 """What a run tells of itself: rows of metrics, events, telemetry; to files, display and trackers.
 
-It must not know how a step is made.
+Of several ranks, the main one tells. It must not know how a step is made.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Journal:
     Args:
         run: the run.
         display: where its progress is shown.
-        peak_tflops: of the device, for the MFU; None if it is not known.
+        peak_tflops: of a rank's device, for the MFU; None if it is not known.
     """
 
     def __init__(self, run: Run, display: Display, peak_tflops: float | None) -> None:
         self.run = run
         self.display = display
-        self.peak_tflops = peak_tflops
+        self.peak_tflops = peak_tflops and peak_tflops * run.ranks.count
         self._tokens_per_step = run.config.batch * run.context
         self._ready = time.perf_counter()  # the steps to be timed began
         self._timed = 0  # how many of them there were
@@ -82,6 +82,8 @@ class Journal:
         """Write a row to the metrics, show it, and hand it to the trackers. A validation loss that
         is not finite becomes None."""
         _mark(row)
+        if not self.run.ranks.is_main:
+            return
         self.run.folder.append_metrics(row)
         self.display.step(row, self.seconds_left())
         self._tell_validation(row)
@@ -92,6 +94,8 @@ class Journal:
         """Write and show the validation loss of a step that was not trained."""
         row = {"step": step, "val_loss": loss}
         _mark(row)
+        if not self.run.ranks.is_main:
+            return
         self.run.folder.append_metrics(row)
         self._tell_validation(row)
 
@@ -101,12 +105,16 @@ class Journal:
 
     def announce(self, event: dict[str, Any]) -> None:
         """Write an event to the metrics and show it."""
+        if not self.run.ranks.is_main:
+            return
         self.run.folder.append_metrics(event)
         self.display.note(describe_event(event))
 
     def report(self, step: int, fp8_gemms: int | None, plan: Plan) -> None:
         """Write what telemetry saw of a step under `plan`, and hand it to the trackers."""
         run = self.run
+        if not run.ranks.is_main:
+            return
         found = run.telemetry.finish(step, fp8_gemms, plan)
         run.folder.append_telemetry(found.rows, run.plan.to_json())
         run.accelerator.log(found.numbers, step=step)

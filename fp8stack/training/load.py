@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
-from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.errors import UserError, quoted
+from fp8stack.model import GPT, plan_for
 from fp8stack.precision import probe
-from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.resume import layers_left_out
+from fp8stack.training.sound import has_weights, load_sound, model_of, newest_sound
 from fp8stack.training.state import restore_weights
 
 
@@ -29,9 +29,11 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
         UserError: no run there, or delayed scaling is asked of a checkpoint without its scales.
         NoUsableCheckpoint: the checkpoint is damaged, or every one of the run.
     """
-    checkpoint, path = find_checkpoint(run_or_checkpoint)
+    checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
+    for reason in passed_over:
+        warnings.warn(f"{path} is used, an older checkpoint. {reason}", stacklevel=2)
     identity = checkpoint.info["identity"]
-    config: GPTConfig = presets.parse(GPTConfig, identity["model"], f"{path}")
+    config = model_of(checkpoint)
     hardware = probe()
     plan = plan_for(config, recipe, hardware)
     if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
@@ -48,8 +50,8 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     return model.to(hardware.device).eval()
 
 
-def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path]:
-    """A run's newest good checkpoint, or one checkpoint, and its path.
+def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
+    """A run's newest good checkpoint, or one checkpoint, its path, and which were passed over.
 
     Raises:
         UserError: no run and no checkpoint there.
@@ -58,14 +60,14 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path]:
     path = Path(run_or_checkpoint)
     try:
         if (path / "checkpoints").is_dir():
-            checkpoint, path, _ = checkpoints.newest(path / "checkpoints")
-            return checkpoint, path
-        if (path / "checkpoint.json").is_file():
-            return checkpoints.load(path), path
-    except OSError as error:  # such as a name that is too long
-        raise UserError(f"Cannot read '{quoted(str(path))}': {error.strerror}.") from error
-    except UserError as error:
-        raise NoUsableCheckpoint(str(error)) from error
+            return newest_sound(path / "checkpoints", has_weights)
+        if (path / "checkpoint.json").exists():
+            return load_sound(path, has_weights), path, []
+    except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
+        if isinstance(error, UserError):
+            raise
+        reason = getattr(error, "strerror", None) or "that is no path"
+        raise UserError(f"Cannot read '{quoted(str(path))}': {reason}.") from error
     raise UserError(
         f"No run and no checkpoint at '{quoted(str(path))}'. Give a run's folder or a checkpoint's."
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from fp8stack import data
 from fp8stack.errors import NumericFailure
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import profiling
-from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.display import Display, describe_run, open_display, say
+from fp8stack.training.display import Display, Silence, describe_run, open_display, say
 from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches
@@ -25,47 +25,72 @@ from fp8stack.training.guard import Guard
 from fp8stack.training.half import SMALLEST_SCALE, scale_now, update_scale
 from fp8stack.training.journal import Journal
 from fp8stack.training.optimizer import learning_rate
+from fp8stack.training.parallel import whole
+from fp8stack.training.ranks import losing_ranks
+from fp8stack.training.saving import Saver
 from fp8stack.training.setup import Run, versions
 from fp8stack.training.state import (
-    all_finite,
     capture,
+    first_rows,
+    largest_of_state,
     random_state,
+    random_states,
     restore_random_state,
 )
-from fp8stack.training.stop import stop_requests
+from fp8stack.training.stop import NOTHING_DONE, StopRequests, stop_requests
 from fp8stack.training.throughput import peak_rate
 from fp8stack.training.watch import Watch
 
 DONE, PREEMPTED = 0, 75
 
 
-def train(run: Run) -> int:
+def train(run: Run, requested: StopRequests | None = None) -> int:
     """Train `run` from its last step to its end, and return the exit code: done or preempted.
+
+    Args:
+        requested: whether a signal asked for a stop; None has `train` listen for itself.
 
     Raises:
         NumericFailure: steps went wrong and the guard knows no more; checkpoints are as before.
         StorageError: the disk is full.
+        Preempted: a signal stopped it while there was nothing to be saved.
     """
-    peak = peak_rate(run.hardware, run.plan)
-    say(*describe_run(run))
-    display = open_display(run.config.steps, peak, run.step)
-    loop = _Loop(run, display, peak.tflops)
-    try:
+    if requested is None:
         with stop_requests() as requested:
+            return train(run, requested)
+    with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
+        peak = peak_rate(run.hardware, run.plan)
+    display: Display = Silence()
+    if run.ranks.is_main:
+        say(*describe_run(run))
+        if run.step == run.config.steps:
+            say(f"all {run.step} steps are done")
+        display = open_display(run.config.steps, peak, run.step)
+    loop = _Loop(run, display, peak.tflops, requested)
+    go_on = f"fp8stack pretrain --resume {run.folder.path}"
+    compiles = run.config.compile and run.step < run.config.steps
+    try:
+        with losing_ranks(), loop.saver:
+            loop.catch_up()
             while run.step < run.config.steps:
                 for step, tokens_BT in batches(run):
-                    loop.advance(step, tokens_BT)
-                    if requested() and run.step < run.config.steps:
+                    # Compiling takes minutes, and there is nothing to be saved yet.
+                    with requested.at_once(NOTHING_DONE) if compiles else nullcontext():
+                        loop.advance(step, tokens_BT)
+                    compiles = False
+                    if run.config.checkpoint_async:
+                        with run.ranks.together():
+                            loop.saver.check()
+                    if run.ranks.any(requested()):
                         path = loop.stop()
-                        display.close()
-                        say(
-                            f"stopped after step {run.step}, saved {path}. Go on with:",
-                            f"  fp8stack pretrain --resume {run.folder.path}",
-                        )
+                        display.note(f"stopped after step {run.step}, saved {path}. Go on with:")
+                        display.note(f"  {go_on}")
                         return PREEMPTED
                     if run.step != step:  # put back to an earlier one
                         break
-            finish(run, display, loop.evaluate)
+            loop.wait()
+            with requested.at_once(f"Stopped at the end, all is saved. Go on with: {go_on}"):
+                finish(run, display, loop.evaluate)
     except data.DataError:
         loop.stop()  # what was learnt so far is not lost with the file
         raise
@@ -79,8 +104,15 @@ def train(run: Run) -> int:
 class _Loop:
     """The parts of a run that repeat."""
 
-    def __init__(self, run: Run, display: Display, peak_tflops: float | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        display: Display,
+        peak_tflops: float | None,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.run = run
+        self.stops = stops
         self.config = run.config
         self.display = display
         self.journal = Journal(run, display, peak_tflops)
@@ -90,7 +122,18 @@ class _Loop:
             run.backend.delayed,
             run.config.accumulate,
         )
+        self.saver = Saver(
+            run.folder.checkpoints,
+            keep=run.config.keep_checkpoints,
+            keep_every=run.config.keep_every,
+            in_background=run.config.checkpoint_async,
+            before=run.folder.sync_metrics,
+            good=[checkpoints.path_of(run.folder.checkpoints, run.step)],  # resumed from it
+            first_rows=first_rows(run.model) or None,
+            ranks=run.ranks.apart(),
+        )
         self.guard = Guard(run, self.watch, self.journal.announce)
+        self.guard.settle = self.wait
         if run.guard_state is not None:
             self.guard.load_state(run.guard_state)
         # Only a model with dropout draws: then what a bad step drew is given back.
@@ -130,8 +173,8 @@ class _Loop:
         if logs or self.save_due or self.draws:
             self.look(step)
         if logs and self.run.step == step:
-            if evaluates:
-                row["val_loss"] = self.evaluate()
+            if evaluates and (val_loss := self.evaluate()) is not None:
+                row["val_loss"] = val_loss
             self.journal.log(row)
             self.journal.restart_clock()
             if "val_loss" in row and row["val_loss"] is None:
@@ -146,8 +189,7 @@ class _Loop:
         self.run.step = step
         if evaluates or self.save_due:
             self.look(step)
-        if evaluates and self.run.step == step:
-            loss = self.evaluate()
+        if evaluates and self.run.step == step and (loss := self.evaluate()) is not None:
             self.journal.log_validation(step, loss)
             self.journal.restart_clock()
             if not math.isfinite(loss):
@@ -183,7 +225,8 @@ class _Loop:
 
     def train_step(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
-        clipping, both 0-dim. A bad step changes nothing (in fp16 the loss scale falls).
+        clipping, both 0-dim and of all ranks. A bad step changes nothing (in fp16 the loss scale
+        falls).
 
         Nothing here waits for the device.
         """
@@ -192,29 +235,34 @@ class _Loop:
         if self.draws:
             self.random = random_state()
         self.watch.begin()
+        ranks = run.ranks.count
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         losses: list[Tensor] = []
         for part_BT in tokens_BT.chunk(config.accumulate):
             with accelerator.accumulate(run.wrapped), self.observed(step, bool(losses)):
                 loss = run.wrapped(part_BT[:, :-1], part_BT[:, 1:])
-                # accelerate divides by the number of micro-batches
-                accelerator.backward(loss if scaler is None else scaler.scale(loss))
                 losses.append(loss.detach())
+                # accelerate divides by the number of micro-batches; ranks' gradients are summed.
+                loss = loss / ranks if ranks > 1 else loss
+                accelerator.backward(loss if scaler is None else scaler.scale(loss))
+        if run.backend.delayed is not None:
+            run.backend.delayed.settle()
         if scaler is not None:
             scaler.unscale_(optimizer)
         parameters = run.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf))
         mean = torch.stack(losses).mean()
         if scaler is None:
-            self.watch.see(step, mean, norm)
+            seen = self.watch.see(step, mean, norm)
         else:  # with the smallest scale there is no smaller one to help
-            self.watch.see(step, mean, norm, excused=scale_now(scaler, norm) > SMALLEST_SCALE)
+            excused = scale_now(scaler, norm) > SMALLEST_SCALE
+            seen = self.watch.see(step, mean, norm, excused)
         optimizer.step()  # and not `scaler.step`, which would overrule the watch
         if scaler is not None:
             update_scale(scaler, norm)
         optimizer.zero_grad(set_to_none=True)
-        return mean, norm
+        return seen[0], seen[1]
 
     @contextmanager
     def observed(self, step: int, again: bool) -> Iterator[None]:
@@ -254,18 +302,42 @@ class _Loop:
             "more range."
         )
 
-    def evaluate(self) -> float:
-        """The validation loss now. Its GEMMs are not counted among the training's."""
+    def catch_up(self) -> None:
+        """Do the evaluation that a stop cut short."""
+        run, config = self.run, self.config
+        due = run.step == config.steps or run.step % config.eval_every == 0
+        if not run.step or not due:
+            return
+        rows = run.folder.read_metrics() if run.ranks.is_main else []
+        known = any(row["step"] == run.step and "val_loss" in row for row in rows)
+        if run.ranks.any(run.ranks.is_main and not known):
+            loss = self.evaluate()
+            if loss is not None and math.isfinite(loss) and run.ranks.is_main:
+                run.folder.complete_metrics(run.step, {"val_loss": loss})
+
+    def evaluate(self) -> float | None:
+        """The validation loss now; None if a stop was asked for. Its GEMMs are not counted among
+        the training's."""
         run = self.run
         micro_batch = self.config.batch // self.config.accumulate
-        loss = validation_loss(run.wrapped, run.windows, micro_batch, run.accelerator.device)
+        device = run.accelerator.device
+        shared = (run.ranks, self.stops)
+        loss = validation_loss(run.wrapped, run.windows, micro_batch, device, *shared)
         run.backend.fp8_gemms()
         return loss
 
     def stop(self) -> Path:
-        """Judge what was not judged yet, and save. Raises what `look` and `save` raise."""
+        """Judge what was not judged yet, save, and wait for the disk. Raises what `look` and `save`
+        raise."""
         self.look(self.run.step)
-        return self.save()
+        path = self.save()
+        self.wait()
+        return path
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk; raises what `Saver.wait` does, on any rank."""
+        with self.run.ranks.together():
+            self.saver.wait()
 
     def save(self) -> Path:
         """Write a checkpoint of the last step, unless there is one, and return its path. If the
@@ -273,15 +345,15 @@ class _Loop:
 
         Raises:
             NumericFailure: the weights are not finite, and nothing helps.
+            StorageError: the disk is full.
         """
         run = self.run
         self.save_due = False
         if self.saved_at == run.step:  # step 0 is not worth one
             return checkpoints.path_of(run.folder.checkpoints, run.step)
-        if not all_finite(run.model, run.optimizer):
+        if run.ranks.any(not largest_of_state(run.optimizer).isfinite()):
             self.weights_failed(run.step, "a weight or a moment is not finite")
             return checkpoints.path_of(run.folder.checkpoints, run.step)
-        run.folder.sync_metrics()
         info = {
             "identity": run.identity,
             "config": self.config.model_dump(mode="json"),
@@ -290,7 +362,10 @@ class _Loop:
             "versions": versions(),
             "guard": self.guard.state(),
         }
-        state = Checkpoint(step=run.step, info=info, tensors=capture(run.model, run.optimizer))
-        path = checkpoints.save(run.folder.checkpoints, state, self.config.keep_checkpoints)
+        path = checkpoints.path_of(run.folder.checkpoints, run.step)
+        groups = partial(capture, run.model, run.optimizer, random_states(run.ranks))
+        with run.ranks.together():
+            if run.ranks.is_main or self.saver.first_rows is not None:
+                self.saver.save(run.step, info, groups)
         self.saved_at = run.step
         return path

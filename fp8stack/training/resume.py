@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8stack import presets
-from fp8stack.errors import NoUsableCheckpoint, UserError
+from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config
+from fp8stack.training.ranks import Ranks
 from fp8stack.training.run_folder import RunFolder, choose_folder
+from fp8stack.training.sound import can_go_on, load_sound, newest_sound
 from fp8stack.training.state import differences
 
 
@@ -46,39 +49,67 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
             raise UserError(
                 f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
             )
-    saved = parse_config(str(folder.config), {})
     if named is not None:
         try:
-            checkpoint = checkpoints.load(named)
-        except UserError as error:
+            return _from_checkpoint(folder, load_sound(named, can_go_on), named, [])
+        except NoUsableCheckpoint as error:
             raise NoUsableCheckpoint(
                 f"{error} Give another checkpoint or the run's folder."
             ) from error
-        return _resumption(folder, saved, checkpoint, [f"resumed from {named}"])
-    if not checkpoints.exists(folder.checkpoints):
-        note = f"{folder.path} has no checkpoint yet: starting again from step 1"
-        return _resumption(folder, saved, None, [note])
-    checkpoint, path, passed_over = checkpoints.newest(folder.checkpoints)
-    why = "".join(f"; passed over: {reason}" for reason in passed_over)
-    return _resumption(folder, saved, checkpoint, [f"resumed from {path}{why}"])
+    if checkpoints.exists(folder.checkpoints):
+        return _from_checkpoint(folder, *newest_sound(folder.checkpoints, can_go_on))
+    note = f"{folder.path} has no checkpoint yet: starting again from step 1"
+    saved = parse_config(str(folder.config), {})
+    return Resumption(folder=folder, saved=saved, checkpoint=None, notes=(note,))
 
 
-def _resumption(
-    folder: RunFolder, saved: RunConfig, checkpoint: Checkpoint | None, notes: list[str]
+def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resumption | None:
+    """`find_resumption` for all ranks: the main one finds, and all read the same checkpoint, on a
+    file system that they share."""
+    if ranks.count == 1:
+        return find_resumption(config, resume)
+    found: Resumption | None = None
+
+    def find() -> str | None:
+        nonlocal found
+        found = find_resumption(config, resume)
+        if found is None:
+            return None
+        step = None if found.checkpoint is None else found.checkpoint.step
+        folder = found.folder
+        return str(folder.path if step is None else checkpoints.path_of(folder.checkpoints, step))
+
+    place = ranks.from_main(find)
+    if ranks.is_main or place is None:
+        return found
+    return find_resumption(config, place)
+
+
+def _from_checkpoint(
+    folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
 ) -> Resumption:
-    if checkpoint is not None:  # what the run was made with, whatever run.toml says now
-        where = f"checkpoint of step {checkpoint.step}"
-        saved = presets.parse(RunConfig, checkpoint.info["config"], where)
+    """Going on from the checkpoint at `path`, with what the run was made with then: run.toml may
+    have been edited or damaged since."""
+    saved = presets.parse(RunConfig, checkpoint.info["config"], f"{path / 'checkpoint.json'}")
+    why = "".join(f"; passed over: {reason}" for reason in passed_over)
+    notes = [f"resumed from {path}{why}"]
+    try:
+        parse_config(str(folder.config), {})
+    except UserError as error:
+        notes.append(f"{error} It is written anew from the checkpoint.")
     return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
 
 
 def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     """The run folder that `path` names, and the checkpoint in it if it names one."""
-    if (path / "run.toml").is_file():
-        return RunFolder(path), None
-    if path.parent.name == "checkpoints" and (path.parent.parent / "run.toml").is_file():
-        return RunFolder(path.parent.parent), path
-    raise UserError(f"--resume {path}: there is no run and no checkpoint. Give a run's folder.")
+    for folder, named in ((path, None), (path.parent.parent, path)):
+        if named is not None and path.parent.name != "checkpoints":
+            break
+        if os.path.isfile(folder / "run.toml") or checkpoints.exists(folder / "checkpoints"):
+            return RunFolder(folder), named
+    raise UserError(
+        f"--resume {quoted(str(path))}: there is no run and no checkpoint. Give a run's folder."
+    )
 
 
 def layers_left_out(info: Mapping[str, Any]) -> dict[str, str]:

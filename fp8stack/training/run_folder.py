@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,8 +15,9 @@ except ImportError:  # Windows: two runs in one folder are not kept apart there
     fcntl = None  # type: ignore[assignment]
 
 from fp8stack.errors import UserError
-from fp8stack.training.checkpoint import forget_after, storage_errors, write_atomically
+from fp8stack.training.checkpoint import forget_after, sweep
 from fp8stack.training.config import RunConfig
+from fp8stack.training.storage import TEMPORARY, storage_errors, write_atomically
 
 
 class RunFolder:
@@ -42,6 +44,22 @@ class RunFolder:
         """Whether a run was started here."""
         return self.config.exists() or self.metrics.exists()
 
+    @property
+    def is_vacant(self) -> bool:
+        """Whether this is a folder without anything, but for what a start leaves that was cut
+        before there was a `run.toml`."""
+        if not self.path.is_dir():
+            return False
+        names = {p.name for p in self.path.iterdir() if not p.name.startswith(TEMPORARY)}
+        return names <= {".lock", self.checkpoints.name} and self._has_no_checkpoints
+
+    @property
+    def _has_no_checkpoints(self) -> bool:
+        """Whether `checkpoints` is missing, or a folder without anything that is finished."""
+        if not self.checkpoints.is_dir():
+            return not self.checkpoints.exists()
+        return all(path.name.startswith(TEMPORARY) for path in self.checkpoints.iterdir())
+
     def require_free(self) -> None:
         """See that a new run can be made here.
 
@@ -50,20 +68,28 @@ class RunFolder:
         """
         if self.holds_run:
             raise UserError(
-                f"{self.path} holds a run already. Go on with it by --resume auto, or give "
-                "another --out."
+                f"{self.path} holds a run already. Go on with it by --resume auto, give another "
+                "--out, or remove it by --overwrite."
             )
+        self.require_folder()
+        found = [own for own in (self.plan, self.telemetry, self.plot) if own.exists()]
+        found += [own for own in (self.sample, self.profile) if own.exists()]
+        found += [] if self._has_no_checkpoints else [self.checkpoints]
+        if found:
+            raise UserError(f"{found[0]} is in the way: it is no run's. Give another --out.")
+
+    def require_folder(self) -> None:
+        """See that there is a folder here, or nothing.
+
+        Raises:
+            UserError: there is a file.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
-        for own in (
-            *(self.plan, self.telemetry, self.plot),
-            *(self.sample, self.profile, self.checkpoints),
-        ):
-            if own.exists():
-                raise UserError(f"{own} is in the way: it is no run's. Give another --out.")
 
     def claim(self) -> None:
-        """Make the folder and hold it until this process ends.
+        """Make the folder and hold it until this process ends. What a process that died while it
+        wrote left behind is removed.
 
         Raises:
             UserError: another process trains in it.
@@ -75,12 +101,25 @@ class RunFolder:
         if fcntl is not None:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except (BlockingIOError, PermissionError):
                 raise UserError(
                     f"Another process trains in {self.path}. Wait for it or give another --out."
                 ) from None
+            except OSError:  # a file system without locks: runs are not kept apart there
+                pass
         with storage_errors(self.path):
             self.checkpoints.mkdir(exist_ok=True)
+            sweep(self.path)
+            sweep(self.checkpoints)
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Within, an error lets others have the folder."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Let others have the folder."""
@@ -112,6 +151,16 @@ class RunFolder:
         """The metrics so far; a line that was cut short by a crash ends them."""
         return read_rows(self.metrics, {})
 
+    def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
+        """Add `more` to the last row of `step`, or a row."""
+        rows = self.read_metrics()
+        last = next((row for row in reversed(rows) if row["step"] == step and "loss" in row), None)
+        if last is None:
+            rows.append({"step": step} | more)
+        else:
+            last |= more
+        write_atomically(self.metrics, _lines(rows))
+
     def forget_after(self, step: int) -> None:
         """Drop metrics and checkpoints of the steps after `step`, which are about to be done
         again."""
@@ -141,7 +190,8 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+            json.dumps(row, allow_nan=False)  # it may be written again
+        except (ValueError, RecursionError):
             break
         if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
             break
@@ -157,14 +207,14 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
-    """`--out`, or `runs/<model>-<recipe>`, or that with a number: the first free, or the last used
-    to resume."""
+    """`--out`, or `runs/<model>-<recipe>`, or that with a number: the first that is free, or to
+    resume the last that holds a run, if one does."""
     if config.out:
         return RunFolder(Path(config.out))
     stem = f"{Path(config.model).stem}-{Path(config.recipe).stem}"
-    used = free = Path("runs") / stem
-    number = 1
-    while RunFolder(free).holds_run or (free.exists() and not resume):
-        used, number = free, number + 1
-        free = Path("runs") / f"{stem}-{number}"
-    return RunFolder(used if resume else free)
+    used, folder, number = None, RunFolder(Path("runs") / stem), 1
+    while folder.path.exists() and (resume or not folder.is_vacant):
+        used = folder if folder.holds_run else used
+        number += 1
+        folder = RunFolder(Path("runs") / f"{stem}-{number}")
+    return used if resume and used else folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +27,26 @@ from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config, to_toml
-from fp8stack.training.initial import begin_with, find_source, same_source, with_source
+from fp8stack.training.initial import (
+    Source,
+    begin_with,
+    find_source,
+    same_source,
+    with_source,
+)
 from fp8stack.training.optimizer import build_optimizer
+from fp8stack.training.overwrite import files_of_run, refuse_overwriting, remove_run
+from fp8stack.training.parallel import (
+    DDP_OPTIONS,
+    require_divisible,
+    require_tested,
+    spread,
+)
+from fp8stack.training.ranks import ALONE, Ranks, join
 from fp8stack.training.resume import (
     Resumption,
     config_to_resume,
-    find_resumption,
+    find_together,
     layers_left_out,
     refuse_differences,
 )
@@ -60,82 +75,161 @@ class Run:
     windows: Tensor
     telemetry: Telemetry
     identity: dict[str, Any]
+    ranks: Ranks = ALONE
     step: int = 0
     notes: tuple[str, ...] = ()
     guard_state: dict[str, Any] | None = None
 
 
-def set_up(flags: dict[str, Any], file: str | None, sets: list[str], resume: str | None) -> Run:
-    """The run that the flags, the run file and `--set` describe; `resume` is auto or a path.
+def set_up(
+    flags: dict[str, Any],
+    file: str | None,
+    sets: list[str],
+    resume: str | None,
+    overwrite: bool = False,
+) -> Run:
+    """The run that the flags, the run file and `--set` describe.
+
+    Args:
+        resume: auto or a path, if a run is to go on. What torchrun starts again goes on by itself.
+        overwrite: remove the run that is in `--out`, once the new one could be built.
 
     Raises:
         UserError: bad input, or a run to resume that differs in what its losses depend on.
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
     config = with_absolute_paths(parse_config(file, flags, sets))
-    found = find_resumption(config, resume)
-    if found is None:
-        folder = choose_folder(config, resume=False)
-        folder.require_free()
-    else:
-        folder = found.folder
-        if config.init_from and same_source(config.init_from, found.saved.init_from):
-            config = config.model_copy(update={"init_from": found.saved.init_from})
-        config = config_to_resume(found, config)
+    hardware = probe(config.device)
+    ranks = join(hardware.device, config.rank_timeout)
+    again = resume is None and started_again()
+    overwrite = overwrite and not again
+    source = None
+    old: list[Path] = []
+    with ranks.together():
+        if overwrite:
+            refuse_overwriting(config.out, resume, config.init_from)
+        found = find_together(config, "auto" if again else resume, ranks)
+        if found is None:
+            folder = _new_folder(config, ranks, free=not overwrite)
+            old = files_of_run(folder) if overwrite else []
+        else:
+            folder = found.folder
+            config = _going_on(config, found)
+        if config.init_from and (found is None or found.checkpoint is None):
+            source = find_source(config.init_from)
+            config = with_source(config, source)
     checkpoint = found.checkpoint if found else None
-    source = find_source(config.init_from) if config.init_from and checkpoint is None else None
-    if source is not None:
-        config = with_source(config, source)
-    run = build(config, folder, layers_left_out(checkpoint.info) if checkpoint else None)
-    begun = begin_with(run.model, source) if source is not None else None
-    folder.claim()
-    if found is not None:
-        _resume(run, found)
-    run.notes += (begun,) if begun else ()
-    checkpoints.write_atomically(folder.config, to_toml(config).encode())
-    folder.write_plan(run.plan.to_json())
+    left_out = layers_left_out(checkpoint.info) if checkpoint else None
+    run = build(config, folder, left_out, hardware=hardware, ranks=ranks, source=source)
+    with ranks.together(), folder.released_on_error():
+        if ranks.is_main:
+            folder.claim()
+        if found is not None:
+            _resume(run, found)
+        removed = remove_run(folder, old) if overwrite and ranks.is_main else None
+        goes_on = "torchrun started this again: going on as with --resume auto" if again else None
+        run.notes += tuple(note for note in (goes_on, removed) if note)
+        if ranks.is_main:
+            checkpoints.write_atomically(folder.config, to_toml(config).encode())
+            folder.write_plan(run.plan.to_json())
     return run
+
+
+def _new_folder(config: RunConfig, ranks: Ranks, free: bool) -> RunFolder:
+    """Where a new run goes: the main rank chooses, and sees that it is `free` if it is to be."""
+
+    def choose() -> str:
+        folder = choose_folder(config, resume=False)
+        if free:
+            folder.require_free()
+        return str(folder.path)
+
+    return RunFolder(Path(ranks.from_main(choose)))
+
+
+def _going_on(config: RunConfig, found: Resumption) -> RunConfig:
+    """What `config` asks for, of the run that was found. Raises what `config_to_resume` raises."""
+    if config.init_from and same_source(config.init_from, found.saved.init_from):
+        config = config.model_copy(update={"init_from": found.saved.init_from})
+    return config_to_resume(found, config)
+
+
+def started_again() -> bool:
+    """Whether torchrun started this process after another one had failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with files named from the root, so that the run can be resumed from anywhere."""
     files: dict[str, Any] = {
-        key: str(Path(value).resolve())
+        key: os.path.realpath(value)
         for key in ("model", "recipe", "data", "init_from")
         if key in config.given and (value := getattr(config, key))
         if key in ("data", "init_from") or value.endswith(".toml")
     }
-    tried = (
-        str(Path(name).resolve()) if name.endswith(".toml") else name for name in config.what_if
-    )
+    tried = (os.path.realpath(name) if name.endswith(".toml") else name for name in config.what_if)
     if config.what_if:
         files["what_if"] = tuple(tried)
     return config.model_copy(update=files)
 
 
-def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | None = None) -> Run:
-    """The run at its beginning: model, optimizer and data as `config` has them.
+def build(
+    config: RunConfig,
+    folder: RunFolder,
+    left_out: Mapping[str, str] | None = None,
+    *,
+    hardware: Hardware | None = None,
+    ranks: Ranks = ALONE,
+    source: Source | None = None,
+) -> Run:
+    """The run at its beginning: model, optimizer and data as `config` has them, on all `ranks`.
 
-    `left_out` are the layers that are not in FP8, and why, if that was decided before.
+    Args:
+        left_out: the layers that are not in FP8, and why, if that was decided before.
+        hardware: this machine, if it was probed.
+        source: whose weights it begins with.
     """
-    hardware = probe(config.device)
+    with ranks.together():
+        hardware = hardware or probe(config.device)
+        run = _build_alone(config, folder, left_out, hardware, ranks)
+        if source is not None:
+            run.notes += (begin_with(run.model, source),)
+    ranks.require_equal("plan", json.dumps(run.plan.to_json()))
+    if ranks.count > 1:
+        run.wrapped = spread(run.model, run.backend, run.accelerator, config)
+        run.optimizer = build_optimizer(run.model, config)  # FSDP2's parameters are other ones
+    return run
+
+
+def _build_alone(
+    config: RunConfig,
+    folder: RunFolder,
+    left_out: Mapping[str, str] | None,
+    hardware: Hardware,
+    ranks: Ranks,
+) -> Run:
+    """What each rank makes by itself: the run, its model not spread over ranks yet."""
+    require_divisible(config, ranks.count)
     model_config = load_config(config.model, config.model_overrides)
     recipe = config.recipe
     if config.recipe_overrides and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
     context = context_of(config, model_config)
+    tokens = config.batch // (config.accumulate * ranks.count) * context
     plan = plan_for(
         model_config,
         recipe if recipe == "auto" else load_recipe(recipe, config.recipe_overrides),
         hardware,
         config.backend,
         config.strict,
-        tokens=None if left_out is not None else config.batch // config.accumulate * context,
+        tokens=None if left_out is not None else tokens,
         left_out=left_out,
     )
+    require_tested(plan, config, ranks.count)
     if config.compile:
         require_compiler(plan)
-    telemetry = Telemetry(plan, config.telemetry_every, config.what_if)
+    # The main rank's part of a batch is looked at.
+    telemetry = Telemetry(plan, config.telemetry_every * ranks.is_main, config.what_if)
     train, validation = data.load_corpora(config.data, model_config.vocabulary)
     windows = data.validation_windows(
         validation, count=config.eval_windows, context=context, vocabulary=model_config.vocabulary
@@ -145,20 +239,20 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
     if config.deterministic and (plan.device == "cuda" or config.compile):
         _be_deterministic()
     backend = build_backend(plan, save_fp8=config.save_fp8)
-    _require_memory(config.model, model_config, hardware)
+    _require_memory(config, model_config, hardware, ranks)
     try:
         model = GPT(model_config, backend, seed=config.seed)
     except MemoryError as error:
         raise UserError(
             f"Model {config.model} does not fit into the memory that is left. Choose a smaller one."
         ) from error
-    torch.manual_seed(config.seed)  # after the model: what its making draws depends on the recipe
-    accelerator = _accelerator(config, folder, plan)
+    # After the model, since what its making draws depends on the recipe; ranks draw other dropout.
+    torch.manual_seed(config.seed + ranks.index)
+    accelerator = _accelerator(config, folder, plan, ranks)
     model = model.to(accelerator.device)
+    model.recompute = config.activation_checkpointing
     if config.compile:
         model.compile_blocks()
-    optimizer = build_optimizer(model, config)
-    wrapped = accelerator.prepare_model(model)
     return Run(
         config=config,
         context=context,
@@ -167,8 +261,8 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
         plan=plan,
         backend=backend,
         model=model,
-        wrapped=wrapped,
-        optimizer=optimizer,
+        wrapped=model,
+        optimizer=build_optimizer(model, config),
         accelerator=accelerator,
         scaler=torch.amp.GradScaler(accelerator.device.type) if plan.loss_scaling else None,
         train=train,
@@ -176,6 +270,7 @@ def build(config: RunConfig, folder: RunFolder, left_out: Mapping[str, str] | No
         windows=windows,
         telemetry=telemetry,
         identity=_identity(model_config, plan, train, validation),
+        ranks=ranks,
     )
 
 
@@ -194,14 +289,15 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
     return context
 
 
-def _require_memory(name: str, model: GPTConfig, hardware: Hardware) -> None:
+def _require_memory(config: RunConfig, model: GPTConfig, hardware: Hardware, ranks: Ranks) -> None:
     """Refuse a model whose weights, gradients and moments alone exceed the machine's memory."""
-    needed_gib = 16 * model.parameters() / 2**30  # float32, four times
+    shares = ranks.count if config.parallel == "fsdp" and hardware.device == "cuda" else 1
+    needed_gib = 16 * model.parameters() / shares / 2**30  # float32, four times
     if 0 < hardware.memory_gib < needed_gib:
         raise UserError(
-            f"Model {name} needs {needed_gib:,.1f} GiB for the weights, gradients and optimizer of "
-            f"{model.parameters():,} parameters; this machine's memory has {hardware.memory_gib} "
-            "GiB. Choose a smaller one."
+            f"Model {config.model} needs {needed_gib:,.1f} GiB for the weights, gradients and "
+            f"optimizer of {model.parameters():,} parameters; this machine's memory has "
+            f"{hardware.memory_gib} GiB. Choose a smaller one."
         )
 
 
@@ -214,21 +310,18 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan) -> Accelerator:
+def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks) -> Accelerator:
     """accelerate for devices, accumulation, clipping and trackers; the layers cast by themselves,
     so it is told of no precision."""
+    trackers = build_trackers(config, folder.path) if ranks.is_main else []
     accelerator = Accelerator(
         cpu=plan.device == "cpu",
         mixed_precision="no",
         gradient_accumulation_steps=config.accumulate,
-        log_with=build_trackers(config, folder.path) or None,  # an empty list would warn
+        log_with=trackers or None,  # an empty list would warn
         project_config=ProjectConfiguration(project_dir=str(folder.path)),
+        kwargs_handlers=[DDP_OPTIONS],
     )
-    if accelerator.num_processes > 1:
-        raise UserError(
-            f"{accelerator.num_processes} processes were started and this version trains in one. "
-            "Start it without torchrun or accelerate launch."
-        )
     # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
     accelerator.gradient_accumulation_steps = config.accumulate
     start_trackers(accelerator, folder.path)
@@ -260,7 +353,8 @@ def _resume(run: Run, found: Resumption) -> None:
     """Put `run` where the checkpoint left off."""
     run.notes = found.notes
     if found.checkpoint is None:
-        run.folder.forget_after(0)
+        if run.ranks.is_main:
+            run.folder.forget_after(0)
         return
     info = found.checkpoint.info
     refuse_differences(found, list(differences(info["identity"], run.identity)))
@@ -275,11 +369,13 @@ def _resume(run: Run, found: Resumption) -> None:
     if info["versions"].get("torch") != torch.__version__:
         note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"
         run.notes = (*run.notes, note)
-    restore(run.model, run.optimizer, found.checkpoint.tensors)
+    restore(run.model, run.optimizer, found.checkpoint.tensors, run.ranks.index)
+    run.backend.weights.mark()
     if run.scaler is not None and info["scaler"] is not None:
         run.scaler.load_state_dict(info["scaler"])
     run.guard_state = info["guard"]
     if run.guard_state is not None and run.guard_state["left_fp16"]:
         run.notes = (*run.notes, "the guard left fp16 before: the run goes on in bf16")
     run.step = found.checkpoint.step
-    run.folder.forget_after(run.step)
+    if run.ranks.is_main:
+        run.folder.forget_after(run.step)

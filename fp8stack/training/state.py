@@ -2,115 +2,169 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8stack.backends import fp8_state, load_fp8_state
 from fp8stack.errors import UserError
 from fp8stack.model import GPT, PADDED
+from fp8stack.training.ranks import Ranks
+from fp8stack.training.sharded import SharedGroup, first_row, here, put
+
+Group = Mapping[str, Tensor]
 
 
-def capture(model: GPT, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Weights, moments, FP8 state and random state, by name.
+def capture(
+    model: GPT, optimizer: Optimizer, random: Group | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Weights, moments, FP8 state and random state, by name; of tensors that ranks share out, the
+    rows that are here.
 
     The rows that pad the vocabulary are left out: they are zero, and how many there are depends on
     the recipe.
+
+    Args:
+        model: the model.
+        optimizer: of its parameters.
+        random: what `random_states` gave, on several ranks.
     """
     weights, moments = {}, {}
     for name, parameter in model.named_parameters():
         weights[name] = _trim(name, parameter.data, model)
         for key, value in optimizer.state.get(parameter, {}).items():
             moments[f"{name}.{key}"] = _trim(name, value, model)
-    groups = {"model": weights, "optimizer": moments, "rng": random_state()}
+    groups = {"model": weights, "optimizer": moments, "rng": dict(random or random_state())}
     return groups | ({"fp8": state} if (state := fp8_state(model)) else {})
 
 
-def restore(model: GPT, optimizer: Optimizer, groups: dict[str, dict[str, Tensor]]) -> None:
-    """Put back what `capture` gave.
+def first_rows(model: GPT) -> dict[str, int]:
+    """At which row of the whole the rows begin that `capture` finds here, for each tensor that
+    ranks share out."""
+    return {
+        f"{name}{of}": first_row(parameter)
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+        for of in ("", ".exp_avg", ".exp_avg_sq")
+    }
+
+
+@torch.no_grad()
+def restore(model: GPT, optimizer: Optimizer, groups: Mapping[str, Group], rank: int = 0) -> None:
+    """Put back what `capture` gave, on as many ranks as there are now; `rank` is this one.
 
     Raises:
         UserError: a tensor is missing, left over, or of another shape or dtype, or a weight or
             moment is not finite; then all weights and moments are as they were.
     """
-    moments = _moments(model, groups.get("optimizer", {}))
-    restore_weights(model, groups.get("model", {}))
-    for name, parameter in model.named_parameters():
-        if name in moments:
-            optimizer.state[parameter] = moments[name]
+    weights, moments = groups.get("model", {}), groups.get("optimizer", {})
+    parameters = dict(model.named_parameters())
+    _check(parameters, weights, model)
+    # A run that was saved before its first step has no moments.
+    likes = _like_moments(parameters) if moments else {}
+    _check(likes, moments, model)
+    for name, parameter in parameters.items():
+        put(parameter, _saved(weights, name, parameter, model))
+    optimizer.state.clear()
+    for name, like in likes.items():
+        parameter = parameters[name.rpartition(".")[0]]
+        value = torch.zeros_like(like, device=parameter.device)
+        put(value, _saved(moments, name, like, model))
+        optimizer.state[parameter][name.rpartition(".")[2]] = value
     load_fp8_state(model, groups.get("fp8", {}))
-    restore_random_state(groups.get("rng", {}))
+    restore_random_state(groups.get("rng", {}), rank)
 
 
-def restore_random_state(state: Mapping[str, Tensor]) -> None:
-    """Put back what `random_state` gave.
+def random_states(ranks: Ranks) -> Group:
+    """The random state of every rank: `cpu` and `cuda` of the main one, `cpu.1` of the next."""
+    return {
+        f"{name}.{rank}" if rank else name: state
+        for name, mine in random_state().items()
+        for rank, state in enumerate(ranks.gather(mine))
+    }
+
+
+def restore_random_state(state: Group, rank: int = 0) -> None:
+    """Put back what `random_state` gave, or `random_states`. A rank that there was none of then
+    keeps what it has.
 
     Raises:
         UserError: it is none of torch's.
     """
+    suffix = f".{rank}" if rank else ""
+    if rank and f"cpu{suffix}" not in state:
+        return
     try:
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        torch.set_rng_state(state[f"cpu{suffix}"])
+        if f"cuda{suffix}" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state[f"cuda{suffix}"])
     except (KeyError, RuntimeError, TypeError) as error:
         raise UserError("The checkpoint's random state is none of torch's.") from error
 
 
-def all_finite(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether all weights and moments are finite. This waits for the device."""
-    tensors = [parameter.detach() for parameter in model.parameters()]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    # The largest magnitude of each: inf or NaN if an element is.
-    largest = torch._foreach_norm([t for t in tensors if t.ndim], ord=math.inf)
-    return bool(torch.stack(largest).isfinite().all())
-
-
-def _moments(model: GPT, saved: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """AdamW's state of each parameter by name; empty if the optimizer had not stepped yet."""
-    moments: dict[str, dict[str, Tensor]] = {}
-    parameters = dict(model.named_parameters()) if saved else {}
-    expected = {f"{name}.{key}" for name in parameters for key in ("exp_avg", "exp_avg_sq", "step")}
-    _require_names(expected, saved)
-    for name, parameter in parameters.items():
-        like = {"exp_avg": parameter, "exp_avg_sq": parameter, "step": torch.zeros(())}
-        moments[name] = {
-            key: _fitted(f"{name}.{key}", saved[f"{name}.{key}"], shape, model).to(parameter.device)
-            for key, shape in like.items()
-        }
-    return moments
+@torch.no_grad()
+def largest_of_state(optimizer: Optimizer) -> Tensor:
+    """The largest Euclidean norm of a weight tensor or moment that is here: float32, 0-dim; not
+    finite if an element is not, and at least as large as the largest element."""
+    tensors = [weight for group in optimizer.param_groups for weight in group["params"]]
+    tensors += [value for kept in optimizer.state.values() for value in kept.values()]
+    parts = [part for tensor in tensors if (part := here(tensor)).ndim and part.numel()]
+    return torch.stack(torch._foreach_norm(parts)).max()
 
 
 @torch.no_grad()
-def restore_weights(model: GPT, weights: dict[str, Tensor]) -> None:
+def restore_weights(model: GPT, weights: Group) -> None:
     """Put the weights of a checkpoint into a model, padded as the model wants it.
 
     Raises:
-        UserError: a tensor is missing, left over, or of another shape or dtype.
+        UserError: a tensor is missing, left over, or of another shape or dtype, or not finite;
+            then all weights are as they were.
     """
     parameters = dict(model.named_parameters())
-    _require_names(parameters.keys(), weights)
-    fitted = {name: _fitted(name, weights[name], like, model) for name, like in parameters.items()}
+    _check(parameters, weights, model)
     for name, parameter in parameters.items():
-        parameter.copy_(fitted[name])
+        put(parameter, _saved(weights, name, parameter, model))
 
 
-def _require_names(expected: Set[str], saved: dict[str, Tensor]) -> None:
-    odd = sorted(expected ^ saved.keys())
+def _like_moments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What AdamW's state of each parameter looks like, by name."""
+    return {
+        f"{name}.{key}": like
+        for name, parameter in parameters.items()
+        for key, like in (
+            ("step", torch.zeros(())),
+            ("exp_avg", parameter),
+            ("exp_avg_sq", parameter),
+        )
+    }
+
+
+def _check(likes: Group, saved: Group, model: GPT) -> None:
+    """See that `saved` has what `likes` can take, tensor by tensor, before any is changed."""
+    odd = sorted(likes.keys() ^ saved.keys())
     if odd:
-        which = "lacks" if odd[0] in expected else "has a tensor too many,"
+        which = "lacks" if odd[0] in likes else "has a tensor too many,"
         raise UserError(f"The checkpoint {which} '{odd[0]}': it is of another model.")
+    for name, like in likes.items():
+        if not here(_saved(saved, name, like, model)).isfinite().all():
+            raise UserError(f"The checkpoint's '{name}' is not finite. Use an older checkpoint.")
 
 
 def _trim(name: str, tensor: Tensor, model: GPT) -> Tensor:
-    return tensor[: model.config.vocabulary] if name in PADDED and tensor.ndim else tensor
+    """The rows of `tensor` that are here, without those that pad the vocabulary."""
+    first, tensor = first_row(tensor), here(tensor)
+    if name not in PADDED or not tensor.ndim:
+        return tensor
+    return tensor[: max(0, model.config.vocabulary - first)]
 
 
-def _fitted(name: str, tensor: Tensor, like: Tensor, model: GPT) -> Tensor:
-    """`tensor` with the rows that `_trim` cut off, checked to be what `like` can take."""
+def _saved(group: Group, name: str, like: Tensor, model: GPT) -> Tensor:
+    """The tensor `name` with the rows that `_trim` cut off, checked to be what `like` can take."""
+    tensor = group.like(name, like) if isinstance(group, SharedGroup) else group[name]
     shape = tuple(like.shape)
     if name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq") in PADDED:
         shape = (model.config.vocabulary, *shape[1:])
@@ -119,8 +173,6 @@ def _fitted(name: str, tensor: Tensor, like: Tensor, model: GPT) -> Tensor:
             f"The checkpoint's '{name}' is {tensor.dtype} {tuple(tensor.shape)}, the model's "
             f"{like.dtype} {shape}: it is of another model."
         )
-    if not tensor.isfinite().all():
-        raise UserError(f"The checkpoint's '{name}' is not finite. Use an older checkpoint.")
     missing = like.shape[0] - shape[0] if shape else 0
     return torch.cat([tensor, tensor.new_zeros(missing, *shape[1:])]) if missing else tensor
 

@@ -1,7 +1,8 @@
 """Each step is judged on the device before the optimizer takes it; nobody waits for the verdict.
 
-A bad step changes nothing: the optimizer skips it, and the FP8 state is put back. The host asks for
-the verdicts when it wants to. It must not know what is done about steps that stay bad.
+A bad step changes nothing: the optimizer skips it, and the FP8 state is put back. FP8 state that is
+broken by itself is mended before a step uses it. The host asks for the verdicts when it wants to.
+It must not know what is done about steps that stay bad.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.training.amaxes import Amaxes, Verdict
 from fp8stack.training.config import GuardConfig
+from fp8stack.training.ranks import several_ranks
+from fp8stack.training.spikes import LARGEST, spike_limit
+from fp8stack.training.state import largest_of_state
 
 KEPT = 64
 """How many bad steps are remembered between two looks."""
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_MANY, _OF = 7, 21  # times patience: so many bad steps of the last so many are too many
 
 
 class Cause(IntFlag):
@@ -41,15 +46,16 @@ NOT_FINITE = Cause.LOSS | Cause.GRADIENT | Cause.AMAX
 
 @dataclass(frozen=True, kw_only=True)
 class BadStep:
-    """A step that was not taken. `slot` is the FP8 operand with the worst amax, if that is a cause.
-    The limits are those of a spike; infinite while too few good steps are known. `said` replaces
-    the sentence that is made of these."""
+    """A step that was not taken. `slot` is the FP8 operand with the worst amax, if that is a cause,
+    and `amax` is that. The limits are those of a spike; infinite while too few good steps are
+    known. `said` replaces the sentence that is made of these."""
 
     step: int
     loss: float
     norm: float
     causes: Cause
     slot: str | None = None
+    amax: float = math.inf
     loss_limit: float = math.inf
     norm_limit: float = math.inf
     said: str = ""
@@ -62,7 +68,7 @@ class BadStep:
         said = {
             Cause.LOSS: f"the loss is {self.loss:.4g}",
             Cause.GRADIENT: f"the gradient norm is {self.norm:.4g}",
-            Cause.AMAX: f"the amax of {self.slot} is infinite",
+            Cause.AMAX: f"the amax of {self.slot} is {_named(self.amax)}",
             Cause.LOSS_SPIKE: f"the loss {self.loss:.4g} is above its limit {self.loss_limit:.4g}",
             Cause.GRADIENT_SPIKE: f"the gradient norm {self.norm:.4g} is above its limit "
             f"{self.norm_limit:.4g}",
@@ -78,9 +84,12 @@ class Look:
     Attributes:
         bad: the bad steps, at most `KEPT`, oldest first.
         streak: how many steps in a row were bad up to now.
+        repeats: whether bad steps are so many, in a row or among the last ones, that skipping them
+            is not enough.
+        broken: whether a weight or a moment is not finite, or as good as infinite.
         overflows: how many steps in a row overflowed in fp16 up to now.
         skipped: whether the last step was not taken, for either reason.
-        cleared: slots whose history or scale was not finite, and was mended.
+        cleared: slots whose history or scale was broken, and was mended.
     """
 
     bad: tuple[BadStep, ...]
@@ -88,6 +97,8 @@ class Look:
     overflows: int
     skipped: bool
     cleared: tuple[str, ...]
+    repeats: bool = False
+    broken: bool = False
 
 
 class Watch:
@@ -113,8 +124,8 @@ class Watch:
         passes: int = 1,
     ) -> None:
         self.config = config
-        self.delayed = delayed
-        self.passes = passes
+        self.amaxes = None if delayed is None else Amaxes(delayed, config, passes)
+        self._optimizer = optimizer
         # And not accelerate's: of "cuda" and the tensors' "cuda:0", torch says that they differ.
         self.device = device = optimizer.param_groups[0]["params"][0].device
         self._skips = torch.zeros((), device=device)
@@ -126,21 +137,20 @@ class Watch:
         self._streak = torch.zeros((), **made)
         self._overflows = torch.zeros((), **made)
         self._count = torch.zeros((), **made)  # of bad steps
-        self._log = torch.zeros(KEPT, 7, **made)
+        self._recent = torch.zeros(_OF * config.patience, **made)  # 1 where a step was bad
+        self._log = torch.zeros(KEPT, _COLUMNS, **made)
         self._places = torch.arange(KEPT, device=device)
         self._powers = 2.0 ** torch.arange(len(Cause), **made)
         self._told = 0
-        self._before: list[Tensor] = []
-        self._cleared: Tensor | None = None
-
-    def begin(self) -> None:
-        """Remember the FP8 state, before the first pass of a step."""
-        if self.delayed is not None:
-            self.delayed.move(self.device)
-            self._before = self.delayed.snapshot()
 
     @torch.no_grad()
-    def see(self, step: int, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> None:
+    def begin(self) -> None:
+        """Mend the FP8 state if it is broken and remember it, before the first pass of a step."""
+        if self.amaxes is not None:
+            self.amaxes.begin(self.device)
+
+    @torch.no_grad()
+    def see(self, step: int, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor:
         """Judge a step after its backward passes and before its `optimizer.step()`.
 
         Args:
@@ -149,11 +159,14 @@ class Watch:
             norm: of the gradient, 0-dim, on the device.
             excused: bool, 0-dim, on the device: whether a gradient that is not finite is an
                 overflow of fp16, to be skipped only, as while a loss scale is being found.
+
+        Returns:
+            The loss and the norm as all ranks see them: float64 [2].
         """
-        amax_infinite, amax_spike, slot = self._judge_amaxes(loss)
+        amaxes = self._judge_amaxes(loss)
         now = torch.stack([loss, norm]).double()
-        now, amax_infinite, amax_spike = _agreed(now, amax_infinite, amax_spike)
-        finite = now.isfinite()
+        now, amax_infinite, amax_spike = _agreed(now, amaxes.infinite, amaxes.spikes)
+        finite = now.abs() < LARGEST
         limits = self._limits()
         spikes = now > limits if self.config.enabled else torch.zeros_like(finite)
         causes = torch.stack([*~finite, amax_infinite, *(spikes & finite), amax_spike])
@@ -164,79 +177,76 @@ class Watch:
         skip = bad | overflow
         if not self.config.enabled:  # nobody is there to do something about it
             skip = skip | (self._count > 0)
-        self._note(step, now, causes, slot, limits, bad)
+        said = torch.stack([(causes * self._powers).sum(), amaxes.column, amaxes.worst])
+        self._note(step, torch.cat([now, said, limits]), bad)
         self._streak.copy_(torch.where(bad, self._streak + 1, torch.where(skip, self._streak, 0)))
+        self._recent.copy_(torch.cat([self._recent[1:], bad.double()[None]]))
         more = torch.where(skip, self._overflows, 0)
         self._overflows.copy_(torch.where(overflow, self._overflows + 1, more))
         kept = torch.cat([self._window[1:], now[None]])
         self._window.copy_(torch.where(skip, self._window, kept))
         self._skips.copy_(skip)
-        if self.delayed is not None:
-            self.delayed.put_back(self._before, skip)
-            if self.config.enabled:
-                cleared = self.delayed.history.clear_nonfinite()
-                self._cleared = cleared if self._cleared is None else self._cleared | cleared
+        if self.amaxes is not None:
+            self.amaxes.put_back(skip)
+        return now
 
-    def _note(
-        self,
-        step: int,
-        now: Tensor,
-        causes: Tensor,
-        slot: Tensor,
-        limits: Tensor,
-        bad: Tensor,
-    ) -> None:
+    def _note(self, step: int, row: Tensor, bad: Tensor) -> None:
         """Write a bad step into the log."""
-        number = torch.full_like(now[:1], step)
-        row = torch.cat([number, now, (causes * self._powers).sum()[None], slot[None], limits])
+        row = torch.cat([torch.full_like(row[:1], step), row])
         here = bad & (self._places == self._count % KEPT)
         self._log.copy_(torch.where(here[:, None], row, self._log))
         self._count += bad
 
     def _limits(self) -> Tensor:
         """What the loss and the norm must not exceed: float64 [2]."""
-        return _limit(self._window, self.config, self._factors)
+        return spike_limit(self._window, self.config, self._factors)
 
-    def _judge_amaxes(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether the amax of a slot is infinite, or spikes, and the column of the worst one:
-        bool, bool and float64, 0-dim."""
-        none = torch.zeros_like(like, dtype=torch.bool)
-        if self.delayed is None or not self.config.enabled or not self.delayed.history.slots:
-            return none, none, like.new_full((), -1, dtype=torch.float64)
-        now, window = self.delayed.amaxes(self.passes, self.config.window)
-        limit = _limit(window.where(window > 0, torch.nan), self.config, self.config.amax_factor)
-        infinite = now.isinf()
-        over = torch.where(infinite, now, now / limit)  # a limit is infinite or more than 0
-        return infinite.any(), (over > 1).any() & ~infinite.any(), over.argmax().double()
+    def _judge_amaxes(self, like: Tensor) -> Verdict:
+        if self.amaxes is not None:
+            return self.amaxes.judge(like)
+        none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
+        return Verdict(none, none, nothing, nothing)
 
     def look(self) -> Look:
         """What happened since the last look. This waits for the device."""
-        counters = torch.stack([self._count, self._streak, self._overflows, self._skips.double()])
-        parts = [counters, self._log.flatten()]
-        if self._cleared is not None:
-            parts.append(self._cleared.double())
+        numbers = [self._count, self._streak, self._overflows, self._skips.double()]
+        numbers += [self._recent.sum(), self._broken_state()]
+        parts = [torch.stack(numbers), self._log.flatten()]
+        if self.amaxes is not None and (mended := self.amaxes.cleared()) is not None:
+            parts.append(mended.double())
         values = torch.cat(parts).tolist()
-        count, streak, overflows, skipped = (int(value) for value in values[:4])
-        rows = [values[4 + 7 * place : 11 + 7 * place] for place in range(KEPT)]
+        count, streak, overflows, skipped, recent, broken = (int(value) for value in values[:6])
+        values = values[6:]
+        rows = [values[_COLUMNS * place : _COLUMNS * (place + 1)] for place in range(KEPT)]
         fresh = range(max(self._told, count - KEPT), count)
         self._told = count
-        cleared = values[4 + 7 * KEPT :]
-        if any(cleared):
-            self._cleared = None
+        cleared = values[_COLUMNS * KEPT :]
+        if self.amaxes is not None and any(cleared):
+            self.amaxes.forget()
         return Look(
             bad=tuple(self._bad_step(rows[number % KEPT]) for number in fresh),
             streak=streak,
             overflows=overflows,
             skipped=bool(skipped),
             cleared=tuple(slot for slot, is_so in zip(self._slots, cleared, strict=False) if is_so),
+            repeats=streak >= self.config.patience or recent >= _MANY * self.config.patience,
+            broken=broken > 0,
         )
+
+    def _broken_state(self) -> Tensor:
+        """1 if a weight or moment is not finite, or as good as that, on any rank: float64, 0-dim;
+        0 if nobody is there to do something about it."""
+        if not self.config.enabled:
+            return torch.zeros_like(self._count)
+        broken = ~(largest_of_state(self._optimizer) < LARGEST)
+        return broken.double() if not several_ranks() else _sum_of_ranks(broken.double())
 
     @property
     def _slots(self) -> list[str]:
-        return [] if self.delayed is None else self.delayed.history.slots
+        return [] if self.amaxes is None else self.amaxes.slots
 
     def _bad_step(self, row: Sequence[float]) -> BadStep:
-        step, loss, norm, causes, slot, loss_limit, norm_limit = row
+        step, loss, norm, causes, slot, amax, loss_limit, norm_limit = row
         found = Cause(int(causes))
         of_amax = Cause.AMAX in found or Cause.AMAX_SPIKE in found
         return BadStep(
@@ -245,6 +255,7 @@ class Watch:
             norm=norm,
             causes=found,
             slot=self._slots[int(slot)] if of_amax else None,
+            amax=amax,
             loss_limit=loss_limit,
             norm_limit=norm_limit,
         )
@@ -256,6 +267,7 @@ class Watch:
             "window": known.tolist(),
             "streak": int(self._streak),
             "overflows": int(self._overflows),
+            "recent": [int(was_bad) for was_bad in self._recent.tolist()],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -266,42 +278,43 @@ class Watch:
             self._window[-len(known) :] = self._window.new_tensor(known)
         self._streak.fill_(state["streak"])
         self._overflows.fill_(state["overflows"])
+        recent = state.get("recent", [])[-len(self._recent) :]  # older checkpoints have none
+        self._recent.zero_()
+        if recent:
+            self._recent[-len(recent) :] = self._recent.new_tensor(recent)
 
     def forgive(self) -> None:
         """Begin a new streak."""
         self._streak.zero_()
+        self._recent.zero_()
+
+    @property
+    def reach(self) -> int:
+        """How many of the last steps are counted."""
+        return len(self._recent)
 
 
-def _limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> Tensor:
-    """The largest value in each column that is no spike: [n, columns] -> [columns].
-
-    The median and 1.4826 times the median absolute deviation stand for mean and standard deviation,
-    so that what spiked before does not hide what spikes now. NaN is no value; infinite while there
-    are fewer than `config.warmup`.
-    """
-    count = window.isfinite().sum(dim=0)
-    median = _median(window, count)
-    sigma = _MAD_TO_SIGMA * _median((window - median).abs(), count)
-    limit = torch.maximum(median + config.deviations * sigma, factor * median)
-    return torch.where(count >= config.warmup, limit, torch.inf)
+_COLUMNS = 8  # of the log: a step, and what `_bad_step` takes
 
 
-def _median(values: Tensor, count: Tensor) -> Tensor:
-    """The lower median of the `count` values of each column that are no NaN: [n, columns] ->
-    [columns]. By sorting: torch.median picks nondeterministically on a GPU."""
-    ordered = values.sort(dim=0).values  # NaN comes last
-    place = ((count - 1).clamp(min=0) // 2)[None]
-    return ordered.gather(0, place)[0]
+def _named(amax: float) -> str:
+    """The word or the number for an amax that is no amax."""
+    return "infinite" if amax == math.inf else f"{amax:.4g}"
 
 
 def _agreed(now: Tensor, infinite: Tensor, spike: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, norm and the verdicts on amaxes as all ranks see them, so that all decide alike: the
     mean, and not finite or bad if that is so on any rank."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not several_ranks():
         return now, infinite, spike
-    finite = now.isfinite()
+    finite = now.abs() < LARGEST
     flags = torch.stack([*~finite, infinite, spike]).double()
-    shared = torch.cat([now.where(finite, 0.0), flags])
-    dist.all_reduce(shared)
+    shared = _sum_of_ranks(torch.cat([now.where(finite, 0.0), flags]))
     mean = shared[:2] / dist.get_world_size()
     return mean.where(shared[2:4] == 0, torch.nan), shared[4] > 0, shared[5] > 0
+
+
+def _sum_of_ranks(values: Tensor) -> Tensor:
+    """Changes `values`, too."""
+    dist.all_reduce(values)
+    return values

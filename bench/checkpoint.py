@@ -1,0 +1,137 @@
+"""What a checkpoint costs a run: how long a step waits for one that is written while it waits, and
+for one that is written in the background; and how much slower steps are meanwhile.
+
+The disk is that of `--folder`; what was written is flushed to it, as in a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from bench import emulation, report
+from bench.report import Report, Row
+from fp8stack.backends import build_backend
+from fp8stack.benchmark import machine, summarize, wait_for
+from fp8stack.benchmark_step import Work, training_step
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware, probe
+from fp8stack.training.allocator import keep_freed_memory
+from fp8stack.training.config import RunConfig
+from fp8stack.training.optimizer import build_optimizer
+from fp8stack.training.saving import Groups, Saver
+from fp8stack.training.state import capture
+
+SHORT = ["--rounds", "3"]
+WAITING, BEHIND = "in the foreground", "in the background"
+QUIET, BUSY = "nothing is written", "a checkpoint is written"
+INFO: dict[str, object] = {
+    "identity": {}, "config": {}, "plan": {}, "scaler": None, "versions": {}, "guard": None,
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rounds", type=int, default=8, help="checkpoints of each kind (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Checkpoints of a model of 84 million parameters, which trains in fp32 in between."""
+    hardware = probe(arguments.device)
+    shape = GPTConfig(vocabulary=16384, context=256, layers=10, width=768, heads=12)
+    work = Work(model="84M parameters", config=shape, batch=1, context=128)
+    work = emulation.tiny_work() if arguments.tiny else work
+    if hardware.device == "cpu":
+        keep_freed_memory()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        rows, size = _measured(work, hardware, Path(folder), arguments.rounds)
+    return {
+        "machine": machine(device=hardware.device),
+        "settings": {"rounds": arguments.rounds, "checkpoint_gib": round(size / 2**30, 3)},
+        "results": rows,
+        "bars": [],
+    }
+
+
+def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tuple[list[Row], int]:
+    """The rows, and the bytes of a checkpoint."""
+    step, state = _training(work, hardware)
+    savers = {
+        WAITING: Saver(folder / "waiting", keep=2),
+        BEHIND: Saver(folder / "behind", keep=2, in_background=True),
+    }
+    taken: dict[str, list[float]] = defaultdict(list)
+    on_disk_s: list[float] = []
+    step()  # after which there are moments
+    for number in range(1, rounds + 2):  # the first is not counted: it allocates
+        taken[QUIET].append(_timed(step, hardware))
+        for kind, saver in savers.items():
+            begun = time.perf_counter()
+            save = partial(saver.save, number, INFO, state)
+            taken[kind].append(_timed(save, hardware))
+        while savers[BEHIND].is_writing:
+            taken[BUSY].append(_timed(step, hardware))
+        savers[BEHIND].wait()
+        on_disk_s.append(time.perf_counter() - begun)
+    size = sum(file.stat().st_size for file in (folder / "behind").rglob(f"step-{number:06d}/*"))
+    facts = {BEHIND: {"first_ms": taken[BEHIND][0], "on_disk_ms": 1000 * max(on_disk_s[1:])}}
+    rows: list[Row] = []
+    for case, arms in ((f"{work.model}, save", savers), (f"{work.model}, step", (QUIET, BUSY))):
+        first, second = arms
+        timings = {arm: summarize(taken[arm][1:] or taken[arm]) for arm in (first, second)}
+        for row in report.rows_of(case, timings, first):
+            more = facts.get(row["arm"], {})
+            rows.append(row | {key: round(value, 2) for key, value in more.items()})
+    return rows, size
+
+
+def _training(work: Work, hardware: Hardware) -> tuple[Callable[[], None], Callable[[], Groups]]:
+    """A step in fp32, and what gives the state that a run saves."""
+    plan = plan_for(work.config, "fp32", hardware, "reference")
+    model = GPT(work.config, build_backend(plan)).to(hardware.device)
+    optimizer = build_optimizer(model, RunConfig(lr=1e-4))
+    step = training_step(model, optimizer, work.batch_of(hardware.device))
+    return step, partial(capture, model, optimizer)
+
+
+def _timed(work: Callable[[], object], hardware: Hardware) -> float:
+    """The milliseconds until it is done, on a GPU as well."""
+    wait_for(hardware.device)
+    begun = time.perf_counter()
+    work()
+    wait_for(hardware.device)
+    return 1000 * (time.perf_counter() - begun)
+
+
+def table(found: Report) -> str:
+    """How long a step waits, and how long steps take meanwhile."""
+    text = (
+        f"A checkpoint has {found['settings']['checkpoint_gib']} GiB: weights and two moments in "
+        "float32. `save` is how long a step waits for one; the first in the background allocates "
+        "host memory and stands by itself. `step` is a step of training, alone and while one is "
+        "written."
+    )
+    cells = {
+        "ratio": report.number("ratio", 3),
+        "first ms": report.number("first_ms"),
+        "on the disk after, ms": report.number("on_disk_ms"),
+    }
+    return report.heading(found, "The cost of a checkpoint", text) + report.timing_table(
+        found["results"], cells
+    )
+
+
+def figure(found: Report) -> Figure:
+    """Times as bars."""
+    title, label = "The cost of a checkpoint", "ms, median"
+    return report.ratio_figure(found["results"], title, "median_ms", label)

@@ -1,0 +1,174 @@
+"""Values that break numbers, put into a run by hooks: what, into which place, at which steps.
+
+It must not know what the guard makes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.observe import fp8_linears
+from fp8stack.training.setup import Run
+
+VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e38": 1e38}
+AT_REST = ("weight", "moment", "history", "scale")
+"""Places in what a run keeps: the fault is there before its step begins."""
+IN_PASS = ("activation", "input", "grad_output", "dgrad", "wgrad", "loss", "amax", "loss_scale")
+"""Places in what a step computes."""
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """A value, a place and its steps.
+
+    Attributes:
+        place: activation (the residual stream), dgrad (its gradient), input and grad_output of a
+            linear, wgrad and weight of that linear, loss (the value alone; its gradient stays),
+            amax (as recorded in the pass), history (an old amax), moment (the first), scale (of
+            delayed scaling), loss_scale (of fp16).
+        value: what is put into one element.
+        steps: their numbers, from 1.
+        layer: the linear that is meant.
+        block: where the residual stream is meant: at the entry of this module.
+        micro_batch: in which pass of the step, from 0.
+        only_in_fp8: whether the fault goes away where the linear leaves FP8.
+        most: how often it happens at most; once, if it is not to come again after a roll-back.
+        injected: how often it happened.
+    """
+
+    place: str
+    value: float
+    steps: Container[int]
+    layer: str = "blocks.0.mlp.down"
+    block: str = "final_norm"
+    micro_batch: int = 0
+    only_in_fp8: bool = False
+    most: float = 1
+    injected: int = 0
+    _pass: int = field(default=-1, repr=False)
+    _step: int = field(default=-1, repr=False)
+
+    def put(self, run: Run) -> None:
+        """Have it happen in `run`, which has not begun its next step."""
+        part = run.model.get_submodule
+        block, layer = part(self.block), part(self.layer)
+        run.model.register_forward_pre_hook(lambda model, args: self._count(run), prepend=True)
+        hooks: dict[str, Callable[[], object]] = {
+            "activation": lambda: block.register_forward_pre_hook(self._spoil_input(run)),
+            "input": lambda: layer.register_forward_pre_hook(self._spoil_input(run)),
+            "dgrad": lambda: block.register_forward_pre_hook(self._spoil_gradient(run)),
+            "grad_output": lambda: layer.register_forward_hook(
+                lambda layer, args, y: self._follow(run, y)
+            ),
+            "wgrad": lambda: self._follow(run, self._weight(run), accumulates=True),
+            "loss": lambda: run.model.register_forward_hook(
+                lambda model, args, loss: (
+                    loss + (self.value - loss.detach()) if self._happens(run) else None
+                )
+            ),
+            "amax": lambda: run.model.register_forward_hook(
+                lambda model, args, loss: self._record(run) if self._happens(run) else None
+            ),
+            "loss_scale": lambda: run.model.register_forward_pre_hook(
+                lambda model, args: self._set_loss_scale(run) if self._happens(run) else None
+            ),
+        }
+        if self.place in hooks:
+            hooks[self.place]()
+            return
+        if run.step + 1 in self.steps:
+            self._break(run)
+        run.optimizer.register_step_post_hook(
+            # The step under way counts as done only later.
+            lambda *_: self._break(run) if run.step + 2 in self.steps else None
+        )
+
+    def _count(self, run: Run) -> None:
+        """Know which micro-batch of which step begins; a step that is tried again begins anew."""
+        if run.model.training:
+            again = self._pass + 1 >= run.config.accumulate
+            self._pass = 0 if run.step != self._step or again else self._pass + 1
+            self._step = run.step
+
+    def _due(self, run: Run) -> bool:
+        return (
+            run.model.training
+            and run.step + 1 in self.steps
+            and self._pass == self.micro_batch
+            and self.injected < self.most
+            and (not self.only_in_fp8 or self.layer in fp8_linears(run.model))
+        )
+
+    def _happens(self, run: Run) -> bool:
+        due = self._due(run)
+        self.injected += due
+        return due
+
+    def _spoilt(self, x: Tensor) -> Tensor:
+        """`x` with the value in one of its elements."""
+        chosen = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
+        chosen[x.numel() // 2] = True
+        value = torch.tensor(self.value, device=x.device).to(x.dtype)  # fp16 has no 1e38
+        return torch.where(chosen.view(x.shape), value, x)
+
+    def _spoil_input(self, run: Run) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            return (self._spoilt(args[0]), *args[1:]) if self._happens(run) else None
+
+        return hook
+
+    def _spoil_gradient(self, run: Run) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self._follow(run, args[0])
+
+        return hook
+
+    def _follow(self, run: Run, x: Tensor, accumulates: bool = False) -> None:
+        """Have the gradient of `x` be spoilt; that of a parameter comes in every pass."""
+        if x.requires_grad and (accumulates or self._due(run)):
+            x.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._spoilt(gradient) if self._happens(run) else None
+            )
+
+    def _weight(self, run: Run) -> Tensor:
+        return run.model.get_parameter(f"{self.layer}.weight")
+
+    def _delayed(self, run: Run) -> DelayedScaling:
+        assert run.backend.delayed is not None
+        return run.backend.delayed
+
+    def _record(self, run: Run) -> None:
+        self._delayed(run).history.recorded(f"{self.layer}.input").fill_(self.value)
+
+    def _set_loss_scale(self, run: Run) -> None:
+        assert run.scaler is not None
+        run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": self.value})
+
+    @torch.no_grad()
+    def _break(self, run: Run) -> None:
+        """Break what the run keeps."""
+        if self.injected >= self.most:
+            return
+        self.injected += 1
+        if self.place == "scale":
+            self._delayed(run).history.scale(f"{self.layer}.input").fill_(self.value)
+        elif self.place == "history":
+            history = self._delayed(run).history
+            history.history[1, history.column(f"{self.layer}.input")] = self.value
+        else:
+            weight = self._weight(run)
+            kept = weight if self.place == "weight" else run.optimizer.state[weight]["exp_avg"]
+            kept.view(-1)[kept.numel() // 2] = self.value
+
+
+def places(recipe: str) -> tuple[str, ...]:
+    """The places that a run in this recipe has."""
+    only = {"amax": "delayed", "history": "delayed", "scale": "delayed", "loss_scale": "fp16"}
+    return tuple(place for place in (*IN_PASS, *AT_REST) if only.get(place, recipe) == recipe)

@@ -1,0 +1,83 @@
+"""A saved run, resumed as another than it is: what is refused, and with which words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.small_runs import small_run, trained
+from fp8stack.errors import UserError
+from fp8stack.training.setup import Run, set_up
+
+
+@dataclass(frozen=True)
+class Other:
+    """What a resumed run is asked to be, and the difference that is to be named."""
+
+    keys: dict[str, Any]
+    named: str
+
+
+OTHERS = [
+    Other({"recipe": "current"}, "recipe.scaling is 'current' here and 'delayed'"),
+    Other({"recipe": "fp32"}, "recipe.scaling is 'none' here and 'delayed'"),
+    Other({"recipe_overrides": {"margin": 1}}, "recipe.margin is 1 here and 0"),
+    Other(
+        {"recipe_overrides": {"history_length": 16}}, "recipe.history_length is 16 here and 1024"
+    ),
+    Other({"model_overrides": {"vocabulary": 300}}, "model.vocabulary is 300 here and 256"),
+    Other({"model_overrides": {"layers": 2}}, "model.layers is 2 here and 1"),
+    Other({"model_overrides": {"activation": "swiglu"}}, "model.activation is 'swiglu' here"),
+    Other({"data": "other.txt"}, "the data are not those that the run was trained on"),
+    Other({"seed": 3}, "seed is 3 here and 0"),
+    Other({"batch": 8}, "batch is 8 here and 4"),
+    Other({"context": 16}, "context is 16 here and 32"),
+    Other({"lr": 0.1}, "lr is 0.1 here and 0.003"),
+    Other({"accumulate": 2}, "accumulate is 2 here and 1"),
+    Other({"schedule": "wsd"}, "schedule is 'wsd' here and 'cosine'"),
+    Other({"warmup_steps": 5}, "warmup_steps is 5 here and 2"),
+    Other({"decay_fraction": 0.5}, "decay_fraction is 0.5 here and 0.2"),
+    Other({"min_lr": 0.5}, "min_lr is 0.5 here and 0.1"),
+    Other({"weight_decay": 0.0}, "weight_decay is 0.0 here and 0.1"),
+    Other({"beta1": 0.8}, "beta1 is 0.8 here and 0.9"),
+    Other({"beta2": 0.99}, "beta2 is 0.99 here and 0.95"),
+    Other({"adam_eps": 1e-6}, "adam_eps is 1e-06 here and 1e-08"),
+    Other({"clip": 0.5}, "clip is 0.5 here and 1.0"),
+]
+
+
+def saved_run(folder: Path) -> Path:
+    """A run in delayed scaling of four steps, saved."""
+    run = small_run(folder, "saved", "delayed", steps=4)
+    trained(run)
+    (folder / "other.txt").write_text("some other text\n" * 500)
+    return run.folder.path
+
+
+def resumed_as(saved: Path, keys: dict[str, Any]) -> Run:
+    """The saved run, resumed with some keys changed. Raises what `set_up` raises."""
+    shape = {"layers": 1, "heads": 2, "width": 32}
+    given = {key: value for key, value in keys.items() if key != "model_overrides"}
+    if "data" in given:
+        given["data"] = str(saved.parent / given["data"])
+    if "model_overrides" in keys:
+        given["model_overrides"] = shape | keys["model_overrides"]
+    return set_up(given, None, [], str(saved))
+
+
+def refusal(saved: Path, other: Other) -> str:
+    """What is wrong with how a wrong resumption was answered; empty if nothing is."""
+    before = _contents(saved)
+    try:
+        resumed_as(saved, other.keys).folder.release()
+    except UserError as error:
+        text = str(error)
+        if error.exit_code != 2 or "\n" in text or other.named not in text:
+            return f"exit code {error.exit_code}: {text}"
+        return "" if _contents(saved) == before else "the run's files were changed"
+    return "the run was resumed"
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

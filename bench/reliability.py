@@ -1,0 +1,191 @@
+"""The reliability matrix: rows of faults that are put into runs, and what became of them.
+
+The table is written after each row: it can be made in pieces, and rows that are not run now stay as
+they were. It must not know what the rows do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from bench import report as reports
+from bench.reliability_case import Case, Outcome
+from bench.report import Report, Row
+from bench.runner import RESULTS
+from fp8stack.benchmark import machine
+from fp8stack.cli_options import words
+from fp8stack.errors import UserError, unknown
+
+THEMES = ("kill", "input", "numeric", "ranks")
+SHOWN = 10  # lines of what was lost in a row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", type=words, default=[], metavar="R1,R2", help="these rows (default: all)")
+    add(
+        "--short",
+        action="store_true",
+        help="a few faults of each kind, in minutes; written only where --out says",
+    )
+    add("--keep", type=Path, metavar="DIR", help="keep the runs, in DIR/<row>")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run rows, print and write the table after each; exits with 1 if a fault was not survived."""
+    known = all_cases()
+    for name in arguments.only:
+        if name not in known:
+            raise unknown("row", name, known)
+    facts = machine()
+    asked: Path | None = None if arguments.out == RESULTS else arguments.out
+    folder = None if arguments.short and asked is None else asked or RESULTS / facts["slug"]
+    found = so_far(folder, facts)
+    lost = False
+    for name in arguments.only or known:
+        if known[name].needs_cuda and not torch.cuda.is_available():
+            print(f"{name}: not run, it needs a CUDA GPU", flush=True)
+            continue
+        row = measured(name, known[name], arguments.short, arguments.keep)
+        print(
+            f"{name}: {row['survived']} of {row['injected']} survived, {row['seconds']:.0f} s",
+            flush=True,
+        )
+        for line in row["lost"]:
+            print(f"  LOST: {line}", flush=True)
+        lost |= bool(row["lost"])
+        found["results"] = sorted(
+            [*(old for old in found["results"] if old["case"] != name), row],
+            key=lambda row: _order(row["case"]),
+        )
+        if folder is not None:
+            reports.write(found, table(found, known), figure(found), folder)
+    print(table(found, known))
+    print(f"written: {folder}/reliability.json, .md and .png" if folder else "nothing is written")
+    if lost:
+        raise SystemExit(1)
+
+
+def all_cases() -> dict[str, Case]:
+    """The rows of all themes that are there, in order."""
+    cases: dict[str, Case] = {}
+    for theme in THEMES:
+        if find_spec(f"bench.reliability_{theme}") is not None:
+            cases |= import_module(f"bench.reliability_{theme}").CASES
+    return dict(sorted(cases.items(), key=lambda item: _order(item[0])))
+
+
+def _order(name: str) -> int:
+    return int(name.removeprefix("R"))
+
+
+def so_far(folder: Path | None, facts: Row) -> Report:
+    """The report with the rows that `folder` has already."""
+    path = folder / "reliability.json" if folder else None
+    results = json.loads(path.read_text())["results"] if path and path.exists() else []
+    return {"scenario": "reliability", "machine": facts, "results": results}
+
+
+def measured(name: str, case: Case, short: bool, keep: Path | None) -> Row:
+    """One row: what became of its faults, and how to do it again."""
+    began = time.monotonic()
+    with _folder(name, keep) as folder:
+        try:
+            outcome = case.run(folder, case.short if short else case.long)
+        except Exception as error:  # the rows after this one are run all the same
+            traceback.print_exc()
+            why = f"the row itself failed: {type(error).__name__}: {error}"
+            outcome = Outcome(injected=0, survived=0, lost=(why,))
+    return {
+        "case": name,
+        "what": case.what,
+        "passes": case.passes,
+        "injected": outcome.injected,
+        "survived": outcome.survived,
+        "lost": list(outcome.lost),
+        "seconds": round(time.monotonic() - began, 1),
+        "command": f"python -m bench reliability --only {name}{' --short' if short else ''}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+@contextmanager
+def _folder(name: str, keep: Path | None) -> Iterator[Path]:
+    """An empty folder for a row's runs."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix=f"reliability-{name}-") as temporary:
+            yield Path(temporary)
+        return
+    folder = (keep / name).resolve()
+    if folder.exists():
+        raise UserError(f"{folder} is there already. Remove it, or give another --keep.")
+    folder.mkdir(parents=True)
+    yield folder
+
+
+def table(found: Report, known: Mapping[str, Case]) -> str:
+    """Every row, those that were not run included, and what was lost."""
+    rows = {row["case"]: row for row in found["results"]}
+    text = "# Reliability\n\nFaults put into whole runs, and how many of them passed, each row by a"
+    text += f" rule of its own. Measured on {found['machine']['machine']}, torch "
+    text += f"{found['machine']['torch']}, row by row, by `python -m bench reliability`.\n\n"
+    cells = [
+        _cells(rows[name]) if name in rows else _not_run(name, known[name])
+        for name in sorted(known.keys() | rows.keys(), key=_order)
+    ]
+    header = ["row", "faults", "a fault passes when", "injected", "survived", "lost", "seconds"]
+    return text + reports.markdown([*header, "run on"], cells) + "".join(_lost(rows.values()))
+
+
+def _cells(row: Row) -> list[str]:
+    lost = f"**{len(row['lost'])} LOST**" if row["lost"] else "none"
+    counts = [str(row["injected"]), str(row["survived"]), lost, f"{row['seconds']:,.0f}"]
+    form = " (short)" if row["command"].endswith("--short") else ""
+    return [row["case"], row["what"], row["passes"], *counts, row["date"] + form]
+
+
+def _not_run(name: str, case: Case) -> list[str]:
+    why = "not run, needs a GPU" if case.needs_cuda else "not run"
+    return [name, case.what, case.passes, "", "", "", "", why]
+
+
+def _lost(rows: Iterable[Row]) -> Iterator[str]:
+    """What was lost, row by row."""
+    for row in rows:
+        if row["lost"]:
+            lines = [" ".join(line.split()) for line in row["lost"][:SHOWN]]
+            more = len(row["lost"]) - len(lines)
+            lines += [f"and {more} more"] if more else []
+            yield f"\nLost in {row['case']}:\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def figure(found: Report) -> Figure:
+    """How many faults of each row were survived, and how many lost."""
+    rows = found["results"]
+    names = [row["case"] for row in rows]
+    survived = [row["survived"] for row in rows]
+    made = Figure(figsize=(6, 1.2 + 0.3 * len(rows)), layout="constrained")
+    axes = made.add_subplot()
+    bars = axes.barh(names, survived, color="tab:blue", label="survived")
+    axes.bar_label(bars, padding=2, fontsize=8)
+    lost = [len(row["lost"]) for row in rows]
+    axes.barh(names, lost, left=survived, color="tab:red", label="lost")
+    axes.set(xlabel="faults", xscale="symlog", title="faults put into runs")
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    return made

@@ -1,0 +1,173 @@
+"""Weights that FSDP2's ranks share out and gather as FP8 bytes: a quarter of what float32 takes.
+
+Each rank casts the rows that it has, with the scale of the whole weight: so the bytes are those of
+the whole, cast. The float32 rows stay the master weights. For one scale per tensor only: blocks do
+not end where ranks' rows do. It must not know a recipe, nor how FSDP2 is set up.
+
+FSDP2 asks a parameter's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`:
+docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fp8stack.numerics.formats import FORMATS, Fp8Name
+
+
+class Caster(Protocol):
+    """Who casts a weight: its layer.
+
+    Attributes:
+        in_fp8: whether it is to be gathered as FP8 bytes; else it is as float32.
+    """
+
+    in_fp8: bool
+
+    def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The FP8 bytes of some rows, and the scale of the whole: float8 [rows, columns], float32
+        0-dim."""
+        ...
+
+
+class _Wrapper(Tensor):
+    """A tensor that looks like float32 and holds another. Operators act on `plain()`."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor, *args: Any) -> _Wrapper:
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            held.stride(),
+            held.storage_offset(),
+            dtype=torch.float32,
+            device=held.device,
+        )
+        return made
+
+    def plain(self) -> Tensor:
+        """What operators see: float32."""
+        raise NotImplementedError
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """`tensor`, which is a view of this or takes its place, as one of the same kind."""
+        return tensor
+
+    def same(self) -> Tensor:
+        """The same values, apart from autograd."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = args[0]
+        if func is _aten.detach.default:
+            return first.same()
+        if func is _aten.as_strided.default and isinstance(first, FullWeight):
+            assert tuple(args[1]) == first.shape, "FSDP2 asks for the whole, as it is"
+            return first.same()
+        plain_args, plain_kwargs = tree_map_only(
+            _Wrapper, lambda part: part.plain(), (args, kwargs or {})
+        )
+        out = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            return first if isinstance(first, _Wrapper) else out
+        if isinstance(first, _Wrapper) and func in _KEEPS:
+            return tree_map_only(Tensor, first.like, out)
+        return out
+
+
+_aten = torch.ops.aten
+# What FSDP2 makes a rank's rows by.
+_KEEPS = {
+    *(_aten.split.Tensor, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default),
+    _aten.new_zeros.default,
+}
+
+
+class ShardedWeight(_Wrapper):
+    """The float32 rows of a weight that are on this rank.
+
+    Args:
+        held: the rows, float32.
+        caster: the weight's layer.
+        format: of the bytes.
+    """
+
+    def __init__(self, held: Tensor, caster: Caster, format: Fp8Name) -> None:
+        self._held = held
+        self._caster = caster
+        self._format: Fp8Name = format
+
+    def plain(self) -> Tensor:
+        """The rows, as a plain tensor."""
+        return self._held
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Those rows of the same weight that `tensor` has."""
+        return ShardedWeight(tensor, self._caster, self._format)
+
+    def same(self) -> Tensor:
+        """The same rows, apart from autograd."""
+        return self.like(self._held.detach())
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor | None]]:
+        """What to gather from every rank, and what stays here."""
+        if not self._caster.in_fp8:
+            return (self._held,), (None,)
+        data, scale = self._caster.cast_rows(self._held)
+        return (data.view(torch.uint8),), (scale,)
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor],
+        kept: tuple[Tensor | None],
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor]] | None:
+        """The whole weight, of all ranks' rows."""
+        (data,), (scale,) = gathered, kept
+        if out is None:
+            if scale is None:
+                return data, (data,)
+            dtype8 = FORMATS[self._format].dtype
+            assert dtype8 is not None
+            return FullWeight(data.view(dtype8), scale), (data,)
+        # The second time, FSDP2 has gathered into the same memory.
+        if isinstance(out, FullWeight):
+            assert scale is not None
+            assert out.data8.data_ptr() == data.data_ptr()
+            out.scale = scale
+        return None
+
+
+class FullWeight(_Wrapper):
+    """A whole weight in FP8, as gathered.
+
+    Attributes:
+        data8: its bytes, float8 [out, in].
+        scale: they were cast with, float32 0-dim.
+    """
+
+    def __init__(self, data8: Tensor, scale: Tensor) -> None:
+        self.data8 = data8
+        self.scale = scale
+
+    def plain(self) -> Tensor:
+        """What the bytes stand for, float32."""
+        return self.data8.float() / self.scale
+
+    def same(self) -> Tensor:
+        """The same weight, apart from autograd."""
+        return FullWeight(self.data8, self.scale)

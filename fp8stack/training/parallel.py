@@ -1,0 +1,149 @@
+"""How a model is spread over ranks: DDP, a whole one on each, or FSDP2, which shares it out.
+
+Gradients are summed over ranks, not averaged: each rank divides its loss by their number instead,
+so that the gradient of an output is the same for any number of ranks, and so are its FP8 codes.
+It must not know how a step is made.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8stack.backends import Backend
+from fp8stack.backends.gathered import ShardedWeight
+from fp8stack.backends.linear import MasterLinear
+from fp8stack.backends.observe import fp8_linears
+from fp8stack.errors import UserError
+from fp8stack.model import GPT
+from fp8stack.precision import Plan
+from fp8stack.training.config import RunConfig
+
+# Gradients are views of the buckets that DDP reduces: no copy of them.
+DDP_OPTIONS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+
+TESTED = {
+    "ddp": ("reference", "emulate", "torch", "te"),
+    "fsdp": ("reference", "emulate", "torch"),
+}
+"""The backends that tests/test_ranks.py trains in several ranks, every recipe of theirs, eager and
+compiled (te: eager alone, on a stand-in)."""
+
+
+def require_divisible(config: RunConfig, ranks: int) -> None:
+    """See that each rank gets as much of a batch as any other.
+
+    Raises:
+        UserError: it does not.
+    """
+    if config.batch % (config.accumulate * ranks):
+        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+        raise UserError(
+            f"batch {config.batch}{micro} cannot be shared equally by {ranks} ranks. Choose a "
+            f"multiple of {config.accumulate * ranks}."
+        )
+
+
+def require_tested(plan: Plan, config: RunConfig, ranks: int) -> None:
+    """Refuse what no test has trained in several ranks.
+
+    Raises:
+        UserError: with what to choose instead.
+    """
+    if ranks > 1 and plan.backend not in TESTED[config.parallel]:
+        raise UserError(
+            f"--parallel {config.parallel} with backend {plan.backend} is not tested. Choose "
+            "--parallel ddp, or --backend torch."
+        )
+
+
+def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
+    """What one rank trains on of a batch [batch, ...]: its share of each micro-batch, in order:
+    [batch / ranks, ...]."""
+    if ranks == 1:
+        return tokens
+    share = len(tokens) // (accumulate * ranks)
+    parts = tokens.view(accumulate, ranks, share, *tokens.shape[1:])
+    return parts[:, rank].reshape(accumulate * share, *tokens.shape[1:])
+
+
+def spread(model: GPT, backend: Backend, accelerator: Accelerator, config: RunConfig) -> nn.Module:
+    """The model as all ranks train it together.
+
+    With FSDP2 the parameters of `model` become DTensors, each split by rows: optimizers are made
+    after.
+    """
+    if config.parallel == "fsdp":
+        _share_out(model, backend, accelerator, compiled=config.compile)
+        return model
+    wrapped: nn.Module = accelerator.prepare_model(model)
+    assert isinstance(wrapped, DistributedDataParallel)
+    wrapped.register_comm_hook(None, _sum)
+    return wrapped
+
+
+def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
+    """FSDP2, block by block. (accelerate has it on GPUs alone, and would put FP8 layers on a path
+    of its own.)"""
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    # Compiled code takes whole weights in float32.
+    backend.share_out(() if compiled else model.blocks)
+    for part in (*model.blocks, model):
+        # The root as well: else an evaluation would leave its parameters whole.
+        sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to sum
+    before = _BeforeGathering(model, backend)
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+class _BeforeGathering:
+    """A hook that makes ready for what FSDP2 gathers in a pass of the model.
+
+    A layer that left FP8, or came back to it, has its weight gathered in other memory from then on:
+    FSDP2 is made to forget what it has of it (private names of torch 2.11 to 2.13).
+    """
+
+    def __init__(self, model: GPT, backend: Backend) -> None:
+        self.backend = backend
+        self.gathered = {
+            layer: layer.in_fp8
+            for layer in fp8_linears(model).values()
+            if isinstance(layer.weight, DTensor)
+            and isinstance(layer.weight.to_local(), ShardedWeight)
+        }
+
+    def __call__(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        for layer, was in self.gathered.items():
+            if layer.in_fp8 != was:
+                self.gathered[layer] = layer.in_fp8
+                _forget_gathered(model, layer)
+        self.backend.before_gathering()
+
+
+def _forget_gathered(model: nn.Module, layer: MasterLinear) -> None:
+    for part in model.modules():
+        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group):
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param is layer.weight:
+                    parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+                    parameter.__dict__.pop("_unsharded_param", None)
+
+
+# Without annotations: DDP wants them as classes, and here they would be strings.
+def _sum(state, bucket):  # type: ignore[no-untyped-def]
+    """DDP's hook: the sum over ranks, where it has their mean by itself."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that ranks share, in full on each of them: a collective; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,71 @@
+"""Files written whole or not at all, and the system's errors in one line. No torch here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from fp8stack.errors import StorageError
+
+TEMPORARY = ".tmp-"
+"""What the names of files and folders begin with that are being written or removed."""
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn the system's error into one line that names the path and the remedy.
+
+    Raises:
+        StorageError: in place of an OSError or a SafetensorError.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        if told := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells it
+            code = int(told[1])
+        full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "the disk is full" if full else os.strerror(code) if code else str(error)
+        remedy = "Make room there" if full else "Give a folder that can be written"
+        raise StorageError(f"Cannot write to {path}: {reason}. {remedy}.") from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace the file at `path` whole: a reader sees the old content or the new.
+
+    Raises:
+        StorageError: the disk is full or cannot be written.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    with storage_errors(path):
+        try:
+            write_flushed(temporary, content)
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_flushed(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it survives a power cut."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""Whatever a file holds, it is taken or refused in one line; the long form is `python -m bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from bench.input_corruptions import make_run
+from bench.input_fuzz import configs, data_files, fuzz, run_files
+
+CONFIGS, DATA_FILES = configs(), data_files()
+RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "rows", "manifests")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("made"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_configuration_is_taken_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    assert fuzz(tmp_path, *CONFIGS[name], 100) >= 90
+
+
+@pytest.mark.parametrize("name", DATA_FILES)
+def test_any_data_are_taken_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    assert fuzz(tmp_path, *DATA_FILES[name], 400) >= 300
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_any_file_of_a_run_is_read_or_refused_in_one_line(
+    name: str, pristine: Path, tmp_path: Path
+) -> None:
+    assert fuzz(tmp_path, *run_files(pristine)[name], 25) >= 20
+
+
+def test_an_error_that_is_not_for_users_is_not_let_by(tmp_path: Path) -> None:
+    def fails(place: Path, value: int) -> None:
+        raise KeyError(value)
+
+    with pytest.raises(KeyError):
+        fuzz(tmp_path, st.integers(), fails, 5)
