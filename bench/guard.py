@@ -25,7 +25,8 @@ from bench.report import Report, Row
 from fp8stack.benchmark import machine
 from fp8stack.cli_options import words
 from fp8stack.training.loop import train
-from fp8stack.training.setup import Run, set_up
+from fp8stack.training.run import Run
+from fp8stack.training.setup import set_up
 
 SHORT: list[str] = []
 STEPS = 300

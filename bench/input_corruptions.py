@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def outcome(pristine: Path, place: Path, corruption: Corruption) -> str:
     return ""
 
 
-def resumed(run: Path, weights: dict[str, Tensor]) -> Ended:
+def resumed(run: Path, weights: Mapping[str, Tensor]) -> Ended:
     """Set up to go on with `run`, bounded; says so if the weights are not `weights`."""
 
     def work() -> None:

@@ -51,7 +51,7 @@ SETTINGS = {  # --set, as it stands there: what must be in the message
     "model_overrides.activation=[]": "activation = []", "recipe_overrides.head=true": "'head'",
     "recipe_overrides=x": "recipe_overrides = 'x'", "setps=1": "Did you mean 'steps'?",
     "a.b.c=1": "No key 'a'", "=1": "is not key=value", "steps": "is not key=value",
-    "steps.x=1": "steps", "model=''": "No model ''", "data=''": "No data at ''",
+    "steps.x=1": "steps", "model=''": "No model ''", "data=''": "data is empty",
     "device=gpu": "device = 'gpu'", "backend=triton": "backend = 'triton'",
     "model_overrides.width=2147483648": "GiB",
 }  # fmt: skip
@@ -72,7 +72,8 @@ FLAGS = {
     "--data pipe": "not a regular file", "--data /dev/zero": "not a regular file",
     "--data 'a\0b'": "NUL", "--data loop": "loop", "--data link.txt": "nowhere.txt",
     "--resume": "--resume", "--resume none": "--resume none", "--resume good.txt": "good.txt",
-    "--resume folder.toml": "folder.toml", "--init-from none": "none", "--init-from ''": "No run",
+    "--resume folder.toml": "folder.toml", "--init-from none": "none",
+    "--init-from ''": "init_from is empty",
     "--init-from folder.toml": "folder.toml", "--out good.txt": "good.txt is a file",
     "--what-if fp7": "fp7", "--what-if mxfp8 --telemetry-every 0":
     "what_if needs telemetry", "--device cuda": "CUDA", "--backend te --strict --recipe delayed":

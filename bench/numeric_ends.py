@@ -12,7 +12,7 @@ from bench.reliability_case import Outcome
 from bench.small_runs import Digest, Recorder, events, is_sound, small_run, trained
 from fp8stack.errors import NumericFailure
 from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 
 RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
 FP8 = ("delayed", "current", "block", "mxfp8")

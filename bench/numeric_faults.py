@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.observe import fp8_linears
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e38": 1e38}
 AT_REST = ("weight", "moment", "history", "scale")

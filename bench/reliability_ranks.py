@@ -9,6 +9,7 @@ import math
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from bench.whole_ranks import (
     telling_states,
     unchanged,
 )
-from bench.whole_runs import Ended, checkpoints, last_step, rows
+from bench.whole_runs import Ended, last_step, rows
 
 KILLED, DONE, LOST, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 4, 75
 TIMEOUT_S = 8  # after which a rank counts as lost, here
@@ -131,7 +132,8 @@ def _lost(action: str, place: str, main: bool, twins: Twins, run: Path) -> str:
 def _preempted(twins: Twins, run: Path) -> str:
     """SIGTERM to one rank alone."""
     ended = twins.go(run, f"term@backward:{BEGUN}/rank={twins.count - 1}")
-    if any(each.code != PREEMPTED or each.stderr for each in ended):
+    said = "".join(each.stderr for each in ended).strip().splitlines()
+    if any(each.code != PREEMPTED for each in ended) or len(said) != 1:
         return _said(ended)
     if last_step(run) != BEGUN:
         return f"stopped in step {BEGUN}, saved {last_step(run)}"
@@ -205,32 +207,43 @@ KINDS = (
 
 def lost_ranks(folder: Path, count: int) -> Outcome:
     """Each kind with two ranks, then with four, all with dropout and delayed scaling."""
-    tally, twins = Tally(), dict[tuple[int, str], Twins]()
-    for number in range(count):
-        kind, ranks = KINDS[number % len(KINDS)], 2 if number < len(KINDS) else 4
-        key = (ranks, kind.parallel)
-        if key not in twins:
-            name, dropout = f"{ranks}-{kind.parallel}", "model_overrides.dropout=0.1"
-            twins[key] = Twins(folder / name, *key, "delayed", ["--set", dropout])
-        wrong = _guarded(kind, twins[key])
-        tally.add([kind.name], wrong, f"{ranks} ranks, {kind.parallel}: ")
+    which = [(KINDS[n % len(KINDS)], 2 if n < len(KINDS) else 4) for n in range(count)]
+    # Two at a time, since stopped ranks are mostly waited for.
+    ways = [partial(_lost_in, folder, which, parallel) for parallel in ("ddp", "fsdp")]
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(lambda way: way(), ways))
+    return Outcome(
+        injected=sum(each.injected for each in outcomes),
+        survived=sum(each.survived for each in outcomes),
+        lost=tuple(line for each in outcomes for line in each.lost),
+    )
+
+
+def _lost_in(folder: Path, which: Sequence[tuple[Kind, int]], parallel: str) -> Outcome:
+    """Those of the kinds that are of ddp, or of fsdp."""
+    tally, twins = Tally(), dict[int, Twins]()
+    for kind, ranks in which:
+        if kind.parallel != parallel:
+            continue
+        if ranks not in twins:
+            dropout = ["--set", "model_overrides.dropout=0.1"]
+            twins[ranks] = Twins(
+                folder / f"{ranks}-{parallel}", ranks, parallel, "delayed", dropout
+            )
+        try:
+            wrong = kind.inflict(twins[ranks], twins[ranks].new())
+        except TimeoutError as error:
+            wrong = str(error)
+        tally.add([kind.name], wrong, f"{ranks} ranks, {parallel}: ")
     return tally.outcome()
-
-
-def _guarded(kind: Kind, twins: Twins) -> str:
-    try:
-        return kind.inflict(twins, twins.new())
-    except TimeoutError as error:
-        return str(error)
 
 
 # R13: another number of ranks
 
 EXACT, NEAR = 1e-5, 5e-3
 EACH = 3  # steps of a start
-ODD = ("--set", "model_overrides.vocabulary=250", "--set", "model_overrides.width=64")
-"""A vocabulary that FP8 pads, and that ranks do not share equally."""
-
+ODD = ("--set", "model_overrides.vocabulary=257", "--set", "model_overrides.width=64")
+"""A vocabulary that low precision pads, and that ranks do not share equally."""
 
 
 
@@ -249,22 +262,25 @@ class Way:
         return " ".join([f"{self.recipe}: {starts}", *self.flags])
 
 
-_DDP, _FSDP, _MORE = ((1, "ddp"), (2, "ddp"), (1, "ddp")), ((1, "ddp"), (2, "fsdp"), (1, "ddp")), 4
+_DDP = ((1, "ddp"), (2, "ddp"), (1, "ddp"))
+_FSDP = ((1, "ddp"), (2, "fsdp"), (1, "ddp"))
 _LATER = ("--checkpoint-async",)
 _MIXED = ((2, "ddp"), (2, "fsdp"), (1, "ddp"))
 WAYS = (
     Way(recipe="fp32", starts=_DDP, flags=_LATER),
     Way(recipe="delayed", starts=_FSDP, flags=ODD),
     Way(recipe="bf16", starts=((2, "fsdp"), (1, "ddp"), (2, "ddp")), flags=(*ODD, *_LATER)),
-    Way(recipe="fp32", starts=_FSDP),
+    Way(recipe="fp32", starts=_FSDP, flags=ODD),
     Way(recipe="delayed", starts=_MIXED),
     Way(recipe="delayed", starts=((2, "fsdp"), (2, "ddp"), (1, "ddp")), flags=_LATER),
     Way(recipe="fp16", starts=_FSDP),
     Way(recipe="current", starts=_DDP),
     Way(recipe="mxfp8", starts=_FSDP, flags=ODD),
     Way(recipe="block", starts=_FSDP, flags=("--context", "64")),
-    Way(recipe="fp32", starts=((1, "ddp"), (2, "fsdp"), (1, "ddp"), (_MORE, "fsdp"))),
-    Way(recipe="delayed", starts=((_MORE, "fsdp"), (2, "ddp"), (_MORE, "ddp")), flags=ODD),
+    Way(recipe="delayed", starts=((3, "fsdp"), (2, "fsdp"), (1, "ddp")),
+        flags=(*ODD, "--batch", "12")),
+    Way(recipe="fp32", starts=((1, "ddp"), (2, "fsdp"), (1, "ddp"), (4, "fsdp"))),
+    Way(recipe="delayed", starts=((4, "fsdp"), (2, "ddp"), (4, "ddp")), flags=ODD),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,10 +27,12 @@ from bench.whole_runs import Child, Ended, rows
 from fp8stack.backends import fp8_state
 from fp8stack.errors import UserError
 from fp8stack.training import checkpoint, loop
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 
 Change = Callable[[int], AbstractContextManager[None]]
 """What is different in a rank's process, given the rank; sent there, so a function of a module."""
+
+_STARTING = threading.Lock()
 
 
 @contextmanager
@@ -64,7 +67,7 @@ class Together:
         variables = [{**of, **(environment or {})} for of in _launched(count)]
         for rank, of_rank in enumerate(variables):
             # `Child` has its work by this name.
-            with patch.object(whole_runs, "_work", partial(_work, change, rank)):
+            with _STARTING, patch.object(whole_runs, "_work", partial(_work, change, rank)):
                 self.children.append(Child(words, folder, faults, of_rank))
 
     def __enter__(self) -> Self:

@@ -170,12 +170,14 @@ def test_any_configuration_is_taken_or_refused_in_one_line(table: dict) -> None:
 @given(
     st.builds(
         RunConfig,
-        out=st.none() | st.text(),
+        out=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1),
         lr=st.floats(min_value=1e-10, max_value=1e10),
         seed=st.integers(0, 2**63 - 1),
         model_overrides=st.dictionaries(
             st.from_regex(r"[a-z_]+", fullmatch=True),
-            st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(),
+            st.booleans()
+            | st.integers(-(2**63), 2**63 - 1)
+            | st.text(st.characters(codec="utf-8", exclude_characters="\0")),
         ),
     )
 )

@@ -312,7 +312,9 @@ def test_a_held_out_share_outside_0_to_1_is_refused(held_out: float):
     assert "Use a share between 0 and 1" in refusal("x", held_out=held_out)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(content=st.binary(max_size=300), name=st.sampled_from(["a.bin", "a.txt"]))
 def test_any_bytes_are_read_or_refused_with_one_line(tmp_path: Path, content: bytes, name: str):
     (tmp_path / name).write_bytes(content)

@@ -17,7 +17,7 @@ from bench import guard, runner
 from fp8stack.backends import fp8_state
 from fp8stack.errors import NumericFailure
 from fp8stack.training.loop import train
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 
 NAN, INF = math.nan, math.inf
 

@@ -14,7 +14,8 @@ from bench.numeric_ends import FP8, RECIPES, transient
 from bench.numeric_faults import VALUES, Fault, places
 from fp8stack.errors import NumericFailure
 from fp8stack.training.guard import Guard
-from fp8stack.training.setup import Run, set_up
+from fp8stack.training.run import Run
+from fp8stack.training.setup import set_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf

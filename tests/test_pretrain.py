@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -201,9 +202,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(
 
 
 def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = [*TINY, "--lr", "1e37", "--schedule", "constant", "--save-every", "12", "--no-guard"]
+    forward, losses_seen = GPT.forward, []
+
+    def broken(self: GPT, *tokens: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = forward(self, *tokens)
+        losses_seen.append(self.training)
+        return made * math.nan if sum(losses_seen) > 4 else made
+
+    monkeypatch.setattr(GPT, "forward", broken)
+    flags = [*TINY, "--save-every", "1", "--no-guard"]
     assert command("pretrain", "--recipe", "fp32", "--out", "r", *flags) == 5
     assert "The step was not taken" in capsys.readouterr().err
     rows = metrics(tmp_path / "r")

@@ -23,7 +23,7 @@ from bench import whole_ranks, whole_runs
 from bench.whole_ranks import run_ranks, states, telling_states
 from fp8stack.errors import RankLost, UserError
 from fp8stack.precision import Hardware
-from fp8stack.training import setup
+from fp8stack.training import building
 from fp8stack.training.config import RunConfig
 from fp8stack.training.parallel import TESTED, part_of, require_divisible
 from fp8stack.training.ranks import ALONE, ElsewhereError, Ranks, join
@@ -362,7 +362,7 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
     from te_stand_in import installed
 
-    plan_for = setup.plan_for
+    plan_for = building.plan_for
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
 
     def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **left: Any):
@@ -370,7 +370,7 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 
     # Without `tokens`: for speed, layers as small as these would stay out of FP8.
     small = lambda *given, tokens, left_out: planned(*given, tokens=None, left_out=left_out)  # noqa: E731
-    with installed(), patch.object(setup, "plan_for", small):
+    with installed(), patch.object(building, "plan_for", small):
         yield
 
 

@@ -15,8 +15,9 @@ import pytest
 from conftest import TINY, Command, losses, metrics
 
 from fp8stack import cli
-from fp8stack.training import checkpoint, ending, loop, run_folder, setup
+from fp8stack.training import building, ending, loop, run_folder
 from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.sound import newest_sound
 from fp8stack.training.stop import SIGNALS, Preempted, stop_requests
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -138,7 +139,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_reason_told(
     told = "resumed from r/checkpoints/step-000008; passed over: r/checkpoints/step-000012"
     assert told in capsys.readouterr().out
     assert losses(run) == losses(finished / "r")
-    assert checkpoint.newest(run / "checkpoints")[1:] == (newest, [])
+    assert newest_sound(run / "checkpoints", bool)[1:] == (newest, [])
 
 
 def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(
@@ -442,16 +443,16 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
         after.append("went on")
 
     places: dict[str, tuple[Any, str]] = {
-        "reading data": (setup.data, "load_corpora"),
+        "reading data": (building.data, "load_corpora"),
         "claimed": (RunFolder, "write_plan"),
         "timing": (loop, "peak_rate"),
         "compiling": (loop._Loop, "advance"),
     }
     with monkeypatch.context() as patch:
         if where == "compiling":
-            patch.setattr(setup, "require_compiler", lambda plan: None)
+            patch.setattr(building, "require_compiler", lambda plan: None)
             patch.setattr("fp8stack.model.GPT.compile_blocks", lambda model: None)
-            patch.setattr(setup, "_be_deterministic", lambda: None)
+            patch.setattr(building, "_be_deterministic", lambda: None)
         patch.setattr(*places[where], struck)
         compiled = ["--compile"] if where == "compiling" else []
         assert command(*new, "--out", "r", *compiled) == 75

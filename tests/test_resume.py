@@ -15,10 +15,11 @@ from conftest import TINY, Command, losses, metrics
 from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError
 from fp8stack.model import GPTConfig, plan_for
 from fp8stack.precision import Hardware
-from fp8stack.training import checkpoint
+from fp8stack.training import checkpoint, writing
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.resume import layers_left_out
 from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.sound import newest_sound
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def _checkpoint(step: int) -> Checkpoint:
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, _checkpoint(7), keep=2)
+    path = writing.save(tmp_path, _checkpoint(7), keep=2)
     loaded = checkpoint.load(path)
     assert (loaded.step, loaded.info) == (7, INFO)
     assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
@@ -189,15 +190,15 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path: Path) -> None:
     old = {key: value for key, value in INFO.items() if key != "guard"}
-    path = checkpoint.save(tmp_path, Checkpoint(step=3, info=old), keep=2)
+    path = writing.save(tmp_path, Checkpoint(step=3, info=old), keep=2)
     assert checkpoint.load(path).info["guard"] is None
 
 
 def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
     for step in (999_998, 1_000_000, 999_999):
-        checkpoint.save(tmp_path, _checkpoint(step), keep=2)
+        writing.save(tmp_path, _checkpoint(step), keep=2)
     assert {p.name for p in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
-    assert checkpoint.newest(tmp_path)[0].step == 1_000_000
+    assert newest_sound(tmp_path, bool)[0].step == 1_000_000
 
 
 def _truncate(path: Path) -> None:
@@ -216,7 +217,7 @@ def _rewrite(path: Path, **changes: object) -> None:
     del body["sha256"]
     for key in [key for key, value in body.items() if value is ...]:
         del body[key]
-    body["sha256"] = checkpoint._sha256(checkpoint._canonical(body))
+    body["sha256"] = checkpoint.sha256_of(checkpoint.canonical(body))
     path.write_text(json.dumps(body))
 
 
@@ -225,12 +226,12 @@ def _rewrite(path: Path, **changes: object) -> None:
 def test_damage_is_found_and_the_file_named(
     file: str, damage: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
+    path = writing.save(tmp_path, _checkpoint(3), keep=2)
     damage(path / file)
     with pytest.raises(UserError, match=file):
         checkpoint.load(path)
     with pytest.raises(NoUsableCheckpoint, match=file):
-        checkpoint.newest(tmp_path)
+        newest_sound(tmp_path, bool)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_damage_is_found_and_the_file_named(
 def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(
     changes: dict, tmp_path: Path
 ) -> None:
-    path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
+    path = writing.save(tmp_path, _checkpoint(3), keep=2)
     _rewrite(path / "checkpoint.json", **changes)
     with pytest.raises(UserError, match=r"checkpoint\.json") as error:
         checkpoint.load(path)
@@ -260,7 +261,7 @@ def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(
 
 @pytest.mark.parametrize("text", ["[1]", "null", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
 def test_json_that_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, _checkpoint(3), keep=2)
+    path = writing.save(tmp_path, _checkpoint(3), keep=2)
     (path / "checkpoint.json").write_text(text)
     with pytest.raises(UserError, match=r"checkpoint\.json"):
         checkpoint.load(path)
@@ -294,7 +295,7 @@ def test_tensors_that_do_not_fit_are_refused_before_a_step_is_taken(
     if change is not None:
         saved.tensors[group][name] = change(tensor)  # type: ignore[operator]
     shutil.rmtree(run / "checkpoints")
-    checkpoint.save(path.parent, saved, keep=2)
+    writing.save(path.parent, saved, keep=2)
     capsys.readouterr()
     assert command("pretrain", "--resume", "r") == 3
     error = capsys.readouterr().err
@@ -317,7 +318,7 @@ def test_going_back_to_an_older_checkpoint_abandons_the_later_ones(
 def test_damaged_newer_checkpoints_do_not_crowd_out_good_ones(run: Path, command: Command) -> None:
     (run / "checkpoints" / "step-000012" / "checkpoint.json").write_text("{")
     assert command("pretrain", "--resume", "r", "--save-every", "2") == 0
-    assert checkpoint.newest(run / "checkpoints")[2] == []
+    assert newest_sound(run / "checkpoints", bool)[2] == []
     assert checkpoint.load(run / "checkpoints" / "step-000010").step == 10
 
 
@@ -337,7 +338,7 @@ def test_a_run_shortened_to_where_it_stands_ends_well(run: Path, command: Comman
 
 @pytest.mark.parametrize("room", [0, 100, 4000])
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, _checkpoint(1), keep=2)
+    writing.save(tmp_path, _checkpoint(1), keep=2)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal
 
@@ -345,21 +346,21 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
         with pytest.raises(StorageError, match="disk is full"):
-            checkpoint.save(tmp_path, _checkpoint(2), keep=2)
+            writing.save(tmp_path, _checkpoint(2), keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-    assert checkpoint.newest(tmp_path)[0].step == 1
+    assert newest_sound(tmp_path, bool)[0].step == 1
 
 
 def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, _checkpoint(1), keep=2)
+    writing.save(tmp_path, _checkpoint(1), keep=2)
     litter = tmp_path / ".tmp-step-000002-123"
     litter.mkdir()
     (litter / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.newest(tmp_path)[0].step == 1
-    checkpoint.forget_after(tmp_path, 1)
+    assert newest_sound(tmp_path, bool)[0].step == 1
+    writing.forget_after(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

@@ -17,8 +17,9 @@ from conftest import TINY, Command, losses
 from torch import Tensor
 
 from fp8stack.errors import NumericFailure, StorageError
-from fp8stack.training import checkpoint, storage
+from fp8stack.training import checkpoint, storage, writing
 from fp8stack.training.saving import HostCopy, Saver
+from fp8stack.training.sound import newest_sound
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +48,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
         self.writes = 0
-        write = checkpoint.write
+        write = writing.write
 
         def late(*arguments: Any) -> Path:
             self.writes += 1
@@ -55,7 +56,7 @@ class Gate:
             assert self.opened.wait(30)
             return write(*arguments)
 
-        monkeypatch.setattr(checkpoint, "write", late)
+        monkeypatch.setattr(writing, "write", late)
 
 
 @pytest.fixture
@@ -216,14 +217,14 @@ def test_a_kill_while_the_background_writes_leaves_the_older_checkpoint(
         saver.wait()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert checkpoint.newest(tmp_path)[0].step == 1
+    assert newest_sound(tmp_path, bool)[0].step == 1
     assert _names(tmp_path) != ["step-000001"]
-    checkpoint.sweep(tmp_path)
+    writing.sweep(tmp_path)
     assert _names(tmp_path) == ["step-000001"]
 
 
 def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, checkpoint.Checkpoint(step=1, info=INFO, tensors=_tensors(1)), 2)
+    writing.save(tmp_path, checkpoint.Checkpoint(step=1, info=INFO, tensors=_tensors(1)), 2)
     for file in (tmp_path / "step-000001").iterdir():
         assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
 
@@ -275,7 +276,7 @@ def test_what_this_process_wrote_or_loaded_is_not_read_again(
         read.append(path.name)
         return really(path)
 
-    monkeypatch.setattr(checkpoint, "is_whole", is_whole)
+    monkeypatch.setattr(writing, "is_whole", is_whole)
     _save_all(_saver(tmp_path, keep=3, good=[tmp_path / "step-000002"]), 3, 4, 5)
     assert read == ["step-000001"]
     assert _steps(tmp_path) == [5, 4, 3]
@@ -287,15 +288,15 @@ def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(
     saver = _saver(tmp_path, in_background=False)
     _save_all(saver, 1, 2)
     with monkeypatch.context() as cut:
-        remove = checkpoint.shutil.rmtree
+        remove = writing.shutil.rmtree
         cut.setattr(
-            checkpoint.shutil,
+            writing.shutil,
             "rmtree",
             lambda path, **options: "000001" not in path.name and remove(path, **options),
         )
         _save_all(saver, 3)
     assert _steps(tmp_path) == [3, 2]
-    checkpoint.sweep(tmp_path)
+    writing.sweep(tmp_path)
     assert _names(tmp_path) == ["step-000002", "step-000003"]
 
 
@@ -333,7 +334,7 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_exit_code_4(
         write(path, content)
 
     with monkeypatch.context() as full:
-        full.setattr(checkpoint, "write_flushed", full_at_8)
+        full.setattr(writing, "write_flushed", full_at_8)
         assert command(*flags, "--out", "r", "--checkpoint-async") == 4
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -353,7 +354,7 @@ def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_flushed", slow)
+        patch.setattr(writing, "write_flushed", slow)
         assert command(*flags, "--out", "r", "--checkpoint-async") == 75
     stopped = losses(tmp_path / "r")[-1][0]
     assert stopped < 12

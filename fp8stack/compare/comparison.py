@@ -15,10 +15,10 @@ from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
 from fp8stack.compare.summary import summarize
 from fp8stack.compare.table import as_markdown, as_text
 from fp8stack.errors import UserError
-from fp8stack.training.checkpoint import storage_errors, write_atomically
 from fp8stack.training.config import to_toml
 from fp8stack.training.display import say
 from fp8stack.training.stop import stop_requests
+from fp8stack.training.storage import storage_errors, write_atomically
 
 DONE, PREEMPTED, INTERRUPTED = 0, 75, 130
 # How a run ends that would end so again: done, or its numbers were not finite.

@@ -13,11 +13,12 @@ from fp8stack import data
 from fp8stack.errors import UserError, quoted
 from fp8stack.model import GPTConfig, load_config, plan_for
 from fp8stack.precision import load_recipe, probe
+from fp8stack.training.building import context_of
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config
 from fp8stack.training.initial import find_source, with_source
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import context_of, with_absolute_paths
+from fp8stack.training.setup import with_absolute_paths
 from fp8stack.training.state import differences
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8stack.backends.observe import observing
 from fp8stack.training.feed import tokens_of
 from fp8stack.training.ranks import several_ranks
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 from fp8stack.training.sharded import here
 from fp8stack.training.spikes import LARGEST
 

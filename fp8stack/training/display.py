@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 from fp8stack.training.throughput import Peak
 
 

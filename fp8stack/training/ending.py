@@ -10,7 +10,8 @@ from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.display import Display
 from fp8stack.training.evaluate import sample
 from fp8stack.training.plot import loss_plot
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
+from fp8stack.training.storage import write_atomically
 
 
 def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> None:
@@ -26,7 +27,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
         metrics = folder.read_metrics() if is_main else []
         if is_main:
             plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
-            checkpoints.write_atomically(folder.plot, plot)
+            write_atomically(folder.plot, plot)
     text = _sample(run)  # on every rank: each may hold a part of the model
     evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
     final = evaluated[-1] if evaluated else math.nan
@@ -34,7 +35,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
         final = evaluate() or math.nan
     with run.ranks.together():
         if text and is_main:
-            checkpoints.write_atomically(folder.sample, text.encode())
+            write_atomically(folder.sample, text.encode())
             display.note(f"sample:\n{text}")
     display.note(
         f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"

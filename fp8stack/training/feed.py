@@ -16,7 +16,7 @@ from fp8stack import data
 from fp8stack.errors import UserError
 from fp8stack.training.parallel import part_of
 from fp8stack.training.ranks import Ranks
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 
 
 def batches(run: Run) -> Iterator[tuple[int, Tensor]]:

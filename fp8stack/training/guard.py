@@ -25,9 +25,10 @@ from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure, UserError
 from fp8stack.precision import Plan
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training import writing
 from fp8stack.training.culprit import Culprit, find_culprit
 from fp8stack.training.half import HalfPrecision
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 from fp8stack.training.sharded import here
 from fp8stack.training.spikes import LARGEST
 from fp8stack.training.state import restore
@@ -234,7 +235,7 @@ class Guard:
         run.step = found.step
         run.ranks.wait()  # for those that still read
         if run.ranks.is_main:
-            checkpoints.forget_after(run.folder.checkpoints, found.step)
+            writing.forget_after(run.folder.checkpoints, found.step)
         self.left_out |= {one.step for one in bad}
         why = bad[-1].why
         if len(bad) > 1:

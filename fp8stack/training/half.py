@@ -13,7 +13,7 @@ from fp8stack.backends.contract import DTYPES
 from fp8stack.backends.linear import MasterLinear
 from fp8stack.precision import resolve
 from fp8stack.precision.recipe import plain
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss; at 0 it would make NaN
 FIRST_SCALE = 65536.0  # torch's own

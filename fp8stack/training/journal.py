@@ -12,7 +12,7 @@ from typing import Any
 from fp8stack.precision import Plan
 from fp8stack.training.display import Display, describe_event
 from fp8stack.training.optimizer import learning_rate
-from fp8stack.training.setup import Run
+from fp8stack.training.run import Run
 from fp8stack.training.throughput import peak_memory_gib
 
 

@@ -17,6 +17,7 @@ from fp8stack import data
 from fp8stack.errors import NumericFailure
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import profiling
+from fp8stack.training.building import versions
 from fp8stack.training.display import Display, Silence, describe_run, open_display, say
 from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
@@ -27,8 +28,8 @@ from fp8stack.training.journal import Journal
 from fp8stack.training.optimizer import learning_rate
 from fp8stack.training.parallel import whole
 from fp8stack.training.ranks import losing_ranks
+from fp8stack.training.run import Run
 from fp8stack.training.saving import Saver
-from fp8stack.training.setup import Run, versions
 from fp8stack.training.state import (
     capture,
     first_rows,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fp8stack.errors import UserError
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training import writing
 from fp8stack.training.profiling import TABLE, TRACE
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.storage import storage_errors
@@ -64,7 +65,7 @@ def remove_run(folder: RunFolder, files: Iterable[Path]) -> str | None:
         StorageError: a file cannot be removed.
     """
     names = [path.name for path in checkpoints.candidates(folder.checkpoints)]
-    checkpoints.forget_after(folder.checkpoints, -1)
+    writing.forget_after(folder.checkpoints, -1)
     with storage_errors(folder.path):
         for file in files:
             names.append(str(file.relative_to(folder.path)))

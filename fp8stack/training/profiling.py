@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fp8stack.training.checkpoint import storage_errors, write_atomically
+from fp8stack.training.storage import storage_errors, write_atomically
 
 WARM_UP = 4
 """Steps before the one that is profiled: they compile, tune and fill caches."""

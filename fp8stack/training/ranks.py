@@ -40,14 +40,20 @@ class Ranks:
         index: of this rank, from 0.
         count: how many there are.
         group: through which hosts exchange words; None is torch's default one.
+        timeout_s: of a group of their own, after which a rank that does not answer counts as lost.
     """
 
     def __init__(
-        self, index: int = 0, count: int = 1, group: dist.ProcessGroup | None = None
+        self,
+        index: int = 0,
+        count: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self.index = index
         self.count = count
         self._group = group
+        self._timeout_s = timeout_s
 
     @property
     def is_main(self) -> bool:
@@ -58,7 +64,9 @@ class Ranks:
         """The same ranks with a group of their own, for a thread of each to use."""
         if self.count == 1:
             return self
-        return Ranks(self.index, self.count, dist.new_group(backend="gloo"))
+        wait = timedelta(seconds=self._timeout_s)
+        group = dist.new_group(backend="gloo", timeout=wait)
+        return Ranks(self.index, self.count, group, self._timeout_s)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -195,13 +203,14 @@ def join(device: str, timeout_s: float) -> Ranks:
         PartialState(cpu=device == "cpu", timeout=wait)
         # Words go between hosts, whatever tensors go through.
         group = None if device == "cpu" else dist.new_group(backend="gloo", timeout=wait)
-    return Ranks(dist.get_rank(), dist.get_world_size(), group)
+    return Ranks(dist.get_rank(), dist.get_world_size(), group, timeout_s)
 
 
 _LOST = (
     *("connection closed", "connection reset", "connection refused", "broken pipe", "timed out"),
     *("remote process exited", "nccl watchdog", "peer", "timeout"),
 )
+_PAIR = "timeout caused pair closure"  # gloo's, without its name
 
 
 @contextmanager
@@ -215,7 +224,9 @@ def losing_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = str(error).lower()
-        of_ranks = isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said
+        of_ranks = isinstance(error, dist.DistError) or any(
+            name in said for name in ("gloo", "nccl", _PAIR)
+        )
         if not (of_ranks and any(sign in said for sign in _LOST)):
             raise
         index, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

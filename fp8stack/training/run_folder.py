@@ -15,9 +15,9 @@ except ImportError:  # Windows: two runs in one folder are not kept apart there
     fcntl = None  # type: ignore[assignment]
 
 from fp8stack.errors import UserError
-from fp8stack.training.checkpoint import forget_after, sweep
 from fp8stack.training.config import RunConfig
 from fp8stack.training.storage import TEMPORARY, storage_errors, write_atomically
+from fp8stack.training.writing import forget_after, sweep
 
 
 class RunFolder:

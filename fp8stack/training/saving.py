@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8stack.errors import StorageError
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training import writing
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.display import say
 from fp8stack.training.ranks import ALONE, Ranks
@@ -146,12 +147,12 @@ class Saver:
             self.before()
         saved = Checkpoint(step=step, info=dict(info), tensors=tensors)
         if self.first_rows is None:
-            path = checkpoints.write(self.folder, saved)
+            path = writing.write(self.folder, saved)
         else:
-            path = checkpoints.write_together(self.folder, saved, self.first_rows, self.ranks)
+            path = writing.write_together(self.folder, saved, self.first_rows, self.ranks)
         if self.ranks.is_main:
             self.good.add(path)
-            checkpoints.retain(self.folder, self.keep, self.keep_every, self.good)
+            writing.retain(self.folder, self.keep, self.keep_every, self.good)
 
 
 class HostCopy:

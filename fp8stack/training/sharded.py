@@ -10,6 +10,7 @@ background.) It must not know what the tensors are.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
@@ -112,25 +113,41 @@ class SharedGroup(Mapping[str, Tensor]):
             UserError: its rows do not make a whole.
         """
         of = self._tensors[name]
-        if sum(chunk.sizes.numel() for chunk in of.chunks) != of.size.numel():
-            raise UserError(f"{self.folder} holds only parts of '{name}', or some twice.")
         return self._read(name, torch.empty(of.size, dtype=of.properties.dtype))
 
     def like(self, name: str, like: Tensor) -> Tensor:
-        """A tensor, as `like` is shared out if it has the same shape; else the whole."""
+        """A tensor, as `like` is shared out if it has the same shape; else the whole. Raises what
+        `[]` does."""
         if isinstance(like, DTensor) and like.shape == self._tensors[name].size:
             return self._read(name, torch.empty_like(like, device=like.to_local().device))
         return self[name]
 
     def _read(self, name: str, into: Tensor) -> Tensor:
+        if not _is_whole(self._tensors[name]):
+            raise UserError(f"{self.folder} holds only parts of '{name}', or some twice.")
         try:
-            load({name: into}, storage_reader=self._reader, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load({name: into}, storage_reader=self._reader, no_dist=True)
         except (
             *(CheckpointException, SafetensorError, AssertionError),
             *(KeyError, IndexError, ValueError, RuntimeError, OSError),
         ) as error:
             raise UserError(f"{self.folder}: '{name}' cannot be read from its shards.") from error
         return into
+
+
+def _is_whole(of: TensorStorageMetadata) -> bool:
+    """Whether the parts of a tensor are rows that follow each other, from the first to the last:
+    torch's reader would leave out what is missing."""
+    row, widths = 0, of.size[1:]
+    for part in sorted(of.chunks, key=lambda part: tuple(part.offsets)):
+        if tuple(part.offsets) != (row, *[0] * len(widths))[: len(of.size)]:
+            return False
+        if part.sizes[1:] != widths:
+            return False
+        row += part.sizes[0] if of.size else 1
+    return row == (of.size[0] if of.size else 1)
 
 
 class _Reader(HuggingFaceStorageReader):
