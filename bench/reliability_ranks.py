@@ -246,7 +246,6 @@ ODD = ("--set", "model_overrides.vocabulary=257", "--set", "model_overrides.widt
 """A vocabulary that low precision pads, and that ranks do not share equally."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """The starts of one run: with how many ranks, and how they share the work."""
@@ -277,8 +276,11 @@ WAYS = (
     Way(recipe="current", starts=_DDP),
     Way(recipe="mxfp8", starts=_FSDP, flags=ODD),
     Way(recipe="block", starts=_FSDP, flags=("--context", "64")),
-    Way(recipe="delayed", starts=((3, "fsdp"), (2, "fsdp"), (1, "ddp")),
-        flags=(*ODD, "--batch", "12")),
+    Way(
+        recipe="delayed",
+        starts=((3, "fsdp"), (2, "fsdp"), (1, "ddp")),
+        flags=(*ODD, "--batch", "12"),
+    ),
     Way(recipe="fp32", starts=((1, "ddp"), (2, "fsdp"), (1, "ddp"), (4, "fsdp"))),
     Way(recipe="delayed", starts=((4, "fsdp"), (2, "ddp"), (4, "ddp")), flags=ODD),
 )
@@ -326,7 +328,9 @@ def apart(folder: Path, way: Way) -> str:
     and scales: so they are as near as in fp32. Later a rounding that flips grows. In current
     scaling a rank's scales are those of its own part of a batch, so there they are near only.
     """
-    ours, theirs = ([row for row in rows(folder / run) if "loss" in row] for run in ("run", "alone"))
+    ours, theirs = (
+        [row for row in rows(folder / run) if "loss" in row] for run in ("run", "alone")
+    )
     if [row["step"] for row in ours] != [row["step"] for row in theirs]:
         return f"steps {[row['step'] for row in ours]}"
     first = next(n for n, (count, _) in enumerate(way.starts) if count > 1) * EACH + 1

@@ -88,7 +88,9 @@ class Together:
             TimeoutError: a rank did neither in that time; all are killed.
         """
         until = time.monotonic() + timeout_s
-        while under_way := [child for child in self.children if child.alive and not _stopped(child)]:
+        while under_way := [
+            child for child in self.children if child.alive and not _stopped(child)
+        ]:
             if time.monotonic() > until:
                 hung = [self.children.index(child) for child in under_way]
                 self._kill()
@@ -202,9 +204,7 @@ def run_difference(run: Path, twin: Path) -> str:
     """The first thing in which two finished runs differ, "" if none: the newest checkpoint's
     tensors, bit for bit, what it says of the guard and the loss scale, and the rows of the metrics,
     times apart."""
-    ours, theirs = (
-        sorted((folder / "checkpoints").glob("step-*"))[-1:] for folder in (run, twin)
-    )
+    ours, theirs = (sorted((folder / "checkpoints").glob("step-*"))[-1:] for folder in (run, twin))
     if not ours or not theirs or ours[0].name != theirs[0].name:
         return f"the newest checkpoint is {ours[0].name if ours else 'missing'}"
     try:
@@ -220,7 +220,9 @@ def run_difference(run: Path, twin: Path) -> str:
             return f"{ours[0].name}: '{key}' is {info[key]}, not {expected[key]}"
     if rows(run) != rows(twin):
         pairs = zip(rows(run), rows(twin), strict=False)
-        other = next((f"{one}, not {two}" for one, two in pairs if one != two), "a row more or less")
+        other = next(
+            (f"{one}, not {two}" for one, two in pairs if one != two), "a row more or less"
+        )
         return f"the metrics differ: {other}"
     return ""
 

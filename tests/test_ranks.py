@@ -329,9 +329,7 @@ assert set(GRID) > QUICK
     ("recipe", "backend", "parallel"),
     [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in GRID],
 )
-def test_two_ranks_train_as_one(
-    trained: Trained, recipe: str, backend: str, parallel: str
-) -> None:
+def test_two_ranks_train_as_one(trained: Trained, recipe: str, backend: str, parallel: str) -> None:
     compare(trained, recipe, backend, parallel)
 
 
@@ -404,9 +402,7 @@ def test_a_batch_that_two_ranks_cannot_share_ends_both_with_one_line(trained: Tr
     assert not (trained.folder / "odd/run.toml").exists()
 
 
-def test_the_parallel_flag_changes_nothing_in_one_process(
-    command: Command, tmp_path: Path
-) -> None:
+def test_the_parallel_flag_changes_nothing_in_one_process(command: Command, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(3000)))
     flags = [*WORDS, "--recipe", "fp32", "--steps", "2"]
     assert command(*flags, "--parallel", "fsdp", "--out", "a") == 0

@@ -15,7 +15,7 @@ import pytest
 from conftest import TINY, Command, losses, metrics
 
 from fp8stack import cli
-from fp8stack.training import building, ending, loop, run_folder
+from fp8stack.training import building, checkpoint, ending, loop, run_folder
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.sound import newest_sound
 from fp8stack.training.stop import SIGNALS, Preempted, stop_requests

@@ -23,7 +23,7 @@ from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches
 from fp8stack.training.guard import Guard
-from fp8stack.training.half import SMALLEST_SCALE, scale_now, update_scale
+from fp8stack.training.half import SMALLEST_SCALE, scale_now, share_overflow, update_scale
 from fp8stack.training.journal import Journal
 from fp8stack.training.optimizer import learning_rate
 from fp8stack.training.parallel import whole
@@ -251,6 +251,8 @@ class _Loop:
             run.backend.delayed.settle()
         if scaler is not None:
             scaler.unscale_(optimizer)
+            if ranks > 1:
+                share_overflow(scaler, optimizer)
         parameters = run.model.parameters()
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf))
         mean = torch.stack(losses).mean()
