@@ -188,7 +188,7 @@ def only_in_fp8(folder: Path, recipe: str, place: str = "input") -> str:
 
 def _is_saved(run: Run) -> bool:
     """Whether there are checkpoints, all of them finite."""
-    saved = list(checkpoints.usable(run.folder.checkpoints))
+    saved = [checkpoints.load(path) for path in checkpoints.candidates(run.folder.checkpoints)]
     tensors = [
         t for one in saved for group in ("model", "optimizer") for t in one.tensors[group].values()
     ]

@@ -353,8 +353,8 @@ CASES = {
     ),
     "R13": Case(
         what="going on with another number of ranks, DDP and FSDP2, in seven recipes",
-        passes=f"losses as of one rank: fp32 within {EXACT:g} at every step, others within {NEAR:g}, "
-        f"and {EXACT:g} at the first step of several ranks, except in current scaling",
+        passes=f"losses as of one rank: fp32 within {EXACT:g} at every step, others within "
+        f"{NEAR:g}, and {EXACT:g} at the first step of several ranks, except in current scaling",
         run=world_sizes,
         short=3,
         long=len(WAYS),

@@ -26,7 +26,7 @@ from bench import whole_runs
 from bench.whole_runs import Child, Ended, rows
 from fp8stack.backends import fp8_state
 from fp8stack.errors import UserError
-from fp8stack.training import checkpoint, loop
+from fp8stack.training import checkpoint, ending, loop
 from fp8stack.training.run import Run
 
 Change = Callable[[int], AbstractContextManager[None]]
@@ -151,7 +151,7 @@ def _work(change: Change, rank: int, *arguments: Any) -> None:
 @contextmanager
 def telling_states(folder: str, rank: int) -> Iterator[None]:
     """Have the rank write its FP8 state into `folder` when all steps are done, for `states`."""
-    finish = loop.finish
+    finish = ending.finish
 
     def told(run: Run, *arguments: Any) -> None:
         state = {name: tensor.contiguous() for name, tensor in fp8_state(run.model).items()}

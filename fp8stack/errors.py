@@ -14,6 +14,7 @@ class UserError(ValueError):
     """Bad input: an unknown name, a wrong file, sizes that do not fit. Exit code 2."""
 
     exit_code = 2
+    told = False  # to the other ranks of a run
 
 
 class NoUsableCheckpoint(UserError):

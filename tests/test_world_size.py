@@ -287,7 +287,7 @@ def test_rows_that_make_no_whole_are_refused(rows: list[tuple[int, int]], tmp_pa
 
 
 def test_rows_of_another_width_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="only parts of 'a'|no shards"):
+    with pytest.raises(UserError, match=r"only parts of 'a'|no shards"):
         _written(tmp_path, (0, WHOLE[:3]), (3, WHOLE[3:, :1]))["a"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -94,8 +94,9 @@ class Backend:
             self.weights.watch(layers)
             model.register_forward_pre_hook(self._begin_pass)
 
-    def share_out(self, parts: Iterable[nn.Module]) -> None:
-        """Make ready for FSDP2, which is about to share out the weights of each of `parts`."""
+    def share_out(self, part: nn.Module | None) -> None:
+        """Make ready for FSDP2, which is about to share out the weights of `part`; with None, in
+        float32 and no other way."""
         # Parameters come and go with every pass: only optimizers' steps tell of changes.
         self.weights.watch(())
 

@@ -286,7 +286,7 @@ class DelayedScaling:
         if torch.compiler.is_compiling():
             self._compiled = True
         else:
-            records = self._under_way.pop()
+            records = bool(self._under_way) and self._under_way.pop()  # empty: it did not begin
             self._forward_due = records and output is not None  # None: it failed
             if self._under_way:  # the outer pass goes on
                 self._records = self._under_way[-1]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends.activations import ACTIVATIONS
+from fp8stack.backends.gathered import FullWeight
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaling import PerTensor
 from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe
@@ -216,6 +217,8 @@ class Observer:
         self._show(layer, operand, x.detach().to(getattr(layer, "compute_dtype", x.dtype)))
 
     def _show(self, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+        if isinstance(x, FullWeight):  # ranks gathered its bytes; no rank has the whole in float32
+            return
         if self.active and layer in self._paths:
             with torch.no_grad(), no_autocast(x.device.type):
                 rows = x.detach().reshape(-1, x.shape[-1])

@@ -7,7 +7,6 @@ reduce over rows are stored transposed, as Hopper wants them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
 from fp8stack.backends.contract import Backend
@@ -258,30 +258,29 @@ class TorchBackend(Backend):
         self._layers = [p for p in parts if isinstance(p, ScaledLinear) and p.backend is self]
         model.register_forward_pre_hook(self._keep_weights)
 
-    def share_out(self, parts: Iterable[nn.Module]) -> None:
-        """See `Backend.share_out`; a weight with one scale is gathered as FP8 bytes."""
-        super().share_out(parts)
-        within = {part for module in parts for part in module.modules()}
-        layers = [layer for layer in self._layers if layer in within and not layer.transposed]
-        for layer in layers:
-            if isinstance(layer.scaling, PerTensor):
-                rows = ShardedWeight(layer.weight.data, layer, layer.scaling.format("weight"))
+    def share_out(self, part: nn.Module | None) -> None:
+        """See `Backend.share_out`; a weight with one scale whose rows can be shared equally is
+        gathered as FP8 bytes."""
+        super().share_out(part)
+        within = set() if part is None else set(part.modules())
+        for layer in self._layers:
+            scaling = layer.scaling
+            equal = layer.weight.shape[0] % dist.get_world_size() == 0
+            if layer in within and equal and isinstance(scaling, PerTensor):
+                rows = ShardedWeight(layer.weight.data, layer, scaling.format("weight"))
                 layer.weight = nn.Parameter(rows)
-        self._layers = []  # none has its weight at the beginning of a pass
-        if isinstance(self.plan.recipe, CurrentRecipe):
-            self._shared = layers
+                self._shared.append(layer)
 
     def before_gathering(self) -> None:
         """See `Backend.before_gathering`: the scales of current scaling, in one collective."""
-        if not self._shared:
+        recipe = self.plan.recipe
+        if not self._shared or not isinstance(recipe, CurrentRecipe):
             return
         # DTensors, whose local tensors are `ShardedWeight`s.
         rows = [layer.weight.to_local().plain() for layer in self._shared]  # type: ignore[attr-defined]
         with torch.no_grad():
             largest = torch.stack([numerics.amax(part) for part in rows])
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        recipe = self.plan.recipe
-        assert isinstance(recipe, CurrentRecipe)
         for layer, amax in zip(self._shared, largest.unbind(), strict=True):
             layer.shared_scale = numerics.tensor_scale(
                 amax,
@@ -296,6 +295,6 @@ class TorchBackend(Backend):
         # Else they could not be saved for a backward pass (and this switches gradients on).
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
-                if layer.in_fp8:
+                if layer.in_fp8 and not isinstance(layer.weight, DTensor):  # it is not whole here
                     layer.keep_weight(self.weights.first)
         self.weights.copied = True

@@ -33,7 +33,7 @@ from fp8stack.training.parallel import (
     require_tested,
     spread,
 )
-from fp8stack.training.ranks import ALONE, Ranks
+from fp8stack.training.ranks import ALONE, Ranks, losing_ranks
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.trackers import build_trackers, start_trackers
@@ -60,9 +60,11 @@ def build(
         run = _build_alone(config, folder, left_out, hardware, ranks)
         if source is not None:
             run.notes += (begin_with(run.model, source),)
-    ranks.require_equal("plan", json.dumps(run.plan.to_json()))
+    same = [run.plan.to_json(), str(hardware), hardware.te_version, versions()]
+    ranks.require_equal("plan, hardware or software", json.dumps(same))
     if ranks.count > 1:
-        run.wrapped = spread(run.model, run.backend, run.accelerator, config)
+        with losing_ranks():
+            run.wrapped = spread(run.model, run.backend, run.accelerator, config)
         run.optimizer = build_optimizer(run.model, config)  # FSDP2's parameters are other ones
     return run
 
@@ -115,7 +117,8 @@ def _build_alone(
     # After the model, since what its making draws depends on the recipe; ranks draw other dropout.
     torch.manual_seed(config.seed + ranks.index)
     accelerator = _accelerator(config, folder, plan, ranks)
-    model = model.to(accelerator.device)
+    if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared out
+        model = model.to(accelerator.device)
     model.recompute = config.activation_checkpointing
     if config.compile:
         model.compile_blocks()

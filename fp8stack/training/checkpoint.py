@@ -9,8 +9,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,13 +128,6 @@ def _verify(file: Path, expected: FileSum) -> None:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     if digest != expected.sha256:
         raise UserError(f"{file} is damaged: its SHA-256 is not the manifest's.")
-
-
-def usable(folder: Path) -> Iterator[Checkpoint]:
-    """The checkpoints in `folder` that can be loaded, newest first."""
-    for path in candidates(folder):
-        with suppress(UserError):
-            yield load(path)
 
 
 def path_of(folder: Path, step: int) -> Path:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from fp8stack.errors import NumericFailure, UserError
 from fp8stack.precision import Plan
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import writing
+from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.culprit import Culprit, find_culprit
 from fp8stack.training.half import HalfPrecision
 from fp8stack.training.run import Run
@@ -213,20 +215,14 @@ class Guard:
         found = None
         # In a row, one can have been saved amid them, at a stop. Else good steps lie in between.
         first_bad = bad[0] if streak >= len(bad) else bad[-1]
-        for checkpoint in checkpoints.usable(run.folder.checkpoints):
-            if checkpoint.step >= first_bad.step:
+        for checkpoint_step in run.ranks.from_main(self._saved_steps):
+            if checkpoint_step >= first_bad.step:
                 continue
-            if after is not None and checkpoint.step <= after:
+            if after is not None and checkpoint_step <= after:
                 break
-            fits = True
-            try:
-                restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index)
-            except UserError:  # its weights are not finite, say
-                fits = False
-            if run.ranks.any(not fits):
-                continue
-            found = checkpoint
-            break
+            found = self._restored(checkpoint_step)
+            if found is not None:
+                break
         if found is None:
             return False
         run.backend.weights.mark()
@@ -244,6 +240,20 @@ class Guard:
         self._tried.append(f"went back to step {found.step} and left those batches out")
         self.announce({"step": step, "event": "rollback", "why": why, "to_step": found.step})
         return True
+
+    def _saved_steps(self) -> list[int]:
+        """Of the checkpoints in the run's folder, the newest first."""
+        paths = checkpoints.candidates(self.run.folder.checkpoints)
+        return [checkpoints.step_of(path) for path in paths]
+
+    def _restored(self, step: int) -> Checkpoint | None:
+        """The checkpoint of `step`, put back on every rank; None if it is of no use on one."""
+        run, found = self.run, None
+        with suppress(UserError):  # it is damaged, or its weights are not finite, say
+            saved = checkpoints.load(checkpoints.path_of(run.folder.checkpoints, step))
+            restore(run.model, run.optimizer, saved.tensors, run.ranks.index)
+            found = saved
+        return None if run.ranks.any(found is None) else found
 
     def _find(self, step: int, bad: list[BadStep]) -> Culprit | None:
         """The operand that is to blame, from the verdict or by trying the step again."""

@@ -69,19 +69,19 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         display = open_display(run.config.steps, peak, run.step)
     loop = _Loop(run, display, peak.tflops, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
-    compiles = run.config.compile and run.step < run.config.steps
+    alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
+    compiles = run.config.compile and run.step < run.config.steps and alone
     try:
         with losing_ranks(), loop.saver:
             loop.catch_up()
             while run.step < run.config.steps:
-                for step, tokens_BT in batches(run):
+                for step, tokens_BT in loop.batches():
                     # Compiling takes minutes, and there is nothing to be saved yet.
                     with requested.at_once(NOTHING_DONE) if compiles else nullcontext():
                         loop.advance(step, tokens_BT)
                     compiles = False
-                    if run.config.checkpoint_async:
-                        with run.ranks.together():
-                            loop.saver.check()
+                    if run.config.checkpoint_async and run.ranks.any(loop.saver.failed):
+                        loop.wait()
                     if run.ranks.any(requested()):
                         path = loop.stop()
                         display.note(f"stopped after step {run.step}, saved {path}. Go on with:")
@@ -90,14 +90,16 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
                     if run.step != step:  # put back to an earlier one
                         break
             loop.wait()
-            with requested.at_once(f"Stopped at the end, all is saved. Go on with: {go_on}"):
+            at_end = f"Stopped at the end, all is saved. Go on with: {go_on}"
+            if not alone and run.ranks.any(requested()):
+                display.note(at_end)
+                return PREEMPTED
+            with requested.at_once(at_end) if alone else nullcontext():
                 finish(run, display, loop.evaluate)
-    except data.DataError:
-        loop.stop()  # what was learnt so far is not lost with the file
-        raise
     finally:
         display.close()
-        run.accelerator.end_training()
+        for tracker in run.accelerator.trackers:  # `end_training` would free the ranks' groups too
+            tracker.finish()
         run.folder.release()
     return DONE
 
@@ -146,6 +148,26 @@ class _Loop:
         self.save_due = False
         self.streak = 0  # of bad steps, at the last look
 
+    def batches(self) -> Iterator[tuple[int, Tensor]]:
+        """What `feed.batches` gives; where it fails, what was learnt so far is saved first.
+
+        Raises:
+            DataError: data cannot be read, on this rank or another.
+        """
+        found = batches(self.run)
+        while True:
+            error, got = None, None
+            try:
+                got = next(found, None)
+            except data.DataError as failed:
+                error = failed
+            if self.run.ranks.any(error is not None):
+                self.stop()
+                raise error or data.DataError("Another rank cannot read its data.")
+            if got is None:
+                return
+            yield got
+
     def advance(self, step: int, tokens_BT: Tensor) -> None:
         """Train one step, then log, evaluate and save as configured. A step that does none of that
         is handed to the device and not waited for. If the guard put the run back to an earlier
@@ -158,7 +180,7 @@ class _Loop:
             return self.leave_out(step, evaluates)
         self.guard.before(step)
         tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
-        profiles = config.profile and step == self.profiled
+        profiles = config.profile and step == self.profiled and self.run.ranks.is_main
         loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         self.run.step = step
         self.journal.step_done()
@@ -247,8 +269,9 @@ class _Loop:
                 # accelerate divides by the number of micro-batches; ranks' gradients are summed.
                 loss = loss / ranks if ranks > 1 else loss
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
-        if run.backend.delayed is not None:
-            run.backend.delayed.settle()
+                # Here, so that ranks of which one looks, uncompiled, do it in the same order.
+                if run.backend.delayed is not None:
+                    run.backend.delayed.settle()
         if scaler is not None:
             scaler.unscale_(optimizer)
             if ranks > 1:

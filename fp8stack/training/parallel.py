@@ -7,6 +7,7 @@ It must not know how a step is made.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -92,9 +93,14 @@ def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled:
     """FSDP2, block by block. (accelerate has it on GPUs alone, and would put FP8 layers on a path
     of its own.)"""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    # Compiled code takes whole weights in float32.
-    backend.share_out(() if compiled else model.blocks)
-    for part in (*model.blocks, model):
+    rest = [part for part in model.children() if part is not model.blocks]
+    for part in (*rest, *model.blocks, model):
+        if part is not model:  # block by block: a device need not hold all at once
+            part.to(accelerator.device)
+        if part in rest:  # shared out with the root
+            continue
+        # Compiled code takes whole weights in float32; so do the root's layers.
+        backend.share_out(None if compiled or part is model else part)
         # The root as well: else an evaluation would leave its parameters whole.
         sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
@@ -139,9 +145,16 @@ def _forget_gathered(model: nn.Module, layer: MasterLinear) -> None:
 
 # Without annotations: DDP wants them as classes, and here they would be strings.
 def _sum(state, bucket):  # type: ignore[no-untyped-def]
-    """DDP's hook: the sum over ranks, where it has their mean by itself."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    """DDP's hook: the sum over ranks, where it has their mean by itself.
+
+    Each gradient by itself: with three ranks or more, the order in which a value is summed depends
+    on its place in what is reduced, and DDP lays its buckets out anew after the first step of each
+    start. So a run that goes on would else not repeat to the bit.
+    """
+    buffer = bucket.buffer()
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    done = torch.futures.collect_all([work.get_future() for work in works])
+    return done.then(lambda _: buffer)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from fp8stack.errors import RankLost, UserError
 
@@ -65,7 +67,8 @@ class Ranks:
         if self.count == 1:
             return self
         wait = timedelta(seconds=self._timeout_s)
-        group = dist.new_group(backend="gloo", timeout=wait)
+        with losing_ranks():
+            group = dist.new_group(backend="gloo", timeout=wait)
         return Ranks(self.index, self.count, group, self._timeout_s)
 
     def any(self, flag: bool) -> bool:
@@ -118,11 +121,13 @@ class Ranks:
             return
         try:
             yield
-        except ElsewhereError:
+        except (ElsewhereError, RankLost):
             raise
         except UserError as error:
-            said = {"message": str(error), "exit_code": error.exit_code}
-            self._exchange(_FAILED, json.dumps(said))
+            if not error.told:  # by a `together` within this one
+                error.told = True
+                said = {"message": str(error), "exit_code": error.exit_code}
+                self._exchange(_FAILED, json.dumps(said))
             raise
         self._exchange(_FINE)
 
@@ -200,10 +205,20 @@ def join(device: str, timeout_s: float) -> Ranks:
         )
     wait = timedelta(seconds=timeout_s)
     with losing_ranks():
-        PartialState(cpu=device == "cpu", timeout=wait)
+        store, index, count = _store(wait)
+        PartialState(cpu=device == "cpu", timeout=wait, store=store, rank=index, world_size=count)
         # Words go between hosts, whatever tensors go through.
         group = None if device == "cpu" else dist.new_group(backend="gloo", timeout=wait)
     return Ranks(dist.get_rank(), dist.get_world_size(), group, timeout_s)
+
+
+def _store(wait: timedelta) -> tuple[Store, int, int]:
+    """Where ranks find each other, and which of how many this one is."""
+    store, index, count = next(rendezvous("env://", timeout=wait))
+    # torchrun keeps its store when it starts ranks again, with the addresses of those before
+    # (torch 2.13, `_create_c10d_store`): to be left to torch when it keeps them apart.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"restart-{restarts}", store), index, count
 
 
 _LOST = (

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fp8stack.errors import StorageError
+from fp8stack.errors import UserError
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import writing
 from fp8stack.training.checkpoint import Checkpoint
@@ -94,6 +94,11 @@ class Saver:
         """Whether a checkpoint is being written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong in the background, which `check` and `wait` would raise."""
+        return self._error is not None
+
     def check(self) -> None:
         """Raise what went wrong in the background, once.
 
@@ -131,7 +136,7 @@ class Saver:
             return
         try:
             self.close()
-        except StorageError as lost:
+        except UserError as lost:
             if error is None:
                 raise
             say(str(lost))  # the run ends by another error, which is not to be hidden
@@ -143,8 +148,12 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, info: Mapping[str, Any], tensors: Groups) -> None:
-        if self.ranks.is_main:
+        if self.first_rows is None:
             self.before()
+        else:
+            with self.ranks.together():
+                if self.ranks.is_main:
+                    self.before()
         saved = Checkpoint(step=step, info=dict(info), tensors=tensors)
         if self.first_rows is None:
             path = writing.write(self.folder, saved)

@@ -52,6 +52,8 @@ def set_up(
     config = with_absolute_paths(parse_config(file, flags, sets))
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
+    if started_again() and resume is not None and Path(resume).parent.name == "checkpoints":
+        resume = str(Path(resume).parent.parent)  # it has gone on from that one already
     again = resume is None and started_again()
     overwrite = overwrite and not again
     source = None
