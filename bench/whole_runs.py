@@ -178,9 +178,9 @@ def checkpoint_difference(ours: Path, theirs: Path) -> str:
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every tensor of a checkpoint, by file and name: its dtype, shape and bytes."""
-    for file in sorted(checkpoint.glob("*.safetensors")):
+    for file in sorted(checkpoint.rglob("*.safetensors")):
         for name, tensor in safetensors.deserialize(file.read_bytes()):  # type: ignore[no-untyped-call]
-            yield f"{file.name}'s {name}", tensor
+            yield f"{file.relative_to(checkpoint)}'s {name}", tensor
 
 
 def _info(checkpoint: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from conftest import Command
@@ -13,6 +14,9 @@ from bench.twins import SMALL
 from bench.whole_ranks import run_ranks
 from bench.whole_runs import checkpoints, last_step
 from fp8stack.errors import UserError
+from fp8stack.precision import Hardware, resolve
+from fp8stack.training.config import RunConfig
+from fp8stack.training.parallel import require_tested
 from fp8stack.training.ranks import ALONE
 
 WORDS = ["pretrain", *SMALL, "--data", "text.txt", "--recipe", "fp32", "--set", "sample_tokens=0"]
@@ -129,3 +133,33 @@ def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_beg
 def test_an_error_within_two_agreements_is_told_once() -> None:
     with pytest.raises(UserError, match="once"), ALONE.together(), ALONE.together():
         raise UserError("once")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "parallel", "compiled", "said"),
+    [
+        ("delayed", "emulate", "fsdp", True, ""),
+        ("delayed", "emulate", "fsdp", False, ""),
+        ("fp16", "reference", "ddp", False, ""),
+        ("fp16", "reference", "ddp", True, "--compile is not tested on several ranks with fp16"),
+        ("block", "emulate", "fsdp", True, "with block, backend emulate and --parallel fsdp"),
+    ],
+)
+def test_what_no_test_has_trained_is_refused_by_name(
+    recipe: str, backend: str, parallel: Literal["ddp", "fsdp"], compiled: bool, said: str
+) -> None:
+    plan = resolve(recipe, Hardware("cpu"), backend)
+    config = RunConfig(parallel=parallel, compile=compiled)
+    require_tested(plan, config, 1)
+    if not said:
+        require_tested(plan, config, 2)
+        return
+    with pytest.raises(UserError, match=said):
+        require_tested(plan, config, 2)
+
+
+def test_transformer_engine_is_not_shared_out_by_rows() -> None:
+    plan = resolve("delayed", Hardware("cuda", (9, 0), has_te=True), "te")
+    require_tested(plan, RunConfig(parallel="ddp"), 2)
+    with pytest.raises(UserError, match="--parallel fsdp with backend te is not tested"):
+        require_tested(plan, RunConfig(parallel="fsdp"), 2)

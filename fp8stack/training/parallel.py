@@ -33,8 +33,22 @@ TESTED = {
     "ddp": ("reference", "emulate", "torch", "te"),
     "fsdp": ("reference", "emulate", "torch"),
 }
-"""The backends that tests/test_ranks.py trains in several ranks, every recipe of theirs, eager and
-compiled (te: eager alone, on a stand-in)."""
+"""The backends that tests/test_ranks.py trains in several ranks, eager, every recipe that they run
+on a CPU (te: on a stand-in)."""
+
+COMPILED = frozenset(
+    {
+        ("fp32", "reference", "ddp"),
+        ("bf16", "reference", "fsdp"),
+        ("delayed", "emulate", "ddp"),
+        ("delayed", "emulate", "fsdp"),
+        ("delayed", "torch", "ddp"),
+        ("current", "torch", "fsdp"),
+        ("block", "emulate", "ddp"),
+        ("mxfp8", "emulate", "fsdp"),
+    }
+)
+"""What its slow tests train compiled: scaling or compute dtype, backend, parallelism."""
 
 
 def require_divisible(config: RunConfig, ranks: int) -> None:
@@ -61,6 +75,12 @@ def require_tested(plan: Plan, config: RunConfig, ranks: int) -> None:
         raise UserError(
             f"--parallel {config.parallel} with backend {plan.backend} is not tested. Choose "
             "--parallel ddp, or --backend torch."
+        )
+    kind = plan.scaling if plan.is_fp8 else plan.compute_dtype
+    if ranks > 1 and config.compile and (kind, plan.backend, config.parallel) not in COMPILED:
+        raise UserError(
+            f"--compile is not tested on several ranks with {kind}, backend {plan.backend} and "
+            f"--parallel {config.parallel}. Leave it out, or see the table in docs/distributed.md."
         )
 
 
