@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -107,13 +108,19 @@ def restore_random_state(state: Group, rank: int = 0) -> None:
 
 
 @torch.no_grad()
-def largest_of_state(optimizer: Optimizer) -> Tensor:
-    """The largest Euclidean norm of a weight tensor or moment that is here: float32, 0-dim; not
-    finite if an element is not, and at least as large as the largest element."""
+def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
+    """The largest norm of a weight or moment that is here: float32, 0-dim; not finite if an element
+    is not.
+
+    Args:
+        optimizer: of the weights.
+        order: infinity gives the largest element. 2 takes an eighth of the time on a CPU, and is at
+            least as large, but infinite from elements of 2^64 on.
+    """
     tensors = [weight for group in optimizer.param_groups for weight in group["params"]]
     tensors += [value for kept in optimizer.state.values() for value in kept.values()]
     parts = [part for tensor in tensors if (part := here(tensor)).ndim and part.numel()]
-    return torch.stack(torch._foreach_norm(parts)).max()
+    return torch.stack(torch._foreach_norm(parts, ord=order)).max()
 
 
 @torch.no_grad()

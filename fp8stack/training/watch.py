@@ -165,8 +165,10 @@ class Watch:
         """
         amaxes = self._judge_amaxes(loss)
         now = torch.stack([loss, norm]).double()
-        now, amax_infinite, amax_spike = _agreed(now, amaxes.infinite, amaxes.spikes)
-        finite = now.abs() < LARGEST
+        # Without the guard, only what is infinite is.
+        largest = LARGEST if self.config.enabled else math.inf
+        now, amax_infinite, amax_spike = _agreed(now, amaxes.infinite, amaxes.spikes, largest)
+        finite = now.abs() < largest
         limits = self._limits()
         spikes = now > limits if self.config.enabled else torch.zeros_like(finite)
         causes = torch.stack([*~finite, amax_infinite, *(spikes & finite), amax_spike])
@@ -238,7 +240,7 @@ class Watch:
         0 if nobody is there to do something about it."""
         if not self.config.enabled:
             return torch.zeros_like(self._count)
-        broken = ~(largest_of_state(self._optimizer) < LARGEST)
+        broken = ~(largest_of_state(self._optimizer, 2) < LARGEST)
         return broken.double() if not several_ranks() else _sum_of_ranks(broken.double())
 
     @property
@@ -302,12 +304,14 @@ def _named(amax: float) -> str:
     return "infinite" if amax == math.inf else f"{amax:.4g}"
 
 
-def _agreed(now: Tensor, infinite: Tensor, spike: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _agreed(
+    now: Tensor, infinite: Tensor, spike: Tensor, largest: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, norm and the verdicts on amaxes as all ranks see them, so that all decide alike: the
     mean, and not finite or bad if that is so on any rank."""
     if not several_ranks():
         return now, infinite, spike
-    finite = now.abs() < LARGEST
+    finite = now.abs() < largest
     flags = torch.stack([*~finite, infinite, spike]).double()
     shared = _sum_of_ranks(torch.cat([now.where(finite, 0.0), flags]))
     mean = shared[:2] / dist.get_world_size()
