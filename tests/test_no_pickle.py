@@ -108,7 +108,14 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("made"))
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
+# Every fourth in the short form; each goes through every door.
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 4 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for number, name in enumerate(PAYLOADS)
+    ],
+)
 def test_a_malicious_file_is_executed_nowhere(name: str, pristine: Path, tmp_path: Path) -> None:
     assert len(DOORS) >= 15
     assert executed(pristine, tmp_path, name) == []
