@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from bench.reliability_case import Case, Outcome
-from bench.twins import SMALL, Tally
+from bench.twins import SMALL, TEXT, Tally
 from bench.whole_ranks import (
     Change,
     broken_gradient,
@@ -54,7 +54,7 @@ class Twins:
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.count, self.parallel = folder, count, parallel
-        (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+        (folder / "text.txt").write_text(TEXT)
         self.words = ["pretrain", "--data", "text.txt", "--recipe", recipe, *SMALL]
         self.words += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--eval-every", "4"]
         self.words += ["--set", "sample_tokens=0", "--resume", "auto", "--parallel", parallel]
@@ -300,7 +300,7 @@ def world_sizes(folder: Path, count: int) -> Outcome:
 def go_way(folder: Path, way: Way) -> str:
     """What is wrong with a run that was started in these ways, "" if nothing."""
     folder.mkdir(parents=True)
-    (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+    (folder / "text.txt").write_text(TEXT)
     steps = EACH * len(way.starts)
     words = ["pretrain", "--data", "text.txt", "--recipe", way.recipe, *SMALL, "--batch", "8"]
     words += ["--steps", str(steps), "--save-every", "100", "--eval-every", str(steps)]

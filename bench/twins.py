@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.reliability_case import Outcome
 from bench.whole_runs import Child, Ended, difference, last_step
 
+TEXT = "".join(f"line {n * n}\n" for n in range(3000))
 # A model that takes a step in milliseconds, in FP8 as far as its recipe has it.
 SMALL = [
     "--device", "cpu", "--batch", "4", "--context", "32",
@@ -69,7 +70,7 @@ class Twin:
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.recipe, self.steps, self.save_every = folder, recipe, steps, save_every
-        (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+        (folder / "text.txt").write_text(TEXT)
         self.words = ["pretrain", "--data", "text.txt", "--recipe", recipe, "--steps", str(steps)]
         self.words += ["--save-every", str(save_every), "--eval-every", str(save_every + 1)]
         self.words += ["--set", "sample_tokens=0", *SMALL, *flags]

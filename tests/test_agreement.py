@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from conftest import Command
 
-from bench.twins import SMALL
+from bench.twins import SMALL, TEXT
 from bench.whole_ranks import run_ranks
 from bench.whole_runs import checkpoints, last_step
 from fp8stack.errors import UserError
@@ -28,7 +28,7 @@ WIDE = ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=2"
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two ranks in `r`."""
     folder = tmp_path_factory.mktemp("begun")
-    (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+    (folder / "text.txt").write_text(TEXT)
     ended = run_ranks([*WORDS, "--parallel", "fsdp", "--out", "r"], folder, 2)
     assert [each.code for each in ended] == [0, 0], ended
     return folder

@@ -204,12 +204,14 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
-    source: Path, command: Command, tmp_path: Path
+    source: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("pretrain", "--out", "new", *TINY, "--init-from", "source") == 0
+    note = next(line for line in capsys.readouterr().out.splitlines() if "weights of" in line)
     whole = losses(tmp_path / "new")
     shutil.rmtree("new/checkpoints")
     assert command("pretrain", "--resume", "new") == 0
+    assert note in capsys.readouterr().out.splitlines()
     assert losses(tmp_path / "new") == whole
 
 

@@ -17,7 +17,7 @@ from conftest import metrics
 
 from bench.reliability_ranks import BEGUN, CASES, KINDS, Twins, lost_ranks
 from bench.reliability_ranks import _not_finite as not_finite
-from bench.twins import SMALL
+from bench.twins import SMALL, TEXT
 from bench.whole_ranks import Together, run_difference, run_ranks, tensors
 from bench.whole_runs import checkpoints, last_step, rows
 from fp8stack.errors import RankLost
@@ -120,7 +120,7 @@ def test_other_errors_stay_what_they_are(said: str) -> None:
 
 
 def _launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+    (folder / "text.txt").write_text(TEXT)
     keep = {key: of for key, of in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         words,

@@ -21,6 +21,7 @@ from conftest import Command, metrics
 from torch import Tensor
 
 from bench import whole_ranks, whole_runs
+from bench.twins import TEXT
 from bench.whole_ranks import run_ranks, states, telling_states
 from fp8stack.errors import RankLost, UserError
 from fp8stack.precision import Hardware
@@ -246,7 +247,7 @@ class Trained:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.alone: dict[tuple[str, ...], Path] = {}
-        (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+        (folder / "text.txt").write_text(TEXT)
 
     def one(self, flags: tuple[str, ...], change: whole_ranks.Change) -> Path:
         """A run of one rank."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8stack
 from bench.reliability_ranks import CASES, EACH, ODD, WAYS, Way, apart, go_way, world_sizes
-from bench.twins import SMALL
+from bench.twins import SMALL, TEXT
 from bench.whole_ranks import run_ranks, tensors
 from bench.whole_runs import last_step
 from fp8stack.errors import UserError
@@ -86,7 +86,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run `r` of 6 steps by 3 ranks with FSDP2, saved after steps 3 and 6, whose
     vocabulary is padded and whose widths no 3 ranks share equally; and `one`, like it by one."""
     folder = tmp_path_factory.mktemp("shared")
-    (folder / "text.txt").write_text("".join(f"line {n * n}\n" for n in range(3000)))
+    (folder / "text.txt").write_text(TEXT)
     for name, count in (("one", 1), ("r", 3)):
         words = ["pretrain", *_flags(), "--steps", "6", "--out", name]
         ended = run_ranks([*words, "--parallel", "fsdp"], folder, count)

@@ -302,7 +302,7 @@ class DelayedScaling:
     def _update(self, slots: list[str] | None) -> None:
         """Move what all ranks recorded for `slots` into the history; None is all slots."""
         # Only after a pass that trains, which all ranks made: one may evaluate by itself.
-        if self.group is not None and _several_ranks() and self._pending:
+        if self.group is not None and several_ranks() and self._pending:
             group = None if self.group == "world" else self.group.group_name
             _reduce_amaxes(self.history.all_recorded, group)
         self._pending = False
@@ -333,7 +333,8 @@ def _take_scales(
         changed.fill_(False)
 
 
-def _several_ranks() -> bool:
+def several_ranks() -> bool:
+    """Whether this process trains with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

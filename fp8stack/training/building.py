@@ -17,23 +17,15 @@ from fp8stack import data
 from fp8stack.backends import build_backend
 from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, load_config, plan_for
-from fp8stack.precision import Hardware, Plan, load_recipe, probe
+from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.telemetry import Telemetry
 from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig
-from fp8stack.training.initial import (
-    Source,
-    begin_with,
-)
+from fp8stack.training.initial import Source, begin_with
 from fp8stack.training.optimizer import build_optimizer
-from fp8stack.training.parallel import (
-    DDP_OPTIONS,
-    require_divisible,
-    require_tested,
-    spread,
-)
-from fp8stack.training.ranks import ALONE, Ranks, losing_ranks
+from fp8stack.training.parallel import DDP_OPTIONS, require_divisible, require_tested, spread
+from fp8stack.training.ranks import Ranks, losing_ranks
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.trackers import build_trackers, start_trackers
@@ -42,27 +34,27 @@ from fp8stack.training.trackers import build_trackers, start_trackers
 def build(
     config: RunConfig,
     folder: RunFolder,
-    left_out: Mapping[str, str] | None = None,
+    left_out: Mapping[str, str] | None,
     *,
-    hardware: Hardware | None = None,
-    ranks: Ranks = ALONE,
-    source: Source | None = None,
+    hardware: Hardware,
+    ranks: Ranks,
+    source: Source | None,
 ) -> Run:
     """The run at its beginning: model, optimizer and data as `config` has them, on all `ranks`.
 
     Args:
         left_out: the layers that are not in FP8, and why, if that was decided before.
-        hardware: this machine, if it was probed.
-        source: whose weights it begins with.
+        hardware: this machine.
+        ranks: who trains it.
+        source: whose weights it begins with, if not its own.
     """
     with ranks.together():
-        hardware = hardware or probe(config.device)
         run = _build_alone(config, folder, left_out, hardware, ranks)
         if source is not None:
             run.notes += (begin_with(run.model, source),)
-    same = [run.plan.to_json(), str(hardware), hardware.te_version, versions()]
-    ranks.require_equal("plan, hardware or software", json.dumps(same))
     if ranks.count > 1:
+        same = [run.plan.to_json(), str(hardware), hardware.te_version, versions()]
+        ranks.require_equal("plan, hardware or software", json.dumps(same))
         with losing_ranks():
             run.wrapped = spread(run.model, run.backend, run.accelerator, config)
         run.optimizer = build_optimizer(run.model, config)  # FSDP2's parameters are other ones

@@ -95,11 +95,12 @@ def load(path: Path) -> Checkpoint:
     """
     manifest = _manifest(path)
     groups: dict[str, Mapping[str, Tensor]] = {}
+    shards: dict[str, set[str]] = {}
     for name, expected in manifest.files.items():
-        group, shard, _ = name.partition("/")
-        if shard:  # one of many: read when asked for
+        group, shared, shard = name.partition("/")
+        if shared:  # one of many: read when asked for
             _verify(path / name, expected)
-            groups[group] = {}
+            shards.setdefault(group, set()).add(shard)
             continue
         content = _read(path / name, expected.bytes)
         if sha256_of(content) != expected.sha256:
@@ -108,8 +109,7 @@ def load(path: Path) -> Checkpoint:
             groups[name.removesuffix(".safetensors")] = safetensors.torch.load(content)
         except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path / name} is not a safetensors file: {error}.") from error
-    for group in {name.partition("/")[0] for name in manifest.files if "/" in name}:
-        stated = {name.partition("/")[2] for name in manifest.files if name.startswith(f"{group}/")}
+    for group, stated in shards.items():
         groups[group] = SharedGroup(path / group, stated)
     return Checkpoint(step=manifest.step, info=manifest.info.model_dump(), tensors=groups)
 

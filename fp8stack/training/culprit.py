@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8stack.backends.delayed import several_ranks
 from fp8stack.backends.observe import observing
 from fp8stack.training.feed import tokens_of
-from fp8stack.training.ranks import several_ranks
 from fp8stack.training.run import Run
 from fp8stack.training.sharded import here
 from fp8stack.training.spikes import LARGEST

@@ -51,9 +51,12 @@ class Guard:
         run: it may be put back to an earlier step, and its layers taken out of FP8.
         watch: what judges its steps.
         announce: is called with each event, a row of `metrics.jsonl`.
+        settle: is called before checkpoints are read: all that was saved is then on the disk.
     """
 
-    def __init__(self, run: Run, watch: Watch, announce: Announce) -> None:
+    def __init__(
+        self, run: Run, watch: Watch, announce: Announce, settle: Callable[[], None]
+    ) -> None:
         self.run = run
         self.config = run.config.guard
         self.watch = watch
@@ -63,7 +66,7 @@ class Guard:
         self.incidents = 0
         self.last_bad = 0
         self.half = HalfPrecision(run, announce)
-        self.settle: Callable[[], None] = lambda: None  # called before checkpoints are read
+        self.settle = settle
         self.mended_at: int | None = None  # where broken weights went back to last
         self._recent: list[BadStep] = []
         self._tried: list[str] = []

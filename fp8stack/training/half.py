@@ -7,16 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fp8stack.backends.contract import DTYPES
 from fp8stack.backends.linear import MasterLinear
 from fp8stack.precision import resolve
 from fp8stack.precision.recipe import plain
 from fp8stack.training.run import Run
-from fp8stack.training.sharded import here
 
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss; at 0 it would make NaN
 FIRST_SCALE = 65536.0  # torch's own
@@ -28,13 +25,6 @@ _REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale
 def scale_now(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
     """The loss scale, 0-dim, on the device of `like`: `get_scale` would wait for the device."""
     return scaler.scale(torch.ones_like(like))
-
-
-def share_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Have all ranks know of an overflow that one found in its part of the gradients, so that their
-    loss scales stay the same; after `scaler.unscale_`."""
-    for found in scaler._found_inf_per_device(optimizer).values():
-        dist.all_reduce(here(found), dist.ReduceOp.MAX)
 
 
 def update_scale(scaler: torch.amp.GradScaler, like: Tensor) -> None:

@@ -23,7 +23,7 @@ from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches
 from fp8stack.training.guard import Guard
-from fp8stack.training.half import SMALLEST_SCALE, scale_now, share_overflow, update_scale
+from fp8stack.training.half import SMALLEST_SCALE, scale_now, update_scale
 from fp8stack.training.journal import Journal
 from fp8stack.training.optimizer import learning_rate
 from fp8stack.training.parallel import whole
@@ -135,8 +135,7 @@ class _Loop:
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
-        self.guard = Guard(run, self.watch, self.journal.announce)
-        self.guard.settle = self.wait
+        self.guard = Guard(run, self.watch, self.journal.announce, self.wait)
         if run.guard_state is not None:
             self.guard.load_state(run.guard_state)
         # Only a model with dropout draws: then what a bad step drew is given back.
@@ -273,9 +272,7 @@ class _Loop:
                 if run.backend.delayed is not None:
                     run.backend.delayed.settle()
         if scaler is not None:
-            scaler.unscale_(optimizer)
-            if ranks > 1:
-                share_overflow(scaler, optimizer)
+            scaler.unscale_(optimizer)  # an overflow in one rank's rows is known to all after it
         parameters = run.model.parameters()
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf))
         mean = torch.stack(losses).mean()

@@ -179,11 +179,6 @@ def started() -> int:
         ) from None
 
 
-def several_ranks() -> bool:
-    """Whether this process trains with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def join(device: str, timeout_s: float) -> Ranks:
     """Meet the other ranks, if any were started.
 

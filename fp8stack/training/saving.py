@@ -1,7 +1,7 @@
 """When checkpoints are written: while the run waits, or by a thread while it goes on.
 
 In the background a step waits only until its tensors are copied to host memory; the thread then
-writes, flushes, verifies and removes as `checkpoint` does. One is written at a time. It must not
+writes, flushes, verifies and removes as `writing` does. One is written at a time. It must not
 know what the tensors are.
 """
 
@@ -148,16 +148,14 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, info: Mapping[str, Any], tensors: Groups) -> None:
+        saved = Checkpoint(step=step, info=dict(info), tensors=tensors)
         if self.first_rows is None:
             self.before()
+            path = writing.write(self.folder, saved)
         else:
             with self.ranks.together():
                 if self.ranks.is_main:
                     self.before()
-        saved = Checkpoint(step=step, info=dict(info), tensors=tensors)
-        if self.first_rows is None:
-            path = writing.write(self.folder, saved)
-        else:
             path = writing.write_together(self.folder, saved, self.first_rows, self.ranks)
         if self.ranks.is_main:
             self.good.add(path)

@@ -12,11 +12,7 @@ from fp8stack.errors import UserError
 from fp8stack.precision import probe
 from fp8stack.training.building import build
 from fp8stack.training.config import RunConfig, parse_config, to_toml
-from fp8stack.training.initial import (
-    find_source,
-    same_source,
-    with_source,
-)
+from fp8stack.training.initial import find_source, same_source, with_source
 from fp8stack.training.overwrite import files_of_run, refuse_overwriting, remove_run
 from fp8stack.training.ranks import Ranks, join
 from fp8stack.training.resume import (
@@ -128,7 +124,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _resume(run: Run, found: Resumption) -> None:
     """Put `run` where the checkpoint left off."""
-    run.notes = found.notes
+    run.notes = (*found.notes, *run.notes)
     if found.checkpoint is None:
         if run.ranks.is_main:
             run.folder.forget_after(0)

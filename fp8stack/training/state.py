@@ -114,8 +114,8 @@ def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
 
     Args:
         optimizer: of the weights.
-        order: infinity gives the largest element. 2 takes an eighth of the time on a CPU, and is at
-            least as large, but infinite from elements of 2^64 on.
+        order: infinity gives the largest element. 2 is faster on a CPU and at least as large, but
+            infinite from elements of 2^64 on.
     """
     tensors = [weight for group in optimizer.param_groups for weight in group["params"]]
     tensors += [value for kept in optimizer.state.values() for value in kept.values()]

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.backends.delayed import DelayedScaling, several_ranks
 from fp8stack.training.amaxes import Amaxes, Verdict
 from fp8stack.training.config import GuardConfig
-from fp8stack.training.ranks import several_ranks
 from fp8stack.training.spikes import LARGEST, spike_limit
 from fp8stack.training.state import largest_of_state
 
