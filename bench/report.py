@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fp8stack.benchmark import Timing, ratio
+from fp8stack.benchmark import Timing, paired_ratio, ratio
 
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -29,7 +29,8 @@ class Bar:
 
 def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) -> list[Row]:
     """A row for each arm of a case; `ratio` is its time / that of the arm `to`, of the fastest
-    rounds."""
+    rounds; where arms took turns, `paired` is the median of the ratios within a round, and
+    `paired_low` to `paired_high` its 95 % confidence interval."""
     return [
         {
             "case": case,
@@ -37,10 +38,26 @@ def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) 
             **facts,
             **timing.to_json(),
             "ratio": round(ratio(timing, timings[to]), 4),
+            **paired(timing, timings[to]),
             "ratio_to": to,
         }
         for arm, timing in timings.items()
     ]
+
+
+def paired(timing: Timing, to: Timing) -> dict[str, float]:
+    """The ratio of two arms within a round, and its interval, by name, see `paired_ratio`; empty
+    where they did not take turns."""
+    if not (timing.samples_ms and to.samples_ms):
+        return {}
+    names = ("paired", "paired_low", "paired_high")
+    found = zip(names, paired_ratio(timing, to), strict=True)
+    return {name: round(value, 4) for name, value in found}
+
+
+def paired_cell(row: Row) -> str:
+    """The ratio within a round with its interval."""
+    return f"{row['paired']:.3f} [{row['paired_low']:.3f}, {row['paired_high']:.3f}]"
 
 
 def judged(bars: Iterable[Bar], rows: Sequence[Row]) -> list[Row]:

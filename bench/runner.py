@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from matplotlib.figure import Figure
 
 from bench import report as reports
-from bench.report import Report
+from bench.report import Report, Row
 from fp8stack.benchmark import slug
 from fp8stack.cli_options import words
 from fp8stack.precision import probe
@@ -30,9 +30,13 @@ SCENARIOS = {
     "step": "whole training steps in every recipe and backend, with peers beside",
     "memory": "the peak memory of a step by recipe, beside what weights and moments need",
     "scaling": "the cost of a step as batch, context and depth grow (on one rank)",
+    "grid": "a training step by precision and size, with confidence intervals",
+    "operations": "casts, scales, amax histories and the judging of a step by themselves",
     "startup": "how long the command takes to start, and how many modules it imports",
     "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
     "telemetry": "what a look at every operand of a step costs",
+    "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
+    "int8": "how many of attention's probabilities become zero in INT8 and in FP8",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
@@ -51,11 +55,13 @@ class Scenario(Protocol):
     def figure(self, report: Report) -> Figure: ...
 
 
-def add_timing_arguments(parser: argparse.ArgumentParser, rounds: int, budget_s: float) -> None:
+def add_timing_arguments(
+    parser: argparse.ArgumentParser, rounds: int, budget_s: float, warm_up: int = 3
+) -> None:
     """The options of the scenarios that time arms in turns."""
     add = parser.add_argument
     add("--rounds", type=int, default=rounds, help="timed rounds at most (default: %(default)s)")
-    add("--warm-up", type=int, default=3, help="rounds before them (default: %(default)s)")
+    add("--warm-up", type=int, default=warm_up, help="rounds before them (default: %(default)s)")
     add(
         "--budget",
         type=float,
@@ -158,21 +164,30 @@ def _has_ratios(folder: Path, name: str) -> bool:
 
 def regressions(committed: Report, found: Report, tolerance: float) -> list[str]:
     """Each arm in a line whose ratio is larger than the committed one by more than the
-    share `tolerance`.
+    share `tolerance`, unless that may be noise: where both have 95 % confidence intervals of it and
+    these overlap.
 
     Raises:
         ValueError: the two have no arm in common.
     """
-    before = {(row["case"], row["arm"]): row["ratio"] for row in committed["results"]}
+    before = {(row["case"], row["arm"]): row for row in committed["results"]}
     both = [row for row in found["results"] if (row["case"], row["arm"]) in before]
     if not both:
         raise ValueError(f"{found['scenario']}: no arm was measured that has a committed result.")
     lines = []
     for row in both:
-        was, now = before[row["case"], row["arm"]], row["ratio"]
-        if now > was * (1 + tolerance):
+        known = before[row["case"], row["arm"]]
+        was, now = known["ratio"], row["ratio"]
+        if now > was * (1 + tolerance) and not _may_be_noise(known, row):
             lines.append(
                 f"{found['scenario']}, {row['case']}: {row['arm']} takes {now:.3f} of "
                 f"{row['ratio_to']}, committed {was:.3f} ({now / was - 1:+.0%})"
             )
     return lines
+
+
+def _may_be_noise(committed: Row, found: Row) -> bool:
+    """Whether the intervals of both reach into each other; not if one has none."""
+    if "paired_low" not in found or "paired_high" not in committed:
+        return False
+    return bool(found["paired_low"] <= committed["paired_high"])

@@ -1,7 +1,4 @@
-"""What a training step costs as batch, context and depth grow, one at a time; on one rank.
-
-Nothing here measures several ranks: training is in one process so far.
-"""
+"""What a training step costs as batch, context and depth grow, one at a time; on one rank."""
 
 from __future__ import annotations
 
@@ -21,18 +18,20 @@ from fp8stack.training.throughput import peak_rate
 
 SHORT = ["--rounds", "6", "--budget", "8"]
 AXES: dict[str, dict[str, list[int]]] = {
-    "cpu": {"batch": [2, 4, 8], "context": [64, 128, 256], "layers": [2, 4, 6]},
+    "cpu": {"batch": [32, 64, 128, 256], "context": [64, 128, 256], "layers": [2, 4, 6]},
     "cuda": {
         "batch": [32, 64, 128, 256],
         "context": [256, 512, 1024],
         "layers": [6, 12, 24],
     },
 }
+# So small that a batch of 256 fits into a laptop, and takes a second or so.
+NARROW = GPTConfig(vocabulary=256, context=32, layers=2, width=128, heads=2)
 TINY = {"batch": [1, 2], "context": [16, 32], "layers": [1, 2]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=20, budget_s=20.0)
+    add_timing_arguments(parser, rounds=100, budget_s=60.0, warm_up=10)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
     add("--recipes", type=words, default="delayed", metavar="A,B", help="(default: %(default)s)")
@@ -74,6 +73,8 @@ def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> Work:
         config, batch, context = base.config, 1, 16
     elif hardware.device == "cuda":
         config, batch, context = load_config("gpt2-124m"), 32, 256
+    elif axis == "batch":
+        config, batch, context = NARROW, 32, 32
     else:
         config, batch, context = SMALL, 4, 128
     batch = value if axis == "batch" else batch

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -33,7 +33,8 @@ class Timing:
 
     `low_ms` to `high_ms` is the 95 % confidence interval of the median, see `median_interval`.
     `peak_memory_gib` is the most memory that one call has on the GPU beyond what was there when it
-    began; None on a CPU.
+    began; None on a CPU. `samples_ms` are
+    all rounds, in order, if arms took turns; else empty.
     """
 
     median_ms: float
@@ -42,9 +43,10 @@ class Timing:
     fastest_ms: float
     rounds: int
     peak_memory_gib: float | None = None
+    samples_ms: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, float | int | None]:
-        """The figures by name, milliseconds to 4 and GiB to 3 decimals."""
+        """The figures by name, milliseconds to 4 and GiB to 3 decimals; without the samples."""
         return {
             "median_ms": round(self.median_ms, 4),
             "low_ms": round(self.low_ms, 4),
@@ -130,7 +132,10 @@ def interleaved(
         if number + 1 >= LEAST_ROUNDS and (now - begin) + (now - start) > budget:
             break
     peaks = {name: _peak_gib(arm) if device == "cuda" else None for name, arm in arms.items()}
-    return {name: summarize(values, peaks[name]) for name, values in samples.items()}
+    return {
+        name: replace(summarize(values, peaks[name]), samples_ms=tuple(values))
+        for name, values in samples.items()
+    }
 
 
 def _round(arms: Mapping[str, Arm], device: str, clock: Callable[[], float]) -> dict[str, float]:
@@ -164,6 +169,21 @@ def _peak_gib(arm: Arm) -> float:
 def ratio(timing: Timing, to: Timing) -> float:
     """How much longer `timing` took: the ratio of the fastest rounds, the least disturbed ones."""
     return timing.fastest_ms / to.fastest_ms
+
+
+def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
+    """How much longer `timing` took than `to` in the same round: the median over the rounds, and
+    the ends of its 95 % confidence interval, see `median_interval`.
+
+    Both must be of one call of `interleaved`: what slows down a round slows down both arms, and
+    leaves their ratio.
+
+    Raises:
+        ValueError: they have not as many rounds.
+    """
+    pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
+    found = [one / other for one, other in pairs]
+    return statistics.median(found), *median_interval(found)
 
 
 def ratios(timings: Mapping[str, Timing], to: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,12 +77,27 @@ def require_tested(plan: Plan, config: RunConfig, ranks: int) -> None:
             f"--parallel {config.parallel} with backend {plan.backend} is not tested. Choose "
             "--parallel ddp, or --backend torch."
         )
+    if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":
+        raise UserError(
+            f"--grad-compression {config.grad_compression} with --parallel {config.parallel} is "
+            "not tested. Choose --parallel ddp, or leave --grad-compression out."
+        )
     kind = plan.scaling if plan.is_fp8 else plan.compute_dtype
     if ranks > 1 and config.compile and (kind, plan.backend, config.parallel) not in COMPILED:
         raise UserError(
             f"--compile is not tested on several ranks with {kind}, backend {plan.backend} and "
             f"--parallel {config.parallel}. Leave it out, or see the table in docs/distributed.md."
         )
+
+
+def nothing_to_compress(config: RunConfig, ranks: int) -> tuple[str, ...]:
+    """A note for the start of a run that was told to compress gradients and sends none."""
+    if ranks > 1 or config.grad_compression == "none":
+        return ()
+    return (
+        f"--grad-compression {config.grad_compression} changes nothing here: there is one rank, "
+        "which sends no gradients",
+    )
 
 
 def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
@@ -94,18 +110,21 @@ def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
     return parts[:, rank].reshape(accumulate * share, *tokens.shape[1:])
 
 
-def spread(model: GPT, backend: Backend, accelerator: Accelerator, config: RunConfig) -> nn.Module:
+def spread(
+    model: nn.Module, backend: Backend, accelerator: Accelerator, config: RunConfig
+) -> nn.Module:
     """The model as all ranks train it together.
 
     With FSDP2 the parameters of `model` become DTensors, each split by rows: optimizers are made
     after.
     """
     if config.parallel == "fsdp":
+        assert isinstance(model, GPT)
         _share_out(model, backend, accelerator, compiled=config.compile)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
-    wrapped.register_comm_hook(None, _sum)
+    wrapped.register_comm_hook(None, _sum_in_bf16 if config.grad_compression == "bf16" else _sum)
     return wrapped
 
 
@@ -175,6 +194,16 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]
     works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
     done = torch.futures.collect_all([work.get_future() for work in works])
     return done.then(lambda _: buffer)
+
+
+def _sum_in_bf16(state, bucket):  # type: ignore[no-untyped-def]
+    """DDP's hook: `_sum` of gradients that are rounded to bfloat16 before; half the bytes travel.
+
+    The sum is rounded to bfloat16, too, and written back in the gradients' own dtype. (What
+    torch's wrapper returns cannot be registered by itself: by its name, DDP takes it for NCCL's
+    alone. gloo adds bfloat16 as well.)
+    """
+    return bf16_compress_wrapper(_sum)(state, bucket)
 
 
 def whole(tensor: Tensor) -> Tensor:

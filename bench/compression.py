@@ -1,0 +1,170 @@
+"""What gradients that ranks exchange in bfloat16 save, and what they change: whole runs of two
+ranks on a CPU, with and without compression.
+
+The bytes are counted where gradients are handed to all_reduce. Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bench import report
+from bench.report import Report, Row
+from bench.whole_ranks import run_ranks
+from bench.whole_runs import checkpoints, rows
+from fp8stack.benchmark import machine
+from fp8stack.benchmark_step import FP8
+from fp8stack.cli_options import words
+from fp8stack.training import checkpoint, ending, loop
+from fp8stack.training.run import Run
+
+SHORT = ["--steps", "300"]
+AT_MOST = 0.001  # of the loss, between a compressed run and one that is not
+PLAIN, COMPRESSED = "float32", "bfloat16"
+SIZES = [
+    "--batch", "8", "--context", "64", "--set", "model_overrides.layers=2",
+    "--set", "model_overrides.width=64", "--set", "model_overrides.heads=2",
+    "--set", "sample_tokens=0", "--set", "log_every=10", "--set", "rank_timeout=120",
+]  # fmt: skip
+TINY = ["--context", "16", "--set", "model_overrides.layers=1"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--steps", type=int, default=300, help="of each run (default: %(default)s)")
+    add("--lr", default="5e-4", help="of each run (default: %(default)s)")
+    add("--ranks", type=int, default=2, help="of each run (default: %(default)s)")
+    add("--recipes", type=words, default=["fp32", *FP8], metavar="A,B", help="(default: all)")
+    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Two runs of each recipe: with the gradients' own float32, and with bfloat16."""
+    sizes = [*SIZES, *(TINY if arguments.tiny else []), "--steps", str(arguments.steps)]
+    sizes += ["--lr", arguments.lr]
+    sizes += ["--eval-every", str(arguments.steps), "--save-every", str(arguments.steps)]
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in arguments.recipes:
+            flags = ["--recipe", recipe, *sizes]
+            plain = trained(Path(folder), f"{recipe}-plain", arguments.ranks, flags)
+            flags = [*flags, "--set", "grad_compression=bf16"]
+            small = trained(Path(folder), f"{recipe}-bf16", arguments.ranks, flags)
+            found += [
+                _row(recipe, arm, run, plain, arguments)
+                for arm, run in ((PLAIN, plain), (COMPRESSED, small))
+            ]
+    return {
+        "machine": machine(device="cpu"),
+        "settings": {
+            "steps": arguments.steps, "ranks": arguments.ranks, "lr": arguments.lr,
+        },
+        "results": found,
+        "bars": [],
+    }  # fmt: skip
+
+
+def trained(folder: Path, name: str, ranks: int, flags: Sequence[str]) -> Path:
+    """A run of several ranks, its gradients' bytes counted.
+
+    Raises:
+        RuntimeError: a rank did not end well.
+    """
+    given = ["pretrain", "--device", "cpu", *flags, "--out", name]
+    change = partial(counting, str(folder / name))
+    ended = run_ranks(given, folder, ranks, change=change, timeout_s=1800)
+    if any(each.code for each in ended):
+        raise RuntimeError(f"{name}: {[(each.code, each.stderr[-500:]) for each in ended]}")
+    return folder / name
+
+
+@contextmanager
+def counting(run: str, rank: int) -> Iterator[None]:
+    """A rank's change, see `bench.whole_ranks`: when all steps are done it writes how many bytes of
+    gradients it gave to all_reduce, for `sent`.
+
+    DDP's hook is who reduces asynchronously; the guard, the amaxes and the loss wait.
+    """
+    counted = 0
+    reduce, finish = cast(Any, dist.all_reduce), ending.finish
+
+    def count(tensor: Tensor, *given: Any, **options: Any) -> Any:
+        nonlocal counted
+        if options.get("async_op"):
+            counted += tensor.nbytes
+        return reduce(tensor, *given, **options)
+
+    def told(of: Run, *arguments: Any) -> None:
+        Path(f"{run}.sent-{rank}").write_text(str(counted))
+        finish(of, *arguments)
+
+    with patch.object(dist, "all_reduce", count), patch.object(loop, "finish", told):
+        yield
+
+
+def sent(run: Path) -> list[int]:
+    """The bytes of gradients that each rank of the run gave to all_reduce."""
+    return [int(file.read_text()) for file in sorted(run.parent.glob(f"{run.name}.sent-*"))]
+
+
+def parameters(run: Path) -> int:
+    """How many parameters the run's model has."""
+    weights = checkpoint.load(checkpoints(run)[-1]).tensors["model"]
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def _row(recipe: str, arm: str, run: Path, plain: Path, arguments: argparse.Namespace) -> Row:
+    loss, base = last_loss(run), last_loss(plain)
+    per_step = sent(run)[0] // arguments.steps
+    return {
+        "case": recipe,
+        "arm": arm,
+        "val_loss": round(loss, 6),
+        "gap_percent": round(100 * (loss / base - 1), 4),
+        "bytes_per_step": per_step,
+        "bytes_share": round(per_step / (sent(plain)[0] // arguments.steps), 4),
+    }
+
+
+def last_loss(run: Path) -> float:
+    """The last validation loss of a run, in nats per token."""
+    return float(next(row["val_loss"] for row in reversed(rows(run)) if "val_loss" in row))
+
+
+def table(found: Report) -> str:
+    """Losses and bytes side by side."""
+    settings = found["settings"]
+    text = f"Runs of {settings['ranks']} ranks over gloo, same data and first weights: a GPT of 2\n"
+    text += "layers of 64. Bytes are those of the gradients that a rank gives to all_reduce. The\n"
+    text += f"gap is that of the validation loss; the bar is {AT_MOST:.1%}."
+    cells = (
+        [
+            row["case"], row["arm"], f"{row['bytes_per_step']:,}", f"{row['bytes_share']:.2f}",
+            f"{row['val_loss']:.4f}", f"{row['gap_percent']:+.3f} %",
+        ]
+        for row in found["results"]
+    )  # fmt: skip
+    header = ["recipe", "gradients travel as", "bytes per step", "share", "validation loss", "gap"]
+    return report.heading(found, "Gradient compression", text) + report.markdown(header, cells)
+
+
+def figure(found: Report) -> Figure:
+    """The gaps as bars."""
+    rows = [row for row in found["results"] if row["arm"] == COMPRESSED]
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar([row["case"] for row in rows], [row["gap_percent"] for row in rows], color="C0")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(ylabel="gap of the validation loss, %", title="gradients in bfloat16, against float32")
+    return figure

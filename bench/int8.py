@@ -1,0 +1,115 @@
+"""FP8 against INT8 on the probabilities of attention: how many become exactly zero, and the error.
+
+Softmax over K keys of logits from N(0, s^2): a few large probabilities, many tiny ones. INT8 has
+255 equal steps, so what is below 1/254 of the largest is lost; E4M3's steps shrink with the value,
+and with a scale it reaches 1/458752 of the largest. Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bench import report
+from bench.report import Report, Row
+from fp8stack.benchmark import machine
+from fp8stack.numerics import amax, cast_to_fp8, tensor_scale
+from fp8stack.numerics.error import sqnr_db
+
+SHORT: list[str] = []
+QUERIES = 256
+CASES = [(keys, spread) for spread in (1.0, 2.0, 3.0, 4.0) for keys in (128, 384, 1024)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="of the logits (default: %(default)s)")
+    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+
+
+def probabilities(queries: int, keys: int, spread: float, seed: int = 0) -> Tensor:
+    """Attention's probabilities [queries, keys], float32: the softmax of logits from
+    N(0, spread^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(spread * torch.randn(queries, keys, generator=generator), dim=-1)
+
+
+def int8(x: Tensor) -> Tensor:
+    """`x` as symmetric INT8 gives it back: one scale, amax / 127, rounded to nearest even."""
+    scale = float(amax(x)) / 127
+    return torch.fake_quantize_per_tensor_affine(x, scale, 0, -127, 127)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """`x` as E4M3 with one scale for the tensor, 448 / amax, gives it back."""
+    scale = tensor_scale(amax(x), "e4m3")
+    return cast_to_fp8(x, scale, "e4m3").float() / scale
+
+
+def unscaled(x: Tensor) -> Tensor:
+    """`x` as E4M3 without a scale gives it back."""
+    return cast_to_fp8(x, 1.0, "e4m3").float()
+
+
+ARMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "INT8": int8, "E4M3": e4m3, "E4M3 without a scale": unscaled,
+}  # fmt: skip
+
+
+def figures(x: Tensor, given_back: Tensor) -> dict[str, float | None]:
+    """The share of nonzero values that became zero, and the signal-to-noise ratio in dB."""
+    nonzero = x != 0
+    lost = ((given_back == 0) & nonzero).sum() / nonzero.sum()
+    noise = (given_back - x).double().square().sum()
+    return {
+        "zeros": float(lost),
+        "sqnr_db": sqnr_db(float(x.double().square().sum()), float(noise)),
+    }
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every case."""
+    rows: list[Row] = []
+    for keys, spread in [(16, 2.0)] if arguments.tiny else CASES:
+        x = probabilities(QUERIES, keys, spread, arguments.seed)
+        for arm, give_back in ARMS.items():
+            facts = {"case": f"{keys} keys, s = {spread:g}", "arm": arm}
+            rows.append({**facts, **figures(x, give_back(x))})
+    return {
+        "machine": machine(device="cpu"),
+        "settings": {"queries": QUERIES, "seed": arguments.seed},
+        "results": rows,
+        "bars": [],
+    }
+
+
+def table(found: Report) -> str:
+    """Zeros and signal-to-noise ratios."""
+    text = (
+        "Softmax over so many keys of logits from N(0, s^2), one scale for the tensor. `zeros`:\n"
+    )
+    text += "the share of values that became exactly zero."
+    cells = (
+        [row["case"], row["arm"], f"{row['zeros']:.1%}", report.number("sqnr_db", 1)(row)]
+        for row in found["results"]
+    )
+    header = ["case", "arm", "zeros", "SQNR, dB"]
+    title = "FP8 against INT8 on attention's probabilities"
+    return report.heading(found, title, text) + report.markdown(header, cells)
+
+
+def figure(found: Report) -> Figure:
+    """The share of zeros by case."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for arm in ARMS:
+        rows = [row for row in found["results"] if row["arm"] == arm]
+        axes.plot([row["case"] for row in rows], [row["zeros"] for row in rows], "o-", label=arm)
+    axes.set(ylabel="share that becomes zero", title="attention's probabilities in 8 bits")
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.legend()
+    return figure

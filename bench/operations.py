@@ -1,0 +1,192 @@
+"""What the parts of FP8 training cost by themselves: casts, scales, amax histories, and the judging
+of a step.
+
+A cast's GB/s count what it must move: each float32 read once and each result written once, scales
+left out. A part runs here as the package has it, eager; a kernel that fuses it with its neighbours
+costs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from bench import report
+from bench.report import Report, Row
+from bench.runner import add_timing_arguments, timing_options
+from fp8stack.benchmark import Timing, interleaved, machine
+from fp8stack.numerics import (
+    AmaxHistory,
+    amax,
+    cast_to_fp8,
+    quantize_blocks,
+    quantize_mxfp8,
+    tensor_scale,
+)
+from fp8stack.precision import probe
+from fp8stack.training.config import GuardConfig
+from fp8stack.training.watch import Watch
+
+SHORT = ["--rounds", "30", "--budget", "5"]
+EDGES = (512, 1024, 2048)
+HISTORIES = ((48, 16), (48, 1024), (288, 1024))  # slots of 4 or 24 blocks, and how long it is
+WIDTHS = (256, 512, 1024)
+COPY, BARE = "copy", "e4m3, scale known"
+ALONE = "norm"
+WRITTEN = {COPY: 4, "bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1, "block": 1, "mxfp8": 1}
+
+Arm = Callable[[], object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_timing_arguments(parser, rounds=100, budget_s=120.0, warm_up=10)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)"
+    )
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every part, one after the other; its arms in turn."""
+    device, tiny = probe(arguments.device).device, arguments.tiny
+    options = timing_options(arguments) | {"device": device}
+    rows: list[Row] = []
+    for edge in (16,) if tiny else EDGES:
+        x = torch.randn(edge, edge, generator=torch.Generator().manual_seed(0)).to(device)
+        case = f"cast, {edge} x {edge}"
+        rows += _cast_rows(case, x.numel(), interleaved(casts(x), **options))
+        timings = interleaved(scaled_casts(x), **options)
+        rows += report.rows_of(f"scaling, {edge} x {edge}", timings, BARE)
+    for slots, length in ((3, 4), (6, 4)) if tiny else HISTORIES:
+        timings = interleaved(updates(slots, length, device), **options)
+        rows += report.rows_of(f"history, {slots} x {length}", timings, "record")
+    for width in (16,) if tiny else WIDTHS:
+        timings = interleaved(judging(width, device), **options)
+        rows += report.rows_of(f"judging, {4 * width * width:,} parameters", timings, ALONE)
+    return {
+        "machine": machine(device=device),
+        "settings": {
+            "rounds": arguments.rounds, "warm_up": arguments.warm_up, "budget_s": arguments.budget,
+        },
+        "results": rows,
+        "bars": [],
+    }  # fmt: skip
+
+
+def casts(x: Tensor) -> dict[str, Arm]:
+    """From float32 to each format, with a scale that is known; blocks find their own."""
+    scale = tensor_scale(amax(x), "e4m3")
+    return {
+        COPY: x.clone,
+        "bf16": x.bfloat16,
+        "fp16": x.half,
+        "e4m3": partial(cast_to_fp8, x, scale, "e4m3"),
+        "e5m2": partial(cast_to_fp8, x, scale, "e5m2"),
+        "block": partial(quantize_blocks, x),
+        "mxfp8": partial(quantize_mxfp8, x),
+    }
+
+
+def _cast_rows(case: str, elements: int, timings: dict[str, Timing]) -> list[Row]:
+    rows = report.rows_of(case, timings, COPY)
+    for row in rows:
+        moved = elements * (4 + WRITTEN[row["arm"]])
+        row["gb_per_s"] = round(moved / row["median_ms"] / 1e6, 3)
+    return rows
+
+
+def scaled_casts(x: Tensor) -> dict[str, Arm]:
+    """What each recipe does to have an operand in FP8, beside the bare cast."""
+    history = AmaxHistory({"x": "e4m3"}, length=16, device=x.device)
+    scale = tensor_scale(amax(x), "e4m3")
+
+    def delayed() -> Tensor:
+        history.record("x", amax(x))
+        return cast_to_fp8(x, history.scale("x"), "e4m3")
+
+    def current() -> Tensor:
+        return cast_to_fp8(x, tensor_scale(amax(x), "e4m3"), "e4m3")
+
+    return {
+        BARE: partial(cast_to_fp8, x, scale, "e4m3"),
+        "amax alone": partial(amax, x),
+        "delayed: amax noted, scale known": delayed,
+        "current: amax, then its scale": current,
+        "block: a scale per 1 x 128": partial(quantize_blocks, x),
+        "mxfp8: a scale per 32": partial(quantize_mxfp8, x),
+    }
+
+
+def updates(slots: int, length: int, device: str) -> dict[str, Arm]:
+    """The scales of all operands after a step, beside the noting of their amaxes."""
+    names = [f"layer.{number}" for number in range(slots)]
+    history = AmaxHistory(dict.fromkeys(names, "e4m3"), length=length, device=device)
+    seen = [torch.tensor(1.0 + number, device=device) for number in range(slots)]
+
+    def record() -> None:
+        for name, value in zip(names, seen, strict=True):
+            history.record(name, value)
+
+    def both() -> None:
+        record()
+        history.update()
+
+    return {"record": record, "record and update": both}
+
+
+def judging(width: int, device: str) -> dict[str, Arm]:
+    """The finding of a step that must not be taken: the gradient's norm, which clipping needs in
+    any case; that with the guard's verdict, on the device or waited for; that with what
+    `torch.amp.GradScaler` does."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4)).to(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    watch = Watch(optimizer, GuardConfig())
+    loss = torch.ones((), device=device)
+
+    def norm() -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def judged() -> None:
+        watch.begin()
+        watch.see(1, loss, norm())
+
+    def waited() -> None:
+        judged()
+        watch.look()
+
+    def scaler() -> None:
+        norm()
+        found = torch.zeros((), device=device)
+        inverse = torch.ones((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+
+    return {
+        ALONE: norm,
+        "norm, judged by the guard": judged,
+        "the same, and the host waits": waited,
+        "norm, and GradScaler's check": scaler,
+    }
+
+
+def table(found: Report) -> str:
+    """Every timing, relative to the first of its case."""
+    text = (
+        "Parts of FP8 training by themselves. The relative time is to the first arm of the case\n"
+    )
+    text += "in the same round: the median over the rounds, and its 95 % confidence interval."
+    extra = {"GB/s": report.number("gb_per_s", 1), "relative time": report.paired_cell}
+    head = report.heading(found, "Parts of FP8 training", text)
+    return head + report.timing_table(found["results"], extra)
+
+
+def figure(found: Report) -> Figure:
+    """Relative times."""
+    return report.ratio_figure(found["results"], "Parts of FP8 training", "paired")

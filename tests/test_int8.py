@@ -1,0 +1,76 @@
+"""On attention's probabilities INT8 loses most values to zero, and E4M3 with a scale few."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from bench import int8, runner
+
+QUERIES, KEYS, SPREAD = 256, 384, 3.0
+"""Where INT8 loses 93 % and E4M3 16 or 17 %: see docs/numerics.md."""
+
+
+def _probabilities(seed: int) -> np.ndarray:
+    """The oracle's own data: numpy's random numbers, softmax in float64."""
+    logits = SPREAD * np.random.default_rng(seed).standard_normal((QUERIES, KEYS))
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return (exponentials / exponentials.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def _int8(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max() / np.float32(127)
+    return np.clip(np.rint(x / scale), -127, 127).astype(np.int8).astype(np.float32) * scale
+
+
+def _e4m3(x: np.ndarray, scale: np.float32) -> np.ndarray:
+    return (x * scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / scale
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_int8_loses_93_percent_to_zero_and_e4m3_about_16(seed: int) -> None:
+    x = _probabilities(seed)
+    scale = np.float32(448) / x.max()
+    assert np.mean(_int8(x) == 0) == pytest.approx(0.93, abs=0.01)
+    assert np.mean(_e4m3(x, scale) == 0) == pytest.approx(0.16, abs=0.02)
+    assert np.mean(_e4m3(x, np.float32(1)) == 0) > 0.8  # it is the scale that does it
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_our_shares_of_zeros_are_those_of_numpy_and_ml_dtypes(seed: int) -> None:
+    x = _probabilities(seed)
+    scale = np.float32(448) / x.max()
+    expected = {
+        "INT8": _int8(x), "E4M3": _e4m3(x, scale), "E4M3 without a scale": _e4m3(x, np.float32(1)),
+    }  # fmt: skip
+    assert expected.keys() == int8.ARMS.keys()
+    for arm, give_back in int8.ARMS.items():
+        ours = give_back(torch.from_numpy(x)).numpy()
+        assert np.array_equal(ours == 0, expected[arm] == 0), arm
+        np.testing.assert_allclose(ours, expected[arm], rtol=1e-6, atol=0)
+        found = int8.figures(torch.from_numpy(x), torch.from_numpy(expected[arm]))
+        assert found["zeros"] == pytest.approx(np.mean(expected[arm] == 0), abs=1e-6)
+        noise = np.sum((expected[arm].astype(np.float64) - x) ** 2)
+        power = np.sum(x.astype(np.float64) ** 2)
+        assert found["sqnr_db"] == pytest.approx(10 * np.log10(power / noise), abs=1e-3)
+
+
+def test_what_is_lost_is_what_lies_below_half_a_step() -> None:
+    """INT8: half a step, 1/254 of the largest. E4M3: half of 2^-9, which 448 is 458752 times."""
+    for arm, bound in (("INT8", 1 / 254), ("E4M3", 1 / 458752)):
+        x = torch.tensor([1.0, 1.001 * bound, 0.999 * bound])
+        assert (int8.ARMS[arm](x) == 0).tolist() == [False, False, True], arm
+
+
+def test_the_scenarios_table_has_every_case_and_its_middle_is_the_one_that_is_tested() -> None:
+    found = runner.measured(int8, "int8", [])
+    text = int8.table(found)
+    assert len(found["results"]) == len(int8.CASES) * len(int8.ARMS)
+    zeros = {
+        row["arm"]: row["zeros"] for row in found["results"] if row["case"] == "384 keys, s = 3"
+    }
+    assert zeros["INT8"] == pytest.approx(0.93, abs=0.01)
+    assert zeros["E4M3"] == pytest.approx(0.16, abs=0.02)
+    assert f"| 384 keys, s = 3 | INT8 | {zeros['INT8']:.1%} |" in text
