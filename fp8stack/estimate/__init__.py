@@ -1,0 +1,24 @@
+"""How much memory a run takes, before it runs: bytes of each part, added up from shapes and a plan.
+
+Nothing is allocated and nothing is measured here; docs/estimate.md has the formulas. It must not
+know the command line, nor how a step is made.
+"""
+
+from __future__ import annotations
+
+from fp8stack.estimate.parts import PARTS, Estimate, Setting, estimate
+from fp8stack.estimate.savings import Savings, largest_batch, savings
+from fp8stack.estimate.weights import OptimizerName, optimizer_bytes, parameter_shapes
+
+__all__ = [
+    "PARTS",
+    "Estimate",
+    "OptimizerName",
+    "Savings",
+    "Setting",
+    "estimate",
+    "largest_batch",
+    "optimizer_bytes",
+    "parameter_shapes",
+    "savings",
+]

@@ -1,0 +1,228 @@
+"""What a forward pass keeps for the backward pass, tensor by tensor, as the model's code has it.
+
+N rows (B sequences of T tokens), D width, H query heads, G key/value heads, E head width, V
+vocabulary; c and a are the bytes of a value in the compute dtype and in attention. The residual
+stream is float32. It must not know an optimizer, nor ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8stack.backends.contract import DTYPES
+from fp8stack.estimate.operands import (
+    ROW_MULTIPLES,
+    Kept,
+    kept_by_linear,
+    round_up,
+    value_bytes,
+)
+from fp8stack.head import chunk_rows
+from fp8stack.model import GPTConfig, Recompute
+from fp8stack.precision import Plan
+from fp8stack.precision.plan import LayerPlan
+
+TOKEN = 8  # bytes of an int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A forward pass of one micro-batch on one rank.
+
+    `sequences` is B, `context` T; `save_fp8` and `gathers` as in `kept_by_linear`.
+    """
+
+    config: GPTConfig
+    plan: Plan
+    sequences: int
+    context: int
+    save_fp8: bool = False
+    gathers: bool = False
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.sequences * self.context
+
+    @property
+    def on_cpu(self) -> bool:
+        """Where torch composes RMSNorm, dropout and attention's dropout of several operators."""
+        return self.plan.device == "cpu"
+
+    @property
+    def attention_bytes(self) -> int:
+        """a."""
+        return DTYPES[self.plan.attention].itemsize
+
+    def rows_out(self, layer: LayerPlan) -> int:
+        """The rows of what a linear gives: a view of the rows that a scaled GEMM was padded to."""
+        multiple = (
+            ROW_MULTIPLES[self.plan.scaling] if layer.fp8 and self.plan.backend != "emulate" else 1
+        )
+        return round_up(self.rows, multiple)
+
+    def linear(self, layer: LayerPlan) -> Kept:
+        """See `kept_by_linear`."""
+        return kept_by_linear(
+            layer, self.plan, self.rows, save_fp8=self.save_fp8, gathers=self.gathers
+        )
+
+
+def kept_by_block(of: Pass, layers: dict[str, LayerPlan]) -> Kept:
+    """What one block keeps if nothing of it runs again.
+
+    Args:
+        of: the pass.
+        layers: of the block: qkv, output, up, down.
+    """
+    config, rows, c = of.config, of.rows, value_bytes(of.plan)
+    kept = Kept()
+    for layer in layers.values():
+        kept += of.linear(layer)
+    activations = 0
+    for fused in (layers["qkv"].fp8, layers["up"].fp8 and layers["down"].fp8):
+        activations += _norm(of, fused and of.plan.backend == "te")
+    activations += _attention(of, layers["qkv"], layers["output"])
+    # The activation keeps what `up` gave; ReLU^2 its own ReLU in its place. SwiGLU: silu(gate) too.
+    up = layers["up"]
+    activations += c * up.out_features * (rows if config.activation == "relu2" else of.rows_out(up))
+    if config.activation == "swiglu":
+        activations += c * rows * config.hidden
+    activations += 2 * _dropout(of, c)
+    return kept + Kept(activations)
+
+
+def kept_by_checkpoint(of: Pass, layers: dict[str, LayerPlan], checkpointing: Recompute) -> int:
+    """What one block keeps that runs again in the backward pass: its input, float32 [N, D];
+    "selective" also what its GEMMs gave, and attention with its log-sum-exp.
+
+    The emulator's GEMMs give float32.
+    """
+    config, rows, c = of.config, of.rows, value_bytes(of.plan)
+    total = 4 * rows * config.width
+    if checkpointing == "block":
+        return total
+    for layer in layers.values():
+        size = 4 if layer.fp8 and of.plan.backend == "emulate" else c
+        total += size * of.rows_out(layer) * layer.out_features
+    if not _composes_attention(of) and not config.dropout:
+        total += of.attention_bytes * rows * config.width + 4 * rows * config.heads
+    return total
+
+
+def kept_outside(of: Pass) -> int:
+    """Tokens, the mask of dropout, and the last norm."""
+    tokens = TOKEN * of.sequences * (of.context + 1)
+    return tokens + _dropout(of, 4) + _norm(of, False)
+
+
+def kept_by_loss(of: Pass) -> Kept:
+    """What the head and the loss keep, by `head_loss`, targets included.
+
+    Logits that fit into a chunk: the head's operands and float32 log-probabilities [N, V]. Else a
+    plain float32 head keeps its gradients, of its input and its weight, in place of logits; one in
+    bf16 its operands and the gradient of the logits; one in fp16, or in FP8 whose logits are not
+    float32, its operands and the logits; other FP8 heads their input alone.
+    """
+    layer, rows, c = of.plan.layer("lm_head"), of.rows, value_bytes(of.plan)
+    inputs, outputs = layer.in_features, layer.out_features
+    targets = TOKEN * rows
+    if rows <= chunk_rows(of.config.vocabulary):
+        return of.linear(layer) + Kept(4 * rows * of.config.vocabulary + targets + 4)
+    if not layer.fp8 and c == 4:
+        return Kept(4 * rows * inputs, 4 * inputs * outputs)
+    if layer.fp8 and (c == 4 or of.plan.backend == "emulate"):
+        return Kept(4 * rows * inputs + targets + TOKEN)
+    kept = of.linear(layer) + Kept(c * rows * outputs)
+    at_once = not layer.fp8 and of.plan.compute_dtype == "bf16"
+    return kept if at_once else kept + Kept(targets + TOKEN)
+
+
+def loss_workspace(of: Pass) -> int:
+    """What the loss needs for a while beside what it keeps: logits on the way there, and on the way
+    back the gradients of the log-probabilities and of the logits, float32, of a chunk at most."""
+    layer, rows, c = of.plan.layer("lm_head"), of.rows, value_bytes(of.plan)
+    vocabulary, padded = of.config.vocabulary, layer.out_features
+    chunk = chunk_rows(vocabulary)
+    if rows <= chunk:
+        forth = c * padded + (4 * padded if c < 4 else 0)
+        forth += 4 * vocabulary if padded > vocabulary else 0
+        return rows * max(forth, 2 * 4 * vocabulary)
+    # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
+    whole = 0 if c == 4 or (layer.fp8 and of.plan.backend == "emulate") else c * rows * padded
+    return whole + 3 * 4 * chunk * vocabulary
+
+
+def block_workspace(of: Pass) -> int:
+    """What the backward pass of a block needs for a while, most of it in the MLP: the gradients
+    before and after its activation (SwiGLU: of its output, gate and value) or, by then, the
+    emulator's float32 casts of a gradient (in blocks a source and two layouts); and two of the
+    residual stream, float32."""
+    config, rows, c = of.config, of.rows, value_bytes(of.plan)
+    gated = config.activation == "swiglu"
+    gradients = c * config.hidden * (3 if gated else 2)
+    if of.plan.runs_fp8 and of.plan.backend == "emulate":
+        copies = 3 if of.plan.scaling in ("block", "mxfp8") else 1
+        gradients = max(gradients, 4 * copies * config.hidden * (2 if gated else 1))
+    return rows * (gradients + 2 * 4 * config.width)
+
+
+def _norm(of: Pass, fused: bool) -> int:
+    """A norm's input, float32 [N, D], and one or two float32 statistics per row. A CPU composes
+    RMSNorm of operators, of which one keeps the normalized rows; Transformer Engine's norm that is
+    fused with the linear after it keeps the input in the compute dtype."""
+    size = value_bytes(of.plan) if fused else 4
+    if of.config.norm == "layernorm":
+        return of.rows * (size * of.config.width + 2 * 4)
+    copies = 2 if of.on_cpu else 1
+    return of.rows * (copies * size * of.config.width + 4)
+
+
+def _dropout(of: Pass, size: int) -> int:
+    """The mask of a dropout over [N, D] values of `size` bytes; on a GPU, of bools."""
+    if not of.config.dropout:
+        return 0
+    return of.rows * of.config.width * (size if of.on_cpu else 1)
+
+
+def _composes_attention(of: Pass) -> bool:
+    """Whether torch has no fused attention: on a CPU with dropout; on a GPU for grouped queries in
+    float32."""
+    if of.on_cpu:
+        return of.config.dropout > 0
+    return of.config.query_groups != of.config.heads and of.attention_bytes == 4
+
+
+def _attention(of: Pass, qkv: LayerPlan, output: LayerPlan) -> int:
+    """What lies between `qkv` and the output's GEMM.
+
+    Fused attention keeps queries, keys, values, its output and a float32 log-sum-exp per row and
+    head. Where nothing was done to queries and keys, all three are the memory that `qkv` gave, and
+    a plain linear after it keeps that output too, the same memory. Composed attention keeps them
+    as float32 copies, one per query head, with T x T probabilities per head, and with dropout the
+    mask and what it leaves.
+    """
+    config, rows, c, a = of.config, of.rows, value_bytes(of.plan), of.attention_bytes
+    heads = config.heads + config.query_groups  # queries and keys
+    width = config.head_width
+    turned = config.positions == "rope" or config.qk_norm
+    made = c * of.rows_out(qkv) * (heads + config.query_groups) * width
+    total, keeps_qkv = 0, False
+    if config.qk_norm:  # in float32
+        total += 4 * rows * heads  # statistics
+        copies = (1 if c == 4 else 2) if of.on_cpu else 1
+        total += copies * 4 * rows * heads * width
+        keeps_qkv = of.on_cpu and c == 4
+    if _composes_attention(of):
+        scores = (3 if config.dropout else 1) * config.heads * of.context
+        total += 4 * rows * (3 * config.heads * width + scores)
+    else:
+        if a != c:
+            total += a * rows * (heads + config.query_groups) * width
+        else:
+            keeps_qkv = True
+            total += a * rows * heads * width if turned else 0
+        total += 4 * rows * config.heads
+        if turned or output.fp8 or a != c:
+            total += a * rows * config.heads * width
+    return total + (made if keeps_qkv else 0)

@@ -1,0 +1,205 @@
+"""The answer of `fp8stack estimate`: a run's phases with their estimates, as JSON and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp8stack.estimate.operands import value_bytes
+from fp8stack.estimate.parts import PARTS, Estimate
+from fp8stack.estimate.savings import Savings, savings
+from fp8stack.model import Recompute
+from fp8stack.precision import Plan
+
+CHECKPOINTING: tuple[Recompute, ...] = ("none", "selective", "block")
+NOT_COUNTED = (
+    "Not counted: what the allocator rounds up or leaves unused, the CUDA context, workspaces of "
+    "cuBLAS and the like, data. Checked by what a CPU allocates; no GPU has confirmed it yet."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseEstimate:
+    """A phase of a run with its plan, and an estimate for each kind of checkpointing."""
+
+    name: str
+    steps: int
+    plan: Plan
+    estimates: Mapping[Recompute, Estimate]
+
+    @property
+    def element_bytes(self) -> int:
+        """What one element of a GEMM's operand takes."""
+        return 1 if self.plan.runs_fp8 else value_bytes(self.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a run takes, on the rank that has most.
+
+    Attributes:
+        asked: what the run is, by key, as text or number.
+        checkpointing: the kind that the run has.
+        phases: in order; one without a name of its own if the run has none.
+        reference: the same step in fp32.
+        recipes: the peak of other recipes in the whole run, with what they run as.
+        memory: in bytes, None if not known; `memory_of` whose it is.
+        largest: the most sequences per step that fit, by checkpointing; empty without `memory`.
+    """
+
+    asked: Mapping[str, str | int]
+    checkpointing: Recompute
+    phases: tuple[PhaseEstimate, ...]
+    reference: Estimate
+    recipes: Mapping[str, tuple[str, int]]
+    memory: int | None = None
+    memory_of: str = ""
+    largest: Mapping[Recompute, int] = field(default_factory=dict)
+
+    def peak(self, kind: Recompute) -> int:
+        """The peak of the worst phase."""
+        return max(phase.estimates[kind].peak for phase in self.phases)
+
+    @property
+    def worst(self) -> PhaseEstimate:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.estimates[self.checkpointing].peak)
+
+    @property
+    def savings(self) -> Savings:
+        """The bytes of a step, relative to fp32 throughout."""
+        sizes = [(p.steps, p.estimates[self.checkpointing].peak) for p in self.phases]
+        return savings(sizes, self.reference.peak)
+
+    @property
+    def element_savings(self) -> Savings:
+        """The bytes of an element that GEMMs take, relative to fp32's 4."""
+        return savings([(p.steps, p.element_bytes) for p in self.phases], 4)
+
+    def remedy(self) -> str:
+        """What to do where no batch fits: the floor, and how it is lowered."""
+        assert self.memory is not None
+        least = max(
+            (phase.estimates[self.checkpointing] for phase in self.phases), key=lambda e: e.floor
+        )
+        what = (
+            f"weights take {gib(least.parameters)}, gradients {gib(least.gradients)}, "
+            f"the optimizer {gib(least.optimizer)}; with all that lasts, {gib(least.floor)} "
+            f"({least.floor / 1e9:.1f} GB) before any activation"
+        )
+        ways = "--optimizer adamw8bit"
+        if least.floor <= self.memory:
+            ways = "a shorter --context, --activation-checkpointing block"
+        return (
+            f"No batch fits into {gib(self.memory)}: {what}. Use more memory or a smaller model, "
+            f"{ways}, or share the model out: --ranks N --parallel fsdp."
+        )
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON data; bytes throughout."""
+    kind = answer.checkpointing
+    phases = [
+        {
+            "name": phase.name,
+            "steps": phase.steps,
+            "recipe": phase.plan.recipe.name,
+            "runs": phase.plan.precision,
+            "backend": phase.plan.backend,
+            "estimates": {
+                each: {"parts": made.parts(), "floor": made.floor, "peak": made.peak}
+                for each, made in phase.estimates.items()
+            },
+        }
+        for phase in answer.phases
+    ]
+    average = answer.savings.average * answer.reference.peak
+    return {
+        "asked": dict(answer.asked),
+        "phases": phases,
+        "peak": answer.peak(kind),
+        "worst_phase": answer.worst.name,
+        "average": round(average),
+        "fp32_peak": answer.reference.peak,
+        "relative_to_fp32": vars(answer.savings),
+        "relative_to_fp32_by_element": vars(answer.element_savings),
+        "recipes": {n: {"runs": r, "peak": p} for n, (r, p) in answer.recipes.items()},
+        "memory": answer.memory,
+        "memory_of": answer.memory_of,
+        "largest_batch": dict(answer.largest),
+        "fits": None if answer.memory is None else answer.peak(kind) <= answer.memory,
+        "not_counted": NOT_COUNTED,
+    }
+
+
+Table = tuple[str, list[str], list[list[str]]]
+"""A title, heads and rows."""
+
+
+def tables(answer: Answer) -> list[Table]:
+    """The answer's tables: the parts in the worst phase, the phases, the recipes."""
+    phase = answer.worst
+    unit = _unit(answer.peak("none"))
+    columns = [phase.estimates[kind] for kind in CHECKPOINTING]
+    rows = [
+        [name.replace("_", " "), *(unit(made.parts()[name]) for made in columns), what]
+        for name, what in PARTS.items()
+        if any(made.parts()[name] for made in columns)
+    ]
+    rows.append(["peak", *(unit(made.peak) for made in columns), "the most at one time"])
+    if answer.largest:
+        fits = [str(answer.largest[kind]) for kind in CHECKPOINTING]
+        rows.append(["largest batch", *fits, f"sequences per step in {gib(answer.memory or 0)}"])
+    where = f"phase {phase.name}, " if len(answer.phases) > 1 else ""
+    title = f"{where}{phase.plan.precision}: each rank, by activation checkpointing"
+    made: list[Table] = [(title, ["part", *CHECKPOINTING, "what"], rows)]
+    kind = answer.checkpointing
+    if len(answer.phases) > 1:
+        each = [
+            [p.name, str(p.steps), p.plan.precision, unit(p.estimates[kind].peak)]
+            for p in answer.phases
+        ]
+        made.append(("phases", ["phase", "steps", "runs", "peak"], each))
+    if answer.recipes:
+        others = [[n, runs, unit(peak)] for n, (runs, peak) in answer.recipes.items()]
+        made.append((f"recipes, checkpointing {kind}", ["recipe", "runs", "peak"], others))
+    return made
+
+
+def sentences(answer: Answer) -> list[str]:
+    """What the tables leave unsaid."""
+    kind, lines = answer.checkpointing, []
+    if len(answer.phases) > 1:
+        whole, element = answer.savings, answer.element_savings
+        average = round(whole.average * answer.reference.peak)
+        lines += [
+            f"Over the phases: {gib(average)} on average, {whole.average:.2f} of fp32 throughout; "
+            f"{gib(answer.peak(kind))} at the peak, {whole.peak:.2f} of it, in phase "
+            f"{answer.worst.name}. The peak is what has to fit.",
+            f"By the size of GEMMs' elements alone: {element.average:.2f} of fp32 on average, "
+            f"{element.peak:.2f} at the peak.",
+        ]
+    if answer.memory is not None:
+        whose = f"{gib(answer.memory)} ({answer.memory_of})"
+        fits = "fits" if answer.peak(kind) <= answer.memory else "does not fit"
+        lines.append(f"The batch asked for {fits} into {whose}.")
+        if not answer.largest[kind]:
+            lines.append(answer.remedy())
+    return [*lines, NOT_COUNTED]
+
+
+def head(answer: Answer) -> str:
+    """What was asked, in a line."""
+    return ", ".join(f"{key} {value}" for key, value in answer.asked.items())
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB, or as MiB where that is less than a tenth."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
+
+
+def _unit(largest: int) -> Callable[[int], str]:
+    """How to write the numbers of a table, all in the same unit."""
+    name, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    return lambda value: f"{value / size:,.2f} {name}"

@@ -1,0 +1,236 @@
+"""A run's memory by its parts, and its peak: `estimate(setting) -> Estimate`, in bytes per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fp8stack.estimate.activations import (
+    Pass,
+    block_workspace,
+    kept_by_block,
+    kept_by_checkpoint,
+    kept_by_loss,
+    kept_outside,
+    loss_workspace,
+)
+from fp8stack.estimate.operands import Kept, fp8_weight_bytes
+from fp8stack.estimate.weights import (
+    OptimizerName,
+    Shapes,
+    float_bytes,
+    optimizer_bytes,
+    parameter_shapes,
+    sharded,
+)
+from fp8stack.model import GPTConfig, Recompute
+from fp8stack.precision import Plan
+from fp8stack.precision.plan import LayerPlan
+from fp8stack.precision.recipe import DelayedRecipe
+
+PARTS = {
+    "parameters": "float32 master weights, tied ones once, the vocabulary padded",
+    "gradients": "float32, as many",
+    "optimizer": "its state after a step",
+    "fp8_weights": "FP8 copies of weights that are kept until the weights change",
+    "buffers": "amax histories and scales of delayed scaling, RoPE's tables",
+    "gathered": "FSDP2: whole weights of the root and of two blocks, and a block's gradient",
+    "weight_copies": "weights cast for a micro-batch's GEMMs and kept for its backward pass",
+    "activations": "what a micro-batch keeps for its backward pass, the loss apart",
+    "loss": "what the head and the loss keep of it",
+    "workspace": "what the loss, or a block in its backward pass, needs for a while",
+}
+"""The parts by name, with what they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a step's memory depends on.
+
+    `sequences` is the micro-batch of one rank; `micro_batches` how many make a step.
+    """
+
+    config: GPTConfig
+    plan: Plan
+    sequences: int
+    context: int
+    micro_batches: int = 1
+    optimizer: OptimizerName = "adamw"
+    checkpointing: Recompute = "none"
+    save_fp8: bool = False
+    ranks: int = 1
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether ranks share out the parameters."""
+        return self.ranks > 1 and self.parallel == "fsdp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes of each of `PARTS` on the rank that has most, and when they meet.
+
+    Attributes:
+        gradients_stay: whether gradients are there while a micro-batch runs forward, as they are
+            from the second of a step on, and always where DDP keeps its buckets.
+        head_gradient: the gradient that a backward pass makes first.
+        late_gradients: those that it makes last, of the first block and of an embedding of its own.
+        first_block: what the first block keeps, until the end of the backward pass.
+        loss_workspace: what the loss needs for a while.
+        block_workspace: what the backward pass of a block needs for a while, with checkpointing
+            the block itself included.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    fp8_weights: int
+    buffers: int
+    gathered: int
+    weight_copies: int
+    activations: int
+    loss: int
+    gradients_stay: bool
+    head_gradient: int
+    late_gradients: int
+    first_block: int
+    loss_workspace: int
+    block_workspace: int
+
+    def parts(self) -> dict[str, int]:
+        """The parts by name, in the order of `PARTS`."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def workspace(self) -> int:
+        """The larger of what the loss and what a block need for a while."""
+        return max(self.loss_workspace, self.block_workspace)
+
+    @property
+    def lasting(self) -> int:
+        """What is there throughout a step."""
+        return self.parameters + self.optimizer + self.fp8_weights + self.buffers + self.gathered
+
+    @property
+    def floor(self) -> int:
+        """What no batch is too small for: what lasts, and the gradients."""
+        return self.lasting + self.gradients
+
+    @property
+    def saved(self) -> int:
+        """What a forward pass leaves for its backward pass."""
+        return self.weight_copies + self.activations + self.loss
+
+    @property
+    def peak(self) -> int:
+        """The most at one time, in a step after the first.
+
+        A backward pass frees what was saved while it makes gradients, block by block, so the most
+        is at the loss, or in the last block, or in the first one, or with all gradients.
+        """
+        at_loss = self.saved + self.loss_workspace
+        in_last = self.saved - self.loss + max(self.head_gradient, self.block_workspace)
+        if self.gradients_stay:
+            return self.lasting + self.gradients + max(at_loss, in_last)
+        in_last = self.saved - self.loss + self.head_gradient + self.block_workspace
+        in_first = self.first_block + self.block_workspace + self.gradients - self.late_gradients
+        return self.lasting + max(at_loss, in_last, in_first, self.gradients)
+
+
+def estimate(of: Setting) -> Estimate:
+    """The memory that a run with this setting takes on each rank, part by part, in bytes.
+
+    Not in it: what the allocator rounds up and leaves unused, the CUDA context, workspaces of
+    libraries, data and the program itself.
+    """
+    config, plan = of.config, of.plan
+    whole = parameter_shapes(config, plan.layer("lm_head").out_features)
+    own = sharded(whole, of.ranks) if of.shares_out else whole
+    parameters = float_bytes(own)
+    forward = Pass(
+        config=config,
+        plan=plan,
+        sequences=of.sequences,
+        context=of.context,
+        save_fp8=of.save_fp8,
+        gathers=of.shares_out,
+    )
+    loss = kept_by_loss(forward)
+    blocks = _blocks(forward, of.checkpointing)
+    block = {name: shape for name, shape in own.items() if name.startswith("blocks.0.")}
+    embedding = float_bytes({"": own["embedding.weight"]})
+    return Estimate(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=optimizer_bytes(own, of.optimizer),
+        fp8_weights=0 if of.shares_out else sum(fp8_weight_bytes(la, plan) for la in plan.layers),
+        buffers=_buffers(config, plan),
+        gathered=_gathered(of, whole) if of.shares_out else 0,
+        weight_copies=blocks.kept.weights + loss.weights,
+        activations=blocks.kept.activations + kept_outside(forward),
+        loss=loss.activations,
+        gradients_stay=of.micro_batches > 1 or of.ranks > 1,
+        head_gradient=embedding,  # of the same shape
+        late_gradients=float_bytes(block) + (0 if config.tied else embedding),
+        first_block=blocks.first,
+        loss_workspace=loss_workspace(forward),
+        block_workspace=blocks.again + block_workspace(forward),
+    )
+
+
+class _Blocks(NamedTuple):
+    """What all blocks keep, and the first one; what one that runs again makes anew, at most."""
+
+    kept: Kept
+    first: int
+    again: int
+
+
+def _blocks(forward: Pass, checkpointing: Recompute) -> _Blocks:
+    blocks: dict[str, dict[str, LayerPlan]] = {}
+    for layer in forward.plan.layers:
+        part, _, name = layer.name.rpartition(".")
+        if part:  # the head is in none
+            blocks.setdefault(part.rpartition(".")[0], {})[name] = layer
+    kept: list[Kept] = []
+    again = 0
+    for layers in blocks.values():
+        whole = kept_by_block(forward, layers)
+        if checkpointing == "none":
+            kept.append(whole)
+            continue
+        kept.append(Kept(kept_by_checkpoint(forward, layers, checkpointing)))
+        # What was kept of it, it does not make again.
+        made_before = kept[-1].activations - kept_by_checkpoint(forward, layers, "block")
+        again = max(again, whole.activations + whole.weights - made_before)
+    total = sum(kept, Kept())
+    return _Blocks(total, kept[0].activations + kept[0].weights, again)
+
+
+def _buffers(config: GPTConfig, plan: Plan) -> int:
+    """Delayed scaling: for each of three operands of a layer a history, four float32 (its scale,
+    target, amax, and the scale of the pass before) and a place, int64; and two flags. RoPE: a
+    cosine and a sine for each token of the model's context and half of a head."""
+    total = 0
+    if isinstance(plan.recipe, DelayedRecipe) and plan.is_fp8:
+        slots = 3 * sum(layer.fp8 for layer in plan.layers)
+        total += slots * (4 * (plan.recipe.history_length + 4) + 8) + 2
+    if config.positions == "rope":
+        total += 2 * 4 * config.context * (config.head_width // 2)
+    return total
+
+
+def _gathered(of: Setting, shapes: Shapes) -> int:
+    """FSDP2 gathers the root's parameters for the whole pass, and those of one block while it has
+    the next one's; a block's whole gradient is there until it is summed over ranks. Weights with
+    one scale per tensor are gathered as FP8 bytes by `torch`."""
+    root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
+    first = {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.")}
+    as_bytes = 0
+    if of.plan.backend == "torch" and of.plan.scaling in ("delayed", "current"):
+        for layer in of.plan.layers:
+            if layer.fp8 and layer.name.startswith("blocks.0."):
+                equal = layer.out_features % of.ranks == 0
+                as_bytes += 3 * layer.in_features * layer.out_features if equal else 0
+    return float_bytes(root) + 2 * (float_bytes(first) - as_bytes) + float_bytes(first)

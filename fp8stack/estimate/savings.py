@@ -1,0 +1,70 @@
+"""What less precise phases save on average and at the peak, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Savings:
+    """Memory over the phases of a run, as shares of a reference (fp32): 1.0 saves nothing.
+
+    `average` is over the steps; `peak` is the worst phase, which is what has to fit.
+    """
+
+    average: float
+    peak: float
+
+
+def savings(phases: Sequence[tuple[float, float]], reference: float) -> Savings:
+    """The memory of a run whose phases differ, relative to one that does not save.
+
+    Args:
+        phases: for each phase its share of the steps, above 0, in any unit, and its bytes (of a
+            step, or of one element, where only that differs).
+        reference: the bytes without savings, above 0.
+
+    Raises:
+        ValueError: no phases, a share or a reference that is not above 0.
+    """
+    if not phases or reference <= 0 or any(share <= 0 for share, _ in phases):
+        raise ValueError("Savings need phases with shares above 0, and a reference above 0.")
+    total = sum(share for share, _ in phases)
+    average = sum(share * size for share, size in phases) / total
+    return Savings(average=average / reference, peak=max(size for _, size in phases) / reference)
+
+
+def largest_batch(peak_of: Callable[[int], int], memory: int, turn: int) -> int:
+    """The largest number of sequences whose peak fits into `memory` bytes; 0 if not even one.
+
+    A peak grows with its sequences, but for one step down: where the loss begins to take its logits
+    in chunks. On either side of it the answer is found by halving, exactly.
+
+    Args:
+        peak_of: the bytes of the peak for some sequences, at least 1.
+        memory: in bytes.
+        turn: the most sequences whose loss takes all logits at once; 0 if none.
+    """
+    above = _largest(peak_of, memory, max(turn, 0) + 1, None)
+    if above or turn < 1:
+        return above
+    return _largest(peak_of, memory, 1, turn)
+
+
+def _largest(peak_of: Callable[[int], int], memory: int, least: int, most: int | None) -> int:
+    """The largest of `least` to `most` that fits, where the peak only grows; 0 if none."""
+    if peak_of(least) > memory:
+        return 0
+    fits, too_much = least, least + 1
+    while (most is None or too_much <= most) and peak_of(too_much) <= memory:
+        fits, too_much = too_much, 2 * too_much
+    if most is not None:
+        too_much = min(too_much, most + 1)
+    while too_much - fits > 1:
+        middle = (fits + too_much) // 2
+        if peak_of(middle) <= memory:
+            fits = middle
+        else:
+            too_much = middle
+    return fits

@@ -1,0 +1,438 @@
+"""What a run takes, estimated, against the tensors that are really allocated on a CPU."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8stack.backends import build_backend
+from fp8stack.estimate import (
+    Setting,
+    estimate,
+    largest_batch,
+    optimizer_bytes,
+    parameter_shapes,
+    savings,
+)
+from fp8stack.model import GPT, GPTConfig, load_config, plan_for
+from fp8stack.precision import Hardware, Plan, assumed, load_recipe
+from fp8stack.training.config import RunConfig
+from fp8stack.training.optimizer import build_optimizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = Hardware("cpu")
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "nano": {
+        "norm": "rmsnorm", "activation": "relu2", "positions": "rope", "qk_norm": True,
+        "bias": False, "tied": False,
+    },
+    "llama": {
+        "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "kv_heads": 2,
+        "bias": False, "tied": False, "mlp_width": 352,
+    },
+    "odd": {"width": 96, "qk_norm": True, "activation": "gelu", "bias": False, "dropout": 0.1},
+}  # fmt: skip
+RUNS = [
+    ("fp32", "auto", False), ("bf16", "auto", False), ("fp16", "auto", False),
+    ("delayed", "emulate", False), ("delayed", "emulate", True), ("current", "emulate", True),
+    ("block", "emulate", False), ("block", "emulate", True), ("mxfp8", "emulate", False),
+    ("mxfp8", "emulate", True), ("delayed", "torch", False), ("current", "torch", False),
+]  # fmt: skip
+
+
+def made(
+    shape: str, recipe: str, backend: str = "auto", save_fp8: bool = False, **keys: Any
+) -> tuple[GPT, Setting]:
+    """A tiny model, and the setting of a micro-batch of three sequences of 24 tokens."""
+    overrides = keys.pop("recipe_overrides", {})
+    sizes = {"vocabulary": 250, "context": 64, "layers": 2, "width": 128, "heads": 4}
+    config = GPTConfig(**(sizes | SHAPES[shape]))
+    plan = plan_for(config, load_recipe(recipe, overrides), CPU, backend)
+    model = GPT(config, build_backend(plan, save_fp8=save_fp8))
+    sizes = {"sequences": 3, "context": 24} | keys
+    setting = Setting(config=config, plan=plan, save_fp8=save_fp8, **sizes)
+    model.recompute = setting.checkpointing
+    return model, setting
+
+
+def loss_of(model: GPT, setting: Setting) -> Tensor:
+    tokens = torch.randint(model.config.vocabulary, (setting.sequences, setting.context + 1))
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def kept_weights(model: GPT) -> dict[int, int]:
+    """The storages of FP8 weights that layers keep, with their bytes."""
+    copies = [s for m in model.modules() if getattr(m, "_kept", None) for s in m._kept[0]]
+    storages = [t.untyped_storage() for s in copies for t in (s.data, s.inv_scale)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def saved_bytes(model: GPT, setting: Setting) -> int:
+    """The storages that autograd keeps, without parameters, kept weights and RoPE's tables."""
+
+    class Packed:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    packed: list[weakref.ref[Packed]] = []
+
+    def pack(tensor: Tensor) -> Packed:
+        one = Packed(tensor)
+        packed.append(weakref.ref(one))
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+        loss = loss_of(model, setting)
+    storages = [one.tensor.untyped_storage() for ref in packed if (one := ref()) is not None]
+    found = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    tables = [table for pair in model._rotations.values() for table in pair]
+    for tensor in (*model.parameters(), *tables):
+        found.pop(tensor.untyped_storage().data_ptr(), None)
+    assert loss.requires_grad
+    return sum(size for place, size in found.items() if place not in kept_weights(model))
+
+
+class Live(TorchDispatchMode):
+    """The bytes of storages that operators made and that still live; the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def now(self) -> int:
+        self.held = {key: one for key, one in self.held.items() if not one[0].expired()}
+        return sum(size for _, size in self.held.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and id_of(tensor) not in given:
+                storage = tensor.untyped_storage()
+                self.held[id_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now())
+        return out
+
+
+def id_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("recipe", "backend", "save_fp8"), RUNS)
+def test_what_is_saved_for_backward_is_estimated_to_the_byte(
+    shape: str, recipe: str, backend: str, save_fp8: bool
+) -> None:
+    model, setting = made(shape, recipe, backend, save_fp8)
+    assert estimate(setting).saved == saved_bytes(model, setting)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
+def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(
+    shape: str, recipe: str
+) -> None:
+    model, setting = made(shape, recipe, checkpointing="block", sequences=5)
+    assert estimate(setting).saved == saved_bytes(model, setting)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "nano", "llama"])
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("fp32", "auto"), ("bf16", "auto"), ("block", "emulate")]
+)
+def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
+    shape: str, recipe: str, backend: str
+) -> None:
+    model, setting = made(shape, recipe, backend, checkpointing="selective")
+    loss_of(model, setting)  # RoPE's tables are made in the first pass
+    with Live() as live:
+        loss = loss_of(model, setting)
+        held = live.now()
+    assert held == estimate(setting).saved + loss.nbytes
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_attention_in_float32_keeps_float32_copies(recipe: str) -> None:
+    model, setting = made("llama", recipe, recipe_overrides={"attention": "fp32"})
+    assert estimate(setting).saved == saved_bytes(model, setting)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "head"),
+    [
+        ("fp32", "auto", False), ("bf16", "auto", False), ("fp16", "auto", False),
+        ("delayed", "emulate", False), ("delayed", "emulate", True), ("mxfp8", "emulate", True),
+        ("delayed", "torch", True),
+    ],
+)  # fmt: skip
+def test_a_loss_in_chunks_keeps_no_probabilities(
+    recipe: str, backend: str, head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = {"head": True} if head else {}
+    model, setting = made("nano", recipe, backend, recipe_overrides=overrides, sequences=8)
+    whole = estimate(setting)
+    for module in ("fp8stack.head", "fp8stack.estimate.activations"):
+        monkeypatch.setattr(f"{module}.chunk_rows", lambda vocabulary: 128)
+    assert estimate(setting).saved == saved_bytes(model, setting)
+    assert estimate(setting).saved != whole.saved
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe", "checkpointing", "micro_batches"),
+    [
+        ("gpt2", "fp32", "none", 1), ("gpt2", "bf16", "block", 1), ("llama", "delayed", "none", 2),
+        ("llama", "fp32", "selective", 2), ("llama", "mxfp8", "none", 1),
+        ("nano", "bf16", "none", 2),
+    ],
+)  # fmt: skip
+def test_the_peak_of_a_step_is_estimated_within_a_tenth(
+    shape: str, recipe: str, checkpointing: Any, micro_batches: int
+) -> None:
+    model, setting = made(
+        shape, recipe, checkpointing=checkpointing, micro_batches=micro_batches, context=64
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            loss_of(model, setting).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with Live() as live:
+        step()
+    expected = estimate(setting)
+    measured = live.peak + expected.parameters + expected.optimizer + expected.buffers
+    assert expected.peak == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
+def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocabulary": 4096, "layers": 1, "width": 32, "heads": 2}
+    monkeypatch.setitem(SHAPES, "wide", sizes)
+    for module in ("fp8stack.head", "fp8stack.estimate.activations"):
+        monkeypatch.setattr(f"{module}.chunk_rows", lambda vocabulary: 128)
+    model, setting = made("wide", recipe, sequences=6, context=64)
+    with Live() as live:
+        loss_of(model, setting).backward()
+    expected = estimate(setting)
+    assert expected.peak - expected.lasting == pytest.approx(live.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_gradients_and_state_are_estimated_to_the_byte(
+    shape: str, recipe: str, optimizer: Any
+) -> None:
+    model, setting = made(shape, recipe, optimizer=optimizer)
+    found = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert parameter_shapes(model.config, len(model.embedding.weight)) == found
+    stepping = build_optimizer(model, RunConfig(optimizer=optimizer))
+    loss_of(model, setting).backward()
+    expected = estimate(setting)
+    assert expected.parameters == sum(p.untyped_storage().nbytes() for p in model.parameters())
+    assert expected.gradients == sum(p.grad.untyped_storage().nbytes() for p in model.parameters())
+    stepping.step()
+    states = [t for p in model.parameters() for t in stepping.state[p].values()]
+    assert expected.optimizer == sum(t.untyped_storage().nbytes() for t in states)
+
+
+def test_moments_of_a_byte_are_estimated_to_the_byte() -> None:
+    torchao = pytest.importorskip("torchao.optim")
+    shapes = {"blocks.0.mlp.up.weight": (128, 64), "blocks.0.mlp.down.weight": (64, 30)}
+    for name, kind in (("adamw8bit", torchao.AdamW8bit), ("adamwfp8", torchao.AdamWFp8)):
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
+        made = kind(parameters)
+        total = 0
+        for parameter in parameters:
+            for signed in (True, False):
+                moment = made._new_buffer(parameter, signed)
+                parts = [getattr(moment, key) for key in getattr(moment, "tensor_attrs", [])]
+                total += sum(part.nbytes for part in parts or [moment])
+            total += 4  # the step count
+        assert optimizer_bytes(shapes, name) == total
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe: str) -> None:
+    model, setting = made("llama", recipe, "torch")
+    loss_of(model, setting)
+    assert estimate(setting).fp8_weights == sum(kept_weights(model).values())
+
+
+def test_amax_histories_are_estimated_to_the_byte() -> None:
+    model, setting = made("gpt2", "delayed", "emulate", recipe_overrides={"history_length": 16})
+    delayed = model.delayed_scaling
+    history = delayed.history
+    tensors = [history.history, history.scales, history._target, *history.all_recorded]
+    tensors += [delayed.first_scales, delayed.first, delayed.weights.flag]
+    tensors += [slot._column for slot in delayed._slots]
+    assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_fsdp_shares_out_what_ddp_keeps_whole() -> None:
+    _, setting = made("llama", "fp32")
+    alone = estimate(setting)
+    ddp = estimate(replace(setting, ranks=4))
+    fsdp = estimate(replace(setting, ranks=4, parallel="fsdp"))
+    assert (ddp.parameters, ddp.optimizer) == (alone.parameters, alone.optimizer)
+    assert ddp.peak > alone.peak  # its buckets keep the gradients
+    assert alone.parameters / 4 <= fsdp.parameters < alone.parameters / 3.9
+    whole = parameter_shapes(setting.config)
+    block = sum(4 * torch.Size(s).numel() for n, s in whole.items() if n.startswith("blocks.0."))
+    root = alone.parameters - 2 * block  # of two blocks
+    assert fsdp.gathered == root + 3 * block
+
+
+def test_less_precise_phases_save_on_average_and_nothing_at_the_peak() -> None:
+    saved = savings([(10, 4), (20, 4), (60, 2), (10, 4)], reference=4)
+    assert (saved.average, saved.peak) == (pytest.approx(0.70), 1.0)
+
+
+def test_halving_a_third_of_the_memory_saves_a_sixth() -> None:
+    activations, rest = 100e6, 200e6
+    saved = savings([(1, rest + activations / 2)], reference=rest + activations)
+    assert saved.peak * 300 == pytest.approx(250)
+    assert round(100 * (1 - saved.peak)) == 17
+
+
+@pytest.mark.parametrize("phases", [[], [(0, 4)], [(1, 4), (-1, 2)]])
+def test_savings_of_no_phases_are_refused(phases: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="shares above 0"):
+        savings(phases, reference=4)
+
+
+@pytest.mark.parametrize("memory", [9, 10, 64, 65, 100, 399, 400, 401, 1000])
+def test_the_largest_batch_is_that_of_trying_all(memory: int) -> None:
+    def peak_of(sequences: int) -> int:  # the loss takes less from 40 sequences on
+        return 7 * sequences + (3 * sequences if sequences <= 39 else 50)
+
+    fitting = [n for n in range(1, 200) if peak_of(n) <= memory]
+    assert largest_batch(peak_of, memory, 39) == max(fitting, default=0)
+
+
+def of(*arguments: str, command: Any, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert command("estimate", "--json", *arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_one_sequence_more_than_the_largest_batch_does_not_fit(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(*more: str) -> dict[str, Any]:
+        arguments = ("--capability", "none", "--recipe", "bf16", "--memory", "0.2", *more)
+        return of(*arguments, command=command, capsys=capsys)
+
+    for kind in ("none", "block"):
+        largest = asked()["largest_batch"][kind]
+        with_kind = ("--activation-checkpointing", kind)
+        assert asked("--batch", str(largest), *with_kind)["fits"]
+        assert not asked("--batch", str(largest + 1), *with_kind)["fits"]
+
+
+def test_a_billion_parameters_do_not_fit_into_12_gib(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27, "context": 256}
+    keys = [f"model_overrides.{key}={value}" for key, value in sizes.items()]
+    keys += ["model_overrides.mlp_width=7168", "model_overrides.tied=true"]
+    arguments = ["--recipe", "fp32", "--capability", "8.0", "--batch", "1", "--memory", "12"]
+    for key in keys:
+        arguments += ["--set", key]
+    found = of(*arguments, command=command, capsys=capsys)
+    count = found["asked"]["parameters"]
+    assert count == pytest.approx(1e9, rel=0.12)
+    parts = found["phases"][0]["estimates"]["none"]
+    least = sum(parts["parts"][name] for name in ("parameters", "gradients", "optimizer"))
+    assert 16 * count <= least < 16.001 * count
+    assert set(found["largest_batch"].values()) == {0}
+    assert command("estimate", *arguments) == 0
+    said = capsys.readouterr().out
+    assert "No batch fits into 12.00 GiB" in said
+    assert f"{parts['floor'] / 1e9:.1f} GB" in said
+    assert "--parallel fsdp" in said
+    assert "adamw8bit" in said
+
+
+def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
+    found = of(*arguments, command=command, capsys=capsys)
+    peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in found["phases"]}
+    steps = [p["steps"] for p in found["phases"]]
+    assert sum(steps) == 1200
+    assert found["peak"] == max(peaks.values()) == peaks[found["worst_phase"]]
+    average = sum(n * peak for n, peak in zip(steps, peaks.values(), strict=True)) / 1200
+    assert found["average"] == pytest.approx(average, abs=1)
+    assert found["average"] < found["peak"]
+    # FP8 elements are a byte, bf16's two, fp32's four.
+    elements = sum(n * size for n, size in zip(steps, (2, 1, 2), strict=True)) / 1200 / 4
+    assert found["relative_to_fp32_by_element"]["average"] == pytest.approx(elements)
+    assert command("estimate", *arguments) == 0
+    assert "The peak is what has to fit" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--model", "gpt2-124m", "--capability", "8.0", "--recipe", "bf16")
+    found = of(*arguments, command=command, capsys=capsys)
+    assert found["memory"] == 80 * 10**9
+    assert found["largest_batch"]["block"] > found["largest_batch"]["none"] > 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--recipe", "fp9"], "No recipe 'fp9'"),
+        (["--batch", "9", "--accumulate", "2"], "batch 9 is not divisible by accumulate 2"),
+        (["--batch", "9", "--ranks", "2"], "cannot be shared equally by 2 ranks"),
+        (
+            ["--ranks", "2", "--parallel", "fsdp", "--capability", "9.0", "--recipe", "delayed"],
+            "--parallel fsdp with backend te is not tested",
+        ),
+        (["--context", "4096"], "--context 4096 is more than the 128"),
+        (["--memory", "-3"], "--memory -3 is no memory"),
+        (["--phases", "defualt"], "Did you mean 'default'?"),
+        (["--capability", "hopper"], "is no compute capability"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], why: str, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("estimate", *arguments) == 2
+    said = capsys.readouterr()
+    assert why in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
+
+
+def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales() -> None:
+    config = load_config("llama-1b")
+    plans: dict[str, Plan] = {
+        name: plan_for(config, name, assumed("10.0", has_te=False), tokens=8192)
+        for name in ("delayed", "mxfp8")
+    }
+    elements = sum(la.in_features * la.out_features for la in plans["mxfp8"].layers if la.fp8)
+    made = {
+        name: estimate(Setting(config=config, plan=plan, sequences=1, context=8192)).fp8_weights
+        for name, plan in plans.items()
+    }
+    assert made["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
+    assert 2 * elements < made["delayed"] < 2.001 * elements
