@@ -22,7 +22,13 @@ from fp8stack.precision.recipe import (
     plain,
 )
 
-COMMON = {"head": False, "exclude": (), "exclude_first_blocks": 0, "exclude_last_blocks": 0}
+COMMON = {
+    "head": False,
+    "exclude": (),
+    "exclude_first_blocks": 0,
+    "exclude_last_blocks": 0,
+    "attention": "compute",
+}
 HYBRID = {"forward_format": "e4m3", "backward_format": "e5m2"}
 
 # What each shipped recipe holds, beside its name and its description.
@@ -44,10 +50,10 @@ SHIPPED: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "block": (BlockRecipe, {"scaling": "block", "power_of_two": True, **COMMON}),
     "mxfp8": (Mxfp8Recipe, {"scaling": "mxfp8", "scale_rounding": "rceil", **COMMON}),
-    "bf16": (PlainRecipe, {"scaling": "none", "compute_dtype": "bf16"}),
-    "fp16": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp16"}),
-    "tf32": (PlainRecipe, {"scaling": "none", "compute_dtype": "tf32"}),
-    "fp32": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp32"}),
+    "bf16": (PlainRecipe, {"scaling": "none", "compute_dtype": "bf16", "attention": "compute"}),
+    "fp16": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp16", "attention": "compute"}),
+    "tf32": (PlainRecipe, {"scaling": "none", "compute_dtype": "tf32", "attention": "compute"}),
+    "fp32": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp32", "attention": "compute"}),
 }
 FP8 = ("delayed", "current", "block", "mxfp8")
 LEAST = {  # the least that a user's own file of each scaling holds
@@ -228,7 +234,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(own, scaling, typo, mean
 def test_the_known_keys_are_those_of_the_scaling(own, scaling):
     message = refusal(own(f"{LEAST[scaling]}zzzzzz = 1\n"))
     known = set(message.partition("Known: ")[2].rstrip(".").split(", "))
-    own_keys = {"compute_dtype"} if scaling == "none" else set(SHIPPED[scaling][1])
+    own_keys = {"compute_dtype", "attention"} if scaling == "none" else set(SHIPPED[scaling][1])
     assert known == {"name", "description", "scaling"} | own_keys
     assert "Did you mean" not in message
 

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import MasterLinear, plain_linear
+from fp8stack.backends.linear import MasterLinear, no_autocast, plain_linear
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.precision.plan import Plan
@@ -31,7 +32,7 @@ class Backend:
     """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
 
     Attributes:
-        compute_dtype: what linears return and attention computes in.
+        compute_dtype: what linears return and, if the plan says no other, attention computes in.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
         delayed: the amax history of the model that is built, in delayed scaling.
         weights: what notices that weights changed.
@@ -84,6 +85,29 @@ class Backend:
         """
         y: Tensor = mlp(norm(x))
         return y
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, grouped: bool
+    ) -> Tensor:
+        """Causal attention in the dtype that the plan has for it.
+
+        Args:
+            q: queries [B, H, T, E] in any dtype.
+            k: keys [B, G, T, E] in any dtype.
+            v: values [B, G, T, E] as the linear before it gave them.
+            dropout: the probability for an attention weight to be dropped.
+            grouped: whether G is not H.
+
+        Returns:
+            [B, H, T, E] in the dtype of `v`.
+        """
+        attend = partial(
+            F.scaled_dot_product_attention, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+        if self.plan.recipe.attention == "compute":
+            return attend(q.to(v.dtype), k.to(v.dtype), v)
+        with no_autocast(v.device.type):
+            return attend(q.float(), k.float(), v.float()).to(v.dtype)
 
     def attach(self, model: nn.Module) -> None:
         """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""

@@ -71,6 +71,11 @@ class Plan:
         return self.recipe.is_fp8
 
     @property
+    def attention(self) -> ComputeDtype:
+        """What queries, keys and values are multiplied in."""
+        return "fp32" if self.recipe.attention == "fp32" else self.compute_dtype
+
+    @property
     def loss_scaling(self) -> bool:
         """Whether gradients need a scaled loss: in fp16 alone, never in bf16 or FP8."""
         return self.compute_dtype == "fp16"
@@ -164,7 +169,7 @@ class Plan:
         layers = (replace(la, precision=dtype) for la in self.layers if la.name not in left_out)
         return replace(
             self,
-            recipe=plain(dtype),
+            recipe=plain(dtype, self.recipe.attention),
             backend="reference",
             native=True,
             reasons=(*self.reasons, why, *_grouped(layers)),
@@ -253,6 +258,8 @@ class Plan:
             lines.append(f"FP8 layers {count}/{len(self.layers)}{told}")
         else:
             lines += [f"  {sentence}" for sentence in why]
+        if self.attention != self.compute_dtype:
+            lines.append(f"attention: {self.attention}, the recipe says so")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -264,6 +271,7 @@ class Plan:
             "native": self.native,
             "device": self.device,
             "compute_dtype": self.compute_dtype,
+            "attention": self.attention,
             "loss_scaling": self.loss_scaling,
             "reasons": list(self.reasons),
             "layers": [asdict(layer) for layer in self.layers],

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fp8stack import presets
 from fp8stack.formats import AmaxAlgorithm, Fp8Name, ScaleRounding
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
+AttentionDtype = Literal["compute", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class _Base(BaseModel):
 
     name: str
     description: str = ""
+    attention: AttentionDtype = "compute"
+    """What queries, keys and values are multiplied in: the compute dtype, or float32."""
 
     @property
     def is_fp8(self) -> bool:
@@ -109,6 +112,16 @@ class PlainRecipe(_Base):
     scaling: Literal["none"]
     compute_dtype: ComputeDtype
 
+    @model_validator(mode="after")
+    def _attention_can_be_exact(self) -> PlainRecipe:
+        # The switch for TF32 is torch's, for all matrices of a model.
+        if self.compute_dtype == "tf32" and self.attention == "fp32":
+            raise ValueError(
+                "attention = 'fp32' is not possible in tf32, which rounds all products. "
+                "Use fp32, bf16 or an FP8 recipe."
+            )
+        return self
+
     @property
     def is_fp8(self) -> bool:
         """Whether any GEMM of this recipe takes FP8 operands."""
@@ -135,8 +148,9 @@ def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Rec
     return recipe
 
 
-def plain(compute_dtype: ComputeDtype) -> PlainRecipe:
-    """The recipe without FP8 that computes in `compute_dtype`; it ships as a preset."""
-    recipe = load_recipe(compute_dtype)
+def plain(compute_dtype: ComputeDtype, attention: AttentionDtype = "compute") -> PlainRecipe:
+    """The recipe without FP8 that computes in `compute_dtype`, which ships as a preset, with
+    `attention` as another recipe asked for it."""
+    recipe = load_recipe(compute_dtype, {"attention": attention})
     assert isinstance(recipe, PlainRecipe)
     return recipe

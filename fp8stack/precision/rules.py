@@ -61,7 +61,9 @@ def resolve(
         plan, substitutions = _resolve_fp8(asked, chosen, hardware, backend)
     if strict and substitutions:
         raise UserError(f"--strict: '{asked}' does not run as asked: {substitutions[0]}.")
-    return replace(plan, strict=strict, reasons=notes + plan.reasons)
+    # Whatever runs instead, attention stays what was asked for.
+    runs = plan.recipe.model_copy(update={"attention": chosen.attention})
+    return replace(plan, recipe=runs, strict=strict, reasons=notes + plan.reasons)
 
 
 def auto_recipe(hardware: Hardware) -> str:

@@ -1,0 +1,58 @@
+"""`fp8stack plan`: it parses, calls and prints; it computes nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fp8stack.cli_options import option
+
+
+def plan(
+    model: Annotated[str | None, option("Model preset or TOML file. [gpt-nano]")] = None,
+    recipe: Annotated[str | None, option("Precision recipe or TOML file. [auto]")] = None,
+    capability: Annotated[
+        str | None,
+        option("Plan for a GPU of this compute capability (9.0), or a CPU (none). [this machine]"),
+    ] = None,
+    te: Annotated[
+        bool, option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
+    ] = True,
+    backend: Annotated[
+        str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
+    ] = None,
+    strict: Annotated[
+        bool | None, option("Refuse to run another recipe or backend than asked.", "--strict")
+    ] = None,
+    batch: Annotated[int | None, option("Sequences per step. [8]")] = None,
+    context: Annotated[int | None, option("Tokens per sequence. [the model's]")] = None,
+    accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
+    config: Annotated[str | None, option("Run file (TOML) with the same keys; flags win.")] = None,
+    set: Annotated[
+        list[str] | None, option("Any other key of a run: --set key=value, as often as needed.")
+    ] = None,
+    json: Annotated[bool, option("Print JSON, layer by layer.", "--json")] = False,
+) -> None:
+    """What every operation of a training step would compute in, and where it casts."""
+    flags: dict[str, Any] = {"model": model, "recipe": recipe, "backend": backend}
+    flags |= {"strict": strict, "batch": batch, "context": context, "accumulate": accumulate}
+    from fp8stack import planner
+    from fp8stack.planner import asked
+    from fp8stack.training.config import parse_config
+
+    table = asked.table_for(parse_config(config, flags, set or []), capability, te)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(planner.as_json(table), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    print(f"machine: {table.machine}")
+    print(*table.plan.summary(), sep="\n")
+    print()
+    if console.is_terminal:
+        console.print(planner.rich_table(table))
+    else:
+        print(*planner.text_rows(table), sep="\n")
+    print(*planner.as_lines(table), sep="\n")

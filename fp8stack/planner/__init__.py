@@ -1,0 +1,33 @@
+"""What each operation of a training step computes in, before it runs: `make_table(config, plan)`.
+
+It reads a model's shape and its plan, and builds nothing. tests/test_planner.py holds what it says
+against the dtypes of steps that really run.
+"""
+
+from __future__ import annotations
+
+from fp8stack.planner.casts import Cast, casts_of
+from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
+from fp8stack.planner.table import (
+    PrecisionTable,
+    as_json,
+    as_lines,
+    make_table,
+    rich_table,
+    text_rows,
+)
+
+__all__ = [
+    "IN_COMPUTE_DTYPE",
+    "IN_FP32",
+    "Cast",
+    "Operation",
+    "PrecisionTable",
+    "as_json",
+    "as_lines",
+    "casts_of",
+    "make_table",
+    "operations_of",
+    "rich_table",
+    "text_rows",
+]

@@ -1,0 +1,63 @@
+"""Which sizes of a model do not suit tensor cores, and the next that do. No torch here.
+
+Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": operands
+in multiples of 16 bytes, best of 128 bytes, which is 64 elements of two bytes.
+"""
+
+from __future__ import annotations
+
+from fp8stack.model import GPTConfig, padded_vocabulary
+from fp8stack.precision import Plan
+
+BEST = 64
+_TF32 = 4
+_ATTENTION = {"fp32": 1, "tf32": _TF32, "bf16": 8, "fp16": 8}
+
+
+def needed_multiple(plan: Plan) -> int:
+    """What sizes must be multiples of for the plan's GEMMs to run on tensor cores as they should; 1
+    in fp32, which has none."""
+    return _TF32 if plan.compute_dtype == "tf32" else plan.vocabulary_multiple
+
+
+def size_notes(config: GPTConfig, plan: Plan) -> list[str]:
+    """A sentence for each size that is not a multiple of what the plan's GEMMs need, or of 64."""
+    multiple = needed_multiple(plan)
+    if multiple == 1:
+        return []
+    notes = []
+    padded = padded_vocabulary(config, plan.vocabulary_multiple)
+    if padded != config.vocabulary:
+        notes.append(
+            f"vocabulary {config.vocabulary} is padded to {padded}, a multiple of "
+            f"{plan.vocabulary_multiple}; the padding is no token and stays zero"
+        )
+    if padded % BEST:
+        best = padded_vocabulary(config, BEST)
+        notes.append(_best("vocabulary", padded, best))
+    precision = "FP8" if plan.is_fp8 else plan.compute_dtype
+    for name, size in (("width", config.width), ("mlp_width", config.hidden)):
+        if size % multiple:
+            notes.append(_too_odd(name, size, multiple, f"{precision} GEMMs want"))
+        elif size % BEST:
+            notes.append(_best(name, size, _up(size, BEST)))
+    multiple = _ATTENTION[plan.attention]
+    if config.head_width % multiple:
+        what = f"attention in {plan.attention} wants"
+        notes.append(_too_odd("head width", config.head_width, multiple, what))
+    return notes
+
+
+def _too_odd(name: str, size: int, multiple: int, wanted: str) -> str:
+    return (
+        f"{name} {size} is no multiple of {multiple}, which {wanted}; "
+        f"the next one is {_up(size, multiple)}"
+    )
+
+
+def _best(name: str, size: int, best: int) -> str:
+    return f"{name} {size} is no multiple of {BEST}, which suits tensor cores best; {best} is one"
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,236 @@
+"""A plan in full, for people and programs: every operation, every cast, what suits the sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fp8stack.model import GPTConfig
+from fp8stack.planner.casts import GRADIENT, Cast, casts_of
+from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
+from fp8stack.planner.sizes import size_notes
+from fp8stack.precision import Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADINGS = ("layer", "operation", "operands", "adds in", "gives", "why")
+_BLOCK = re.compile(r"blocks\.(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionTable:
+    """A plan in full; `accumulate` micro-batches make a step."""
+
+    model: str
+    machine: str
+    plan: Plan
+    operations: tuple[Operation, ...]
+    casts: tuple[Cast, ...]
+    accumulate: int
+    notes: tuple[str, ...]
+
+    def count(self, *, to_fp8: bool, per: str) -> int:
+        """How many tensors are cast, to FP8 or between other dtypes, `per` "micro-batch" or
+        "step": in a step all its micro-batches."""
+        found = [cast for cast in self.casts if cast.to_fp8 == to_fp8]
+        each = sum(cast.per == "micro-batch" for cast in found)
+        return each if per == "micro-batch" else each * self.accumulate + len(found) - each
+
+
+def make_table(
+    config: GPTConfig,
+    plan: Plan,
+    *,
+    model: str,
+    machine: str,
+    accumulate: int = 1,
+    optimizer: str = "adamw",
+    grad_compression: str = "none",
+    activation_checkpointing: str = "none",
+) -> PrecisionTable:
+    """The table of a plan whose layers have been decided.
+
+    Args:
+        config: the shape of the model.
+        plan: what runs.
+        model: its name.
+        machine: where.
+        accumulate: micro-batches per step.
+        optimizer: of the run, by name.
+        grad_compression: of the run.
+        activation_checkpointing: of the run.
+    """
+    notes = size_notes(config, plan)
+    again = {
+        "block": "activation checkpointing runs the blocks' forward operations and casts once more",
+        "selective": "activation checkpointing runs the blocks' forward operations and casts once "
+        "more, GEMMs and attention left out",
+    }
+    if activation_checkpointing != "none":
+        notes.append(again[activation_checkpointing])
+    return PrecisionTable(
+        model=model,
+        machine=machine,
+        plan=plan,
+        operations=tuple(
+            operations_of(config, plan, optimizer=optimizer, grad_compression=grad_compression)
+        ),
+        casts=tuple(casts_of(config, plan)),
+        accumulate=accumulate,
+        notes=tuple(notes),
+    )
+
+
+def as_json(table: PrecisionTable) -> dict[str, Any]:
+    """All of it as JSON data, layer by layer."""
+    return {
+        "model": table.model,
+        "machine": table.machine,
+        "plan": table.plan.to_json(),
+        "operations": [asdict(one) for one in table.operations],
+        "casts": [asdict(one) for one in table.casts],
+        "accumulate": table.accumulate,
+        "casts_per_micro_batch": {
+            "to_fp8": table.count(to_fp8=True, per="micro-batch"),
+            "other": table.count(to_fp8=False, per="micro-batch"),
+        },
+        "casts_per_step": {
+            "to_fp8": table.count(to_fp8=True, per="step"),
+            "other": table.count(to_fp8=False, per="step"),
+        },
+        "in_compute_dtype": IN_COMPUTE_DTYPE,
+        "in_fp32": IN_FP32,
+        "notes": list(table.notes),
+    }
+
+
+def as_lines(table: PrecisionTable) -> list[str]:
+    """What stands below the operations: casts and notes."""
+    lines = [_counts(table, "micro-batch")]
+    if table.accumulate > 1 or any(cast.per == "step" for cast in table.casts):
+        lines.append(_counts(table, "step"))
+    lines += _where(table.casts)
+    return lines + [f"note: {note}" for note in table.notes]
+
+
+def _counts(table: PrecisionTable, per: str) -> str:
+    fp8, other = (table.count(to_fp8=to_fp8, per=per) for to_fp8 in (True, False))
+    what = "micro-batch"
+    if per == "step":
+        plural = "es" if table.accumulate > 1 else ""
+        what = f"optimizer step of {table.accumulate} micro-batch{plural}"
+    if not fp8 and not other:
+        return f"casts per {what}: none"
+    return f"casts per {what}: {fp8} tensors to FP8, {other} between other dtypes"
+
+
+def _star(path: str) -> str:
+    return _BLOCK.sub("blocks.*", path)
+
+
+def _where(casts: Sequence[Cast]) -> list[str]:
+    """The casts of each layer in a line; layers of several blocks that are alike share one."""
+    layers: dict[str, list[Cast]] = {}
+    for cast in casts:
+        layers.setdefault(cast.path, []).append(cast)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, found in layers.items():
+        alike.setdefault((_star(path), "; ".join(_phrases(found))), []).append(path)
+    lines = []
+    for (path, line), paths in alike.items():
+        indices = [int(match[1]) for one in paths if (match := _BLOCK.match(one))]
+        path = path.replace("*", _ranges(indices))
+        lines.append(f"  {path}: {line}")
+    return lines
+
+
+def _phrases(casts: Sequence[Cast]) -> list[str]:
+    backs = {(cast.what, cast.target, cast.source) for cast in casts}
+    phrases = []
+    for cast in casts:
+        if cast.what.endswith(GRADIENT):
+            continue
+        mirrored = (cast.what + GRADIENT, cast.source, cast.target) in backs
+        back = " and its gradient back" if mirrored else ""
+        once = ", once per optimizer step" if cast.per == "step" else ""
+        phrases.append(f"{cast.what} {cast.source} -> {cast.target}{back}{once}")
+    return phrases
+
+
+def rows_of(operations: Sequence[Operation]) -> list[tuple[str, ...]]:
+    """The operations as rows under `HEADINGS`; blocks that are alike are one, `blocks.0-11`, and so
+    are operations of one layer that differ in their names alone."""
+    merged: list[Operation] = []
+    for one in _grouped(operations):
+        last = merged[-1] if merged else None
+        if last is not None and replace(last, name=one.name) == one:
+            merged[-1] = replace(last, name=f"{last.name}, {one.name}")
+        else:
+            merged.append(one)
+    return [
+        (
+            one.path or "model",
+            one.name,
+            " x ".join(one.operands),
+            one.adds_in,
+            one.output,
+            one.why,
+        )
+        for one in merged
+    ]
+
+
+def _grouped(operations: Sequence[Operation]) -> list[Operation]:
+    """Blocks whose operations are the same are shown in the first one's place, once."""
+    blocks: dict[int, list[Operation]] = {}
+    for one in operations:
+        if found := _BLOCK.match(one.path):
+            blocks.setdefault(int(found[1]), []).append(replace(one, path=_star(one.path)))
+    kinds: dict[tuple[Operation, ...], list[int]] = {}
+    for index, parts in blocks.items():
+        kinds.setdefault(tuple(parts), []).append(index)
+    names = {indices[0]: f"blocks.{_ranges(indices)}" for indices in kinds.values()}
+    shown = []
+    for one in operations:
+        found = _BLOCK.match(one.path)
+        if found is None:
+            shown.append(one)
+        elif int(found[1]) in names:
+            shown.append(replace(one, path=_BLOCK.sub(names[int(found[1])], one.path)))
+    return shown
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """`0-3,5` of 0, 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def text_rows(table: PrecisionTable) -> list[str]:
+    """The operations as lines of text, in columns."""
+    rows = [HEADINGS, *rows_of(table.operations)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def rich_table(table: PrecisionTable) -> Table:
+    """The operations as a table for a terminal."""
+    from rich.table import Table
+
+    made = Table()
+    for heading in HEADINGS:
+        made.add_column(heading)
+    for row in rows_of(table.operations):
+        made.add_row(*row)
+    return made
