@@ -1,7 +1,8 @@
 """The peak memory of a training step by recipe, beside what weights, gradients and moments need.
 
 On a GPU it is the allocator's peak. On a CPU every arm is a process of its own: its peak of
-resident memory less what it had before the model was built.
+resident memory less what it had before the model was built. With them, the bytes that a forward
+pass keeps (`activations`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from bench import emulation, report
+from bench import activations, emulation, report
 from bench.report import Report, Row
 from bench.runner import add_models_argument
 from fp8stack.benchmark import machine
@@ -59,6 +60,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         "machine": machine(device=hardware.device),
         "settings": {"steps": STEPS},
         "results": rows,
+        "activations": activations.rows(tiny),
         "bars": [],
     }
 
@@ -139,7 +141,8 @@ def table(found: Report) -> str:
     )  # fmt: skip
     header = ["model", "arm", "peak GiB", "floor GiB", "beyond it", f"/ {rows[0]['ratio_to']}"]
     title = "Peak memory of a training step"
-    return report.heading(found, title, text) + report.markdown(header, cells)
+    peaks = report.heading(found, title, text) + report.markdown(header, cells)
+    return peaks + activations.table(found)
 
 
 def figure(found: Report) -> Figure:

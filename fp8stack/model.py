@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
@@ -19,11 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activations import ACTIVATIONS
+from fp8stack.backends.selective import contexts
+from fp8stack.errors import UserError
 from fp8stack.head import head_loss
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.shapes import load_measured
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
+Recompute = Literal["none", "selective", "block"]
+SELECTIVE_COMPILED = (
+    "activation_checkpointing selective does not work with --compile: compiled code chooses by "
+    "itself what it keeps. Use none, block for less memory, or leave --compile out."
+)
 
 
 class GPTConfig(BaseModel):
@@ -128,6 +134,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
         self.config = config
+        self.backend = backend
         shapes = config.linear_shapes()
         qkv, output = f"{path}.qkv", f"{path}.output"
         self.qkv = backend.linear(qkv, *shapes[qkv], config.bias)
@@ -146,13 +153,12 @@ class Attention(nn.Module):
             q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
         if rotation is not None:
             q_BHTE, k_BGTE = rotate(q_BHTE, *rotation), rotate(k_BGTE, *rotation)
-        y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE.to(v_BGTE.dtype),
-            k_BGTE.to(v_BGTE.dtype),
+        y_BHTE = self.backend.attention(
+            q_BHTE,
+            k_BGTE,
             v_BGTE,
-            dropout_p=config.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=groups != config.heads,
+            dropout=config.dropout if self.training else 0.0,
+            grouped=groups != config.heads,
         )
         y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
         return y
@@ -233,8 +239,9 @@ class GPT(nn.Module):
             every device starts from the same.
 
     Attributes:
-        recompute: whether blocks keep their inputs alone for the backward pass, and run again in it
-            (activation checkpointing). The gradients are the same to the bit.
+        recompute: what blocks keep for the backward pass, and run again in it (activation
+            checkpointing): "none" keeps all, "selective" their inputs and what GEMMs and attention
+            gave, "block" their inputs alone. The gradients are the same to the bit.
     """
 
     def __init__(self, config: GPTConfig, backend: Backend | None = None, *, seed: int = 0) -> None:
@@ -242,7 +249,7 @@ class GPT(nn.Module):
         if backend is None:
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
         self.config = config
-        self.recompute = False
+        self.recompute: Recompute = "none"
         padded = padded_vocabulary(config, backend.vocabulary_multiple)
         self.embedding = nn.Embedding(padded, config.width)
         if config.positions == "learned":
@@ -293,10 +300,12 @@ class GPT(nn.Module):
             rotation = (cosine[:T], sine[:T])
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute == "none" or not torch.is_grad_enabled():
+                x_BTD = block(x_BTD, rotation)
+            elif self.recompute == "block":
                 x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
             else:
-                x_BTD = block(x_BTD, rotation)
+                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False, context_fn=contexts)
         if targets_BT is not None:
             loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
             return loss
@@ -305,7 +314,14 @@ class GPT(nn.Module):
 
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
-        compilation serves all that are alike, and the loss. `backend` is torch.compile's."""
+        compilation serves all that are alike, and the loss. `backend` is torch.compile's.
+
+        Raises:
+            UserError: `recompute` is "selective".
+        """
+        if self.recompute == "selective":
+            # What a compiled block's operators give may lie in memory that it uses again.
+            raise UserError(SELECTIVE_COMPILED)
         allow_many_compilations()
         for part in self.modules():
             if isinstance(part, Compilable):
@@ -314,7 +330,8 @@ class GPT(nn.Module):
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""
         if device not in self._rotations:
-            self._rotations[device] = rope_tables(self.config, device)
+            with torch.inference_mode(False):  # else no later pass could be trained
+                self._rotations[device] = rope_tables(self.config, device)
         return self._rotations[device]
 
 
@@ -353,6 +370,7 @@ def plan_for(
     strict: bool = False,
     tokens: int | None = None,
     left_out: Mapping[str, str] | None = None,
+    vocabulary_multiple: int = 1,
 ) -> Plan:
     """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
 
@@ -364,16 +382,19 @@ def plan_for(
         strict: see `resolve`.
         tokens: of a micro-batch; if known, layers in which FP8 does not pay are left out.
         left_out: layers to leave out, with the reason.
+        vocabulary_multiple: what the vocabulary is padded to at least.
     """
     plan = resolve(recipe, hardware, backend, strict)
     measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
-    vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
+    multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
+    vocabulary = padded_vocabulary(config, multiple)
     made = plan.for_layers(
         config.linear_shapes(vocabulary), left_out=left_out, tokens=tokens, measured=measured
     )
-    if made.vocabulary_multiple == plan.vocabulary_multiple:
+    needed = max(made.vocabulary_multiple, vocabulary_multiple)
+    if needed == multiple:
         return made
-    vocabulary = padded_vocabulary(config, made.vocabulary_multiple)  # it is FP8 no more
+    vocabulary = padded_vocabulary(config, needed)  # it is FP8 no more
     return made.for_layers(config.linear_shapes(vocabulary))
 
 

@@ -1,8 +1,9 @@
 """What FP8 does to each operand, measured on some steps. It must not know a file or a loop.
 
 A sample looks at the first micro-batch of a step: each operand's amax, scale, what was clipped,
-what became zero, and its signal-to-noise ratio; in other recipes as well, if asked "what if". The
-figures stay on the device until `finish` brings them over, all at once.
+what became zero, and its signal-to-noise ratio; in other recipes as well, if asked "what if"; and,
+in any recipe, at the gradients of the whole step. The figures stay on the device until `finish`
+brings them over, all at once.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from fp8stack import gradient_flow
 from fp8stack.backends.contract import DTYPES
 from fp8stack.backends.observe import Operand, fp8_linears, observing, scale_of
 from fp8stack.errors import UserError
@@ -45,8 +48,10 @@ class Sample(NamedTuple):
     """What a look at one step gave.
 
     Attributes:
-        rows: JSON objects: one of the model, then one per operand and recipe.
-        numbers: the same by name, for trackers: `fp8/sqnr_db/blocks.0.mlp.up.input`.
+        rows: JSON objects: one of the model, then one per operand and recipe, then one per part
+            that has a gradient.
+        numbers: the same by name, for trackers: `fp8/sqnr_db/blocks.0.mlp.up.input`,
+            `gradient/norm/blocks.0.mlp.up`.
     """
 
     rows: list[Row]
@@ -67,28 +72,38 @@ class Telemetry:
     """Samples the steps of one run.
 
     Args:
-        plan: what runs. Without FP8, the linears are looked at with `what_if` alone, and if there
-            is none, there is nothing to see.
+        plan: what runs. Without FP8, the linears are looked at with `what_if` alone.
         every: a step in so many is sampled, besides the first and the last; 0 for none.
         what_if: recipes, by name or path, to try on the same operands.
+        operands: whether this process looks at operands. Of several ranks one does, and all take
+            part in looking at gradients, which they may share out.
 
     Raises:
         UserError: no such recipe, one that cannot be tried, or two of the same name.
     """
 
-    def __init__(self, plan: Plan, every: int, what_if: Sequence[str] = ()) -> None:
+    def __init__(
+        self, plan: Plan, every: int, what_if: Sequence[str] = (), *, operands: bool = True
+    ) -> None:
         self.plan = plan
         self.every = every
         self.what_if = _recipes_to_try(what_if)
+        self.operands = operands
+        self._flow: gradient_flow.Flow | None = None
         self._seen: list[_Measured] = []
         self._changes: Tensor | None = None
         self._scales: Tensor | None = None  # at the sample before, [slots]
 
     def due(self, step: int, first_step: int, last_step: int) -> bool:
         """Whether `step` of a run from `first_step` to `last_step` is to be sampled."""
-        if not self.every or not (self.plan.is_fp8 or self.what_if):
+        if not self.every:
             return False
         return step in (first_step, last_step) or step % self.every == 0
+
+    @property
+    def sees_operands(self) -> bool:
+        """Whether `sampling` has anything to look at."""
+        return self.operands and (self.plan.is_fp8 or bool(self.what_if))
 
     @contextmanager
     def sampling(self, model: nn.Module) -> Iterator[None]:
@@ -117,8 +132,13 @@ class Telemetry:
             self._changes = None
             raise
 
+    def gradients(self, model: nn.Module) -> None:
+        """Look at the gradients of a step: all its micro-batches, unscaled, not clipped yet. What
+        `gradient_flow.look` says of ranks holds here."""
+        self._flow = gradient_flow.look(model)
+
     def finish(self, step: int, fp8_gemms: int | None, plan: Plan | None = None) -> Sample:
-        """What the last `sampling` found; reads the device once.
+        """What the last `sampling` and `gradients` found; reads the device once.
 
         Args:
             step: its number.
@@ -126,16 +146,20 @@ class Telemetry:
             plan: what runs now, if it changed since the run began.
         """
         self.plan = plan or self.plan
-        values = [measured.figures for measured in self._seen]
-        changes = self._changes
+        seen, flow, changes = self._seen, self._flow, self._changes
+        found = [measured.figures for measured in seen]
         if changes is not None:
-            values.append(changes.to(torch.float64).expand(len(FIGURES) + 1))
-        numbers = torch.stack(values).tolist() if values else []
-        count = None if changes is None else int(numbers.pop()[0])
-        rows = [_operand_row(step, m, v) for m, v in zip(self._seen, numbers, strict=True)]
-        self._seen.clear()
-        self._changes = None
-        return Sample([self._model_row(step, fp8_gemms, count), *rows], _tracked(rows))
+            found.append(changes.to(torch.float64).view(1))
+        if flow is not None:
+            found.append(flow.sums.flatten())
+        numbers = iter(torch.cat(found).tolist() if found else [])
+        width = len(FIGURES) + 1
+        rows = [_operand_row(step, one, list(islice(numbers, width))) for one in seen]
+        count = None if changes is None else int(next(numbers))
+        gradients = [] if flow is None else _gradient_rows(step, flow, list(numbers))
+        self._seen, self._flow, self._changes = [], None, None
+        tracked = _tracked(rows) | _tracked_gradients(gradients)
+        return Sample([self._model_row(step, fp8_gemms, count), *rows, *gradients], tracked)
 
     def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
         """The linears to look at: those in FP8; in a run without FP8 all but the head."""
@@ -251,6 +275,16 @@ def _operand_row(step: int, measured: _Measured, values: Sequence[float]) -> Row
     }
 
 
+def _gradient_rows(step: int, flow: gradient_flow.Flow, numbers: Sequence[float]) -> list[Row]:
+    """The figures of the gradients, from the three sums of each part."""
+    sums = [numbers[at : at + 3] for at in range(0, len(numbers), 3)]
+    return [
+        {"step": step, "gradient": told["part"]}
+        | {key: _number(told[key]) for key in gradient_flow.FIGURES}
+        for told in gradient_flow.figures(flow, sums)
+    ]
+
+
 def _number(value: float | None, digits: int = 6) -> float | None:
     """`value` to some significant digits, 9 of which are enough for a float32."""
     if value is None or not math.isfinite(value):
@@ -269,3 +303,13 @@ def _tracked(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             found = {f"fp8/{key}/{place}": row[key] for key in _TRACKED}
         numbers |= {name: value for name, value in found.items() if value is not None}
     return numbers
+
+
+def _tracked_gradients(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of gradients by name."""
+    return {
+        f"gradient/{key}/{row['gradient']}": row[key]
+        for row in rows
+        for key in gradient_flow.FIGURES
+        if row[key] is not None
+    }

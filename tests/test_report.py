@@ -452,8 +452,11 @@ def test_what_comes_from_files_is_escaped_wherever_it_stands(tmp_path):
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
 def test_a_run_without_telemetry_says_so(tmp_path, recipe):
     html = html_of(make_run(tmp_path / "r", recipe=recipe, every=0))
-    why = "no layer of this run is in FP8 (fp32)" if recipe == "fp32" else "it was switched off"
-    assert f"No telemetry: {why}" in Page(html).said
+    why = {
+        "fp32": "No operands to show: no layer of this run is in FP8 (fp32)",
+        "delayed": "No telemetry: it was switched off",
+    }
+    assert why[recipe] in Page(html).said
 
 
 def test_losses_that_are_not_finite_are_said_and_left_out_of_the_plot(tmp_path):
@@ -571,7 +574,7 @@ def test_text_prints_the_essentials_and_writes_nothing(tmp_path, command: Comman
     out = " ".join(capsys.readouterr().out.split())
     assert "blocks.1.mlp.up, input stands out from step 100 on" in out
     assert "mxfp8 would have cost" in out
-    assert "No telemetry: no layer of this run is in FP8" in out
+    assert "No operands to show: no layer of this run is in FP8" in out
     assert sorted(tmp_path.rglob("*")) == before
     assert command("report", "a", "--text", "--out", "page.html") == 0
     assert (tmp_path / "page.html").exists()

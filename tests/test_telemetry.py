@@ -86,7 +86,9 @@ def test_nothing_is_sampled_where_there_is_nothing_to_see(
     recipe: str, every: int, what_if: tuple[str, ...], looks: bool
 ) -> None:
     telemetry = Telemetry(plan_of(recipe), every, what_if)
-    assert any(telemetry.due(step, 1, 20) for step in range(1, 21)) is looks
+    due = any(telemetry.due(step, 1, 20) for step in range(1, 21))
+    assert due is bool(every)
+    assert (due and telemetry.sees_operands) is looks
 
 
 # What

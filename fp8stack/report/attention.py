@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8stack.report.events import ending, failure, from_events
+from fp8stack.report.flow import judged as of_gradients
 from fp8stack.report.read import Operand, Run, table
 from fp8stack.report.standouts import StandOut, settled, stand_outs
 from fp8stack.report.words import LABELS, Finding, Level, in_steps, percent, shown, times
@@ -53,6 +54,7 @@ def judge(run: Run) -> Judged:
         *ending(run),
         *_not_finite(run.operands),
         *from_events(run),
+        *of_gradients(run.gradients, delayed),
         *_stand_out_sentences(standing_out),
         *_clipped(operands),
         *_low_sqnr(operands, standing_out),
@@ -81,7 +83,7 @@ def verdict(judged: Judged) -> str:
         return f"Needs attention: {' and '.join(parts)}."
     if judged.run.operands and not judged.operands:
         return "Nothing stands out so far; the scales had not settled at the only sample."
-    if judged.operands:
+    if judged.operands or judged.run.gradients:
         return "Nothing stands out."
     return "Nothing stands out in the metrics; there is no telemetry to look at."
 

@@ -105,7 +105,7 @@ def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         kind = str(event.get("event"))
         # 'loss is 7.1' and 'loss is 7.3' are the same why.
         mark = (kind, where, re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", why))
-        if marks and marks[-1] == mark and kind not in ("rollback", "demote", "restore"):
+        if marks and marks[-1] == mark and kind not in ("rollback", "demote", "restore", "phase"):
             runs[-1].append(event["step"])
             continue
         marks.append(mark)

@@ -1,4 +1,5 @@
-"""Heat maps of telemetry: layers by steps, one panel per operand kind. The redder, the worse."""
+"""Heat maps of telemetry: layers by steps, one panel per operand kind. The redder, the worse. And
+one of gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
 
 from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, picture, style
+from fp8stack.report.flow import leaves, norms
 from fp8stack.report.grids import joined, kinds_of, layers_by_steps
 from fp8stack.report.read import Figures, Run
 from fp8stack.report.standouts import role
 
 MOST_SAMPLES = 240  # columns; more are joined, the worst of each shown
+DEAD = "#dc2626"
 NONE = (0.55, 0.6, 0.65, 0.22)
 LEAST_SHARE = 1e-4  # less is shown as none
 # Figure: title, colour bar, colour map, whether larger is worse, caption.
@@ -33,13 +36,48 @@ def heat_maps(run: Run, prefix: str) -> list[Picture]:
     return [_heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
 
 
+def gradient_map(run: Run, prefix: str) -> Picture | None:
+    """The norm of the gradient of each part; None without telemetry."""
+    parts = leaves(run.gradients)
+    if not parts:
+        return None
+    steps, values = norms(parts)
+    steps, values = joined(steps, values, False, MOST_SAMPLES)  # a zero is what must be seen
+    alive = values[values > 0]
+    low, high = (alive.min(), alive.max()) if len(alive) else (1e-1, 1.0)
+    with style():
+        figure = new_figure(10, _height(len(parts)))
+        axes = figure.subplots()
+        cmap = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=DEAD)
+        shown = np.where(values == 0, low / 10, values)
+        axes.grid(False)
+        image = axes.imshow(
+            np.ma.masked_invalid(shown), cmap=cmap, norm=LogNorm(low, max(high, 1.001 * low)),
+            aspect="auto", interpolation="none",
+        )  # fmt: skip
+        _label(axes, [one.part for one in parts], steps)
+        _mark(axes, run, steps)
+        bar: Any = figure.colorbar(image, ax=axes, label="norm", pad=0.01, aspect=30)
+        bar.solids.set_rasterized(True)
+        bar.outline.set_visible(False)
+        caption = "The norm before clipping, without fp16's scale. Red: exactly zero."
+        return picture(
+            figure, f"{prefix}-gradient", "Gradient by part of the model", caption,
+            f"Heat map of the gradient's norm for {len(parts)} parts over the sampled steps.",
+            wide=True,
+        )  # fmt: skip
+
+
+def _height(rows: int) -> float:
+    return 1.1 + (0.19 * rows if rows <= 32 else min(8.0, 6.0 + 0.01 * (rows - 32)))
+
+
 def _heat_map(run: Run, figure_name: str, name: str) -> Picture:
     title, unit, colors, worst_is_high, caption = MAPS[figure_name]
     kinds = kinds_of(run.operands)
     count = len({operand.layer for operand in run.operands})
     with style():
-        height = 1.1 + (0.19 * count if count <= 32 else min(8.0, 6.0 + 0.01 * (count - 32)))
-        figure = new_figure(10, height)
+        figure = new_figure(10, _height(count))
         panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
         image: Any = None
         for axes, kind in zip(panels, kinds, strict=True):

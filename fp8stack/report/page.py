@@ -19,7 +19,7 @@ from fp8stack.report import curves, summary
 from fp8stack.report.attention import Judged, verdict
 from fp8stack.report.drawing import Picture
 from fp8stack.report.events import folded
-from fp8stack.report.heatmaps import heat_maps
+from fp8stack.report.heatmaps import gradient_map, heat_maps
 from fp8stack.report.words import titles
 
 MARK = '<meta name="generator" content="fp8stack report'
@@ -159,6 +159,7 @@ def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
         curves.loss([run], [name], f"{prefix}-loss"),
         curves.rates(run, f"{prefix}-rates"),
         curves.throughput([run], [name], f"{prefix}-throughput"),
+        gradient_map(run, prefix),
     ]
     fp8 = [*heat_maps(run, prefix), curves.amaxes(judged, f"{prefix}-amax")]
     drawn_training = [picture for picture in training if picture is not None]

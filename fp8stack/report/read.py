@@ -27,6 +27,8 @@ KINDS = ("input", "weight", "grad_output")
 """The operands of a linear's three GEMMs."""
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
 """What telemetry says of an operand at a step."""
+FLOW = ("norm", "ratio", "zeros")
+"""What it says of the gradient of a part of the model."""
 
 LONGEST_LINE = 2**24
 """Characters of a line of JSON: what is longer is no row of a run."""
@@ -57,14 +59,24 @@ class Operand:
         return f"{self.layer}, {self.kind}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """The gradient of one part of the model over the sampled steps; arrays as in `Operand`, for
+    each name of `FLOW`."""
+
+    part: str
+    steps: NDArray[np.int64]
+    figures: dict[str, Figures]
+
+
 @dataclass(kw_only=True)
 class Run:
     """What a run folder says.
 
     `rows` has a row per step, the last one written; `events` has all of them, in order. `operands`
-    are those of the run's recipe, `what_if` those of the recipes tried, by name. `models` are the
-    rows of telemetry about the whole model. `notes` are sentences about files that are cut,
-    damaged or missing.
+    are those of the run's recipe, `what_if` those of the recipes tried, by name. `gradients` are
+    those of the parts, as the model has them in order. `models` are the rows of telemetry about
+    the whole model. `notes` are sentences about files that are cut, damaged or missing.
     """
 
     path: Path
@@ -76,6 +88,7 @@ class Run:
     events: list[dict[str, Any]]
     operands: list[Operand] = field(default_factory=list)
     what_if: dict[str, list[Operand]] = field(default_factory=dict)
+    gradients: list[Gradient] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
     written: datetime | None = None
     notes: list[str] = field(default_factory=list)
@@ -207,6 +220,7 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
 def _read_telemetry(path: Path, run: Run) -> None:
     """Add what `telemetry.jsonl` holds to `run`."""
     series: dict[tuple[str, str, str], _Series] = {}
+    flows: dict[str, _Series] = {}
     models: dict[int, dict[str, Any]] = {}
     newest = -1
     for row in _lines(path, run.notes):
@@ -215,18 +229,22 @@ def _read_telemetry(path: Path, run: Run) -> None:
         step = _step(row)
         if step is None:
             continue
+        if "gradient" in row:
+            flows.setdefault(str(row["gradient"]), _Series(FLOW)).add(step, row)
+            continue
         if "operand" not in row:
             if step <= newest:  # rolled back: the samples from here on are taken again
                 models = {at: kept for at, kept in models.items() if at < step}
-                for kept in series.values():
+                for kept in (*series.values(), *flows.values()):
                     kept.forget_from(step)
             newest = step
             models[step] = row
             continue
         tried = str(row.get("recipe")) if row.get("what_if") is True else ""
         key = (tried, str(row.get("layer")), str(row["operand"]))
-        series.setdefault(key, _Series()).add(step, row)
+        series.setdefault(key, _Series(FIGURES)).add(step, row)
     run.models = [models[step] for step in sorted(models)]
+    run.gradients = [found.gradient(part) for part, found in flows.items() if found.rows]
     order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
     for (tried, layer, kind), found in sorted(
         series.items(), key=lambda item: order.get(item[0][1], len(order))
@@ -243,26 +261,31 @@ def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Series:
-    """The rows of one operand; the last one of a step counts. Compact: a long run has millions."""
+    """The rows of one operand or gradient; the last one of a step counts. Compact: a long run has
+    millions."""
 
-    def __init__(self) -> None:
+    def __init__(self, figures: tuple[str, ...]) -> None:
+        self.figures = figures
         self.rows: dict[int, array[float]] = {}
         self.format = ""
 
     def add(self, step: int, row: dict[str, Any]) -> None:
-        self.rows[step] = array("d", (number(row.get(key)) for key in FIGURES))
+        self.rows[step] = array("d", (number(row.get(key)) for key in self.figures))
         self.format = str(row.get("format", ""))
 
     def forget_from(self, step: int) -> None:
         self.rows = {at: kept for at, kept in self.rows.items() if at < step}
 
     def operand(self, layer: str, kind: str) -> Operand:
+        steps, figures = self._arrays()
+        return Operand(layer=layer, kind=kind, format=self.format, steps=steps, figures=figures)
+
+    def gradient(self, part: str) -> Gradient:
+        steps, figures = self._arrays()
+        return Gradient(part=part, steps=steps, figures=figures)
+
+    def _arrays(self) -> tuple[NDArray[np.int64], dict[str, Figures]]:
         steps = sorted(self.rows)
-        figures = np.array([self.rows[step] for step in steps], dtype=np.float64)
-        return Operand(
-            layer=layer,
-            kind=kind,
-            format=self.format,
-            steps=np.array(steps, dtype=np.int64),
-            figures={key: figures[:, at] for at, key in enumerate(FIGURES)},
-        )
+        values = np.array([self.rows[step] for step in steps], dtype=np.float64)
+        figures = {key: values[:, at] for at, key in enumerate(self.figures)}
+        return np.array(steps, dtype=np.int64), figures

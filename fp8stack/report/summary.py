@@ -133,12 +133,12 @@ def reasons(run: Run) -> list[str]:
 
 
 def without_telemetry(run: Run) -> str:
-    """Why there is nothing to show of FP8, in a sentence; "" if there is."""
+    """Why there is nothing to show of operands, in a sentence; "" if there is."""
     if run.operands:
         return ""
     recipe = table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "this recipe"
     if layers(run.plan) and not any(layer.get("fp8") for layer in layers(run.plan)):
-        return f"No telemetry: no layer of this run is in FP8 ({recipe})."
+        return f"No operands to show: no layer of this run is in FP8 ({recipe})."
     if run.config.get("telemetry_every") == 0:
         return "No telemetry: it was switched off (telemetry_every = 0)."
     return "No telemetry: there is no telemetry.jsonl with samples of operands in the run folder."

@@ -1,13 +1,17 @@
-"""glibc's allocator, told to keep what a training step frees and asks for again."""
+"""The allocators of others, told to suit training: glibc's on a CPU, torch's own on a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from typing import Any
+
+import torch
 
 # From glibc's malloc.h. The largest threshold that glibc takes for mapping a block is 32 MiB.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TORCHS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first since torch 2.10
 _SETTINGS = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_MMAP_THRESHOLD: 32 * 2**20}
 
 
@@ -20,3 +24,17 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
     return mallopt is not None and all(mallopt(key, value) for key, value in _SETTINGS.items())
+
+
+def expand_segments(device: str) -> bool:
+    """Have torch's CUDA allocator grow its segments in place, so that blocks of changing sizes
+    leave no gaps between segments. Returns whether it was done: not for `device` "cpu", nor after
+    CUDA is initialised, nor where the environment sets the allocator itself.
+    """
+    begun: Any = torch.cuda.is_initialized  # it has no types
+    if device == "cpu" or torch.version.cuda is None or begun():
+        return False
+    if any(name in os.environ for name in _TORCHS):
+        return False
+    os.environ[_TORCHS[0]] = "expandable_segments:True"
+    return True

@@ -9,6 +9,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fp8stack.training.allocations import (
+    Allocations,
+    changes_in,
+    heap_bytes,
+    on_cpu,
+    on_gpu,
+    words,
+)
 from fp8stack.training.storage import storage_errors, write_atomically
 
 WARM_UP = 4
@@ -17,27 +25,43 @@ TOP = 10
 TRACE, TABLE = "trace.json.gz", "profile.md"
 
 
+class Recording(profile):
+    """A profile, and what was allocated while it was made; None before its end."""
+
+    allocations: Allocations | None = None
+
+
 @contextmanager
-def recording(device: torch.device) -> Iterator[profile]:
+def recording(device: torch.device) -> Iterator[Recording]:
     """Profile what runs within, on `device` all of it: the work that was under way before is waited
     for, and so is that which was begun."""
     activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    before: dict[str, int] = {}
+    if on_cuda:
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
-    with profile(activities=activities) as recorded:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_stats(device)
+    with Recording(activities=activities, profile_memory=not on_cuda) as recorded:
         yield recorded
-        if device.type == "cuda":
+        if on_cuda:
             torch.cuda.synchronize(device)
+    if on_cuda:
+        recorded.allocations = on_gpu(before, torch.cuda.memory_stats(device))
+    else:
+        recorded.allocations = on_cpu(changes_in(recorded), heap_bytes())
 
 
-def write(recorded: profile, folder: Path, step: int) -> str:
-    """Write the trace and the table into `folder`, and return what the table says.
+def write(recorded: Recording, folder: Path, step: int) -> str:
+    """Write the trace, and the table with a line about memory, into `folder`; return the latter.
 
     Raises:
         StorageError: the disk is full or cannot be written.
     """
     text = table(recorded, step)
+    if recorded.allocations is not None:
+        text += f"\n{words(recorded.allocations)}\n"
     with storage_errors(folder):
         folder.mkdir(exist_ok=True)
         recorded.export_chrome_trace(str(folder / TRACE))
@@ -51,7 +75,9 @@ def table(recorded: profile, step: int) -> str:
     Time is a GPU's where one worked, the CPU's otherwise; shares are of all of it.
     """
     events = recorded.key_averages()
-    operators = [event for event in events if event.device_type.name == "CPU"]
+    operators = [
+        event for event in events if event.device_type.name == "CPU" and event.key != "[memory]"
+    ]
     kernels_us = sum(
         event.self_device_time_total
         for event in events

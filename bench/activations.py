@@ -1,0 +1,114 @@
+"""The bytes that a forward pass keeps for the backward pass, counted, by what blocks run again.
+
+Every storage that is made in the forward pass and still there at its end counts once: activations,
+what is saved of quantized operands, casts of weights. No parameter, no buffer, no timing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench import report
+from bench.report import Report, Row
+from fp8stack.backends import build_backend
+from fp8stack.model import GPT, GPTConfig, Recompute, load_config, plan_for
+from fp8stack.precision import Hardware
+
+MODES: tuple[Recompute, ...] = get_args(Recompute)
+# Name: recipe, backend, whether operands are saved as FP8 bytes where that is a choice.
+ARMS = {
+    "fp32": ("fp32", "reference", False),
+    "bf16": ("bf16", "reference", False),
+    "delayed, emulated": ("delayed", "emulate", False),
+    "delayed, emulated, save_fp8": ("delayed", "emulate", True),
+    "delayed by torch": ("delayed", "torch", False),
+    "mxfp8, emulated": ("mxfp8", "emulate", False),
+    "mxfp8, emulated, save_fp8": ("mxfp8", "emulate", True),
+}
+LLAMA = {
+    "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "kv_heads": 2,
+    "tied": False,
+}  # fmt: skip
+BATCH, CONTEXT = 8, 128
+
+
+class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self.made[reference.cdata] = (reference, storage.nbytes())
+        return out
+
+    def left(self) -> int:
+        """The bytes of those that are still there."""
+        return sum([size for reference, size in self.made.values() if not reference.expired()])
+
+
+def kept_bytes(model: GPT, tokens: Tensor) -> int:
+    """What a forward pass keeps, in bytes; `tokens` is int64 [B, T + 1]. The pass before it, which
+    makes what is made once, is not counted."""
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    kept = _Kept()
+    with kept:
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    found = kept.left()
+    del loss
+    return found
+
+
+def configs(tiny: bool = False) -> dict[str, GPTConfig]:
+    """The models: the default, and one as Llama is."""
+    sizes = {"layers": 1, "width": 64, "heads": 4} if tiny else {}
+    llama = load_config("gpt-nano", LLAMA | sizes)
+    return {"gpt-nano": load_config("gpt-nano", sizes), "gpt-nano as Llama": llama}
+
+
+def rows(tiny: bool = False) -> list[Row]:
+    """Every model, arm and mode, on the CPU: counts, so that one of each is enough."""
+    batch, context = (1, 16) if tiny else (BATCH, CONTEXT)
+    found: list[Row] = []
+    for case, config in configs(tiny).items():
+        for arm, (recipe, backend, save_fp8) in ARMS.items():
+            plan = plan_for(config, recipe, Hardware("cpu"), backend)
+            model = GPT(config, build_backend(plan, save_fp8=save_fp8))
+            tokens = torch.zeros(batch, context + 1, dtype=torch.int64)
+            kept = {}
+            for mode in MODES:
+                model.recompute = mode
+                kept[mode] = kept_bytes(model, tokens)
+            found += [
+                {
+                    "case": case, "arm": arm, "recompute": mode, "bytes": kept[mode],
+                    "share": round(kept[mode] / kept["none"], 4),
+                }
+                for mode in MODES
+            ]  # fmt: skip
+    return found
+
+
+def table(found: Report) -> str:
+    """MiB, and the share of what is kept without running anything again."""
+    title = "\nWhat a forward pass keeps for the backward pass, in MiB, on a CPU "
+    title += f"({BATCH} x {CONTEXT} tokens), by `activation_checkpointing`:\n\n"
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in found["activations"]:
+        cells.setdefault((row["case"], row["arm"]), []).append(
+            f"{row['bytes'] / 2**20:.2f} ({row['share'] - 1:+.0%})"
+        )
+    body = ([*names, *values] for names, values in cells.items())
+    return title + report.markdown(["model", "arm", *MODES], body)

@@ -1,0 +1,206 @@
+"""Parts of a model whose gradient is dead, vanishes or explodes. No file, no page here.
+
+At a sample a part is dead if its gradient is exactly zero; it vanishes or explodes if that is
+`SAME` powers of ten from the median of its peers: the same part of other blocks, or, where fewer
+than `PEERS` of those have a gradient, all parts, and `ANY` powers of ten. Where the peers fall
+into two groups so far apart, the group is sound that the end of the model is in: the gradient comes
+from there. It counts if it is so at `SEVERAL` samples in a row.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8stack.report.read import Figures, Gradient
+from fp8stack.report.standouts import PEERS, role
+from fp8stack.report.words import Finding, times
+
+SEVERAL = 3
+SAME, ANY = 3.0, 5.0  # powers of ten
+MOST = 6  # that are named one by one
+
+What = Literal["dead", "vanishing", "exploding"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A part whose gradient is wrong.
+
+    `steps` are the first and the last sample of the longest time that it was so, `samples` how many
+    there were; `lasts`: until the last of all. `norm` is the gradient's where it is furthest from
+    that of its peers, `peers` that, `worst` the step.
+    """
+
+    part: str
+    what: What
+    steps: tuple[int, int]
+    samples: int
+    lasts: bool
+    norm: float
+    peers: float
+    worst: int
+
+
+def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The parts that are no blocks of others."""
+    parts = sorted(one.part for one in gradients)
+    blocks = {one for one, after in pairwise(parts) if after.startswith(f"{one}.")}
+    return [one for one in gradients if one.part not in blocks]
+
+
+def norms(gradients: Sequence[Gradient]) -> tuple[NDArray[np.int64], Figures]:
+    """The steps [samples], and the norms [parts, samples], NaN where there is none."""
+    steps = np.unique(np.concatenate([one.steps for one in gradients]))
+    values = np.full((len(gradients), len(steps)), np.nan)
+    for row, one in zip(values, gradients, strict=True):
+        row[np.searchsorted(steps, one.steps)] = one.figures["norm"]
+    return steps, values
+
+
+def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
+    """What is wrong with the gradients of a run. With delayed scaling the first step says nothing:
+    its scales are 1 yet."""
+    parts = leaves(gradients)
+    if not parts:
+        return []
+    steps, values = norms(parts)
+    keep = steps > 1 if delayed else steps > 0
+    steps, values = steps[keep], values[:, keep]
+    if len(steps) < SEVERAL:
+        return []
+    with np.errstate(divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # an all-NaN slice is a NaN
+        alive = np.where(values > 0, np.log10(values), np.nan)
+        middle, bound = _peers([one.part for one in parts], alive)
+    distance = alive - middle
+    found = []
+    told: tuple[tuple[What, NDArray[np.bool_]], ...] = (
+        ("dead", values == 0),
+        ("vanishing", distance < -bound[:, None]),
+        ("exploding", distance > bound[:, None]),
+    )
+    for what, flags in told:
+        for at, one in enumerate(parts):
+            first, last = _longest(flags[at])
+            if last - first < SEVERAL:
+                continue
+            far = np.abs(distance[at, first:last])
+            worst = first + (0 if what == "dead" else int(np.argmax(far)))
+            found.append(
+                Fault(
+                    part=one.part,
+                    what=what,
+                    steps=(int(steps[first]), int(steps[last - 1])),
+                    samples=last - first,
+                    lasts=last == len(steps),
+                    norm=float(values[at, worst]),
+                    peers=float(10 ** middle[at, worst]),
+                    worst=int(steps[worst]),
+                )
+            )
+    return found
+
+
+def sentences(found: Sequence[Fault], parts: Sequence[str]) -> Iterator[Finding]:
+    """What to say of the `found` faults; `parts` are the leaves of the model."""
+    dead: dict[tuple[tuple[int, int], bool, int], list[str]] = defaultdict(list)
+    for fault in found:
+        if fault.what == "dead":
+            dead[fault.steps, fault.lasts, fault.samples].append(fault.part)
+    for (steps, lasts, samples), which in dead.items():
+        end = "What has no gradient is not trained." if lasts else "Later it had one."
+        text = (
+            f"Dead: no gradient reaches {_list(_merged(which, parts))}; it was exactly zero at "
+            f"{_when(samples, steps)}. {end}"
+        )
+        yield Finding(level="alarm" if lasts else "warning", text=text)
+    for what, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
+        same = [fault for fault in found if fault.what == what]
+        same.sort(key=lambda one: -abs(np.log10(one.norm / one.peers)))
+        for fault in same[:MOST]:
+            text = (
+                f"{word}: the gradient of {fault.part} has a norm of {fault.norm:.3g} at step "
+                f"{fault.worst}, its peers {fault.peers:.3g}; so at "
+                f"{_when(fault.samples, fault.steps)}."
+            )
+            yield Finding(level="warning", text=text)
+        if len(same) > MOST:
+            rest = _list(_merged([one.part for one in same[MOST:]], parts))
+            yield Finding(level="warning", text=f"{word} as well: the gradient of {rest}.")
+
+
+def _peers(parts: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
+    """For each part what its peers have, log10 [parts, samples], and how far from that is too far,
+    [parts]."""
+    roles: dict[str, list[int]] = defaultdict(list)
+    for at, part in enumerate(parts):
+        roles[role(part)].append(at)
+    # The part that is nearest to the loss, of those that have a gradient at the sample.
+    end = _last(alive)
+    middle, bounds = np.empty_like(alive), np.empty(len(parts))
+    for members in roles.values():
+        living = [at for at in members if np.isfinite(alive[at]).any()]
+        bound = SAME if len(living) >= PEERS else ANY
+        group = alive[living] if len(living) >= PEERS else alive
+        usual, last = np.nanmedian(group, axis=0), _last(group)
+        other = (np.abs(last - usual) > bound) & (np.abs(last - end) < np.abs(usual - end))
+        middle[members], bounds[members] = np.where(other, last, usual), bound
+    return middle, bounds
+
+
+def _last(values: Figures) -> Figures:
+    """The last number of each column, NaN where there is none."""
+    there = np.isfinite(values)
+    at = len(values) - 1 - np.argmax(there[::-1], axis=0)
+    return np.where(there.any(axis=0), values[at, np.arange(values.shape[1])], np.nan)
+
+
+def _longest(flags: NDArray[np.bool_]) -> tuple[int, int]:
+    """The longest run of true flags, the last of equals: from, up to."""
+    best = start = 0
+    end = 0
+    for at in range(len(flags) + 1):
+        if at == len(flags) or not flags[at]:
+            if at - start >= end - best and at > start:
+                best, end = start, at
+            start = at + 1
+    return best, end
+
+
+def _merged(which: Sequence[str], parts: Sequence[str]) -> list[str]:
+    """Names of parts, those of a whole block as one."""
+    chosen = set(which)
+    names: dict[str, None] = {}
+    for part in which:
+        block = part
+        for size in range(1, part.count(".") + 1):
+            prefix = ".".join(part.split(".")[:size])
+            within = [one for one in parts if one.startswith(f"{prefix}.")]
+            if prefix.split(".")[-1].isdigit() and chosen.issuperset(within):
+                block = prefix
+                break
+        names[block] = None
+    return list(names)
+
+
+def _list(names: Sequence[str]) -> str:
+    """Names as a sentence has them, twenty at most."""
+    shown = list(names[:20]) + ["others"] * (len(names) > 20)
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _when(samples: int, steps: tuple[int, int]) -> str:
+    return f"{times(samples, 'sample', 'samples')} in a row, steps {steps[0]} to {steps[1]}"
+
+
+def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterable[Finding]:
+    """What is to be said of the gradients of a run."""
+    yield from sentences(faults(gradients, delayed), [one.part for one in leaves(gradients)])

@@ -1,0 +1,132 @@
+"""What a step allocates, and what the allocator holds unused. No pool here: torch's caching
+allocator keeps a GPU's memory, the C library's malloc a CPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.profiler import profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocations:
+    """Of one step that does what the ones before it did.
+
+    `count` and `bytes` are what tensors asked for in the step, `peak_bytes` the most that it held
+    at once beyond what was there at its beginning. `held_bytes` is what the allocator has of the
+    system after it, `unused_bytes` what of that lies idle between blocks in use; None where
+    that is not known. `fresh` counts the segments that were newly asked of the system, and
+    `retries` the times that memory ran out and all caches were emptied; both on a GPU alone.
+    """
+
+    count: int
+    bytes: int
+    peak_bytes: int
+    held_bytes: int | None = None
+    unused_bytes: int | None = None
+    fresh: int | None = None
+    retries: int = 0
+
+
+def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
+    """From `torch.cuda.memory_stats` before and after the step; the peak was reset before."""
+
+    def grown(key: str) -> int:
+        return int(after.get(key, 0)) - int(before.get(key, 0))
+
+    return Allocations(
+        count=grown("allocation.all.allocated"),
+        bytes=grown("allocated_bytes.all.allocated"),
+        peak_bytes=int(after.get("allocated_bytes.all.peak", 0))
+        - int(before.get("allocated_bytes.all.current", 0)),
+        held_bytes=int(after.get("reserved_bytes.all.current", 0)),
+        unused_bytes=int(after.get("inactive_split_bytes.all.current", 0)),
+        fresh=grown("segment.all.allocated"),
+        retries=grown("num_alloc_retries"),
+    )
+
+
+def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
+    """From the bytes that each allocation of a tensor took and each release gave back, as
+    negative numbers, in order; and what `heap_bytes` says."""
+    count = total = now = peak = 0
+    for change in changes:
+        if change > 0:
+            count, total = count + 1, total + change
+        now += change
+        peak = max(peak, now)
+    held, unused = heap or (None, None)
+    return Allocations(
+        count=count, bytes=total, peak_bytes=peak, held_bytes=held, unused_bytes=unused
+    )
+
+
+def changes_in(recorded: profile) -> list[int]:
+    """The allocations of tensors on the CPU that torch's profiler saw (`profile_memory`)."""
+    results = getattr(recorded.profiler, "kineto_results", None)  # torch 2.13 has no other way
+    events = [] if results is None else results.events()
+    found = [
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
+    ]
+    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
+
+
+_MALLINFO2 = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
+
+
+def heap_bytes() -> tuple[int, int] | None:
+    """What malloc holds of the system, and what of it is free; None where that is not told: it
+    takes glibc 2.33 or later."""
+    if sys.platform != "linux":
+        return None
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # not in every C library
+    if ask is None:
+        return None
+    ask.restype = _Mallinfo2
+    found = ask()
+    return found.arena + found.hblkhd, found.fordblks
+
+
+def words(found: Allocations) -> str:
+    """The figures as sentences."""
+    text = (
+        f"Memory in this step: {found.count:,} allocations of {_mib(found.bytes)} together, "
+        f"{_mib(found.peak_bytes)} at once beyond what the step began with."
+    )
+    if found.held_bytes and found.unused_bytes is not None:
+        share = 100 * found.unused_bytes / found.held_bytes
+        text += (
+            f" The allocator holds {_mib(found.held_bytes)}, of which {_mib(found.unused_bytes)} "
+            f"({share:.1f} %) lie unused between blocks in use."
+        )
+    if found.fresh is not None:
+        text += (
+            " No new segment was asked of the GPU."
+            if not found.fresh
+            else f" Segments newly asked of the GPU: {found.fresh}."
+        )
+    if found.retries:
+        text += (
+            f" Memory ran out {found.retries} times and caches were emptied: lower --batch or use "
+            "--activation-checkpointing selective."
+        )
+    return text
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
