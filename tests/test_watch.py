@@ -21,6 +21,7 @@ from fp8stack.backends import fp8_state
 from fp8stack.errors import NumericFailure
 from fp8stack.training import loop as loop_module
 from fp8stack.training.config import GuardConfig
+from fp8stack.training.step import Step
 from fp8stack.training.watch import KEPT, Cause, Watch
 
 NAN, INF = math.nan, math.inf
@@ -333,7 +334,7 @@ def test_a_run_that_skips_a_step_goes_on_as_one_whose_data_never_had_it(tmp_path
     for name in ("spoilt", "left out"):
         small = SmallLoop(tmp_path / name, "delayed")
         small.run.model.dropout.p = 0.1  # draws
-        small.loop.draws = True
+        small.loop.train_step.draws = True
         if name == "spoilt":
             spoil(small, "loss", {3})
         else:
@@ -491,7 +492,7 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
     keys = {"steps": 11, "log_every": 4, "save_every": 6, "eval_every": 5}
     small = SmallLoop(tmp_path / "r", "fp32", **keys)
     loop = small.loop
-    train_step, evaluate, save = loop.train_step, loop.evaluate, loop.save
+    train_step, evaluate, save = Step.__call__, loop.evaluate, loop.save
 
     def taking(seconds: float, work: Callable) -> Callable:
         def timed(*given: object) -> object:
@@ -500,7 +501,8 @@ def test_the_time_of_a_step_is_the_mean_since_the_last_row_without_what_lies_bet
 
         return timed
 
-    loop.train_step = lambda step, tokens: taking(step, train_step)(step, tokens)
+    slow = lambda self, step, tokens: taking(step, train_step)(self, step, tokens)  # noqa: E731
+    monkeypatch.setattr(Step, "__call__", slow)
     loop.evaluate, loop.save = taking(1000, evaluate), taking(5000, save)
     small.advance(11)
     # Rows at 4 and 8, at 5 and 10 with an evaluation, at the last; saved after 6 and the last.
@@ -517,12 +519,12 @@ def test_the_time_left_leaves_the_first_step_out(
     small = SmallLoop(tmp_path / "r", "fp32", steps=20)
     shown: list[float | None] = []
     small.loop.display.step = lambda row, left: shown.append(left)  # type: ignore[method-assign]
-    train_step = small.loop.train_step
+    train_step = Step.__call__
 
-    def slow_at_first(step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def slow_at_first(self: Step, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         now[0] += 60 if step == 1 else 2
-        return train_step(step, tokens)
+        return train_step(self, step, tokens)
 
-    small.loop.train_step = slow_at_first  # type: ignore[method-assign]
+    monkeypatch.setattr(Step, "__call__", slow_at_first)
     small.advance(4)
     assert shown == [None, 36, 34, 32]

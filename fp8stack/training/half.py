@@ -1,4 +1,7 @@
-"""fp16 and its loss scale: when it falls without end, and when to go on in bf16 instead."""
+"""What is done when fp16's loss scale falls without end: a warning, and going on in bf16 instead.
+
+It must not know how the scale is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fp8stack.backends.contract import DTYPES
 from fp8stack.backends.linear import MasterLinear
 from fp8stack.precision import resolve
 from fp8stack.precision.recipe import plain
 from fp8stack.training.run import Run
 
-SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss; at 0 it would make NaN
-FIRST_SCALE = 65536.0  # torch's own
 ALARM = 4  # overflows in a row
 LOW_SCALE = 256.0
 _REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale is no help."
-
-
-def scale_now(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
-    """The loss scale, 0-dim, on the device of `like`: `get_scale` would wait for the device."""
-    return scaler.scale(torch.ones_like(like))
-
-
-def update_scale(scaler: torch.amp.GradScaler, like: Tensor) -> None:
-    """Let the loss scale follow the step, within its bounds, without waiting for the device. One
-    that is no scale, which nothing would bring down or up again, is begun anew."""
-    scaler.update()
-    scale = scale_now(scaler, like)
-    usable = scale.isfinite() & (scale > 0)
-    bounded = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)
-    scaler.update(torch.where(usable, bounded, FIRST_SCALE))
 
 
 class HalfPrecision:
@@ -66,8 +49,9 @@ class HalfPrecision:
         ):
             return True
         scale = float(scaler.get_scale())
+        low = scaler.is_dynamic and scale < LOW_SCALE
         self._alarm(step, "overflows", overflows >= ALARM, f"{overflows} overflows in a row.")
-        self._alarm(step, "scale", scale < LOW_SCALE, f"the loss scale is down to {scale:g}.")
+        self._alarm(step, "scale", low, f"the loss scale is down to {scale:g}.")
         return False
 
     def _alarm(self, step: int, kind: str, is_so: bool, why: str) -> None:
@@ -92,8 +76,12 @@ class HalfPrecision:
         run = self.run
         self.is_left = True
         run.scaler = None
-        run.plan = replace(run.plan, recipe=plain("bf16"), compute_dtype="bf16")
-        run.backend.compute_dtype = DTYPES["bf16"]
-        for part in run.model.modules():
-            if isinstance(part, MasterLinear):
-                part.compute_dtype = DTYPES["bf16"]
+        for variant in run.variants:
+            if not variant.plan.loss_scaling:
+                continue
+            recipe = plain("bf16", variant.plan.recipe.attention)
+            variant.plan = replace(variant.plan, recipe=recipe, compute_dtype="bf16")
+            variant.backend.compute_dtype = DTYPES["bf16"]
+            for part in variant.model.modules():
+                if isinstance(part, MasterLinear):
+                    part.compute_dtype = DTYPES["bf16"]

@@ -75,7 +75,9 @@ class Journal:
             "fp8_gemms": fp8_gemms,
         }
         if run.scaler is not None:
-            row |= {"loss_scale": run.scaler.get_scale(), "skipped": not math.isfinite(norm)}
+            seen = run.scaler.statistics()
+            row |= {"loss_scale": seen.scale, "overflows": seen.overflows}
+            row["skipped"] = not math.isfinite(norm)
         return row
 
     def log(self, row: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class Journal:
         if not run.ranks.is_main:
             return
         found = run.telemetry.finish(step, fp8_gemms, plan)
-        run.folder.append_telemetry(found.rows, run.plan.to_json())
+        run.folder.append_telemetry(found.rows, run.main.plan.to_json())
         run.accelerator.log(found.numbers, step=step)
 
     def seconds_left(self) -> float | None:

@@ -1,21 +1,94 @@
-"""AdamW with decay groups, and the learning rate as a function of the step."""
+"""The optimizer that a run asks for, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from torch import nn
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
 
+from fp8stack.errors import UserError
+from fp8stack.precision import Hardware
+from fp8stack.training.compiler import require_tools
 from fp8stack.training.config import RunConfig
+from fp8stack.training.low_bit import BLOCK, SMALLEST, low_bit_adamw, require_torchao
+from fp8stack.training.several import Several
 
 
-def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
-    """Fused AdamW; matrices and embeddings decay, vectors (norms, biases) do not.
+def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
+    """See that the optimizer can be had here, before anything is built or written.
 
-    Weights, moments and the update are float32 in every recipe.
+    Raises:
+        UserError: what it needs is missing, or it is not tested with FSDP2.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    name, instead = config.optimizer, "choose --set optimizer=adamw"
+    if name == "adamw":
+        return
+    if ranks > 1 and config.parallel == "fsdp":
+        raise UserError(
+            f"optimizer {name} is not tested with --parallel fsdp. Choose --parallel ddp, or "
+            f"{instead[7:]}."
+        )
+    if name == "muon":
+        return
+    require_torchao()
+    require_tools(hardware.device, f"optimizer {name}", instead)
+    if name == "adamwfp8" and (hardware.capability or (8, 9)) < (8, 9):
+        raise UserError(
+            "optimizer adamwfp8 needs a GPU that converts to FP8, of compute capability 8.9 or "
+            "higher. Choose --set optimizer=adamw8bit."
+        )
+
+
+def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) -> Optimizer:
+    """The optimizer that `config` names; weights and the update are float32 in every recipe.
+
+    Matrices and embeddings decay, vectors (norms, biases) do not. `muon`, `adamw8bit` and
+    `adamwfp8` are for the matrices of the blocks; the rest has fused AdamW, with float32 moments.
+    Muon's steps are scaled to AdamW's size (Liu et al. 2025, arXiv:2502.16982), so that one
+    learning rate and one weight decay serve both.
+
+    Args:
+        model: whose parameters are trained.
+        config: of the run.
+        fused: without it AdamW is for a look at its groups alone, as for a model without memory.
+
+    Raises:
+        UserError: torchao is missing, or no matrix is large enough for moments of 8 bits.
+    """
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    if config.optimizer == "adamw":
+        return _adamw([parameter for _, parameter in named], config, fused)
+    inner = [one for name, one in named if _is_inner(name, one, config)]
+    if not inner:
+        raise UserError(
+            f"optimizer {config.optimizer}: no matrix in the blocks of model {config.model} is one "
+            f"that it takes (8 bits: {SMALLEST:,} elements or more). Choose --set optimizer=adamw."
+        )
+    chosen = {id(one) for one in inner}
+    rest = [one for _, one in named if id(one) not in chosen]
+    if config.optimizer == "muon":
+        first: Optimizer = Muon(
+            inner,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    else:
+        first = low_bit_adamw(config.optimizer, inner, config)
+    return Several([first, _adamw(rest, config, fused)])
+
+
+def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
+    """Whether a parameter is a matrix of a block, and one for the optimizer that is asked for."""
+    if not name.startswith("blocks.") or parameter.ndim != 2:
+        return False
+    size = parameter.numel()
+    return config.optimizer == "muon" or (size >= SMALLEST and size % BLOCK == 0)
+
+
+def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> AdamW:
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -25,8 +98,17 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.adam_eps,
-        fused=True,
+        fused=fused,
     )
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Have the next step of all groups take this learning rate."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, on the host
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def learning_rate(step: int, config: RunConfig) -> float:

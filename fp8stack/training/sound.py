@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
-from torch.optim import AdamW
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from fp8stack import presets
 from fp8stack.backends import build_backend
@@ -24,6 +23,7 @@ from fp8stack.precision import Hardware, Recipe
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.config import RunConfig
+from fp8stack.training.optimizer import build_optimizer
 from fp8stack.training.state import random_state, restore, restore_random_state, restore_weights
 
 Check = Callable[[Checkpoint], object]
@@ -50,18 +50,28 @@ class _Plan(_Told):
     layers: list[_Layer]
 
 
+_Plans = list[_Plan]
+
+
+class _Phases(_Told):
+    ended_at: int | None
+
+
 class _Scaler(_Told):
     scale: PositiveFloat
     growth_factor: PositiveFloat
     backoff_factor: PositiveFloat
     growth_interval: int
     growth_tracker: Annotated[int, Field(alias="_growth_tracker")]
+    steps: NonNegativeInt = 0  # older checkpoints have none
+    overflows: NonNegativeInt = 0
 
 
 class _Watch(_Told):
     window: list[Any]
     streak: int
     overflows: int
+    norms: list[float] = []
 
 
 class _Guard(_Told):
@@ -122,10 +132,13 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     Raises:
         UserError: naming the first key or tensor that does not.
     """
-    presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
+    config = presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
     plan = _parsed(_Plan, checkpoint, "plan")
+    _parsed(_Plans, checkpoint, "plans")
+    if checkpoint.info["phases"] is not None:
+        _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
         guard = _parsed(_Guard, checkpoint, "guard")
         for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
@@ -136,7 +149,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     model = _without_memory(model_of(checkpoint), asked, left_out)
     kept = random_state()
     try:
-        restore(model, AdamW(model.parameters()), checkpoint.tensors)
+        restore(model, build_optimizer(model, config, fused=False), checkpoint.tensors)
     finally:
         restore_random_state(kept)
 

@@ -9,19 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from fp8stack.backends import fp8_state, load_fp8_state
 from fp8stack.errors import UserError
 from fp8stack.model import GPT, PADDED
 from fp8stack.training.ranks import Ranks
+from fp8stack.training.several import first_state, optimizers_in, parameters_of, plain
 from fp8stack.training.sharded import SharedGroup, first_row, here, put
 
 Group = Mapping[str, Tensor]
 
 
 def capture(
-    model: GPT, optimizer: Optimizer, random: Group | None = None
+    model: GPT,
+    optimizer: Optimizer,
+    random: Group | None = None,
+    *,
+    fp8_model: GPT | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Weights, moments, FP8 state and random state, by name; of tensors that ranks share out, the
     rows that are here.
@@ -33,14 +38,15 @@ def capture(
         model: the model.
         optimizer: of its parameters.
         random: what `random_states` gave, on several ranks.
+        fp8_model: the variant of the model whose FP8 state it is, if that is another one.
     """
     weights, moments = {}, {}
     for name, parameter in model.named_parameters():
         weights[name] = _trim(name, parameter.data, model)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in plain(optimizer.state.get(parameter, {})).items():
             moments[f"{name}.{key}"] = _trim(name, value, model)
     groups = {"model": weights, "optimizer": moments, "rng": dict(random or random_state())}
-    return groups | ({"fp8": state} if (state := fp8_state(model)) else {})
+    return groups | ({"fp8": state} if (state := fp8_state(fp8_model or model)) else {})
 
 
 def first_rows(model: GPT) -> dict[str, int]:
@@ -55,7 +61,14 @@ def first_rows(model: GPT) -> dict[str, int]:
 
 
 @torch.no_grad()
-def restore(model: GPT, optimizer: Optimizer, groups: Mapping[str, Group], rank: int = 0) -> None:
+def restore(
+    model: GPT,
+    optimizer: Optimizer,
+    groups: Mapping[str, Group],
+    rank: int = 0,
+    *,
+    fp8_model: GPT | None = None,
+) -> None:
     """Put back what `capture` gave, on as many ranks as there are now; `rank` is this one.
 
     Raises:
@@ -66,17 +79,18 @@ def restore(model: GPT, optimizer: Optimizer, groups: Mapping[str, Group], rank:
     parameters = dict(model.named_parameters())
     _check(parameters, weights, model)
     # A run that was saved before its first step has no moments.
-    likes = _like_moments(parameters) if moments else {}
+    likes = _like_moments(parameters, optimizer) if moments else {}
     _check(likes, moments, model)
     for name, parameter in parameters.items():
         put(parameter, _saved(weights, name, parameter, model))
     optimizer.state.clear()
-    for name, like in likes.items():
-        parameter = parameters[name.rpartition(".")[0]]
-        value = torch.zeros_like(like, device=parameter.device)
-        put(value, _saved(moments, name, like, model))
-        optimizer.state[parameter][name.rpartition(".")[2]] = value
-    load_fp8_state(model, groups.get("fp8", {}))
+    owners = _owners(optimizer) if moments else {}
+    for name, parameter in parameters.items() if moments else ():
+        state = first_state(owners[parameter], parameter)
+        for key, value in plain(state).items():
+            put(value, _saved(moments, f"{name}.{key}", value, model))
+        optimizer.state[parameter] = state
+    load_fp8_state(fp8_model or model, groups.get("fp8", {}))
     restore_random_state(groups.get("rng", {}), rank)
 
 
@@ -118,8 +132,10 @@ def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
             infinite from elements of 2^64 on.
     """
     tensors = [weight for group in optimizer.param_groups for weight in group["params"]]
-    tensors += [value for kept in optimizer.state.values() for value in kept.values()]
-    parts = [part for tensor in tensors if (part := here(tensor)).ndim and part.numel()]
+    tensors += [value for kept in optimizer.state.values() for value in plain(kept).values()]
+    # Codes of 8 bits are bounded; where what they stood for was not, their scale is not finite.
+    parts = [here(tensor) for tensor in tensors if tensor.dtype.itemsize > 1]
+    parts = [part for part in parts if part.ndim and part.numel()]
     return torch.stack(torch._foreach_norm(parts, ord=order)).max()
 
 
@@ -137,17 +153,26 @@ def restore_weights(model: GPT, weights: Group) -> None:
         put(parameter, _saved(weights, name, parameter, model))
 
 
-def _like_moments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What AdamW's state of each parameter looks like, by name."""
-    return {
-        f"{name}.{key}": like
-        for name, parameter in parameters.items()
-        for key, like in (
-            ("step", torch.zeros(())),
-            ("exp_avg", parameter),
-            ("exp_avg_sq", parameter),
-        )
-    }
+def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """What the optimizer's state of each parameter looks like, by name."""
+    likes: dict[str, Tensor] = {}
+    owners = _owners(optimizer)
+    for name, parameter in parameters.items():
+        kept: dict[str, Tensor]
+        match owners[parameter]:
+            case AdamW():
+                kept = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            case Muon():
+                kept = {"momentum_buffer": parameter}
+            case other:
+                kept = plain(first_state(other, parameter))
+        likes |= {f"{name}.{key}": like for key, like in kept.items()}
+    return likes
+
+
+def _owners(optimizer: Optimizer) -> dict[Tensor, Optimizer]:
+    """Which optimizer each parameter has."""
+    return {one: part for part in optimizers_in(optimizer) for one in parameters_of(part)}
 
 
 def _check(likes: Group, saved: Group, model: GPT) -> None:
@@ -157,7 +182,8 @@ def _check(likes: Group, saved: Group, model: GPT) -> None:
         which = "lacks" if odd[0] in likes else "has a tensor too many,"
         raise UserError(f"The checkpoint {which} '{odd[0]}': it is of another model.")
     for name, like in likes.items():
-        if not here(_saved(saved, name, like, model)).isfinite().all():
+        values = here(_saved(saved, name, like, model))
+        if not (values.float() if values.dtype.itemsize == 1 else values).isfinite().all():
             raise UserError(f"The checkpoint's '{name}' is not finite. Use an older checkpoint.")
 
 

@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from fp8stack.backends.delayed import DelayedScaling, several_ranks
 from fp8stack.training.amaxes import Amaxes, Verdict
+from fp8stack.training.clipping import Norms
 from fp8stack.training.config import GuardConfig
+from fp8stack.training.several import optimizers_in
 from fp8stack.training.spikes import LARGEST, spike_limit
 from fp8stack.training.state import largest_of_state
 
@@ -87,7 +89,7 @@ class Look:
             is not enough.
         broken: whether a weight or a moment is not finite, or as good as infinite.
         overflows: how many steps in a row overflowed in fp16 up to now.
-        skipped: whether the last step was not taken, for either reason.
+        skipped: whether no optimizer took the last step, for either reason.
         cleared: slots whose history or scale was broken, and was mended.
     """
 
@@ -107,12 +109,17 @@ class Watch:
     `found_inf` is a 1: that is how `torch.amp.GradScaler` has it skip a step. (One that is not
     fused refuses the attribute.) The tensor stays on the device, so that nothing waits for it.
 
+    Of several optimizers in one, an overflow of fp16 has only those skip whose gradients have it.
+
     Args:
         optimizer: fused, all its parameters on one device, where losses and norms are too.
         config: what counts as bad. If it is not enabled, spikes do not, and after the first bad
             step none is taken.
         delayed: the amax history of the model, in delayed scaling: its amaxes are judged as well.
         passes: micro-batches per step: how many amaxes a slot gets.
+
+    Attributes:
+        judges_amaxes: whether steps record amaxes now, in the phases of a run.
     """
 
     def __init__(
@@ -124,11 +131,16 @@ class Watch:
     ) -> None:
         self.config = config
         self.amaxes = None if delayed is None else Amaxes(delayed, config, passes)
+        self.judges_amaxes = True
         self._optimizer = optimizer
         # And not accelerate's: of "cuda" and the tensors' "cuda:0", torch says that they differ.
         self.device = device = optimizer.param_groups[0]["params"][0].device
-        self._skips = torch.zeros((), device=device)
-        optimizer.found_inf = self._skips  # type: ignore[attr-defined]
+        parts = optimizers_in(optimizer)
+        self.skips = torch.zeros(len(parts), device=device)
+        for part, skip in zip(parts, self.skips, strict=True):
+            part.found_inf = skip  # type: ignore[attr-defined]
+        self.norms: Norms | None = None
+        self._norms: list[float] = []
         made: dict[str, Any] = {"dtype": torch.float64, "device": device}
         # Losses and norms of the last good steps, newest last; NaN where there was none yet.
         self._window = torch.full((config.window, 2), torch.nan, **made)
@@ -145,11 +157,18 @@ class Watch:
     @torch.no_grad()
     def begin(self) -> None:
         """Mend the FP8 state if it is broken and remember it, before the first pass of a step."""
-        if self.amaxes is not None:
+        if self.amaxes is not None and self.judges_amaxes:
             self.amaxes.begin(self.device)
 
     @torch.no_grad()
-    def see(self, step: int, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor:
+    def see(
+        self,
+        step: int,
+        loss: Tensor,
+        norm: Tensor,
+        excused: Tensor | None = None,
+        norms: Tensor | None = None,
+    ) -> Tensor:
         """Judge a step after its backward passes and before its `optimizer.step()`.
 
         Args:
@@ -158,6 +177,7 @@ class Watch:
             norm: of the gradient, 0-dim, on the device.
             excused: bool, 0-dim, on the device: whether a gradient that is not finite is an
                 overflow of fp16, to be skipped only, as while a loss scale is being found.
+            norms: of the gradient, by optimizer, if there are several.
 
         Returns:
             The loss and the norm as all ranks see them: float64 [2].
@@ -175,9 +195,9 @@ class Watch:
         if excused is not None:
             overflow = excused & finite[0] & ~finite[1]
         bad = causes.any() & ~overflow
-        skip = bad | overflow
-        if not self.config.enabled:  # nobody is there to do something about it
-            skip = skip | (self._count > 0)
+        # Nobody is there to do something about what was bad before, without a guard.
+        not_taken = bad if self.config.enabled else bad | (self._count > 0)
+        skip = not_taken | overflow
         said = torch.stack([(causes * self._powers).sum(), amaxes.column, amaxes.worst])
         self._note(step, torch.cat([now, said, limits]), bad)
         self._streak.copy_(torch.where(bad, self._streak + 1, torch.where(skip, self._streak, 0)))
@@ -186,10 +206,27 @@ class Watch:
         self._overflows.copy_(torch.where(overflow, self._overflows + 1, more))
         kept = torch.cat([self._window[1:], now[None]])
         self._window.copy_(torch.where(skip, self._window, kept))
-        self._skips.copy_(skip)
-        if self.amaxes is not None:
+        self.skips.copy_(not_taken | overflow & self._overflowed(norms, largest))
+        if self.norms is not None:
+            self.norms.add(now[1], ~skip)
+        if self.amaxes is not None and self.judges_amaxes:
             self.amaxes.put_back(skip)
         return now
+
+    def _overflowed(self, norms: Tensor | None, largest: float) -> Tensor:
+        """Whose gradients are not finite, if any are: bool [optimizers]; all, if it is not clear
+        whose."""
+        if norms is None:
+            return torch.ones_like(self.skips, dtype=torch.bool)
+        found = ~(norms.abs() < largest)
+        return found | ~found.any()
+
+    def keep_norms(self, size: int) -> Norms:
+        """Keep the gradient norms of the last `size` good steps from now on, with the state of a
+        run that goes on."""
+        self.norms = Norms(size, self.device)
+        self.norms.load_state(self._norms)
+        return self.norms
 
     def _note(self, step: int, row: Tensor, bad: Tensor) -> None:
         """Write a bad step into the log."""
@@ -203,14 +240,14 @@ class Watch:
         return spike_limit(self._window, self.config, self._factors)
 
     def _judge_amaxes(self, like: Tensor) -> Verdict:
-        if self.amaxes is not None:
+        if self.amaxes is not None and self.judges_amaxes:
             return self.amaxes.judge(like)
         none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
         return Verdict(none, none, nothing, nothing)
 
     def look(self) -> Look:
         """What happened since the last look. This waits for the device."""
-        numbers = [self._count, self._streak, self._overflows, self._skips.double()]
+        numbers = [self._count, self._streak, self._overflows, self.skips.min().double()]
         numbers += [self._recent.sum(), self._broken_state()]
         parts = [torch.stack(numbers), self._log.flatten()]
         if self.amaxes is not None and (mended := self.amaxes.cleared()) is not None:
@@ -269,6 +306,7 @@ class Watch:
             "streak": int(self._streak),
             "overflows": int(self._overflows),
             "recent": [int(was_bad) for was_bad in self._recent.tolist()],
+            "norms": [] if self.norms is None else self.norms.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -279,6 +317,9 @@ class Watch:
             self._window[-len(known) :] = self._window.new_tensor(known)
         self._streak.fill_(state["streak"])
         self._overflows.fill_(state["overflows"])
+        self._norms = list(state.get("norms", []))
+        if self.norms is not None:
+            self.norms.load_state(self._norms)
         recent = state.get("recent", [])[-len(self._recent) :]  # older checkpoints have none
         self._recent.zero_()
         if recent:
