@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 from unittest.mock import patch
 
 import torch
@@ -28,6 +28,7 @@ from fp8stack.backends import fp8_state
 from fp8stack.errors import UserError
 from fp8stack.training import checkpoint, ending, loop
 from fp8stack.training.run import Run
+from fp8stack.training.step import Step
 
 Change = Callable[[int], AbstractContextManager[None]]
 """What is different in a rank's process, given the rank; sent there, so a function of a module."""
@@ -171,11 +172,11 @@ def states(folder: Path, count: int) -> list[dict[str, Tensor]]:
 def broken_gradient(victim: int, step: int, value: float, rank: int) -> Iterator[None]:
     """On one rank, put `value` into the gradient of the loss's own logits at one step, before
     ranks exchange anything."""
-    train_step = loop._Loop.train_step
+    train_step: Any = Step.__call__
 
     def broken(self: Any, number: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         if number != step or rank != victim:
-            return train_step(self, number, tokens_BT)
+            return cast(tuple[Tensor, Tensor], train_step(self, number, tokens_BT))
 
         def spoil(part: Any, inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
@@ -183,11 +184,11 @@ def broken_gradient(victim: int, step: int, value: float, rank: int) -> Iterator
 
         handle = self.run.model.blocks[-1].register_forward_hook(spoil)
         try:
-            return train_step(self, number, tokens_BT)
+            return cast(tuple[Tensor, Tensor], train_step(self, number, tokens_BT))
         finally:
             handle.remove()
 
-    with patch.object(loop._Loop, "train_step", broken):
+    with patch.object(Step, "__call__", broken):
         yield
 
 

@@ -20,6 +20,8 @@ import fp8stack
 from fp8stack.bench_cli import bench
 from fp8stack.cli_options import HELP, option, words
 from fp8stack.errors import Interrupted, StorageError, UserError
+from fp8stack.estimate_cli import estimate
+from fp8stack.plan_cli import plan
 
 app = typer.Typer(
     name="fp8stack",
@@ -30,6 +32,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench)
+app.command()(estimate)
+app.command()(plan)
 
 
 @app.callback()
@@ -65,6 +69,10 @@ def pretrain(
     accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
     lr: Annotated[float | None, option("Peak learning rate. [0.003]")] = None,
     schedule: Annotated[str | None, option("cosine, wsd or constant. [cosine]")] = None,
+    optimizer: Annotated[str | None, option("adamw, muon, adamw8bit or adamwfp8. [adamw]")] = None,
+    phases: Annotated[
+        str | None, option("Recipes by phase: conservative, default or aggressive.")
+    ] = None,
     seed: Annotated[int | None, option("Of weights, data order and samples. [0]")] = None,
     out: Annotated[str | None, option("Run folder. [runs/MODEL-RECIPE]")] = None,
     init_from: Annotated[
@@ -93,11 +101,11 @@ def pretrain(
         str | None, option("Several ranks: ddp, or fsdp, which shares the model out. [ddp]")
     ] = None,
     activation_checkpointing: Annotated[
-        bool | None,
-        option(
-            "Run blocks again in the backward pass, to save memory.",
-            "--activation-checkpointing/--no-activation-checkpointing",
-        ),
+        str | None,
+        option("What the backward pass runs again, to save memory: none, selective, block. [none]"),
+    ] = None,
+    grad_compression: Annotated[
+        str | None, option("ddp: bf16 rounds gradients before ranks add them up. [none]")
     ] = None,
     compile: Annotated[
         bool | None, option("Compile the model with torch.compile.", "--compile/--no-compile")

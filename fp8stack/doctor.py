@@ -103,18 +103,19 @@ def _recipe_table(all_plans: dict[str, Plan]) -> Table:
 
 
 def _format_table() -> Table:
-    headings = ("format", "bits", "s/e/m", "max", "normal from", "subnormal", "step at 1", "inf")
+    headings = ("format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU")
     table = _table("Number formats", headings)
     for format in FORMATS.values():
         table.add_row(
             format.name,
             str(format.bits),
             f"{format.sign_bits}/{format.exponent_bits}/{format.mantissa_bits}",
-            f"{format.max:.5g}",
+            f"{format.max:.5g}" if format.max < 1e5 else f"{format.max:.1e}",
             _power(format.min_normal),
             "-" if format.min_subnormal is None else _power(format.min_subnormal),
             _power(format.epsilon),
             "yes" if format.has_inf else "no",
+            format.hardware,
         )
     return table
 

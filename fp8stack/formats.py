@@ -138,15 +138,15 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             name="e4m3", exponent_bits=4, mantissa_bits=3, specials="fn",
-            dtype_name="float8_e4m3fn", hardware="8.9, 9.0+",
+            dtype_name="float8_e4m3fn", hardware="8.9+",
         ),
         Format(
             name="e5m2", exponent_bits=5, mantissa_bits=2, specials="ieee",
-            dtype_name="float8_e5m2", hardware="8.9, 9.0+",
+            dtype_name="float8_e5m2", hardware="8.9+",
         ),
         Format(
             name="e8m0", exponent_bits=8, mantissa_bits=0, specials="e8m0", sign_bits=0,
-            dtype_name="float8_e8m0fnu", hardware="10.x (block scales)",
+            dtype_name="float8_e8m0fnu", hardware="10.x",
         ),
     )
 }  # fmt: skip

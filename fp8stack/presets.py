@@ -130,7 +130,8 @@ def _keys(tree: dict[str, Any], path: Sequence[str]) -> list[str]:
     definitions = tree.get("$defs", {})
     for part in path:
         others = tree.get("additionalProperties")  # of a table with keys of any name
-        tree = tree.get("properties", {}).get(part, others if isinstance(others, dict) else {})
+        inner = tree.get("items", others) if part.isdecimal() else others
+        tree = tree.get("properties", {}).get(part, inner if isinstance(inner, dict) else {})
         tree = definitions.get(tree.get("$ref", "").rsplit("/", 1)[-1], tree)
     return list(tree.get("properties", {}))
 

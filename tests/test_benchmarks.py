@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from te_stand_in import Source
 
 from bench import emulation, linear, memory, peers, peers_te, report, runner, startup, step
+from bench.__main__ import main as bench_main
 from bench.plain_gpt import PlainGPT
 from bench.report import Bar
 from fp8stack import benchmark, benchmark_step
@@ -31,12 +31,6 @@ H200 = Hardware("cuda", (9, 0), name="NVIDIA H200", has_te=True, cuda_version=(1
                 torch_version="2.13.0", te_version="2.20.2")  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
 
 
 # Timing
@@ -139,7 +133,9 @@ def test_the_machine_is_described_and_has_a_short_name() -> None:
 SCENARIOS = ("emulation", "linear", "memory", "scaling", "startup", "step")
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "memory" else n for n in SCENARIOS]
+)
 def test_every_scenario_measures_a_tiny_case_and_writes_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,13 +449,21 @@ def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_mi
 # The command
 
 
-def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios() -> None:
-    assert "emulation: " in _bench("--help").stdout
-    assert "--rounds" in _bench("step", "--help").stdout
-    assert _bench("nonsense").returncode == 2
-    unknown = _bench("step", "--device", "cpu", "--models", "gpt9")
-    assert unknown.returncode == 2
-    assert unknown.stderr.splitlines()[-1].startswith("No model 'gpt9'")
+def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bench(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bench", *words])
+        with pytest.raises(SystemExit) as done:
+            raise SystemExit(bench_main())
+        return int(done.value.code or 0), *capsys.readouterr()
+
+    assert "emulation: " in bench("--help")[1]
+    assert "--rounds" in bench("step", "--help")[1]
+    assert bench("nonsense")[0] == 2
+    code, _, said = bench("step", "--device", "cpu", "--models", "gpt9")
+    assert code == 2
+    assert said.splitlines()[-1].startswith("No model 'gpt9'")
 
 
 def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(monkeypatch, capsys) -> None:

@@ -325,6 +325,7 @@ def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path: P
     assert (resumed.run.config.guard.patience, resumed.run.config.guard.window) == (5, 64)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_the_guard_puts_its_faults_in_and_tells_what_came_of_them(
     tmp_path: Path,
 ) -> None:

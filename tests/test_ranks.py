@@ -25,7 +25,7 @@ from bench.twins import TEXT
 from bench.whole_ranks import run_ranks, states, telling_states
 from fp8stack.errors import RankLost, UserError
 from fp8stack.precision import Hardware
-from fp8stack.training import building
+from fp8stack.training import checkpoint, variants
 from fp8stack.training.config import RunConfig
 from fp8stack.training.parallel import TESTED, part_of, require_divisible
 from fp8stack.training.ranks import ALONE, ElsewhereError, Ranks, join
@@ -292,7 +292,7 @@ def compare(
     one = trained.one((*shared, "--accumulate", str(accumulate)), change)
     told = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
     told.mkdir()
-    recompute = ("--activation-checkpointing",) if parallel == "fsdp" else ()
+    recompute = ("--activation-checkpointing", "block") if parallel == "fsdp" else ()
     several = trained.several(
         (*shared, "--accumulate", "2", "--parallel", parallel, *recompute),
         ranks,
@@ -349,6 +349,26 @@ def test_two_ranks_train_as_one(trained: Trained, recipe: str, backend: str, par
     compare(trained, recipe, backend, parallel)
 
 
+def test_two_ranks_go_through_the_phases_of_one(trained: Trained) -> None:
+    flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
+    runs = [trained.several(flags, count, whole_ranks.unchanged) for count in (1, 2)]
+    one, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
+    assert [row["precision"] for row in two] == ["bf16"] * 2 + ["delayed-emulated"] * 3 + ["bf16"]
+    for row, other in zip(two, one, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=5e-3, abs=0), row["step"]
+        assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == (3 <= row["step"] <= 5)
+    histories = [checkpoint.load(run / "checkpoints/step-000006").tensors["fp8"] for run in runs]
+    assert histories[0].keys() == histories[1].keys()
+    for name, tensor in histories[0].items():
+        if not name.endswith(".amax_history"):
+            continue
+        places = {"weight": 1}.get(name.split(".")[-2], 2)  # of a step, in delayed scaling
+        calibrated = slice(1024 - 3 * places - 2, 1024 - 3 * places)  # in steps 1 and 2
+        assert [int((history[name] > 0).sum()) for history in histories] == [3 * places + 2] * 2
+        expected = histories[1][name][calibrated]  # the maxima over both ranks
+        torch.testing.assert_close(tensor[calibrated], expected, rtol=0.02, atol=1e-6)
+
+
 COMPILED = [  # minutes each
     ("fp32", "reference", "ddp"), ("bf16", "reference", "fsdp"), ("delayed", "emulate", "ddp"),
     ("delayed", "emulate", "fsdp"), ("delayed", "torch", "ddp"), ("current", "torch", "fsdp"),
@@ -376,7 +396,7 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
     from te_stand_in import installed
 
-    plan_for = building.plan_for
+    plan_for = variants.plan_for
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
 
     def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **left: Any):
@@ -384,7 +404,7 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 
     # Without `tokens`: for speed, layers as small as these would stay out of FP8.
     small = lambda *given, tokens, left_out: planned(*given, tokens=None, left_out=left_out)  # noqa: E731
-    with installed(), patch.object(building, "plan_for", small):
+    with installed(), patch.object(variants, "plan_for", small):
         yield
 
 

@@ -29,7 +29,7 @@ from fp8stack.conversion import convert
 from fp8stack.model import GPT, MLP, GPTConfig, padded_vocabulary
 from fp8stack.model import plan_for as real_plan_for
 from fp8stack.precision import Hardware, load_recipe, resolve
-from fp8stack.training import building, setup
+from fp8stack.training import setup, variants
 
 H100, B200 = (Hardware("cuda", (major, 0), has_te=True) for major in (9, 10))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -1269,7 +1269,7 @@ def on_gpus(monkeypatch):
         plan = real_plan_for(config, recipe, machine(name), backend, strict, None, left_out)
         return replace(plan, device="cpu")
 
-    monkeypatch.setattr(building, "plan_for", plan_for)
+    monkeypatch.setattr(variants, "plan_for", plan_for)
     monkeypatch.setattr(setup, "probe", lambda device: H100)
 
 

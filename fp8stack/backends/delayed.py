@@ -222,6 +222,18 @@ class DelayedScaling:
             self.distribute()
         self._forward_due = False
 
+    @torch.no_grad()
+    def calibrate(self, amaxes: Mapping[str, Tensor]) -> None:
+        """Take amaxes into the history, by slot, float32 and 0-dim, that a pass of the same layers
+        in another precision had. On several ranks, all of them call this."""
+        self.collect()
+        for slot, amax in amaxes.items():
+            record_amax(self.history.recorded(slot), amax)
+        self._pending = True
+        self._update(None)
+        self.distribute()
+        self.weights.mark()  # their scales are taken anew
+
     def snapshot(self) -> list[Tensor]:
         """Copies of the tensors that a training step changes, for `put_back`."""
         history = self.history

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import accelerate
@@ -14,27 +14,35 @@ from accelerate.utils import ProjectConfiguration
 
 import fp8stack
 from fp8stack import data
-from fp8stack.backends import build_backend
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, load_config, plan_for
-from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.estimate import Setting, estimate
+from fp8stack.model import GPTConfig, load_config
+from fp8stack.precision import Hardware, Plan
 from fp8stack.telemetry import Telemetry
 from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig
 from fp8stack.training.initial import Source, begin_with
-from fp8stack.training.optimizer import build_optimizer
-from fp8stack.training.parallel import DDP_OPTIONS, require_divisible, require_tested, spread
+from fp8stack.training.loss_scale import build_scaler
+from fp8stack.training.optimizer import build_optimizer, require_optimizer
+from fp8stack.training.parallel import (
+    DDP_OPTIONS,
+    nothing_to_compress,
+    require_divisible,
+    require_tested,
+    spread,
+)
 from fp8stack.training.ranks import Ranks, losing_ranks
-from fp8stack.training.run import Run
+from fp8stack.training.run import Run, Switch
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.trackers import build_trackers, start_trackers
+from fp8stack.training.variants import build_variants, plan_phases
 
 
 def build(
     config: RunConfig,
     folder: RunFolder,
-    left_out: Mapping[str, str] | None,
+    left_out: Sequence[Mapping[str, str]],
     *,
     hardware: Hardware,
     ranks: Ranks,
@@ -43,20 +51,23 @@ def build(
     """The run at its beginning: model, optimizer and data as `config` has them, on all `ranks`.
 
     Args:
-        left_out: the layers that are not in FP8, and why, if that was decided before.
+        left_out: for each variant of the model, the layers that are not in FP8, and why, if that
+            was decided before; else empty.
         hardware: this machine.
         ranks: who trains it.
         source: whose weights it begins with, if not its own.
     """
     with ranks.together():
         run = _build_alone(config, folder, left_out, hardware, ranks)
+        run.notes += nothing_to_compress(config, ranks.count)
         if source is not None:
             run.notes += (begin_with(run.model, source),)
     if ranks.count > 1:
-        same = [run.plan.to_json(), str(hardware), hardware.te_version, versions()]
+        plans = [variant.plan.to_json() for variant in run.variants]
+        same = [plans, str(hardware), hardware.te_version, versions()]
         ranks.require_equal("plan, hardware or software", json.dumps(same))
         with losing_ranks():
-            run.wrapped = spread(run.model, run.backend, run.accelerator, config)
+            run.wrapped = spread(run.wrapped, run.backend, run.accelerator, config)
         run.optimizer = build_optimizer(run.model, config)  # FSDP2's parameters are other ones
     return run
 
@@ -64,75 +75,72 @@ def build(
 def _build_alone(
     config: RunConfig,
     folder: RunFolder,
-    left_out: Mapping[str, str] | None,
+    left_out: Sequence[Mapping[str, str]],
     hardware: Hardware,
     ranks: Ranks,
 ) -> Run:
     """What each rank makes by itself: the run, its model not spread over ranks yet."""
     require_divisible(config, ranks.count)
     model_config = load_config(config.model, config.model_overrides)
-    recipe = config.recipe
-    if config.recipe_overrides and recipe == "auto":
-        raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
     context = context_of(config, model_config)
     tokens = config.batch // (config.accumulate * ranks.count) * context
-    plan = plan_for(
-        model_config,
-        recipe if recipe == "auto" else load_recipe(recipe, config.recipe_overrides),
-        hardware,
-        config.backend,
-        config.strict,
-        tokens=None if left_out is not None else tokens,
-        left_out=left_out,
-    )
-    require_tested(plan, config, ranks.count)
-    if config.compile:
-        require_compiler(plan)
+    plans, schedule = plan_phases(config, model_config, hardware, left_out, tokens)
+    for plan in plans:
+        require_tested(plan, config, ranks.count)
+        if config.compile:
+            require_compiler(plan, config.activation_checkpointing)
+    require_optimizer(config, hardware, ranks.count)
     # The main rank's part of a batch is looked at.
-    telemetry = Telemetry(plan, config.telemetry_every * ranks.is_main, config.what_if)
+    telemetry = Telemetry(plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main)
     train, validation = data.load_corpora(config.data, model_config.vocabulary)
     windows = data.validation_windows(
         validation, count=config.eval_windows, context=context, vocabulary=model_config.vocabulary
     )
-    if plan.device == "cpu":
+    if plans[0].device == "cpu":
         keep_freed_memory()
-    if config.deterministic and (plan.device == "cuda" or config.compile):
+    if config.deterministic and (plans[0].device == "cuda" or config.compile):
         _be_deterministic()
-    backend = build_backend(plan, save_fp8=config.save_fp8)
-    _require_memory(config, model_config, hardware, ranks)
+    _require_memory(config, model_config, plans, hardware, ranks)
     try:
-        model = GPT(model_config, backend, seed=config.seed)
+        variants = build_variants(plans, model_config, config)
     except MemoryError as error:
         raise UserError(
             f"Model {config.model} does not fit into the memory that is left. Choose a smaller one."
         ) from error
     # After the model, since what its making draws depends on the recipe; ranks draw other dropout.
     torch.manual_seed(config.seed + ranks.index)
-    accelerator = _accelerator(config, folder, plan, ranks)
-    if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared out
-        model = model.to(accelerator.device)
-    model.recompute = config.activation_checkpointing
-    if config.compile:
-        model.compile_blocks()
-    return Run(
+    accelerator = _accelerator(config, folder, plans[0], ranks)
+    device = accelerator.device
+    for variant in variants:
+        if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared out
+            variant.model.to(device)
+        if config.compile:
+            variant.model.compile_blocks()
+    scaled = any(plan.loss_scaling for plan in plans)
+    switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
+    run = Run(
         config=config,
         context=context,
         folder=folder,
         hardware=hardware,
-        plan=plan,
-        backend=backend,
-        model=model,
-        wrapped=model,
-        optimizer=build_optimizer(model, config),
+        variants=variants,
+        active=variants[0],
+        schedule=schedule,
+        wrapped=switch or variants[0].model,
+        switch=switch,
+        optimizer=build_optimizer(variants[0].model, config),
         accelerator=accelerator,
-        scaler=torch.amp.GradScaler(accelerator.device.type) if plan.loss_scaling else None,
+        loss_scaler=build_scaler(config, device) if scaled else None,
         train=train,
         validation=validation,
         windows=windows,
         telemetry=telemetry,
-        identity=_identity(model_config, plan, train, validation),
+        identity={},
         ranks=ranks,
     )
+    run.identity = _identity(model_config, run, train, validation)
+    run.use(variants[schedule.variants[0]])
+    return run
 
 
 def context_of(config: RunConfig, model: GPTConfig) -> int:
@@ -150,10 +158,23 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
     return context
 
 
-def _require_memory(config: RunConfig, model: GPTConfig, hardware: Hardware, ranks: Ranks) -> None:
+def _require_memory(
+    config: RunConfig, model: GPTConfig, plans: Sequence[Plan], hardware: Hardware, ranks: Ranks
+) -> None:
     """Refuse a model whose weights, gradients and moments alone exceed the machine's memory."""
-    shares = ranks.count if config.parallel == "fsdp" and hardware.device == "cuda" else 1
-    needed_gib = 16 * model.parameters() / shares / 2**30  # float32, four times
+    settings = (
+        Setting(
+            config=model,
+            plan=plan,
+            sequences=1,
+            context=1,
+            optimizer=config.optimizer,
+            ranks=ranks.count if hardware.device == "cuda" else 1,  # else they share one memory
+            parallel=config.parallel,
+        )
+        for plan in plans
+    )
+    needed_gib = max(estimate(setting).floor for setting in settings) / 2**30
     if 0 < hardware.memory_gib < needed_gib:
         raise UserError(
             f"Model {config.model} needs {needed_gib:,.1f} GiB for the weights, gradients and "
@@ -190,15 +211,29 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks)
 
 
 def _identity(
-    model: GPTConfig, plan: Plan, train: data.Corpus, validation: data.Corpus
+    model: GPTConfig, run: Run, train: data.Corpus, validation: data.Corpus
 ) -> dict[str, Any]:
     """What a resumed run must share with its checkpoint, besides the configuration."""
-    recipe = plan.recipe.model_dump(mode="json", exclude={"name", "description"})
-    return {
+
+    def recipe(plan: Plan) -> dict[str, Any]:
+        told = plan.recipe.model_dump(mode="json", exclude={"name", "description"})
+        if told["attention"] == "compute":  # of which older checkpoints do not speak
+            del told["attention"]
+        return told
+
+    same = {
         "model": model.model_dump(mode="json"),
-        "recipe": recipe,
+        "recipe": recipe(run.main.plan),
         "data": {"train": train.fingerprint(), "validation": validation.fingerprint()},
     }
+    places = {*run.schedule.variants, run.schedule.evaluation} - {None}
+    if len(places) > 1:  # the reference for the guard is none of them: it may come and go
+        same["recipes"] = {
+            str(place): recipe(variant.plan)
+            for place, variant in enumerate(run.variants)
+            if place in places
+        }
+    return same
 
 
 def versions() -> dict[str, str]:

@@ -65,7 +65,9 @@ class Info(_Strict):
     plan: dict[str, Any]
     scaler: dict[str, Any] | None
     versions: dict[str, str]
-    guard: dict[str, Any] | None = None  # of runs before there was one
+    guard: dict[str, Any] | None = None  # of runs before there was one, and the next two as well
+    plans: list[dict[str, Any]] = []
+    phases: dict[str, Any] | None = None
 
 
 class Manifest(_Strict):

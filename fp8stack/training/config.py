@@ -15,11 +15,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
 from fp8stack import presets
 from fp8stack.errors import UserError
+from fp8stack.precision.phases import PhaseConfig, overridden, preset
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Override = bool | int | float | str | list[str]
@@ -50,6 +52,9 @@ class GuardConfig(BaseModel):
     """Steps without trouble after which past trouble is forgotten."""
     layer_steps: NonNegativeInt = 500
     """Steps for which a layer that caused trouble stays out of FP8; 0 is for good."""
+    quality: Fraction = 0.01
+    """phases: by how much, as a share, a validation loss may be above that of the same weights in
+    fp32; beyond it, the rest of the run is in fp32. 0: it is not compared."""
     overflows: Annotated[int, Field(ge=5)] = 8
     """fp16: overflows in a row after which the run goes on in bf16, where there is any."""
 
@@ -92,7 +97,20 @@ class RunConfig(BaseModel):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     adam_eps: PositiveFloat = 1e-8
     clip: Annotated[float, Field(ge=0)] = 1.0
-    """The largest global gradient norm; 0 clips nothing."""
+    """The largest global gradient norm, or with clip_mode "value" the largest entry; 0: none."""
+    clip_mode: Literal["norm", "value", "adaptive"] = "norm"
+    """What is bounded; adaptive: the norm, by `clip_percentile` of those before, and by `clip`."""
+    clip_percentile: Annotated[float, Field(gt=0, lt=100)] = 95.0
+    clip_window: Annotated[int, Field(ge=2, le=4096)] = 100
+    """adaptive: the good steps whose norms count."""
+    optimizer: Literal["adamw", "muon", "adamw8bit", "adamwfp8"] = "adamw"
+    """muon: of the blocks' matrices; the rest has AdamW. The others need torchao."""
+    loss_scale: PositiveFloat | None = None
+    """fp16: a loss scale that stays; a dynamic one if left out."""
+    first_loss_scale: PositiveFloat = 65536.0
+    """fp16: what a dynamic loss scale begins with."""
+    loss_scale_interval: PositiveInt = 2000
+    """fp16: steps without an overflow after which a dynamic loss scale doubles."""
 
     log_every: PositiveInt = 1
     eval_every: PositiveInt = 200
@@ -118,8 +136,12 @@ class RunConfig(BaseModel):
     """Several ranks: DDP, a whole model on each, or FSDP2, which shares it out."""
     rank_timeout: Annotated[float, Field(ge=1)] = 600.0
     """Seconds after which a rank that does not answer counts as lost."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of blocks for the backward pass, which runs the blocks again."""
+    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    """What the backward pass runs again: all but GEMMs and attention, or whole blocks."""
+    grad_compression: Literal["none", "bf16"] = "none"
+    """ddp: what gradients are rounded to before ranks add them up."""
+    debug_steps: NonNegativeInt = 0
+    """How many of this start's first steps write down what they do, one after the other."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps take long, the others less."""
     profile: bool = False
@@ -132,9 +154,18 @@ class RunConfig(BaseModel):
     """Recipes that telemetry tries on the same operands, without changing the run."""
     init_from: str | None = None
     """A run or checkpoint whose weights the run begins with."""
+    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
+    """Which recipe runs when, and in which one validation losses are computed."""
+    calibration_steps: Annotated[int, Field(ge=0, le=4096)] = 16
+    """phases: so many steps before delayed scaling begins, its amaxes are recorded already."""
     guard: GuardConfig = GuardConfig()
     model_overrides: dict[str, Override] = {}
     recipe_overrides: dict[str, Override] = {}
+
+    @field_validator("phases", mode="before")
+    @classmethod
+    def _named(cls, phases: object) -> object:
+        return preset(phases) if isinstance(phases, str) else phases
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -188,6 +219,7 @@ FREE_ON_RESUME = frozenset(
         *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
         *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
         *("compile", "profile", "parallel", "rank_timeout", "activation_checkpointing"),
+        "debug_steps",
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
         *("keep_every", "checkpoint_async"),
         *("sample_tokens", "sample_prompt", "temperature", "tensorboard", "wandb"),
@@ -203,6 +235,7 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
         UserError: an unknown key, a wrong value, a `--set` that is not key=value.
     """
     table = presets.read_toml(Path(file)) if file else {}
+    own = table.get("phases")
     where = f"run file '{file}'" if file else "flags"
     # The file is checked alone first, so that an error names where the key stands.
     presets.parse(RunConfig, table, where)
@@ -216,6 +249,9 @@ def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str]
         elif value is not None:
             table[key] = value
     config: RunConfig = presets.parse(RunConfig, table, where if not (flags or sets) else "flags")
+    if isinstance(own, list) and isinstance(table["phases"], str):  # a preset, and what it changes
+        by = presets.parse(RunConfig, {"phases": own}, where).phases
+        config = config.model_copy(update={"phases": overridden(config.phases, by)})
     return config
 
 
@@ -242,15 +278,22 @@ def _set(table: dict[str, Any], item: str) -> None:
 
 def to_toml(config: RunConfig) -> str:
     """The configuration as the text of a run file; keys without a value are left out."""
-    lines, tables = [], []
+    lines: list[str] = []
+    tables: list[str] = []
     for key, value in config.model_dump().items():
         if isinstance(value, dict):
             if value:
-                inner = [f"{name} = {_literal(item)}" for name, item in value.items()]
-                tables += ["", f"[{key}]", *inner]
+                tables += ["", f"[{key}]", *_lines(value)]
+        elif isinstance(value, tuple) and any(isinstance(item, dict) for item in value):
+            for item in value:
+                tables += ["", f"[[{key}]]", *_lines(item)]
         elif value is not None:
             lines.append(f"{key} = {_literal(value)}")
     return "\n".join(lines + tables) + "\n"
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {_literal(value)}" for key, value in table.items() if value is not None]
 
 
 def _literal(value: Any) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fp8stack.precision.phases import EVALUATION
 from fp8stack.training.run import Run
 from fp8stack.training.throughput import Peak
 
@@ -63,7 +64,11 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    """The log line of an event: what the guard saw or did."""
+    """The log line of an event: what the guard saw or did, or a phase that begins."""
+    if event["event"] == "phase":
+        return (
+            f"step {event['step']}: phase {event['phase']} in {event['precision']}: {event['why']}"
+        )
     done = {
         "skip": "skipped",
         "rollback": f"back to step {event.get('to_step')}",
@@ -91,7 +96,8 @@ def describe_run(run: Run) -> list[str]:
     return [
         *run.notes,
         f"machine: {run.hardware}",
-        *run.plan.summary(),
+        *(line for variant in run.variants for line in variant.plan.summary()),
+        *_phases(run),
         f"model: {config.model}, {run.model.config.parameters():,} parameters",
         f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
         "held out",
@@ -100,6 +106,22 @@ def describe_run(run: Run) -> list[str]:
         f"run: {run.folder.path}",
         *(["compiling: the first step takes a minute or so"] if config.compile else []),
     ]
+
+
+def _phases(run: Run) -> list[str]:
+    """Which recipe runs when, if there are several."""
+    if len(run.schedule.phases) == 1 and run.evaluation is None:
+        return []
+    pairs = zip(run.schedule.phases, run.schedule.variants, strict=True)
+    told = [
+        f"{phase.name} {phase.first} to {phase.last} in {run.variants[place].plan.precision}"
+        for phase, place in pairs
+    ]
+    there = {phase.name for phase in run.schedule.phases} | {EVALUATION}
+    told += [f"{one.name} has no steps" for one in run.config.phases if one.name not in there]
+    if run.evaluation is not None:
+        told.append(f"validation losses in {run.evaluation.plan.precision}")
+    return [f"phases: {', '.join(told)}"]
 
 
 class Silence:

@@ -37,6 +37,8 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
         if text and is_main:
             write_atomically(folder.sample, text.encode())
             display.note(f"sample:\n{text}")
+    if run.loss_scaler is not None:
+        display.note(str(run.loss_scaler.statistics()))
     display.note(
         f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
         f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
@@ -50,7 +52,7 @@ def _sample(run: Run) -> str:
         return ""
     prompt = config.sample_prompt or ("def " if config.data is None else "\n")
     tokens = sample(
-        run.model,
+        (run.evaluation or run.active).model,
         list(prompt.encode()),
         config.sample_tokens,
         temperature=config.temperature,

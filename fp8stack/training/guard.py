@@ -30,10 +30,11 @@ from fp8stack.training import writing
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.culprit import Culprit, find_culprit
 from fp8stack.training.half import HalfPrecision
+from fp8stack.training.resume import put_back
 from fp8stack.training.run import Run
+from fp8stack.training.several import plain
 from fp8stack.training.sharded import here
 from fp8stack.training.spikes import LARGEST
-from fp8stack.training.state import restore
 from fp8stack.training.watch import NOT_FINITE, BadStep, Cause, Look, Watch
 
 Row = dict[str, Any]
@@ -109,7 +110,7 @@ class Guard:
         for layer, last in list(self.demoted.items()):
             if last is not None and step > last:
                 del self.demoted[layer]
-                self._linear(layer).in_fp8 = True
+                self._have_in_fp8(layer, True)
                 why = f"{self.config.layer_steps} steps are over"
                 self._announce(step, "restore", why, layer, None)
 
@@ -140,7 +141,7 @@ class Guard:
             return plan
         layers = [
             replace(layer, fp8=False, precision=plan.compute_dtype, reason=_out(self.demoted[name]))
-            if (name := layer.name) in self.demoted
+            if layer.fp8 and (name := layer.name) in self.demoted
             else layer
             for layer in plan.layers
         ]
@@ -176,7 +177,7 @@ class Guard:
         ]
         self.demoted = dict(state["demoted"])
         for layer in self.demoted:
-            self._linear(layer).in_fp8 = False
+            self._have_in_fp8(layer, False)
         if state["left_fp16"]:
             self.half.leave()
 
@@ -228,9 +229,6 @@ class Guard:
                 break
         if found is None:
             return False
-        run.backend.weights.mark()
-        if run.scaler is not None and found.info["scaler"] is not None:
-            run.scaler.load_state_dict(found.info["scaler"])
         run.step = found.step
         run.ranks.wait()  # for those that still read
         if run.ranks.is_main:
@@ -254,7 +252,7 @@ class Guard:
         run, found = self.run, None
         with suppress(UserError):  # it is damaged, or its weights are not finite, say
             saved = checkpoints.load(checkpoints.path_of(run.folder.checkpoints, step))
-            restore(run.model, run.optimizer, saved.tensors, run.ranks.index)
+            put_back(run, saved)
             found = saved
         return None if run.ranks.any(found is None) else found
 
@@ -271,8 +269,10 @@ class Guard:
     def _broken(self) -> str:
         """Which weight or moment is not finite or as good as infinite, in a sentence."""
         for name, parameter in self.run.model.named_parameters():
-            kept = {"": parameter.detach(), **self.run.optimizer.state.get(parameter, {})}
-            for key, tensor in kept.items():
+            state = plain(self.run.optimizer.state.get(parameter, {}))
+            for key, tensor in {"": parameter.detach(), **state}.items():
+                if tensor.dtype.itemsize == 1:  # codes; what they are of, their scales tell
+                    continue
                 part = here(tensor)
                 largest = float(part.abs().max()) if part.numel() else 0.0
                 if not largest < LARGEST:
@@ -287,7 +287,7 @@ class Guard:
             return False
         steps = self.config.layer_steps
         last = step + steps if steps else None
-        layer.in_fp8 = False
+        self._have_in_fp8(culprit.layer, False)
         self.demoted[culprit.layer] = last
         self._announce_demotion(step, culprit.layer, culprit.operand, str(culprit), last)
         return True
@@ -297,8 +297,8 @@ class Guard:
         why = f"steps went wrong in spite of all: {bad[-1].why}"
         layers = fp8_linears(self.run.model)
         if layers:
-            for layer in layers.values():
-                layer.in_fp8 = False
+            for name in layers:
+                self._have_in_fp8(name, False)
             self.demoted = dict.fromkeys([*self.demoted, *layers])
             self._announce_demotion(step, WHOLE, None, why, None)
             return True
@@ -314,10 +314,13 @@ class Guard:
         row |= {"operand": operand} if operand is not None else {}
         self.announce(row | {"precision": precision, "until_step": last})
 
-    def _linear(self, name: str) -> MasterLinear:
-        part = self.run.model.get_submodule(name)
-        assert isinstance(part, MasterLinear), name
-        return part
+    def _have_in_fp8(self, layer: str, is_so: bool) -> None:
+        """Take a layer out of FP8, or back to it, in every variant of the model that has it so."""
+        for variant in self.run.variants:
+            if variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
+                part = variant.model.get_submodule(layer)
+                assert isinstance(part, MasterLinear), layer
+                part.in_fp8 = is_so
 
     def _stop(
         self, step: int, bad: list[BadStep], culprit: Culprit | None, streak: int = 1

@@ -37,7 +37,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     hardware = probe()
     plan = plan_for(config, recipe, hardware)
     if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
-        plan = plan_for(config, recipe, hardware, left_out=layers_left_out(checkpoint.info))
+        plan = plan_for(config, recipe, hardware, left_out=layers_left_out(checkpoint.info["plan"]))
     model = GPT(config, build_backend(plan))
     restore_weights(model, checkpoint.tensors.get("model", {}))
     if fp8_state(model):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8stack import data
@@ -23,21 +22,18 @@ from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches
 from fp8stack.training.guard import Guard
-from fp8stack.training.half import SMALLEST_SCALE, scale_now, update_scale
 from fp8stack.training.journal import Journal
-from fp8stack.training.optimizer import learning_rate
-from fp8stack.training.parallel import whole
+from fp8stack.training.phased import Phases
 from fp8stack.training.ranks import losing_ranks
-from fp8stack.training.run import Run
+from fp8stack.training.run import Run, Variant
 from fp8stack.training.saving import Saver
 from fp8stack.training.state import (
     capture,
     first_rows,
     largest_of_state,
-    random_state,
     random_states,
-    restore_random_state,
 )
+from fp8stack.training.step import Step
 from fp8stack.training.stop import NOTHING_DONE, StopRequests, stop_requests
 from fp8stack.training.throughput import peak_rate
 from fp8stack.training.watch import Watch
@@ -122,7 +118,7 @@ class _Loop:
         self.watch = Watch(
             run.optimizer,
             run.config.guard,
-            run.backend.delayed,
+            run.main.backend.delayed,
             run.config.accumulate,
         )
         self.saver = Saver(
@@ -138,9 +134,12 @@ class _Loop:
         self.guard = Guard(run, self.watch, self.journal.announce, self.wait)
         if run.guard_state is not None:
             self.guard.load_state(run.guard_state)
-        # Only a model with dropout draws: then what a bad step drew is given back.
-        self.draws = run.model.config.dropout > 0
-        self.random: dict[str, Tensor] = {}
+        self.phases = Phases(run, self.journal.announce)
+        if run.phases_state is not None:
+            self.phases.load_state(run.phases_state)
+        if run.step:
+            self.phases.take_up(run.step)
+        self.train_step = Step(run, self.watch, self.phases)
         self.profiled = min(run.step + profiling.WARM_UP + 1, run.config.steps)
         self.fp8_gemms: int | None = None
         self.saved_at = run.step
@@ -175,6 +174,8 @@ class _Loop:
         last = step == config.steps
         self.save_due |= last or step % config.save_every == 0
         evaluates = last or step % config.eval_every == 0
+        self.phases.enter(step)
+        self.watch.judges_amaxes = self.run.active is self.run.main or self.phases.calibrates(step)
         if step in self.guard.left_out:
             return self.leave_out(step, evaluates)
         self.guard.before(step)
@@ -192,15 +193,17 @@ class _Loop:
         if logs:  # the reading of the loss waits for the step
             precision = self.guard.plan_now().precision
             row = self.journal.row(step, float(loss), float(norm), precision, self.fp8_gemms)
-        if logs or self.save_due or self.draws:
+            if len(self.run.schedule.phases) > 1:
+                row["phase"] = self.phases.phase(step)
+        if logs or self.save_due or self.train_step.draws:
             self.look(step)
         if logs and self.run.step == step:
             if evaluates and (val_loss := self.evaluate()) is not None:
                 row["val_loss"] = val_loss
             self.journal.log(row)
             self.journal.restart_clock()
-            if "val_loss" in row and row["val_loss"] is None:
-                self.weights_failed(step, "the validation loss is not finite")
+            if "val_loss" in row:
+                self.judge(step, row["val_loss"])
         self.end_step(step)
         if self.run.step == step:
             self.journal.step_over(step)
@@ -213,10 +216,16 @@ class _Loop:
             self.look(step)
         if evaluates and self.run.step == step and (loss := self.evaluate()) is not None:
             self.journal.log_validation(step, loss)
-            self.journal.restart_clock()
-            if not math.isfinite(loss):
-                self.weights_failed(step, "the validation loss is not finite")
+            self.judge(step, loss)
         self.end_step(step)
+
+    def judge(self, step: int, val_loss: float | None) -> None:
+        """Act on a validation loss, where it is not finite or the recipe does harm."""
+        if val_loss is None or not math.isfinite(val_loss):
+            self.weights_failed(step, "the validation loss is not finite")
+        else:
+            self.phases.judge(step, self.loss_in)
+        self.journal.restart_clock()
 
     def end_step(self, step: int) -> None:
         """Save if that is due; not while steps are bad, unless this is the last."""
@@ -236,71 +245,18 @@ class _Loop:
         self.streak = seen.streak
         if self.run.step != step:
             self.went_back()
-        elif seen.skipped and self.draws:
-            restore_random_state(self.random)
+        elif seen.skipped:
+            self.train_step.give_back()
 
     def went_back(self) -> None:
         """Go on from where the guard put the run."""
         self.saved_at, self.streak, self.save_due = self.run.step, 0, False
+        self.phases.went_back(self.run.step)
         self.journal.restart_clock()
         self.journal.forget_pace()
 
-    def train_step(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
-        clipping, both 0-dim and of all ranks. A bad step changes nothing (in fp16 the loss scale
-        falls).
-
-        Nothing here waits for the device.
-        """
-        run, config = self.run, self.config
-        accelerator, optimizer, scaler = run.accelerator, run.optimizer, run.scaler
-        if self.draws:
-            self.random = random_state()
-        self.watch.begin()
-        ranks = run.ranks.count
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        losses: list[Tensor] = []
-        for part_BT in tokens_BT.chunk(config.accumulate):
-            with accelerator.accumulate(run.wrapped), self.observed(step, bool(losses)):
-                loss = run.wrapped(part_BT[:, :-1], part_BT[:, 1:])
-                losses.append(loss.detach())
-                # accelerate divides by the number of micro-batches; ranks' gradients are summed.
-                loss = loss / ranks if ranks > 1 else loss
-                accelerator.backward(loss if scaler is None else scaler.scale(loss))
-                # Here, so that ranks of which one looks, uncompiled, do it in the same order.
-                if run.backend.delayed is not None:
-                    run.backend.delayed.settle()
-        if scaler is not None:
-            scaler.unscale_(optimizer)  # an overflow in one rank's rows is known to all after it
-        parameters = run.model.parameters()
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf))
-        mean = torch.stack(losses).mean()
-        if scaler is None:
-            seen = self.watch.see(step, mean, norm)
-        else:  # with the smallest scale there is no smaller one to help
-            excused = scale_now(scaler, norm) > SMALLEST_SCALE
-            seen = self.watch.see(step, mean, norm, excused)
-        optimizer.step()  # and not `scaler.step`, which would overrule the watch
-        if scaler is not None:
-            update_scale(scaler, norm)
-        optimizer.zero_grad(set_to_none=True)
-        return seen[0], seen[1]
-
-    @contextmanager
-    def observed(self, step: int, again: bool) -> Iterator[None]:
-        """Have telemetry see a micro-batch, unless it is not the step's first or none is due."""
-        run = self.run
-        if again or not run.telemetry.due(step, 1, self.config.steps):
-            yield
-            return
-        # Compiled code has no place for hooks.
-        eager = torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext()
-        with eager, run.telemetry.sampling(run.model):
-            yield
-
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """`train_step` under the profiler; what it finds is written and shown."""
+        """A step under the profiler; what it finds is written and shown."""
         with profiling.recording(self.run.accelerator.device) as recorded:
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
@@ -341,12 +297,17 @@ class _Loop:
     def evaluate(self) -> float | None:
         """The validation loss now; None if a stop was asked for. Its GEMMs are not counted among
         the training's."""
+        return self.loss_in(self.run.evaluation)
+
+    def loss_in(self, variant: Variant | None) -> float | None:
+        """The validation loss in one variant of the model, or as it trains; see `evaluate`."""
         run = self.run
         micro_batch = self.config.batch // self.config.accumulate
         device = run.accelerator.device
+        model = run.wrapped if variant is None else variant.model
         shared = (run.ranks, self.stops)
-        loss = validation_loss(run.wrapped, run.windows, micro_batch, device, *shared)
-        run.backend.fp8_gemms()
+        loss = validation_loss(model, run.windows, micro_batch, device, *shared)
+        (variant or run.active).backend.fp8_gemms()
         return loss
 
     def stop(self) -> Path:
@@ -380,13 +341,16 @@ class _Loop:
         info = {
             "identity": run.identity,
             "config": self.config.model_dump(mode="json"),
-            "plan": run.plan.to_json(),
-            "scaler": run.scaler.state_dict() if run.scaler is not None else None,
+            "plan": run.main.plan.to_json(),
+            "plans": [variant.plan.to_json() for variant in run.variants],
+            "phases": self.phases.state(),
+            "scaler": run.loss_scaler.state_dict() if run.loss_scaler is not None else None,
             "versions": versions(),
             "guard": self.guard.state(),
         }
         path = checkpoints.path_of(run.folder.checkpoints, run.step)
-        groups = partial(capture, run.model, run.optimizer, random_states(run.ranks))
+        random, main = random_states(run.ranks), run.main.model
+        groups = partial(capture, run.model, run.optimizer, random, fp8_model=main)
         with run.ranks.together():
             if run.ranks.is_main or self.saver.first_rows is not None:
                 self.saver.save(run.step, info, groups)

@@ -50,7 +50,7 @@ def files_of_run(folder: RunFolder) -> list[Path]:
         UserError: the folder is a file.
     """
     folder.require_folder()
-    own = [folder.plan, folder.telemetry, folder.plot, folder.sample]
+    own = [folder.plan, folder.telemetry, folder.debug, folder.plot, folder.sample]
     besides = [file for pattern in _BESIDES for file in sorted(folder.path.glob(pattern))]
     # Those that make it a run come last: cut short, it still is one, without checkpoints.
     return [p for p in (*own, *besides, folder.metrics, folder.config) if p.is_file()]

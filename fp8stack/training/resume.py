@@ -14,9 +14,10 @@ from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config
 from fp8stack.training.ranks import Ranks
+from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.sound import can_go_on, load_sound, newest_sound
-from fp8stack.training.state import differences
+from fp8stack.training.state import differences, restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +113,26 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     )
 
 
-def layers_left_out(info: Mapping[str, Any]) -> dict[str, str]:
-    """The layers that the run of a checkpoint does not have in FP8, with the reasons: it keeps to
-    that wherever it goes on, since FP8 state and losses depend on it."""
-    return {layer["name"]: layer["reason"] for layer in info["plan"]["layers"] if layer["reason"]}
+def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
+    """The layers that a plan, as a checkpoint has it, does not have in FP8, with the reasons: a run
+    keeps to that wherever it goes on, since FP8 state and losses depend on it."""
+    return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}
+
+
+def plans_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The plans that a checkpoint was made with, one for each variant of the model."""
+    found: list[dict[str, Any]] = info["plans"] or [info["plan"]]
+    return found
+
+
+def put_back(run: Run, checkpoint: Checkpoint) -> None:
+    """Have the weights, moments, scales and random state of `checkpoint`. Raises what `restore`
+    raises."""
+    restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index, fp8_model=run.main.model)
+    for variant in run.variants:
+        variant.backend.weights.mark()
+    if run.loss_scaler is not None and checkpoint.info["scaler"] is not None:
+        run.loss_scaler.load_state_dict(checkpoint.info["scaler"])
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:

@@ -10,6 +10,7 @@ import torch
 
 from fp8stack.errors import UserError
 from fp8stack.precision import probe
+from fp8stack.training.allocator import expand_segments
 from fp8stack.training.building import build
 from fp8stack.training.config import RunConfig, parse_config, to_toml
 from fp8stack.training.initial import find_source, same_source, with_source
@@ -20,12 +21,15 @@ from fp8stack.training.resume import (
     config_to_resume,
     find_together,
     layers_left_out,
+    plans_of,
+    put_back,
     refuse_differences,
 )
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
-from fp8stack.training.state import differences, restore
+from fp8stack.training.state import differences
 from fp8stack.training.storage import write_atomically
+from fp8stack.training.variants import plan_of
 
 
 def set_up(
@@ -46,6 +50,7 @@ def set_up(
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
     config = with_absolute_paths(parse_config(file, flags, sets))
+    expand_segments(config.device)  # before anything asks CUDA
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
     if started_again() and resume is not None and Path(resume).parent.name == "checkpoints":
@@ -68,7 +73,7 @@ def set_up(
             source = find_source(config.init_from)
             config = with_source(config, source)
     checkpoint = found.checkpoint if found else None
-    left_out = layers_left_out(checkpoint.info) if checkpoint else None
+    left_out = [layers_left_out(plan) for plan in plans_of(checkpoint.info)] if checkpoint else []
     run = build(config, folder, left_out, hardware=hardware, ranks=ranks, source=source)
     with ranks.together(), folder.released_on_error():
         if ranks.is_main:
@@ -80,7 +85,7 @@ def set_up(
         run.notes += tuple(note for note in (goes_on, removed) if note)
         if ranks.is_main:
             write_atomically(folder.config, to_toml(config).encode())
-            folder.write_plan(run.plan.to_json())
+            folder.write_plan(plan_of(run))
     return run
 
 
@@ -116,6 +121,13 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         if key in config.given and (value := getattr(config, key))
         if key in ("data", "init_from") or value.endswith(".toml")
     }
+    if config.phases:
+        files["phases"] = tuple(
+            phase.model_copy(update={"recipe": os.path.realpath(phase.recipe)})
+            if phase.recipe is not None and phase.recipe.endswith(".toml")
+            else phase
+            for phase in config.phases
+        )
     tried = (os.path.realpath(name) if name.endswith(".toml") else name for name in config.what_if)
     if config.what_if:
         files["what_if"] = tuple(tried)
@@ -142,11 +154,8 @@ def _resume(run: Run, found: Resumption) -> None:
     if info["versions"].get("torch") != torch.__version__:
         note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"
         run.notes = (*run.notes, note)
-    restore(run.model, run.optimizer, found.checkpoint.tensors, run.ranks.index)
-    run.backend.weights.mark()
-    if run.scaler is not None and info["scaler"] is not None:
-        run.scaler.load_state_dict(info["scaler"])
-    run.guard_state = info["guard"]
+    put_back(run, found.checkpoint)
+    run.guard_state, run.phases_state = info["guard"], info["phases"]
     if run.guard_state is not None and run.guard_state["left_fp16"]:
         run.notes = (*run.notes, "the guard left fp16 before: the run goes on in bf16")
     run.step = found.checkpoint.step

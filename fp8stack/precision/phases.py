@@ -1,0 +1,150 @@
+"""Phases: which recipe is asked for at which steps of a run. Pure; no torch here.
+
+A run without phases has one recipe throughout. `warmup`, `stable` and `decay` end where the
+schedule of the learning rate has it, other phases where they say; `evaluation` is the recipe in
+which validation losses are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8stack.errors import UserError, unknown
+
+PresetName = Literal["conservative", "default", "aggressive"]
+EVALUATION = "evaluation"
+
+
+class PhaseConfig(BaseModel):
+    """One phase as it is written in a run file: a table `[[phases]]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1)]
+    recipe: str | None = None
+    """By name or path; the run's own if left out."""
+    until: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None
+    """Its last step, or as a fraction the share of all steps that is then done; left out, the
+    schedule's for warmup, stable and decay, and the run's end for the last phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """The steps `first` to `last`, from 1, both included, and the recipe that they ask for."""
+
+    name: str
+    recipe: str
+    first: int
+    last: int
+
+
+def preset(name: str) -> tuple[PhaseConfig, ...]:
+    """The phases called conservative (fp32 everywhere), default (bf16 while the learning rate rises
+    and falls, the run's recipe in between) or aggressive (the run's recipe everywhere).
+
+    Raises:
+        UserError: there is no such preset.
+    """
+    if name not in get_args(PresetName):
+        raise unknown("preset of phases", name, get_args(PresetName))
+    edge = {"conservative": "fp32", "default": "bf16", "aggressive": None}[name]
+    middle = "fp32" if name == "conservative" else None
+    recipes = {"warmup": edge, "stable": middle, "decay": edge, EVALUATION: edge}
+    return tuple(PhaseConfig(name=phase, recipe=recipe) for phase, recipe in recipes.items())
+
+
+def overridden(phases: Sequence[PhaseConfig], by: Sequence[PhaseConfig]) -> tuple[PhaseConfig, ...]:
+    """`phases` with what `by` sets otherwise in phases of the same name.
+
+    Raises:
+        UserError: `by` has a phase that `phases` has not.
+    """
+    named = {phase.name: phase for phase in phases}
+    for phase in by:
+        if phase.name not in named:
+            raise UserError(
+                f"phases: '{phase.name}' is none of the preset's ({', '.join(named)}). Use one of "
+                "them, or leave the preset out and list all phases."
+            )
+        named[phase.name] = named[phase.name].model_copy(
+            update=phase.model_dump(exclude_unset=True)
+        )
+    return tuple(named.values())
+
+
+def phases_of(
+    phases: Sequence[PhaseConfig],
+    recipe: str,
+    *,
+    steps: int,
+    warmup_steps: int,
+    decay_fraction: float,
+) -> tuple[Phase, ...]:
+    """The phases of training in order; together they are all steps. Empty ones are left out.
+
+    Args:
+        phases: as configured; none is one phase in the run's recipe.
+        recipe: the run's.
+        steps: of the run.
+        warmup_steps: while the learning rate rises.
+        decay_fraction: the share of the steps in which it falls at the end.
+
+    Raises:
+        UserError: a phase that does not say where it ends, or ends before it begins; two of one
+            name.
+    """
+    _require_distinct(phases)
+    trained = [phase for phase in phases if phase.name != EVALUATION]
+    if not trained:
+        return (Phase(name="all", recipe=recipe, first=1, last=steps),)
+    ends = {"warmup": warmup_steps, "stable": round(steps * (1 - decay_fraction)), "decay": steps}
+    made: list[Phase] = []
+    first = 1
+    for phase in trained:
+        last = _last_step(phase, steps)
+        if last is None and phase is trained[-1]:
+            last = steps
+        if last is None and phase.name in ends:
+            last = max(min(ends[phase.name], steps), first - 1)
+        if last is None:
+            raise UserError(f"phase '{phase.name}' does not say where it ends. Give it an 'until'.")
+        if last < first - 1:
+            raise UserError(
+                f"phase '{phase.name}' ends at step {last}, before it begins at step {first}."
+            )
+        if first <= min(last, steps):
+            ends_at = min(last, steps)
+            name = phase.recipe or recipe
+            made.append(Phase(name=phase.name, recipe=name, first=first, last=ends_at))
+        first = last + 1
+    if first <= steps:
+        raise UserError(
+            f"the last phase, '{trained[-1].name}', ends at step {first - 1} of {steps}. Leave out "
+            "its 'until'."
+        )
+    return tuple(made)
+
+
+def evaluation_recipe(phases: Sequence[PhaseConfig], recipe: str) -> str | None:
+    """The recipe of validation losses; None is that of training."""
+    found = next((phase for phase in phases if phase.name == EVALUATION), None)
+    return None if found is None else found.recipe or recipe
+
+
+def _last_step(phase: PhaseConfig, steps: int) -> int | None:
+    if isinstance(phase.until, float):
+        return round(phase.until * steps)
+    return phase.until
+
+
+def _require_distinct(phases: Sequence[PhaseConfig]) -> None:
+    names = [phase.name for phase in phases]
+    for phase in phases:
+        if names.count(phase.name) > 1:
+            raise UserError(f"phases: two are called '{phase.name}'. Give each its own name.")
+        if phase.name == EVALUATION and phase.until is not None:
+            raise UserError("phase 'evaluation' is no part of training: leave out its 'until'.")

@@ -1,0 +1,141 @@
+"""The phases of a run as it trains: which variant makes a step, and what goes before a switch.
+
+Before a switch to delayed scaling, the amaxes of the layers are recorded for some steps while they
+still run in the other recipe: so FP8 begins with scales that fit, not with 1. Phases depend on the
+step alone, unless the quality guard ended them; that is part of the run's state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from fp8stack import numerics
+from fp8stack.backends.observe import observing
+from fp8stack.precision.phases import Phase
+from fp8stack.training.run import Run, Variant
+
+CONSERVATIVE = "conservative"
+
+
+class Phases:
+    """Has the right variant of a run's model train and evaluate.
+
+    Args:
+        run: the run.
+        announce: is called with each event, a row of `metrics.jsonl`.
+    """
+
+    def __init__(self, run: Run, announce: Callable[[dict[str, Any]], None]) -> None:
+        self.run = run
+        self.announce = announce
+        self.ended_at: int | None = None  # the step after which all is in the reference
+
+    def enter(self, step: int) -> None:
+        """Have the variant of `step` train, and announce a phase that begins with it."""
+        self.take_up(step)
+        phase = self._at(step)[0]
+        if phase.first == step and len(self.run.schedule.phases) > 1 and self.ended_at is None:
+            self._announce(step, phase.name, self.run.active)
+
+    def take_up(self, step: int) -> None:
+        """Have the variant of `step` train."""
+        variant = self._at(step)[1]
+        if variant is not self.run.active:
+            self.run.use(variant)
+
+    def phase(self, step: int) -> str:
+        """The name of the phase of `step`."""
+        return CONSERVATIVE if self._has_ended(step) else self._at(step)[0].name
+
+    def calibrates(self, step: int) -> bool:
+        """Whether `step` is one of the last before delayed scaling begins."""
+        run = self.run
+        if run.main.backend.delayed is None or self._has_ended(step):
+            return False
+        if self._at(step)[1] is run.main:
+            return False
+        until = min(step + run.config.calibration_steps, run.config.steps)
+        return any(self._at(later)[1] is run.main for later in range(step + 1, until + 1))
+
+    @contextmanager
+    def calibrating(self, step: int) -> Iterator[None]:
+        """Record the amaxes of the pass that is made inside, if `step` calibrates; the pass is as
+        it would be. All ranks call this."""
+        delayed = self.run.main.backend.delayed
+        if delayed is None or not self.calibrates(step):
+            yield
+            return
+        amaxes: dict[str, Tensor] = {}
+
+        def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:
+            amaxes[f"{path}.{operand}"] = numerics.amax(x)
+
+        modules = dict(self.run.model.named_modules())
+        named = (layer.name for layer in self.run.main.plan.layers if layer.fp8)
+        linears = {name: cast(nn.Linear, modules[name]) for name in named}
+        with observing(self.run.model, see, layers=linears):
+            yield
+        delayed.move(self.run.accelerator.device)
+        delayed.calibrate(amaxes)
+
+    def judge(self, step: int, loss: Callable[[Variant], float | None]) -> None:
+        """Compare a validation loss with that of the same weights in float32; if it is by more than
+        `guard.quality` worse, end the phases: the rest of the run is in float32.
+
+        Args:
+            step: the last one.
+            loss: gives the validation loss of a variant; None if a stop was asked for.
+        """
+        run = self.run
+        place, limit = run.schedule.reference, run.config.guard.quality
+        if place is None or self._has_ended(step + 1) or run.variants[place] is run.active:
+            return
+        reference = run.variants[place]
+        own, exact = loss(run.active), loss(reference)
+        if own is None or exact is None or not math.isfinite(exact):
+            return
+        if own <= exact * (1 + limit):
+            return
+        self.ended_at = step
+        worse = f"{100 * (own / exact - 1):.2g} %" if math.isfinite(own) else "infinitely"
+        why = (
+            f"validation loss {own:.4f} in {run.plan.precision} is {worse} worse than the "
+            f"{exact:.4f} of the same weights in fp32, and guard.quality allows {100 * limit:g} %"
+        )
+        self._announce(step + 1, CONSERVATIVE, reference, why)
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs, as JSON data."""
+        return {"ended_at": self.ended_at}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put back what `state` gave."""
+        self.ended_at = state["ended_at"]
+
+    def went_back(self, step: int) -> None:
+        """Forget what was decided after `step`: the run was put back to it."""
+        if self.ended_at is not None and self.ended_at > step:
+            self.ended_at = None
+
+    def _has_ended(self, step: int) -> bool:
+        return self.ended_at is not None and step > self.ended_at
+
+    def _at(self, step: int) -> tuple[Phase, Variant]:
+        run, schedule = self.run, self.run.schedule
+        place = next(n for n, phase in enumerate(schedule.phases) if step <= phase.last)
+        variant = run.variants[schedule.variants[place]]
+        if self._has_ended(step):
+            assert schedule.reference is not None
+            variant = run.variants[schedule.reference]
+        return schedule.phases[place], variant
+
+    def _announce(self, step: int, name: str, variant: Variant, why: str | None = None) -> None:
+        plan = variant.plan
+        why = why or f"{plan.asked} was asked for from this step on"
+        row = {"step": step, "event": "phase", "phase": name, "why": why}
+        self.announce(row | {"recipe": plan.recipe.name, "precision": plan.precision})

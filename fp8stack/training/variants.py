@@ -1,0 +1,169 @@
+"""From phases to the variants of a model: one for each recipe, all with the same parameters.
+
+It must not know when a phase begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from fp8stack.backends import build_backend
+from fp8stack.errors import UserError
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.precision.phases import Phase, evaluation_recipe, phases_of
+from fp8stack.training.config import RunConfig
+from fp8stack.training.run import Run, Schedule, Variant
+
+
+def plan_phases(
+    config: RunConfig,
+    model: GPTConfig,
+    hardware: Hardware,
+    left_out: Sequence[Mapping[str, str]],
+    tokens: int,
+) -> tuple[list[Plan], Schedule]:
+    """The plans of a run, each once, and which of them runs when.
+
+    Args:
+        config: of the run.
+        model: its shape.
+        hardware: this machine.
+        left_out: for each plan the layers to leave out of FP8, with the reason, as decided before;
+            empty if nothing was.
+        tokens: of a micro-batch and rank.
+
+    Raises:
+        UserError: what `plan_for` and `phases_of` raise; two phases in different delayed scaling;
+            phases with --parallel fsdp.
+    """
+    phases = phases_in(config)
+    evaluation = evaluation_recipe(config.phases, config.recipe)
+    compares = bool(config.phases and config.guard.enabled and config.guard.quality)
+    asked = [phase.recipe for phase in phases]
+    asked += [recipe for recipe in (evaluation, "fp32" if compares else None) if recipe]
+
+    def made(multiple: int) -> tuple[list[Plan], dict[str, int]]:
+        plans: list[Plan] = []
+        places: dict[str, int] = {}
+        for name in dict.fromkeys(asked):
+            known = left_out[len(plans)] if len(plans) < len(left_out) else None
+            plan = _plan(name, config, model, hardware, known, tokens, multiple)
+            alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
+            places[name] = next(alike, len(plans))
+            plans += [plan] * (places[name] == len(plans))
+        return plans, places
+
+    plans, places = made(1)
+    if len(plans) > 1:
+        _require_possible(plans, config)
+        plans, places = made(max(plan.vocabulary_multiple for plan in plans))
+    schedule = Schedule(
+        phases=phases,
+        variants=tuple(places[phase.recipe] for phase in phases),
+        evaluation=None if evaluation is None else places[evaluation],
+        reference=places["fp32"] if compares else None,
+    )
+    return plans, schedule
+
+
+def phases_in(config: RunConfig) -> tuple[Phase, ...]:
+    """The phases of a run, in order. Raises what `phases_of` raises."""
+    return phases_of(
+        config.phases,
+        config.recipe,
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        decay_fraction=config.decay_fraction,
+    )
+
+
+def build_variants(
+    plans: Sequence[Plan], model: GPTConfig, config: RunConfig
+) -> tuple[Variant, ...]:
+    """A variant for each of `plans`, with the same parameters in all."""
+    multiple = max(plan.vocabulary_multiple for plan in plans)
+    variants: list[Variant] = []
+    for plan in plans:
+        backend = build_backend(plan, save_fp8=config.save_fp8)
+        backend.vocabulary_multiple = multiple
+        made = GPT(model, backend, seed=config.seed)
+        made.recompute = config.activation_checkpointing
+        if variants:
+            share_parameters(variants[0].model, made)
+        variants.append(Variant(plan=plan, backend=backend, model=made))
+    return tuple(variants)
+
+
+def share_parameters(source: nn.Module, model: nn.Module) -> None:
+    """Give `model` the parameters of `source`, which has the same names."""
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    for path, part in model.named_modules():
+        for name in part._parameters:
+            if part._parameters[name] is not None:
+                part._parameters[name] = parameters[f"{path}.{name}" if path else name]
+
+
+def _plan(
+    recipe: str,
+    config: RunConfig,
+    model: GPTConfig,
+    hardware: Hardware,
+    left_out: Mapping[str, str] | None,
+    tokens: int,
+    vocabulary_multiple: int,
+) -> Plan:
+    is_own = recipe == config.recipe
+    overrides = config.recipe_overrides if is_own else {}
+    if overrides and recipe == "auto":
+        raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
+    asked = recipe if recipe == "auto" else load_recipe(recipe, overrides)
+    # --backend is about FP8; a phase without it is not to be called a substitution.
+    backend = config.backend if is_own or isinstance(asked, str) or asked.is_fp8 else "auto"
+    return plan_for(
+        model,
+        asked,
+        hardware,
+        backend,
+        config.strict,
+        tokens=None if left_out is not None else tokens,
+        left_out=left_out,
+        vocabulary_multiple=vocabulary_multiple,
+    )
+
+
+def _runs_alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans differ in words alone."""
+
+    def without_words(plan: Plan) -> Plan:
+        recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
+        layers = tuple(replace(layer, precision="", reason="") for layer in plan.layers)
+        return replace(plan, asked="", recipe=recipe, reasons=(), native=True, layers=layers)
+
+    return without_words(plan) == without_words(other)
+
+
+def _require_possible(plans: Sequence[Plan], config: RunConfig) -> None:
+    if sum(plan.scaling == "delayed" for plan in plans) > 1:
+        raise UserError(
+            "phases: two of them are in delayed scaling of different settings, and a run keeps one "
+            "amax history. Use one delayed recipe."
+        )
+    if config.parallel == "fsdp":
+        raise UserError("phases in several recipes need --parallel ddp; fsdp is not possible.")
+
+
+def plan_of(run: Run) -> dict[str, Any]:
+    """The plan of a run as JSON data: that of its FP8 layers and, if it has several recipes, which
+    of them runs when."""
+    made = run.main.plan.to_json()
+    if len(run.variants) > 1:
+        made["phases"] = [
+            asdict(phase) | {"precision": run.variants[place].plan.precision}
+            for phase, place in zip(run.schedule.phases, run.schedule.variants, strict=True)
+        ]
+    return made

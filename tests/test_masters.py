@@ -1,0 +1,114 @@
+"""Master weights: float32 whatever the recipe computes in, so that nothing small is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fp8stack.backends import build_backend
+from fp8stack.backends.linear import plain_linear
+from fp8stack.backends.observe import observing
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware
+from fp8stack.training.config import RunConfig
+from fp8stack.training.optimizer import build_optimizer
+
+CONFIG = GPTConfig(vocabulary=64, context=16, layers=1, width=32, heads=2)
+RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
+
+
+def model_in(recipe: str) -> GPT:
+    return GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, Hardware("cpu"))))
+
+
+class Weights(TorchFunctionMode):
+    """Keeps what linears multiply with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.seen.append(args[1].detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_thousand_tiny_updates_are_not_lost(dtype: torch.dtype) -> None:
+    """Each is an eighth of what the working copy can tell apart; in it alone, none would count."""
+    linear = plain_linear(4, 4, False, dtype)
+    update = float(torch.finfo(dtype).eps) / 8
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+    alone = linear.weight.detach().to(dtype)
+    for _ in range(1000):
+        with torch.no_grad():
+            linear.weight += update
+            alone += update
+    assert (alone == 1).all()
+    expected = 1 + 1000 * update
+    torch.testing.assert_close(
+        linear.weight.detach(), torch.full((4, 4), expected), rtol=1e-5, atol=0
+    )
+    y = linear(torch.eye(4))
+    assert y.dtype == dtype
+    assert (y == torch.tensor(expected).to(dtype)).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str) -> None:
+    model = model_in(recipe)
+    optimizer = build_optimizer(model, RunConfig(lr=1e-3))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    tokens = torch.randint(64, (2, 17))
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
+    copies = []
+    for _ in range(3):
+        with Weights() as weights:
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        (copy,) = (one for one in weights.seen if one.shape == weight.shape)
+        assert copy.dtype == dtype
+        assert torch.equal(copy, weight.detach().to(dtype))
+        copies.append(copy)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(copies[0], copies[2])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
+    model = model_in(recipe)
+    optimizer = build_optimizer(model, RunConfig())
+    tokens = torch.randint(64, (2, 17))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32, name
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32, name
+        kept = optimizer.state[parameter]
+        assert {value.dtype for value in kept.values()} == {torch.float32}, name
+
+
+def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:
+    model = model_in("current")
+    optimizer = build_optimizer(model, RunConfig(lr=1e-2))
+    tokens = torch.randint(64, (2, 17))
+    for _ in range(3):
+        seen: dict[str, Tensor] = {}
+
+        def see(path: str, layer: Any, operand: str, x: Tensor, seen: dict = seen) -> None:
+            seen[f"{path}.{operand}"] = x.clone()
+
+        with observing(model, see):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        weight = model.get_parameter("blocks.0.mlp.down.weight").detach()
+        assert torch.equal(seen["blocks.0.mlp.down.weight"], weight)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,129 @@
+"""Which recipe is asked for at which step: the rules alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8stack.errors import UserError
+from fp8stack.precision.phases import (
+    Phase,
+    PhaseConfig,
+    evaluation_recipe,
+    overridden,
+    phases_of,
+    preset,
+)
+from fp8stack.training.config import parse_config, to_toml
+
+RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}
+
+
+def spans(*phases: PhaseConfig, recipe: str = "delayed", **other: float) -> list[tuple]:
+    made = phases_of(phases, recipe, **{**RUN, **other})  # type: ignore[arg-type]
+    return [(phase.name, phase.recipe, phase.first, phase.last) for phase in made]
+
+
+def test_without_phases_the_run_is_one() -> None:
+    assert phases_of((), "delayed", **RUN) == (  # type: ignore[arg-type]
+        Phase(name="all", recipe="delayed", first=1, last=100),
+    )
+    assert evaluation_recipe((), "delayed") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "edge", "middle"),
+    [("conservative", "fp32", "fp32"), ("default", "bf16", "mine"), ("aggressive", "mine", "mine")],
+)
+def test_presets_follow_the_schedule_of_the_learning_rate(
+    name: str, edge: str, middle: str
+) -> None:
+    assert spans(*preset(name), recipe="mine") == [
+        ("warmup", edge, 1, 10),
+        ("stable", middle, 11, 80),
+        ("decay", edge, 81, 100),
+    ]
+    assert evaluation_recipe(preset(name), "mine") == edge
+
+
+def test_an_unknown_preset_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"'agressive'.*Did you mean 'aggressive'"):
+        preset("agressive")
+
+
+def test_a_phase_ends_at_a_step_or_at_a_share_of_all() -> None:
+    early = PhaseConfig(name="early", recipe="bf16", until=3)
+    middle = PhaseConfig(name="middle", until=0.55)
+    assert spans(early, middle, PhaseConfig(name="late", recipe="fp32")) == [
+        ("early", "bf16", 1, 3),
+        ("middle", "delayed", 4, 55),
+        ("late", "fp32", 56, 100),
+    ]
+
+
+def test_phases_without_steps_are_left_out() -> None:
+    assert [name for name, *_ in spans(*preset("default"), warmup_steps=0)] == ["stable", "decay"]
+    long = spans(*preset("default"), warmup_steps=95)
+    assert [(name, first, last) for name, _, first, last in long] == [
+        ("warmup", 1, 95), ("decay", 96, 100),
+    ]  # fmt: skip
+    assert spans(*preset("default"), warmup_steps=500) == [("warmup", "bf16", 1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        ([PhaseConfig(name="a"), PhaseConfig(name="b")], "'a' does not say where it ends"),
+        (
+            [PhaseConfig(name="a", until=9), PhaseConfig(name="b", until=5)],
+            "step 5, before",
+        ),
+        ([PhaseConfig(name="a", until=50)], "'a', ends at step 50 of 100"),
+        ([PhaseConfig(name="a"), PhaseConfig(name="a")], "two are called 'a'"),
+        ([PhaseConfig(name="evaluation", until=5)], "no part of training"),
+    ],
+)
+def test_phases_that_make_no_sense_are_refused(phases: list[PhaseConfig], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        phases_of(phases, "fp32", **RUN)  # type: ignore[arg-type]
+
+
+def test_an_override_wins_and_leaves_the_rest() -> None:
+    by = [PhaseConfig(name="decay", recipe="fp32"), PhaseConfig(name="stable", until=90)]
+    assert spans(*overridden(preset("default"), by)) == [
+        ("warmup", "bf16", 1, 10),
+        ("stable", "delayed", 11, 90),
+        ("decay", "fp32", 91, 100),
+    ]
+    with pytest.raises(UserError, match="'end' is none of the preset's"):
+        overridden(preset("default"), [PhaseConfig(name="end")])
+
+
+def test_a_preset_by_flag_is_overridden_by_the_run_file_and_saved_phase_by_phase(tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[[phases]]\nname = "stable"\nrecipe = "current"\nuntil = 0.5\n')
+    config = parse_config(str(file), {"phases": "default", "recipe": "delayed"})
+    assert [(phase.name, phase.recipe, phase.until) for phase in config.phases] == [
+        ("warmup", "bf16", None), ("stable", "current", 0.5),
+        ("decay", "bf16", None), ("evaluation", "bf16", None),
+    ]  # fmt: skip
+    file.write_text(to_toml(config))
+    assert parse_config(str(file), {}) == config
+    assert parse_config(None, {}, ["phases=default"]).phases == preset("default")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[phases]]\nname = "a"\nuntill = 3', "Did you mean 'until'"),
+        ('[[phases]]\nname = "a"\nuntil = 0', "until"),
+        ('[[phases]]\nname = "a"\nuntil = 1.5', "until"),
+        ('[[phases]]\nrecipe = "bf16"', "name"),
+        ('phases = "defualt"', "Did you mean 'default'"),
+    ],
+)
+def test_a_wrong_table_is_one_line_that_names_the_key(tmp_path, text: str, said: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        parse_config(str(file), {})
+    assert "\n" not in str(caught.value)
