@@ -34,6 +34,7 @@ SCENARIOS = {
     "operations": "casts, scales, amax histories and the judging of a step by themselves",
     "startup": "how long the command takes to start, and how many modules it imports",
     "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
+    "convergence": "whether every recipe trains as well as fp32 over some hundred steps",
     "telemetry": "what a look at every operand of a step costs",
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
     "int8": "how many of attention's probabilities become zero in INT8 and in FP8",

@@ -20,6 +20,8 @@ COMMANDS = {
     "compare": cli.compare,
     "report": cli.report,
     "doctor": cli.doctor,
+    "plan": cli.plan,
+    "estimate": cli.estimate,
 }
 
 
@@ -92,7 +94,8 @@ def test_the_readmes_python_runs() -> None:
         assert any(value.any() for value in fp8_state(scope["model"]).values())
 
 
-def test_the_readmes_commands_have_only_flags_that_exist() -> None:
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_commands_have_only_flags_that_exist(name: str) -> None:
     flags = {
         name: {f"--{key.replace('_', '-')}" for key in inspect.signature(command).parameters}
         for name, command in COMMANDS.items()
@@ -100,12 +103,30 @@ def test_the_readmes_commands_have_only_flags_that_exist() -> None:
     flags["doctor"].add("--no-te")
     flags["pretrain"].add("--no-guard")
     flags["compare"].add("--from")
-    text = _text("README.md").replace("\\\n", " ")
+    flags["plan"].add("--no-te")
+    flags["estimate"].add("--no-te")
+    text = _text(name).replace("\\\n", " ")
     commands = re.findall(rf"fp8stack ({'|'.join(COMMANDS)})((?: +[^`\n ]+)*)", text)
-    assert {name for name, _ in commands} == COMMANDS.keys()
-    for name, words in commands:
-        used = {word for word in words.split() if word.startswith("--")}
-        assert used <= flags[name], (name, used - flags[name])
+    if name == "README.md":
+        assert {command for command, _ in commands} == COMMANDS.keys()
+    for command, words in commands:
+        used = {word.strip(".,;:)") for word in words.split() if word.startswith("--")}
+        assert used <= flags[command], (command, used - flags[command])
+
+
+def test_every_capability_names_tests_that_exist() -> None:
+    text = _text("docs/capabilities.md")
+    rows = re.findall(r"^\| ([A-E]\d+) \|.*\| ([^|]*) \|$", text, re.M)
+    counts = {"A": 13, "B": 10, "C": 3, "D": 9, "E": 4}
+    wanted = [f"{part}{number}" for part, n in counts.items() for number in range(1, n + 1)]
+    assert [row for row, _ in rows] == wanted
+    for row, told in rows:
+        assert "::" in told, row
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 80
+    for file, test in named:
+        assert f"def {test}(" in _text(f"tests/{file}"), f"{file}::{test}"
+    assert text.count("::test_") == len(named)
 
 
 def test_the_readmes_table_is_the_committed_result() -> None:

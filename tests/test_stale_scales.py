@@ -1,0 +1,69 @@
+"""A spike in delayed and in current scaling: what a scale from earlier passes does to it."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8stack.backends import build_backend
+from fp8stack.backends.linear import MasterLinear
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware
+
+CONFIG = GPTConfig(vocabulary=64, context=16, layers=1, width=32, heads=2)
+LAYER = "blocks.0.mlp.down"
+
+
+def cast(x: np.ndarray, scale: float) -> np.ndarray:
+    """To E4M3 and back, by ml_dtypes, which overflows to NaN where FP8 saturates."""
+    scaled = np.clip(x.astype(np.float64) * scale, -448, 448).astype(np.float32)
+    return scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / scale
+
+
+def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor:
+    """What a layer makes of `x` after a training pass over `warm_up`; its weight is the identity,
+    which FP8 holds exactly at any scale that is a power of two."""
+    model = GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, Hardware("cpu"))))
+    layer = model.get_submodule(LAYER)
+    assert isinstance(layer, MasterLinear)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[:, :32] = torch.eye(32)
+    given: list[torch.Tensor] = []
+    # The layer alone sees what is put in its way; the model's hooks do the rest.
+    layer.register_forward_pre_hook(lambda _, args: (given[-1],))
+    seen: list[torch.Tensor] = []
+    layer.register_forward_hook(lambda _, args, y: seen.append(y.detach()))
+    tokens = torch.randint(64, (1, 17))
+    for one in (warm_up, x):
+        given.append(one)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return seen[-1]
+
+
+def test_delayed_scaling_clips_a_spike_that_current_scaling_keeps() -> None:
+    usual = torch.rand(1, 16, 128) * 1.75
+    usual[0, 0, 0] = 1.75  # the amax: a scale of 256
+    spiked = usual.clone()
+    spiked[0, 3, 5] = 14.0  # eight times
+    delayed = outputs("delayed", spiked, usual)[0]
+    current = outputs("current", spiked, usual)[0]
+    assert float(delayed[3, 5]) == pytest.approx(1.75)  # what 448 stands for at the old scale
+    assert float(current[3, 5]) == pytest.approx(14.0)
+    x = spiked[0, :, :32].numpy()
+    np.testing.assert_allclose(delayed.numpy(), cast(x, 256.0), rtol=1e-6)
+    np.testing.assert_allclose(current.numpy(), cast(x, 32.0), rtol=1e-6)
+
+
+def test_after_the_spike_the_scale_stays_low_as_long_as_the_history_remembers() -> None:
+    usual = torch.full((1, 16, 128), 1.75)
+    spiked = usual.clone()
+    spiked[0, 3, 5] = 14.0
+    after = torch.full((1, 16, 128), 2.0**-16)  # below half of E4M3's least value at the low scale
+    lost = outputs("delayed", after, spiked)[0]
+    kept = outputs("current", after, spiked)[0]
+    assert (cast(after[0, :, :32].numpy(), 32.0) == 0).all()
+    assert (lost == 0).all()
+    np.testing.assert_allclose(kept.numpy(), 2.0**-16, rtol=1e-6)
