@@ -221,6 +221,23 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path: Path) -> N
     assert resumed.run.plan.precision == "fp32"
 
 
+def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    keys = {"eval_every": 2, "steps": 6, "calibration_steps": 0}
+    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), **keys)
+    small.advance(3)
+    asked = iter([False] * 1 + [True] * 99)  # after the row's own evaluation
+    small.loop.stops = lambda: next(asked)  # type: ignore[method-assign]
+    small.advance(1)
+    assert (small.loop.phases.judged_at, metrics(tmp_path / "r")[-1]["step"]) == (2, 4)
+    assert "val_loss" in metrics(tmp_path / "r")[-1]
+    small.loop.save()
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), **keys)
+    assert resumed.loop.phases.judged_at == 2
+    resumed.loop.catch_up()
+    assert resumed.loop.phases.judged_at == 4
+
+
 def test_a_recipe_that_does_none_stays(tmp_path: Path) -> None:
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     compared: list[Variant | None] = []

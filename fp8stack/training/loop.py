@@ -293,6 +293,7 @@ class _Loop:
             loss = self.evaluate()
             if loss is not None and math.isfinite(loss) and run.ranks.is_main:
                 run.folder.complete_metrics(run.step, {"val_loss": loss})
+        self.phases.judge(run.step, self.loss_in)
 
     def evaluate(self) -> float | None:
         """The validation loss now; None if a stop was asked for. Its GEMMs are not counted among

@@ -34,6 +34,7 @@ class Phases:
         self.run = run
         self.announce = announce
         self.ended_at: int | None = None  # the step after which all is in the reference
+        self.judged_at = 0  # the last step whose validation loss was compared
 
     def enter(self, step: int) -> None:
         """Have the variant of `step` train, and announce a phase that begins with it."""
@@ -93,13 +94,14 @@ class Phases:
         """
         run = self.run
         place, limit = run.schedule.reference, run.config.guard.quality
-        if place is None or self._has_ended(step + 1) or run.variants[place] is run.active:
+        if self.judged_at == step or place is None or run.variants[place] is run.active:
             return
         reference = run.variants[place]
         own, exact = loss(run.active), loss(reference)
-        if own is None or exact is None or not math.isfinite(exact):
+        if own is None or exact is None:
             return
-        if own <= exact * (1 + limit):
+        self.judged_at = step
+        if not math.isfinite(exact) or own <= exact * (1 + limit):
             return
         self.ended_at = step
         worse = f"{100 * (own / exact - 1):.2g} %" if math.isfinite(own) else "infinitely"
@@ -111,14 +113,15 @@ class Phases:
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs, as JSON data."""
-        return {"ended_at": self.ended_at}
+        return {"ended_at": self.ended_at, "judged_at": self.judged_at}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Put back what `state` gave."""
-        self.ended_at = state["ended_at"]
+        self.ended_at, self.judged_at = state["ended_at"], state["judged_at"]
 
     def went_back(self, step: int) -> None:
         """Forget what was decided after `step`: the run was put back to it."""
+        self.judged_at = min(self.judged_at, step)
         if self.ended_at is not None and self.ended_at > step:
             self.ended_at = None
 

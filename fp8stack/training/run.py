@@ -116,10 +116,10 @@ class Run:
 
     @property
     def main(self) -> Variant:
-        """The variant whose FP8 state is kept, if one has any; else that in the run's recipe."""
+        """The variant whose FP8 state is kept, if one has any; else the first in FP8, if any."""
         delayed = (one for one in self.variants if one.backend.delayed is not None)
-        own = (one for one in self.variants if one.plan.asked == self.config.recipe)
-        return next(delayed, None) or next(own, self.variants[0])
+        fp8 = (one for one in self.variants if one.plan.runs_fp8)
+        return next(delayed, None) or next(fp8, self.variants[0])
 
     @property
     def evaluation(self) -> Variant | None:

@@ -55,6 +55,7 @@ _Plans = list[_Plan]
 
 class _Phases(_Told):
     ended_at: int | None
+    judged_at: int
 
 
 class _Scaler(_Told):
