@@ -83,8 +83,9 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     from fp8stack.head import chunk_rows
     from fp8stack.model import load_config
     from fp8stack.training.building import context_of
+    from fp8stack.training.optimizer import require_optimizer
     from fp8stack.training.parallel import require_divisible, require_tested
-    from fp8stack.training.variants import plan_phases
+    from fp8stack.training.variants import Decided, plan_phases
 
     memory = memory_of(hardware) if memory_gib is None else _given(memory_gib)
     model = load_config(config.model, config.model_overrides)
@@ -93,7 +94,8 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     share = config.accumulate * ranks
     sequences = config.batch // share
     asked = _Asked(config, model, context, ranks)
-    plans, schedule = plan_phases(config, model, hardware, [], sequences * context)
+    require_optimizer(config, hardware, ranks)
+    plans, schedule = plan_phases(config, model, hardware, Decided(), sequences * context)
     for plan in plans:
         require_tested(plan, config, ranks)
     trained = [plans[place] for place in schedule.variants]
@@ -153,6 +155,7 @@ class _Asked:
         from fp8stack.estimate import Setting, estimate
 
         made: list[Estimate] = []
+        lasting: dict[int, Estimate] = {}  # of the plans met so far
         for plan in plans:
             setting = Setting(
                 config=self.model,
@@ -166,9 +169,9 @@ class _Asked:
                 ranks=self.ranks,
                 parallel=self.config.parallel,
             )
-            own = estimate(setting)
-            weights = max(one.fp8_weights for one in (own, *made))
-            buffers = max(one.buffers for one in (own, *made))
+            own = lasting[id(plan)] = estimate(setting)
+            weights = sum(one.fp8_weights for one in lasting.values())
+            buffers = sum(one.buffers for one in lasting.values())
             made.append(replace(own, fp8_weights=weights, buffers=buffers))
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack.backends import fp8_state
 from fp8stack.errors import UserError
+from fp8stack.precision import Hardware
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.feed import batches
 from fp8stack.training.run import Variant
@@ -148,6 +150,34 @@ def test_delayed_scaling_begins_with_the_scales_of_the_steps_before(tmp_path: Pa
         torch.testing.assert_close(scale.squeeze(), largest / recorded.max(), rtol=1e-6, atol=0)
 
 
+def test_calibration_in_fp16_takes_the_loss_scale_out_of_the_gradients(tmp_path: Path) -> None:
+    scales = {}
+    for recipe in ("fp32", "fp16"):
+        small = SmallLoop(
+            tmp_path / recipe, "delayed", phases=three(recipe), calibration_steps=2,
+            first_loss_scale=4096.0,
+        )  # fmt: skip
+        small.advance(3)
+        scales[recipe] = fp8_state(small.run.main.model)
+    for name, scale in scales["fp32"].items():
+        if name.endswith(".scale"):
+            torch.testing.assert_close(scales["fp16"][name], scale, rtol=0.05, atol=0)
+
+
+def test_validation_in_delayed_scaling_is_calibrated_where_no_phase_trains_in_it(
+    tmp_path: Path,
+) -> None:
+    phases = ({"name": "evaluation", "recipe": "delayed"},)
+    keys = {"eval_every": 4, "steps": 5, "calibration_steps": 2}
+    small = SmallLoop(tmp_path / "r", "fp32", phases=phases, **keys)
+    assert [step for step in range(1, 6) if small.loop.phases.calibrates(step)] == [3, 4, 5]
+    small.advance(4)
+    state = fp8_state(small.run.main.model)
+    assert all((t != 1).all() for name, t in state.items() if name.endswith(".scale"))
+    with pytest.raises(UserError, match="Set calibration_steps to 1 or more"):
+        SmallLoop(tmp_path / "n", "fp32", phases=phases, **(keys | {"calibration_steps": 0}))
+
+
 def test_recorded_amaxes_are_those_of_the_operands(tmp_path: Path) -> None:
     """Of the weights, which are known, and of what the layer before gave."""
     small = SmallLoop(
@@ -219,6 +249,10 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path: Path) -> N
     resumed = SmallLoop(tmp_path / "r", "current", resume=saved)
     resumed.advance(1)
     assert resumed.run.plan.precision == "fp32"
+    resumed.run.folder.release()
+    unguarded = SmallLoop(tmp_path / "r", "current", resume=saved, guard={"enabled": False})
+    unguarded.advance(1)
+    assert unguarded.run.plan.precision == "fp32"
 
 
 def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -305,6 +339,55 @@ def test_two_kinds_of_delayed_scaling_are_refused(tmp_path: Path) -> None:
     other.write_text('scaling = "delayed"\nmargin = 1\n')
     with pytest.raises(UserError, match="one delayed recipe"):
         SmallLoop(tmp_path / "r", "delayed", phases=three(str(other)))
+
+
+def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path: Path) -> None:
+    copy, third = tmp_path / "copy.toml", tmp_path / "third.toml"
+    copy.write_text('scaling = "current"\n')
+    third.write_text('scaling = "delayed"\nexclude = ["*qkv"]\n')
+    phases = (
+        {"name": "a", "until": 2},
+        {"name": "b", "recipe": str(copy), "until": 4},
+        {"name": "c", "recipe": str(third)},
+    )
+    small = SmallLoop(tmp_path / "r", "current", phases=phases, save_every=3)
+    assert small.run.schedule.variants == (0, 0, 1)
+    small.advance(3)
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
+    resumed.advance(2)
+    assert resumed.run.plan.scaling == "delayed"
+
+
+def test_more_steps_that_move_the_phases_are_announced(tmp_path: Path) -> None:
+    keys = {"save_every": 6, "warmup_steps": 1, "decay_fraction": 0.5}
+    sets = {key: keys[key] for key in ("warmup_steps", "decay_fraction")}
+    small = SmallLoop(tmp_path / "r", "current", phases="default", steps=6, **keys)
+    small.advance(6)
+    assert [event[:2] for event in events(tmp_path / "r")] == [
+        (1, "warmup"), (2, "stable"), (4, "decay"),
+    ]  # fmt: skip
+    small.run.folder.release()
+    more = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), steps=16, **sets)
+    assert any("the learning rate and the phases follow" in note for note in more.run.notes)
+    more.advance(1)
+    assert events(tmp_path / "r")[-1][:2] == (7, "stable")
+
+
+def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
+    h100 = Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")
+    for variant in small.run.variants:
+        planned = replace(variant.plan, device="cuda", native=True, compute_dtype="bf16")
+        variant.plan = planned
+    small.run.hardware = h100
+    seen = []
+    for _ in range(7):
+        small.advance(1)
+        seen.append(small.loop.journal.peak_tflops)
+    assert seen[3:] == [1979] * 3 + [989]
 
 
 def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ def test_phases_without_steps_are_left_out() -> None:
     assert spans(*preset("default"), warmup_steps=500) == [("warmup", "bf16", 1, 100)]
 
 
+def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
+    late = PhaseConfig(name="late", recipe="bf16", until=200)
+    assert spans(late, PhaseConfig(name="later")) == [("late", "bf16", 1, 100)]
+
+
 @pytest.mark.parametrize(
     ("phases", "said"),
     [

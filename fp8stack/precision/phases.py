@@ -112,14 +112,14 @@ def phases_of(
             last = max(min(ends[phase.name], steps), first - 1)
         if last is None:
             raise UserError(f"phase '{phase.name}' does not say where it ends. Give it an 'until'.")
+        last = min(last, steps)
         if last < first - 1:
             raise UserError(
                 f"phase '{phase.name}' ends at step {last}, before it begins at step {first}."
             )
-        if first <= min(last, steps):
-            ends_at = min(last, steps)
+        if first <= last:
             name = phase.recipe or recipe
-            made.append(Phase(name=phase.name, recipe=name, first=first, last=ends_at))
+            made.append(Phase(name=phase.name, recipe=name, first=first, last=last))
         first = last + 1
     if first <= steps:
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import accelerate
@@ -36,13 +36,13 @@ from fp8stack.training.ranks import Ranks, losing_ranks
 from fp8stack.training.run import Run, Switch
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.trackers import build_trackers, start_trackers
-from fp8stack.training.variants import build_variants, plan_phases
+from fp8stack.training.variants import Decided, build_variants, plan_phases
 
 
 def build(
     config: RunConfig,
     folder: RunFolder,
-    left_out: Sequence[Mapping[str, str]],
+    decided: Decided,
     *,
     hardware: Hardware,
     ranks: Ranks,
@@ -51,14 +51,13 @@ def build(
     """The run at its beginning: model, optimizer and data as `config` has them, on all `ranks`.
 
     Args:
-        left_out: for each variant of the model, the layers that are not in FP8, and why, if that
-            was decided before; else empty.
+        decided: what was decided when the run began.
         hardware: this machine.
         ranks: who trains it.
         source: whose weights it begins with, if not its own.
     """
     with ranks.together():
-        run = _build_alone(config, folder, left_out, hardware, ranks)
+        run = _build_alone(config, folder, decided, hardware, ranks)
         run.notes += nothing_to_compress(config, ranks.count)
         if source is not None:
             run.notes += (begin_with(run.model, source),)
@@ -75,7 +74,7 @@ def build(
 def _build_alone(
     config: RunConfig,
     folder: RunFolder,
-    left_out: Sequence[Mapping[str, str]],
+    decided: Decided,
     hardware: Hardware,
     ranks: Ranks,
 ) -> Run:
@@ -84,7 +83,7 @@ def _build_alone(
     model_config = load_config(config.model, config.model_overrides)
     context = context_of(config, model_config)
     tokens = config.batch // (config.accumulate * ranks.count) * context
-    plans, schedule = plan_phases(config, model_config, hardware, left_out, tokens)
+    plans, schedule = plan_phases(config, model_config, hardware, decided, tokens)
     for plan in plans:
         require_tested(plan, config, ranks.count)
         if config.compile:

@@ -101,7 +101,7 @@ class RunConfig(BaseModel):
     clip_mode: Literal["norm", "value", "adaptive"] = "norm"
     """What is bounded; adaptive: the norm, by `clip_percentile` of those before, and by `clip`."""
     clip_percentile: Annotated[float, Field(gt=0, lt=100)] = 95.0
-    clip_window: Annotated[int, Field(ge=2, le=4096)] = 100
+    clip_window: Annotated[int, Field(ge=10, le=4096)] = 100
     """adaptive: the good steps whose norms count."""
     optimizer: Literal["adamw", "muon", "adamw8bit", "adamwfp8"] = "adamw"
     """muon: of the blocks' matrices; the rest has AdamW. The others need torchao."""

@@ -18,7 +18,13 @@ from fp8stack.training.throughput import Peak
 
 
 class Display(Protocol):
-    """Where a run's progress is shown."""
+    """Where a run's progress is shown.
+
+    Attributes:
+        peak: what the MFU refers to.
+    """
+
+    peak: Peak
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
@@ -126,6 +132,8 @@ def _phases(run: Run) -> list[str]:
 
 class Silence:
     """Of the ranks that leave speaking to the main one."""
+
+    peak = Peak(tflops=None, name="none")
 
     def note(self, text: str) -> None:
         """See `Display.note`."""

@@ -13,7 +13,7 @@ from fp8stack.precision import Plan
 from fp8stack.training.display import Display, describe_event
 from fp8stack.training.optimizer import learning_rate
 from fp8stack.training.run import Run
-from fp8stack.training.throughput import peak_memory_gib
+from fp8stack.training.throughput import Peak, peak_memory_gib
 
 
 class Journal:
@@ -33,6 +33,11 @@ class Journal:
         self._ready = time.perf_counter()  # the steps to be timed began
         self._timed = 0  # how many of them there were
         self._pace: tuple[int, float] | None = None  # the first step of this start, and its end
+
+    def divide_by(self, peak: Peak) -> None:
+        """Have the MFU refer to another peak: another recipe trains from now on."""
+        self.peak_tflops = peak.tflops and peak.tflops * self.run.ranks.count
+        self.display.peak = peak
 
     def step_done(self) -> None:
         """Count a step that was handed to the device."""

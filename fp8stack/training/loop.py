@@ -137,8 +137,8 @@ class _Loop:
         self.phases = Phases(run, self.journal.announce)
         if run.phases_state is not None:
             self.phases.load_state(run.phases_state)
-        if run.step:
-            self.phases.take_up(run.step)
+        if run.step and self.phases.take_up(run.step):
+            self.refer_to_peak()
         self.train_step = Step(run, self.watch, self.phases)
         self.profiled = min(run.step + profiling.WARM_UP + 1, run.config.steps)
         self.fp8_gemms: int | None = None
@@ -174,7 +174,8 @@ class _Loop:
         last = step == config.steps
         self.save_due |= last or step % config.save_every == 0
         evaluates = last or step % config.eval_every == 0
-        self.phases.enter(step)
+        if self.phases.enter(step):
+            self.refer_to_peak()
         self.watch.judges_amaxes = self.run.active is self.run.main or self.phases.calibrates(step)
         if step in self.guard.left_out:
             return self.leave_out(step, evaluates)
@@ -207,6 +208,11 @@ class _Loop:
         self.end_step(step)
         if self.run.step == step:
             self.journal.step_over(step)
+
+    def refer_to_peak(self) -> None:
+        """Have the MFU refer to the peak of what trains now; a CPU has one for all."""
+        if self.run.hardware.device == "cuda":
+            self.journal.divide_by(peak_rate(self.run.hardware, self.run.plan))
 
     def leave_out(self, step: int, evaluates: bool) -> None:
         """Pass over a step whose batch went wrong before."""

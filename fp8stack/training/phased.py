@@ -35,33 +35,51 @@ class Phases:
         self.announce = announce
         self.ended_at: int | None = None  # the step after which all is in the reference
         self.judged_at = 0  # the last step whose validation loss was compared
+        self.entered: str | None = None  # the phase that was announced last
 
-    def enter(self, step: int) -> None:
-        """Have the variant of `step` train, and announce a phase that begins with it."""
-        self.take_up(step)
-        phase = self._at(step)[0]
-        if phase.first == step and len(self.run.schedule.phases) > 1 and self.ended_at is None:
-            self._announce(step, phase.name, self.run.active)
+    def enter(self, step: int) -> bool:
+        """Have the variant of `step` train, and announce a phase that begins with it.
 
-    def take_up(self, step: int) -> None:
-        """Have the variant of `step` train."""
+        Returns:
+            Whether another variant trained before.
+        """
+        switches = self.take_up(step)
+        name = self._at(step)[0].name
+        if name != self.entered and len(self.run.schedule.phases) > 1 and self.ended_at is None:
+            self._announce(step, name, self.run.active)
+        self.entered = name
+        return switches
+
+    def take_up(self, step: int) -> bool:
+        """Have the variant of `step` train; whether another one did before."""
         variant = self._at(step)[1]
-        if variant is not self.run.active:
-            self.run.use(variant)
+        if variant is self.run.active:
+            return False
+        self.run.use(variant)
+        return True
 
     def phase(self, step: int) -> str:
         """The name of the phase of `step`."""
         return CONSERVATIVE if self._has_ended(step) else self._at(step)[0].name
 
     def calibrates(self, step: int) -> bool:
-        """Whether `step` is one of the last before delayed scaling begins."""
-        run = self.run
+        """Whether `step` is one of the last before delayed scaling begins, or before an evaluation
+        in it."""
+        run, schedule, config = self.run, self.run.schedule, self.run.config
         if run.main.backend.delayed is None or self._has_ended(step):
             return False
         if self._at(step)[1] is run.main:
             return False
-        until = min(step + run.config.calibration_steps, run.config.steps)
-        return any(self._at(later)[1] is run.main for later in range(step + 1, until + 1))
+        if run.evaluation is run.main:
+            left = min(-step % config.eval_every, config.steps - step)
+            if left < config.calibration_steps:
+                return True
+        starts = zip(schedule.phases, schedule.variants, strict=True)
+        return any(
+            run.variants[place] is run.main
+            and step < phase.first <= step + config.calibration_steps
+            for phase, place in starts
+        )
 
     @contextmanager
     def calibrating(self, step: int) -> Iterator[None]:
@@ -73,8 +91,13 @@ class Phases:
             return
         amaxes: dict[str, Tensor] = {}
 
+        scaler = self.run.scaler
+
         def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:
-            amaxes[f"{path}.{operand}"] = numerics.amax(x)
+            found = numerics.amax(x)
+            if operand == "grad_output" and scaler is not None:  # the loss was scaled
+                found = found / scaler.now(found)
+            amaxes[f"{path}.{operand}"] = found
 
         modules = dict(self.run.model.named_modules())
         named = (layer.name for layer in self.run.main.plan.layers if layer.fp8)
@@ -96,6 +119,8 @@ class Phases:
         place, limit = run.schedule.reference, run.config.guard.quality
         if self.judged_at == step or place is None or run.variants[place] is run.active:
             return
+        if not (run.config.guard.enabled and limit):  # it is there for an end that was before
+            return
         reference = run.variants[place]
         own, exact = loss(run.active), loss(reference)
         if own is None or exact is None:
@@ -113,15 +138,22 @@ class Phases:
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs, as JSON data."""
-        return {"ended_at": self.ended_at, "judged_at": self.judged_at}
+        return {
+            "ended_at": self.ended_at,
+            "judged_at": self.judged_at,
+            "entered": self.entered,
+            "places": self.run.schedule.places,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Put back what `state` gave."""
         self.ended_at, self.judged_at = state["ended_at"], state["judged_at"]
+        self.entered = state["entered"]
 
     def went_back(self, step: int) -> None:
         """Forget what was decided after `step`: the run was put back to it."""
         self.judged_at = min(self.judged_at, step)
+        self.entered = self._at(step)[0].name if step else None
         if self.ended_at is not None and self.ended_at > step:
             self.ended_at = None
 

@@ -18,6 +18,7 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.sound import can_go_on, load_sound, newest_sound
 from fp8stack.training.state import differences, restore
+from fp8stack.training.variants import ANY, Decided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +120,19 @@ def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
     return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}
 
 
-def plans_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The plans that a checkpoint was made with, one for each variant of the model."""
-    found: list[dict[str, Any]] = info["plans"] or [info["plan"]]
-    return found
+def decided_in(info: Mapping[str, Any]) -> Decided:
+    """What the run of a checkpoint keeps to."""
+    phases, plans = info["phases"], info["plans"]
+    if phases is None or len(plans) < 2:
+        return Decided(left_out={ANY: layers_left_out(info["plan"])})
+    return Decided(
+        left_out={
+            name: layers_left_out(plans[place])
+            for name, place in phases["places"].items()
+            if place < len(plans)
+        },
+        needs_reference=phases["ended_at"] is not None,
+    )
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:

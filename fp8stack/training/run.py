@@ -53,12 +53,14 @@ class Schedule:
     Attributes:
         phases: of training, in order, from the first step to the last.
         variants: that of each phase.
+        places: that of each recipe that was asked for.
         evaluation: that of validation losses; None: that of training.
         reference: float32 without FP8, for the quality guard; None: there is none.
     """
 
     phases: tuple[Phase, ...]
     variants: tuple[int, ...]
+    places: dict[str, int]
     evaluation: int | None = None
     reference: int | None = None
 

@@ -19,9 +19,8 @@ from fp8stack.training.ranks import Ranks, join
 from fp8stack.training.resume import (
     Resumption,
     config_to_resume,
+    decided_in,
     find_together,
-    layers_left_out,
-    plans_of,
     put_back,
     refuse_differences,
 )
@@ -29,7 +28,7 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.state import differences
 from fp8stack.training.storage import write_atomically
-from fp8stack.training.variants import plan_of
+from fp8stack.training.variants import Decided, plan_of
 
 
 def set_up(
@@ -73,8 +72,8 @@ def set_up(
             source = find_source(config.init_from)
             config = with_source(config, source)
     checkpoint = found.checkpoint if found else None
-    left_out = [layers_left_out(plan) for plan in plans_of(checkpoint.info)] if checkpoint else []
-    run = build(config, folder, left_out, hardware=hardware, ranks=ranks, source=source)
+    decided = decided_in(checkpoint.info) if checkpoint else Decided()
+    run = build(config, folder, decided, hardware=hardware, ranks=ranks, source=source)
     with ranks.together(), folder.released_on_error():
         if ranks.is_main:
             folder.claim()
@@ -149,7 +148,10 @@ def _resume(run: Run, found: Resumption) -> None:
             "done. Give at least as many."
         )
     if run.config.steps != found.saved.steps:
-        note = f"steps {found.saved.steps} -> {run.config.steps}: the learning rate follows the new"
+        follows = "the learning rate follows"
+        if len(run.schedule.phases) > 1:
+            follows = "the learning rate and the phases follow"
+        note = f"steps {found.saved.steps} -> {run.config.steps}: {follows} the new"
         run.notes = (*run.notes, note)
     if info["versions"].get("torch") != torch.__version__:
         note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"

@@ -56,6 +56,8 @@ _Plans = list[_Plan]
 class _Phases(_Told):
     ended_at: int | None
     judged_at: int
+    entered: str | None
+    places: dict[str, int]
 
 
 class _Scaler(_Told):

@@ -6,7 +6,7 @@ It must not know when a phase begins.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,12 +19,28 @@ from fp8stack.precision.phases import Phase, evaluation_recipe, phases_of
 from fp8stack.training.config import RunConfig
 from fp8stack.training.run import Run, Schedule, Variant
 
+ANY = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a run that goes on keeps to.
+
+    Attributes:
+        left_out: by the recipe that is asked for, the layers that are not in FP8, with the reasons;
+            under `ANY` those of every other.
+        needs_reference: whether the rest of the run is in float32.
+    """
+
+    left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    needs_reference: bool = False
+
 
 def plan_phases(
     config: RunConfig,
     model: GPTConfig,
     hardware: Hardware,
-    left_out: Sequence[Mapping[str, str]],
+    decided: Decided,
     tokens: int,
 ) -> tuple[list[Plan], Schedule]:
     """The plans of a run, each once, and which of them runs when.
@@ -33,8 +49,7 @@ def plan_phases(
         config: of the run.
         model: its shape.
         hardware: this machine.
-        left_out: for each plan the layers to leave out of FP8, with the reason, as decided before;
-            empty if nothing was.
+        decided: what was decided when the run began.
         tokens: of a micro-batch and rank.
 
     Raises:
@@ -44,6 +59,7 @@ def plan_phases(
     phases = phases_in(config)
     evaluation = evaluation_recipe(config.phases, config.recipe)
     compares = bool(config.phases and config.guard.enabled and config.guard.quality)
+    compares = compares or decided.needs_reference
     asked = [phase.recipe for phase in phases]
     asked += [recipe for recipe in (evaluation, "fp32" if compares else None) if recipe]
 
@@ -51,7 +67,7 @@ def plan_phases(
         plans: list[Plan] = []
         places: dict[str, int] = {}
         for name in dict.fromkeys(asked):
-            known = left_out[len(plans)] if len(plans) < len(left_out) else None
+            known = decided.left_out.get(name, decided.left_out.get(ANY))
             plan = _plan(name, config, model, hardware, known, tokens, multiple)
             alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
             places[name] = next(alike, len(plans))
@@ -60,11 +76,12 @@ def plan_phases(
 
     plans, places = made(1)
     if len(plans) > 1:
-        _require_possible(plans, config)
+        _require_possible(plans, places, phases, evaluation, config)
         plans, places = made(max(plan.vocabulary_multiple for plan in plans))
     schedule = Schedule(
         phases=phases,
         variants=tuple(places[phase.recipe] for phase in phases),
+        places=places,
         evaluation=None if evaluation is None else places[evaluation],
         reference=places["fp32"] if compares else None,
     )
@@ -147,7 +164,24 @@ def _runs_alike(plan: Plan, other: Plan) -> bool:
     return without_words(plan) == without_words(other)
 
 
-def _require_possible(plans: Sequence[Plan], config: RunConfig) -> None:
+def _require_possible(
+    plans: Sequence[Plan],
+    places: Mapping[str, int],
+    phases: Sequence[Phase],
+    evaluation: str | None,
+    config: RunConfig,
+) -> None:
+    begins_with = plans[places[phases[0].recipe]]
+    evaluates = begins_with if evaluation is None else plans[places[evaluation]]
+    if (
+        evaluates.scaling == "delayed"
+        and begins_with.scaling != "delayed"
+        and not config.calibration_steps
+    ):
+        raise UserError(
+            "phases: validation losses in delayed scaling before a phase trains in it need the "
+            "amaxes of a calibration. Set calibration_steps to 1 or more."
+        )
     if sum(plan.scaling == "delayed" for plan in plans) > 1:
         raise UserError(
             "phases: two of them are in delayed scaling of different settings, and a run keeps one "
