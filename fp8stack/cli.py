@@ -232,15 +232,16 @@ def doctor(
         option("Answer for a GPU of this compute capability (9.0), or for a CPU (none)."),
     ] = None,
     te: Annotated[
-        bool, option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
-    ] = True,
+        bool | None,
+        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
+    ] = None,
     json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """What this machine can do: every recipe's plan with its reasons, and the number formats."""
     from fp8stack import doctor
-    from fp8stack.precision import assumed, probe
+    from fp8stack.precision.hardware import machine_for
 
-    hardware = probe() if capability is None else assumed(capability, has_te=te)
+    hardware = machine_for(capability, te)
     if json:
         import json as encoder
 

@@ -27,8 +27,9 @@ def estimate(
         option("For a GPU of this compute capability (9.0), or a CPU (none). [this machine]"),
     ] = None,
     te: Annotated[
-        bool, option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
-    ] = True,
+        bool | None,
+        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
+    ] = None,
     memory: Annotated[
         float | None, option("GiB of memory, for the largest batch. [the machine's, if known]")
     ] = None,
@@ -56,11 +57,11 @@ def estimate(
     flags |= {"activation_checkpointing": activation_checkpointing, "phases": phases}
     flags |= {"backend": backend}
     from fp8stack.estimate import answer as answers
-    from fp8stack.precision import assumed, probe
+    from fp8stack.precision.hardware import machine_for
     from fp8stack.training.config import parse_config
 
     parsed = parse_config(config, flags, set or [])
-    hardware = probe(parsed.device) if capability is None else assumed(capability, has_te=te)
+    hardware = machine_for(capability, te, parsed.device)
     made = answer(parsed, hardware, ranks, memory)
     if json:
         import json as encoder
@@ -83,6 +84,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     from fp8stack.head import chunk_rows
     from fp8stack.model import load_config
     from fp8stack.training.building import context_of
+    from fp8stack.training.compiler import require_compilable
     from fp8stack.training.optimizer import require_optimizer
     from fp8stack.training.parallel import require_divisible, require_tested
     from fp8stack.training.variants import Decided, plan_phases
@@ -95,6 +97,8 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     sequences = config.batch // share
     asked = _Asked(config, model, context, ranks)
     require_optimizer(config, hardware, ranks)
+    if config.compile:
+        require_compilable(config.activation_checkpointing)
     plans, schedule = plan_phases(config, model, hardware, Decided(), sequences * context)
     for plan in plans:
         require_tested(plan, config, ranks)

@@ -15,8 +15,9 @@ def plan(
         option("Plan for a GPU of this compute capability (9.0), or a CPU (none). [this machine]"),
     ] = None,
     te: Annotated[
-        bool, option("With --capability: is Transformer Engine installed there?", "--te/--no-te")
-    ] = True,
+        bool | None,
+        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
+    ] = None,
     backend: Annotated[
         str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
     ] = None,
@@ -37,9 +38,11 @@ def plan(
     flags |= {"strict": strict, "batch": batch, "context": context, "accumulate": accumulate}
     from fp8stack import planner
     from fp8stack.planner import asked
+    from fp8stack.precision.hardware import machine_for
     from fp8stack.training.config import parse_config
 
-    table = asked.table_for(parse_config(config, flags, set or []), capability, te)
+    parsed = parse_config(config, flags, set or [])
+    table = asked.table_for(parsed, machine_for(capability, te, parsed.device))
     if json:
         import json as encoder
 
@@ -52,7 +55,9 @@ def plan(
     print(*table.plan.summary(), sep="\n")
     print()
     if console.is_terminal:
-        console.print(planner.rich_table(table))
+        console.print(planner.rich_table(table, console.width))
+        if console.width < planner.WIDE:
+            console.print(*planner.reasons_of(table), sep="\n", markup=False, highlight=False)
     else:
         print(*planner.text_rows(table), sep="\n")
     print(*planner.as_lines(table), sep="\n")

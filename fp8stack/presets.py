@@ -113,9 +113,9 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     key = ".".join(path)
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     if not key:
-        return f"{where}: {message}"
+        return f"{where}: {message}."
     return f"{where}: {quoted(key)} = {_shown(problem['input'])}: {message}."
 
 

@@ -15,6 +15,7 @@ from fp8stack.backends import fp8_state
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.training import checkpoint as checkpoints
+from fp8stack.training.display import describe_run
 from fp8stack.training.feed import batches
 from fp8stack.training.run import Variant
 from tests.conftest import TINY, Command, metrics
@@ -69,7 +70,7 @@ def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(
     out = capsys.readouterr().out
     told = "early 1 to 3 in bf16, middle 4 to 9 in delayed-emulated, late 10 to 12 in fp32"
     assert f"phases: {told}" in out
-    assert "step 4: phase middle in delayed-emulated: delayed was asked for" in out
+    assert "step 4: phase middle begins, in delayed-emulated\n" in out
     run = tmp_path / "r"
     assert events(run) == [
         (1, "early", "bf16"),
@@ -332,6 +333,25 @@ def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, keys: dict, said
     with pytest.raises(UserError, match=said):
         SmallLoop(tmp_path / "r", "delayed", **({"phases": three("bf16")} | keys))
     assert not (tmp_path / "r" / "run.toml").exists()
+
+
+def test_a_recipe_of_a_phase_without_steps_must_exist_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No recipe 'nope'"):
+        SmallLoop(tmp_path / "r", "nope", phases="default", steps=2, warmup_steps=50)
+
+
+def test_a_phase_without_steps_is_told(tmp_path: Path) -> None:
+    run = SmallLoop(tmp_path / "r", "delayed", phases="default", steps=4, warmup_steps=3).run
+    assert any("stable has no steps" in line for line in describe_run(run))
+
+
+def test_keys_that_change_nothing_are_told(tmp_path: Path) -> None:
+    keys = {"loss_scale": 8.0, "clip_window": 50, "calibration_steps": 3, "parallel": "fsdp"}
+    notes = SmallLoop(tmp_path / "r", "fp32", **keys).run.notes
+    assert [note.partition(" ")[0] for note in notes] == [
+        "loss_scale", "calibration_steps", "clip_window", "parallel",
+    ]  # fmt: skip
+    assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
 
 
 def test_two_kinds_of_delayed_scaling_are_refused(tmp_path: Path) -> None:

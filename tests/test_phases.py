@@ -80,7 +80,7 @@ def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
         ([PhaseConfig(name="a"), PhaseConfig(name="b")], "'a' does not say where it ends"),
         (
             [PhaseConfig(name="a", until=9), PhaseConfig(name="b", until=5)],
-            "step 5, before",
+            "rising order",
         ),
         ([PhaseConfig(name="a", until=50)], "'a', ends at step 50 of 100"),
         ([PhaseConfig(name="a"), PhaseConfig(name="a")], "two are called 'a'"),
@@ -121,7 +121,8 @@ def test_a_preset_by_flag_is_overridden_by_the_run_file_and_saved_phase_by_phase
     [
         ('[[phases]]\nname = "a"\nuntill = 3', "Did you mean 'until'"),
         ('[[phases]]\nname = "a"\nuntil = 0', "until"),
-        ('[[phases]]\nname = "a"\nuntil = 1.5', "until"),
+        ('[[phases]]\nname = "a"\nuntil = 1.5', "no share .0.1 to 1.0.\\.$"),
+        ('[[phases]]\nname = "a"\nuntil = true', "until"),
         ('[[phases]]\nrecipe = "bf16"', "name"),
         ('phases = "defualt"', "Did you mean 'default'"),
     ],

@@ -301,4 +301,4 @@ def test_bad_input_is_one_line_and_exit_code_2(command: Command, capsys, argumen
 
 def test_the_table_of_a_terminal_has_the_same_rows():
     made = table("delayed")
-    assert planner.rich_table(made).row_count == len(text_rows(made)) - 1
+    assert planner.rich_table(made, planner.WIDE).row_count == len(text_rows(made)) - 1

@@ -93,7 +93,7 @@ class Answer:
             ways = "a shorter --context, --activation-checkpointing block"
         return (
             f"No batch fits into {gib(self.memory)}: {what}. Use more memory or a smaller model, "
-            f"{ways}, or share the model out: --ranks N --parallel fsdp."
+            f"{ways}, or shard the model: --ranks N --parallel fsdp (with adamw)."
         )
 
 

@@ -16,4 +16,5 @@ def memory_of(hardware: Hardware) -> tuple[int, str] | None:
     if gpu is None:
         return None
     capability = "{}.{}".format(*hardware.capability)
-    return gpu.memory_gb * 10**9, f"{gpu.name}, for compute capability {capability}"
+    stands = f"{gpu.name}, which stands for compute capability {capability}; others: --memory"
+    return gpu.memory_gb * 10**9, stands

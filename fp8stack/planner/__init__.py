@@ -9,10 +9,12 @@ from __future__ import annotations
 from fp8stack.planner.casts import Cast, casts_of
 from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
 from fp8stack.planner.table import (
+    WIDE,
     PrecisionTable,
     as_json,
     as_lines,
     make_table,
+    reasons_of,
     rich_table,
     text_rows,
 )
@@ -20,6 +22,7 @@ from fp8stack.planner.table import (
 __all__ = [
     "IN_COMPUTE_DTYPE",
     "IN_FP32",
+    "WIDE",
     "Cast",
     "Operation",
     "PrecisionTable",
@@ -28,6 +31,7 @@ __all__ = [
     "casts_of",
     "make_table",
     "operations_of",
+    "reasons_of",
     "rich_table",
     "text_rows",
 ]

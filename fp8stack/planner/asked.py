@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fp8stack.errors import UserError
 from fp8stack.model import load_config, plan_for
 from fp8stack.planner.table import PrecisionTable, make_table
-from fp8stack.precision import assumed, load_recipe, probe
+from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training.building import context_of
 from fp8stack.training.config import RunConfig
 
 
-def table_for(config: RunConfig, capability: str | None = None, te: bool = True) -> PrecisionTable:
-    """The table of a run on one device.
-
-    Args:
-        config: of the run.
-        capability: of a GPU that is not here, or "none" for a CPU; None is this machine.
-        te: whether Transformer Engine is installed on the GPU that is not here.
+def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
+    """The table of a run on one device of `hardware`, in the run's own recipe.
 
     Raises:
         UserError: what planning the run would raise.
     """
-    hardware = probe(config.device) if capability is None else assumed(capability, has_te=te)
     shape = load_config(config.model, config.model_overrides)
     if config.recipe_overrides and config.recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
@@ -34,7 +30,7 @@ def table_for(config: RunConfig, capability: str | None = None, te: bool = True)
         config.strict,
         tokens=config.batch // config.accumulate * context_of(config, shape),
     )
-    return make_table(
+    made = make_table(
         shape,
         plan,
         model=config.model,
@@ -44,3 +40,8 @@ def table_for(config: RunConfig, capability: str | None = None, te: bool = True)
         grad_compression=config.grad_compression,
         activation_checkpointing=config.activation_checkpointing,
     )
+    others = sorted({phase.recipe for phase in config.phases if phase.recipe} - {recipe})
+    if not others:
+        return made
+    note = f"this is the plan of recipe {recipe}; phases ask for {', '.join(others)} too"
+    return replace(made, notes=(*made.notes, note))

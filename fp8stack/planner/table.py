@@ -16,7 +16,7 @@ from fp8stack.precision import Plan
 if TYPE_CHECKING:
     from rich.table import Table
 
-HEADINGS = ("layer", "operation", "operands", "adds in", "gives", "why")
+HEADINGS = ("layer", "operation", "operands", "accumulates in", "output", "why")
 _BLOCK = re.compile(r"blocks\.(\d+)")
 
 
@@ -224,13 +224,40 @@ def text_rows(table: PrecisionTable) -> list[str]:
     ]
 
 
-def rich_table(table: PrecisionTable) -> Table:
-    """The operations as a table for a terminal."""
+WIDE = 140
+"""Columns of a terminal from which the table has room for reasons and whole names."""
+
+
+def rich_table(table: PrecisionTable, width: int) -> Table:
+    """The operations as a table for a terminal of so many columns; where that is narrow, layers are
+    named within their block, and `reasons_of` has what the last column would say."""
     from rich.table import Table
 
-    made = Table()
-    for heading in HEADINGS:
-        made.add_column(heading)
-    for row in rows_of(table.operations):
-        made.add_row(*row)
+    is_wide = width >= WIDE
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in HEADINGS if is_wide else HEADINGS[:-1]:
+        made.add_column(heading, no_wrap=heading == "layer", overflow="fold")
+    within = ""
+    for layer, *cells, why in rows_of(table.operations):
+        if is_wide:
+            made.add_row(layer, *cells, why)
+            continue
+        found = _SHOWN_BLOCK.match(layer)
+        if found and found[0] != within:
+            made.add_row(found[0])
+        within = found[0] if found else ""
+        inner = layer.removeprefix(within).removeprefix(".") or "block"
+        made.add_row(f"  {inner}" if found else layer, *cells)
     return made
+
+
+_SHOWN_BLOCK = re.compile(r"blocks\.[\d,-]+")
+
+
+def reasons_of(table: PrecisionTable) -> list[str]:
+    """Why operations compute in what they do, each said once."""
+    found: dict[str, list[str]] = {}
+    for layer, name, *_, why in rows_of(table.operations):
+        if why:
+            found.setdefault(why, []).append(layer if layer == "lm_head" else name)
+    return [f"{', '.join(dict.fromkeys(names))}: {why}" for why, names in found.items()]

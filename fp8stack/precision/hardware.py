@@ -123,6 +123,25 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     )
 
 
+def machine_for(capability: str | None, te: bool | None, device: str = "auto") -> Hardware:
+    """The machine that a command's `--capability` and `--te/--no-te` mean.
+
+    Args:
+        capability: see `assumed`; None is this machine.
+        te: whether Transformer Engine is installed on a GPU that is not here; it is if left out.
+        device: see `probe`.
+
+    Raises:
+        UserError: what `probe` and `assumed` raise; `te` was given for this machine.
+    """
+    if te is not None and capability is None:
+        raise UserError(
+            f"--{'' if te else 'no-'}te is about a GPU that is not here; this machine is asked "
+            "itself. Give --capability too, such as 9.0."
+        )
+    return probe(device) if capability is None else assumed(capability, has_te=te is not False)
+
+
 def _has_cuda() -> bool:
     """Whether torch can use a CUDA GPU."""
     build = _torch_build()

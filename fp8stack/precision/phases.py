@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fp8stack.errors import UserError, unknown
 
@@ -27,9 +27,18 @@ class PhaseConfig(BaseModel):
     name: Annotated[str, Field(min_length=1)]
     recipe: str | None = None
     """By name or path; the run's own if left out."""
-    until: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = None
+    until: int | float | None = None
     """Its last step, or as a fraction the share of all steps that is then done; left out, the
     schedule's for warmup, stable and decay, and the run's end for the last phase."""
+
+    @field_validator("until")
+    @classmethod
+    def _is_a_place(cls, until: int | float | None) -> int | float | None:
+        is_step = isinstance(until, int) and until >= 1
+        is_share = isinstance(until, float) and 0 < until <= 1
+        if until is None or is_step or is_share:
+            return until
+        raise ValueError("that is no step (a whole number from 1) and no share (0.1 to 1.0)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +124,8 @@ def phases_of(
         last = min(last, steps)
         if last < first - 1:
             raise UserError(
-                f"phase '{phase.name}' ends at step {last}, before it begins at step {first}."
+                f"phase '{phase.name}' ends at step {last}, and the one before it at step "
+                f"{first - 1}. Put 'until' in rising order, within the run's {steps} steps."
             )
         if first <= last:
             name = phase.recipe or recipe

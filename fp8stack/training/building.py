@@ -58,7 +58,7 @@ def build(
     """
     with ranks.together():
         run = _build_alone(config, folder, decided, hardware, ranks)
-        run.notes += nothing_to_compress(config, ranks.count)
+        run.notes += nothing_to_compress(config, ranks.count) + without_effect(config, run)
         if source is not None:
             run.notes += (begin_with(run.model, source),)
     if ranks.count > 1:
@@ -140,6 +140,26 @@ def _build_alone(
     run.identity = _identity(model_config, run, train, validation)
     run.use(variants[schedule.variants[0]])
     return run
+
+
+def without_effect(config: RunConfig, run: Run) -> tuple[str, ...]:
+    """A note on each key that was set and changes nothing in this run."""
+    reasons = {
+        "no phase is in fp16": ("loss_scale", "first_loss_scale", "loss_scale_interval")
+        if run.loss_scaler is None
+        else (),
+        "the run has no phases": () if config.phases else ("calibration_steps",),
+        "clip_mode is not adaptive": ()
+        if config.clip_mode == "adaptive"
+        else ("clip_percentile", "clip_window"),
+        "there is one rank": () if run.ranks.count > 1 else ("parallel",),
+    }
+    return tuple(
+        f"{key} changes nothing here: {why}"
+        for why, keys in reasons.items()
+        for key in keys
+        if getattr(config, key) != RunConfig.model_fields[key].default
+    )
 
 
 def context_of(config: RunConfig, model: GPTConfig) -> int:

@@ -25,14 +25,23 @@ def require_compiler(plan: Plan, recompute: str = "none") -> None:
         UserError: the backend or the checkpointing cannot be compiled, or a compiler or its headers
             are missing.
     """
-    if recompute == "selective":
-        raise UserError(SELECTIVE_COMPILED)
+    require_compilable(recompute)
     if plan.backend == "te":
         raise UserError(
             "--compile: Transformer Engine's layers cannot be compiled into one graph. Leave "
             "--compile out, or choose --backend torch."
         )
     require_tools(plan.device, "--compile", "leave --compile out")
+
+
+def require_compilable(recompute: str) -> None:
+    """See that activation checkpointing of this kind works in compiled code.
+
+    Raises:
+        UserError: it does not.
+    """
+    if recompute == "selective":
+        raise UserError(SELECTIVE_COMPILED)
 
 
 def require_tools(device: str, what: str, instead: str) -> None:

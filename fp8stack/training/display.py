@@ -72,9 +72,8 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
 def describe_event(event: dict[str, Any]) -> str:
     """The log line of an event: what the guard saw or did, or a phase that begins."""
     if event["event"] == "phase":
-        return (
-            f"step {event['step']}: phase {event['phase']} in {event['precision']}: {event['why']}"
-        )
+        told = f"step {event['step']}: phase {event['phase']} begins, in {event['precision']}"
+        return f"{told}: {event['why']}" if event["phase"] == "conservative" else told
     done = {
         "skip": "skipped",
         "rollback": f"back to step {event.get('to_step')}",

@@ -56,6 +56,9 @@ def plan_phases(
         UserError: what `plan_for` and `phases_of` raise; two phases in different delayed scaling;
             phases with --parallel fsdp.
     """
+    for name in {config.recipe, *(one.recipe for one in config.phases if one.recipe)}:
+        if name != "auto":  # whether or not a phase has steps
+            load_recipe(name)
     phases = phases_in(config)
     evaluation = evaluation_recipe(config.phases, config.recipe)
     compares = bool(config.phases and config.guard.enabled and config.guard.quality)
