@@ -45,6 +45,16 @@ OTHERS = [
     Other({"beta2": 0.99}, "beta2 is 0.99 here and 0.95"),
     Other({"adam_eps": 1e-6}, "adam_eps is 1e-06 here and 1e-08"),
     Other({"clip": 0.5}, "clip is 0.5 here and 1.0"),
+    Other({"clip_mode": "value"}, "clip_mode is 'value' here and 'norm'"),
+    Other({"clip_percentile": 90.0}, "clip_percentile is 90.0 here and 95.0"),
+    Other({"clip_window": 50}, "clip_window is 50 here and 100"),
+    Other({"optimizer": "muon"}, "optimizer is 'muon' here and 'adamw'"),
+    Other({"loss_scale": 8.0}, "loss_scale is 8.0 here and None"),
+    Other({"first_loss_scale": 8.0}, "first_loss_scale is 8.0 here and 65536.0"),
+    Other({"loss_scale_interval": 9}, "loss_scale_interval is 9 here and 2000"),
+    Other({"grad_compression": "bf16"}, "grad_compression is 'bf16' here and 'none'"),
+    Other({"phases": "default"}, "phases is"),
+    Other({"calibration_steps": 3}, "calibration_steps is 3 here and 16"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -153,8 +154,17 @@ def made(recipe, backend, layers=2):
     return gpt(recipe, backend, hardware, layers)
 
 
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-@pytest.mark.parametrize("recipe", RECIPES)
+# Blocks of elements take a quarter of a minute each to compile.
+BLOCKS = {("block", "emulate"), ("block", "torch"), ("mxfp8", "torch")}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair in BLOCKS else [])
+        for pair in product(RECIPES, ["emulate", "torch"])
+    ],
+)
 def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     plain, fast = made(recipe, backend), made(recipe, backend)
     fast.compile_blocks(backend="aot_eager")
@@ -182,7 +192,9 @@ def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
     assert same(fp8_state(plain), fp8_state(fast))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "fp32"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("block", marks=pytest.mark.slow), "delayed", "current", "mxfp8", "fp32"]
+)
 def test_one_compilation_serves_all_blocks(recipe):
     counter = CompileCounterWithBackend("aot_eager")
     model = gpt(recipe)

@@ -37,6 +37,8 @@ FREE: list[dict[str, Any]] = [
     {"telemetry_every": 7, "what_if": ["mxfp8"]},
     {"guard": {"patience": 7}},
     {"strict": False},
+    {"activation_checkpointing": "block"},
+    {"debug_steps": 1},
     {"backend": "torch"},
 ]
 

@@ -403,7 +403,7 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
         return replace(plan_for(config, recipe, gpu, backend, strict, **left), device="cpu")
 
     # Without `tokens`: for speed, layers as small as these would stay out of FP8.
-    small = lambda *given, tokens, left_out: planned(*given, tokens=None, left_out=left_out)  # noqa: E731
+    small = lambda *given, tokens, **more: planned(*given, tokens=None, **more)  # noqa: E731
     with installed(), patch.object(variants, "plan_for", small):
         yield
 

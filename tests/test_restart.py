@@ -317,7 +317,9 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(
     assert [row["step"] for row in metrics(run)] == [1, 2]
     assert {name for name in found if "/" not in name} == {
         *(".lock", "run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"),
+        "telemetry.jsonl",
     }
+    assert "gradient" in found["telemetry.jsonl"].decode()
     assert {Path(name).parent.name for name in found if "/" in name} == {"step-000002"}
     assert not (run / "tensorboard").exists()
 
@@ -450,7 +452,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
     }
     with monkeypatch.context() as patch:
         if where == "compiling":
-            patch.setattr(building, "require_compiler", lambda plan: None)
+            patch.setattr(building, "require_compiler", lambda *_: None)
             patch.setattr("fp8stack.model.GPT.compile_blocks", lambda model: None)
             patch.setattr(building, "_be_deterministic", lambda: None)
         patch.setattr(*places[where], struck)

@@ -1263,10 +1263,10 @@ SHORT = ["--steps", "8", "--eval-every", "4", "--schedule", "constant"]
 def on_gpus(monkeypatch):
     """Runs are planned for a GPU of the kind that their recipe wants, and go on on the CPU."""
 
-    def plan_for(config, recipe, hardware, backend, strict, tokens, left_out):
+    def plan_for(config, recipe, hardware, backend, strict, tokens, **more):
         name = recipe if isinstance(recipe, str) else recipe.name
         # Without `tokens`: for speed, layers as small as these would stay out of FP8.
-        plan = real_plan_for(config, recipe, machine(name), backend, strict, None, left_out)
+        plan = real_plan_for(config, recipe, machine(name), backend, strict, **more)
         return replace(plan, device="cpu")
 
     monkeypatch.setattr(variants, "plan_for", plan_for)

@@ -6,7 +6,7 @@ Nothing here waits for the device. It must not know how gradients came about.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -69,6 +69,7 @@ def clip_gradients(
     limit: float | Tensor,
     mode: Mode = "norm",
     scaler: torch.amp.GradScaler | None = None,
+    order: Iterable[Tensor] | None = None,
 ) -> Tensor:
     """Bound the gradients that `optimizer` would take next, in place.
 
@@ -81,6 +82,8 @@ def clip_gradients(
             For "adaptive" a float32 tensor, 0-dim, on the device: what `adaptive_limit` gives.
         mode: see `limit`.
         scaler: of the loss, if there is one; its `unscale_` must have been called before.
+        order: the parameters in the order in which their norms are added up, such as a model's;
+            the optimizer's own if left out.
 
     Returns:
         The norm of the gradients before, by optimizer: float32 [optimizers].
@@ -95,6 +98,9 @@ def clip_gradients(
             "scaler.unscale_(optimizer) before they are clipped."
         )
     parameters = [parameters_of(part) for part in parts]
+    if order is not None:
+        ranked = {id(parameter): place for place, parameter in enumerate(order)}
+        parameters = [sorted(of, key=lambda one: ranked[id(one)]) for of in parameters]
     norms = [get_total_norm([one.grad for one in of if one.grad is not None]) for of in parameters]
     told = torch.stack([whole(norm) for norm in norms])
     for of in parameters:

@@ -103,7 +103,9 @@ class Step:
         limit: float | Tensor = config.clip
         if self.norms is not None:
             limit = adaptive_limit(self.norms, config.clip_percentile, config.clip)
-        norms = clip_gradients(self.run.optimizer, limit, config.clip_mode, self.run.scaler)
+        run = self.run
+        order = run.model.parameters()  # plain torch's
+        norms = clip_gradients(run.optimizer, limit, config.clip_mode, run.scaler, order)
         self.events.add("clip", mode=config.clip_mode, norm=total_norm(norms), limit=limit)
         return norms
 
