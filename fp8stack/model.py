@@ -95,20 +95,36 @@ class GPTConfig(BaseModel):
         shapes["lm_head"] = (self.width, vocabulary or self.vocabulary)
         return shapes
 
+    def parameter_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, ...]]:
+        """`{name: shape}` of every parameter of a `GPT`, tied ones once; all of them are float32.
+
+        Args:
+            vocabulary: as it is padded; the model's own if left out.
+        """
+        rows = vocabulary or self.vocabulary
+        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (rows, self.width)}
+        if self.positions == "learned":
+            shapes["position_embedding.weight"] = (self.context, self.width)
+        norms = ["final_norm"]
+        for i in range(self.layers):
+            norms += [f"blocks.{i}.attention_norm", f"blocks.{i}.mlp_norm"]
+            if self.qk_norm:
+                for name in ("query_norm", "key_norm"):
+                    shapes[f"blocks.{i}.attention.{name}.weight"] = (self.head_width,)
+        for norm in norms:
+            shapes[f"{norm}.weight"] = (self.width,)
+            if self.norm == "layernorm" and self.bias:
+                shapes[f"{norm}.bias"] = (self.width,)
+        for name, (inputs, outputs) in self.linear_shapes(rows).items():
+            if name != "lm_head" or not self.tied:
+                shapes[f"{name}.weight"] = (outputs, inputs)
+            if self.bias and name != "lm_head":
+                shapes[f"{name}.bias"] = (outputs,)
+        return shapes
+
     def parameters(self) -> int:
         """How many parameters the model has; tied ones count once, padding does not."""
-        linears = self.linear_shapes()
-        if self.tied:
-            del linears["lm_head"]
-        count = sum(inputs * outputs for inputs, outputs in linears.values())
-        if self.bias:
-            count += sum(outputs for name, (_, outputs) in linears.items() if name != "lm_head")
-        norm = self.width * (2 if self.norm == "layernorm" and self.bias else 1)
-        count += norm * (2 * self.layers + 1)
-        if self.qk_norm:
-            count += 2 * self.head_width * self.layers
-        count += self.vocabulary * self.width
-        return count + (self.context * self.width if self.positions == "learned" else 0)
+        return sum(map(math.prod, self.parameter_shapes().values()))
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Floating-point operations of forward and backward per token, causal attention counted

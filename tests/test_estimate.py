@@ -20,7 +20,6 @@ from fp8stack.estimate import (
     estimate,
     largest_batch,
     optimizer_bytes,
-    parameter_shapes,
     savings,
 )
 from fp8stack.model import GPT, GPTConfig, load_config, plan_for
@@ -241,7 +240,7 @@ def test_weights_gradients_and_state_are_estimated_to_the_byte(
 ) -> None:
     model, setting = made(shape, recipe, optimizer=optimizer)
     found = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert parameter_shapes(model.config, len(model.embedding.weight)) == found
+    assert model.config.parameter_shapes(len(model.embedding.weight)) == found
     stepping = build_optimizer(model, RunConfig(optimizer=optimizer))
     loss_of(model, setting).backward()
     expected = estimate(setting)
@@ -293,7 +292,7 @@ def test_fsdp_shares_out_what_ddp_keeps_whole() -> None:
     assert (ddp.parameters, ddp.optimizer) == (alone.parameters, alone.optimizer)
     assert ddp.peak > alone.peak  # its buckets keep the gradients
     assert alone.parameters / 4 <= fsdp.parameters < alone.parameters / 3.9
-    whole = parameter_shapes(setting.config)
+    whole = setting.config.parameter_shapes()
     block = sum(4 * torch.Size(s).numel() for n, s in whole.items() if n.startswith("blocks.0."))
     root = alone.parameters - 2 * block  # of two blocks
     assert fsdp.gathered == root + 3 * block

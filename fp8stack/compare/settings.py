@@ -182,7 +182,7 @@ def _recipe(config: RunConfig, name: str, source: str, model: GPTConfig) -> dict
     hardware = probe(config.device)
     plan = plan_for(model, asked, hardware, config.backend, config.strict, tokens=tokens)
     if config.compile:
-        require_compiler(plan)
+        require_compiler(plan, config.activation_checkpointing)
     return plan.recipe.model_dump(mode="json", exclude={"description"})
 
 

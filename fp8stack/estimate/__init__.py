@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fp8stack.estimate.parts import PARTS, Estimate, Setting, estimate
 from fp8stack.estimate.savings import Savings, largest_batch, savings
-from fp8stack.estimate.weights import OptimizerName, optimizer_bytes, parameter_shapes
+from fp8stack.estimate.weights import OptimizerName, optimizer_bytes
 
 __all__ = [
     "PARTS",
@@ -19,6 +19,5 @@ __all__ = [
     "estimate",
     "largest_batch",
     "optimizer_bytes",
-    "parameter_shapes",
     "savings",
 ]

@@ -20,7 +20,6 @@ from fp8stack.estimate.weights import (
     Shapes,
     float_bytes,
     optimizer_bytes,
-    parameter_shapes,
     sharded,
 )
 from fp8stack.model import GPTConfig, Recompute
@@ -145,7 +144,7 @@ def estimate(of: Setting) -> Estimate:
     libraries, data and the program itself.
     """
     config, plan = of.config, of.plan
-    whole = parameter_shapes(config, plan.layer("lm_head").out_features)
+    whole = config.parameter_shapes(plan.layer("lm_head").out_features)
     own = sharded(whole, of.ranks) if of.shares_out else whole
     parameters = float_bytes(own)
     forward = Pass(

@@ -1,12 +1,10 @@
-"""The bytes of parameters and optimizer state, from their shapes alone. No plan here."""
+"""The bytes of parameters and optimizer state, from their shapes alone. No model, no plan here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from typing import Literal
-
-from fp8stack.model import GPTConfig
 
 OptimizerName = Literal["adamw", "muon", "adamw8bit", "adamwfp8"]
 Shapes = dict[str, tuple[int, ...]]
@@ -17,35 +15,6 @@ STEP = 4  # an optimizer counts its steps in a float32 for each tensor
 # torchao's optimizers: a float32 scale per block, and in 8 bits a table of 256 values per moment.
 # Smaller tensors, and those that are no whole blocks, keep float32 moments.
 BLOCK, SMALLEST, TABLE = 256, 4096, 256
-
-
-def parameter_shapes(config: GPTConfig, vocabulary: int | None = None) -> Shapes:
-    """`{name: shape}` of every parameter of a `GPT`, tied ones once; all of them are float32.
-
-    Args:
-        config: the model's shape.
-        vocabulary: as it is padded; the model's own if left out.
-    """
-    width, rows = config.width, vocabulary or config.vocabulary
-    shapes: Shapes = {"embedding.weight": (rows, width)}
-    if config.positions == "learned":
-        shapes["position_embedding.weight"] = (config.context, width)
-    norms = ["final_norm"]
-    for i in range(config.layers):
-        norms += [f"blocks.{i}.attention_norm", f"blocks.{i}.mlp_norm"]
-        if config.qk_norm:
-            for name in ("query_norm", "key_norm"):
-                shapes[f"blocks.{i}.attention.{name}.weight"] = (config.head_width,)
-    for norm in norms:
-        shapes[f"{norm}.weight"] = (width,)
-        if config.norm == "layernorm" and config.bias:
-            shapes[f"{norm}.bias"] = (width,)
-    for name, (inputs, outputs) in config.linear_shapes(rows).items():
-        if name != "lm_head" or not config.tied:
-            shapes[f"{name}.weight"] = (outputs, inputs)
-        if config.bias and name != "lm_head":
-            shapes[f"{name}.bias"] = (outputs,)
-    return shapes
 
 
 def sharded(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Shapes:

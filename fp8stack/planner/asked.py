@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8stack.errors import UserError
-from fp8stack.model import load_config, plan_for
+from fp8stack.model import load_config
 from fp8stack.planner.table import PrecisionTable, make_table
-from fp8stack.precision import Hardware, load_recipe
+from fp8stack.precision import Hardware
 from fp8stack.training.building import context_of
 from fp8stack.training.config import RunConfig
+from fp8stack.training.variants import plan_recipe
 
 
 def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
@@ -19,17 +19,9 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
         UserError: what planning the run would raise.
     """
     shape = load_config(config.model, config.model_overrides)
-    if config.recipe_overrides and config.recipe == "auto":
-        raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
     recipe = config.recipe
-    plan = plan_for(
-        shape,
-        recipe if recipe == "auto" else load_recipe(recipe, config.recipe_overrides),
-        hardware,
-        config.backend,
-        config.strict,
-        tokens=config.batch // config.accumulate * context_of(config, shape),
-    )
+    tokens = config.batch // config.accumulate * context_of(config, shape)
+    plan = plan_recipe(recipe, config, shape, hardware, tokens)
     made = make_table(
         shape,
         plan,

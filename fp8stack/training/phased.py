@@ -82,15 +82,12 @@ class Phases:
         )
 
     @contextmanager
-    def calibrating(self, step: int) -> Iterator[None]:
-        """Record the amaxes of the pass that is made inside, if `step` calibrates; the pass is as
-        it would be. All ranks call this."""
+    def calibrating(self) -> Iterator[None]:
+        """Record the amaxes of the pass that is made inside, of a step that calibrates; the pass is
+        as it would be. All ranks call this."""
         delayed = self.run.main.backend.delayed
-        if delayed is None or not self.calibrates(step):
-            yield
-            return
+        assert delayed is not None
         amaxes: dict[str, Tensor] = {}
-
         scaler = self.run.scaler
 
         def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:

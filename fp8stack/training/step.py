@@ -121,16 +121,16 @@ class Step:
         the first of a step."""
         run = self.run
         telemetry = run.telemetry
-        due = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
-        looks = due and not again
-        calibrates = not again and self.phases.calibrates(step)
-        if not (looks or calibrates):
+        looks = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
+        calibrates = self.phases.calibrates(step)
+        if again or not (looks or calibrates):
             yield
             return
         # Compiled code has no place for hooks.
         eager = torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext()
-        sampling = run.telemetry.sampling(run.model) if looks else nullcontext()
-        with eager, self.phases.calibrating(step) if calibrates else nullcontext(), sampling:
+        calibrating = self.phases.calibrating() if calibrates else nullcontext()
+        sampling = telemetry.sampling(run.model) if looks else nullcontext()
+        with eager, calibrating, sampling:
             yield
 
     def give_back(self) -> None:

@@ -71,7 +71,7 @@ def plan_phases(
         places: dict[str, int] = {}
         for name in dict.fromkeys(asked):
             known = decided.left_out.get(name, decided.left_out.get(ANY))
-            plan = _plan(name, config, model, hardware, known, tokens, multiple)
+            plan = plan_recipe(name, config, model, hardware, tokens, known, multiple)
             alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
             places[name] = next(alike, len(plans))
             plans += [plan] * (places[name] == len(plans))
@@ -128,15 +128,26 @@ def share_parameters(source: nn.Module, model: nn.Module) -> None:
                 part._parameters[name] = parameters[f"{path}.{name}" if path else name]
 
 
-def _plan(
+def plan_recipe(
     recipe: str,
     config: RunConfig,
     model: GPTConfig,
     hardware: Hardware,
-    left_out: Mapping[str, str] | None,
     tokens: int,
-    vocabulary_multiple: int,
+    left_out: Mapping[str, str] | None = None,
+    vocabulary_multiple: int = 1,
 ) -> Plan:
+    """The plan of one recipe that a run asks for. Raises what `plan_for` raises.
+
+    Args:
+        recipe: by name or path; the overrides are those of the run's own.
+        config: of the run.
+        model: its shape.
+        hardware: this machine.
+        tokens: of a micro-batch and rank.
+        left_out: the layers that are not in FP8, if that was decided before.
+        vocabulary_multiple: see `plan_for`.
+    """
     is_own = recipe == config.recipe
     overrides = config.recipe_overrides if is_own else {}
     if overrides and recipe == "auto":
