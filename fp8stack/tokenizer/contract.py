@@ -1,0 +1,139 @@
+"""What every tokenizer can do, and text that comes token by token. It must not know any tokenizer.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Decoder(Protocol):
+    """Text that comes token by token, in whole characters."""
+
+    def step(self, token: int) -> str:
+        """The characters that this token completes; "" if it completes none."""
+        ...
+
+    def finish(self) -> str:
+        """What is left of a character that was cut, as U+FFFD; "" if none was."""
+        ...
+
+
+class Tokenizer(ABC):
+    """Text as ids, and back.
+
+    What looks like a special token in a text is encoded as the ordinary text that it is.
+
+    Attributes:
+        name: "bytes", "gpt2", or the name of the file that it was read from.
+        vocabulary: the number of ids: every id is below it, though not each need be in use.
+        end_of_text: the id that stands between documents; None if there is none.
+    """
+
+    name: str
+    vocabulary: int
+    end_of_text: int | None
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """The ids of each text, uint32 [tokens], with no special tokens added."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """A `tokenizer.json` that the `tokenizers` library loads and that encodes alike."""
+
+    @abstractmethod
+    def _bytes_of_tokens(self) -> Sequence[bytes] | None:
+        """The bytes that each id stands for, b"" for a special token or an id that is not in use;
+        None if they depend on the ids around."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with no special tokens added."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these ids. Special tokens and ids outside the vocabulary are left out; bytes
+        that are not UTF-8 become U+FFFD."""
+        known = self._token_bytes
+        assert known is not None, "a tokenizer without bytes for its tokens decodes by itself"
+        inside = (known[token] for token in tokens if 0 <= token < len(known))
+        return b"".join(inside).decode(errors="replace")
+
+    def stream(self) -> Decoder:
+        """A decoder for ids that come one by one."""
+        if self._token_bytes is None:
+            return _TextStream(self)
+        return _ByteStream(self._token_bytes)
+
+    def byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        """How many bytes of UTF-8 each id stands for, int64 [vocabulary], 0 for special tokens;
+        None if that depends on the ids around."""
+        if self._token_bytes is None:
+            return None
+        return np.array([len(token) for token in self._token_bytes], dtype=np.int64)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The SHA-256 of `to_json()` in UTF-8, in hexadecimal: alike for those that encode alike
+        because they are the same."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def _token_bytes(self) -> Sequence[bytes] | None:
+        return self._bytes_of_tokens()
+
+
+class _ByteStream:
+    """Of a tokenizer whose ids stand for bytes, whatever is around them."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def step(self, token: int) -> str:
+        """See `Decoder.step`."""
+        inside = 0 <= token < len(self._bytes)
+        return self._decoder.decode(self._bytes[token] if inside else b"")
+
+    def finish(self) -> str:
+        """See `Decoder.finish`."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _TextStream:
+    """Of any other: what the ids since the last whole character decode to, more than before.
+
+    The ids that gave the last characters are decoded along, because they may decide about a space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._told = 0  # how many of the ids gave text already
+
+    def step(self, token: int) -> str:
+        """See `Decoder.step`."""
+        self._ids.append(token)
+        before = self._tokenizer.decode(self._ids[: self._told])
+        text = self._tokenizer.decode(self._ids)
+        if len(text) <= len(before) or text.endswith("\ufffd"):
+            return ""
+        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """See `Decoder.finish`."""
+        before = self._tokenizer.decode(self._ids[: self._told])
+        return self._tokenizer.decode(self._ids)[len(before) :]

@@ -1,0 +1,119 @@
+"""Any `tokenizer.json`, by the `tokenizers` library. The only file that imports it to encode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8stack.errors import UserError, quoted
+from fp8stack.tokenizer.byte_level import BYTE_OF_CHARACTER
+from fp8stack.tokenizer.contract import END_OF_TEXT, Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ENDS_OF_TEXT = (
+    *(END_OF_TEXT, "<|end_of_text|>", "<|endofdocument|>", "<|eos|>", "<eos>", "</s>"),
+    *("[EOS]", "<eod>", "<|eod|>", "<EOS>", "[SEP]"),
+)
+"""Special tokens that end a document, as files call them: of several, the first one here counts."""
+MOST_IDS = 2**24
+
+
+class FileTokenizer(Tokenizer):
+    """A `tokenizer.json`. Truncation and padding that it may ask for are left out.
+
+    Args:
+        text: the contents of the file.
+        name: what it is called.
+
+    Raises:
+        UserError: it is not a `tokenizer.json`, or has ids beyond 16 million.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        self.name = name
+        self._tokenizer, self._content = _parsed(text, name)
+        self._text = _whole_texts(text, self._content)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = max(ids, default=-1) + 1
+        if not 0 < self.vocabulary <= MOST_IDS:
+            raise UserError(
+                f"The ids of tokenizer {quoted(name)} go up to {self.vocabulary - 1}; there must "
+                f"be some, and at most {MOST_IDS:,}. Give another tokenizer."
+            )
+        special = {
+            added.content: id
+            for id, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
+        self.end_of_text = next((special[n] for n in ENDS_OF_TEXT if n in special), None)
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, str]]:
+        return FileTokenizer, (self._text, self.name)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """See `Tokenizer.encode_batch`."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        if self._token_bytes is not None:
+            return super().decode(tokens)
+        inside = [int(token) for token in tokens if 0 <= token < self.vocabulary]
+        return str(self._tokenizer.decode(inside, skip_special_tokens=True))
+
+    def to_json(self) -> str:
+        """See `Tokenizer.to_json`."""
+        return self._text
+
+    def _bytes_of_tokens(self) -> Sequence[bytes] | None:
+        decoder = self._content.get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        found = [b""] * self.vocabulary
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            found[id] = _bytes_written(token)
+        for id, added in self._tokenizer.get_added_tokens_decoder().items():
+            found[id] = b"" if added.special else added.content.encode()
+        return found
+
+
+def _bytes_written(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[char] for char in token)
+    except KeyError:  # not spelled in bytes: the library takes it for text
+        return token.encode()
+
+
+def _parsed(text: str, name: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    import tokenizers
+
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict) or "model" not in content:
+            raise ValueError("it has no 'model'")
+        parsed = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain `Exception`
+        reason = quoted(str(error) or type(error).__name__)
+        raise UserError(
+            f"Tokenizer {quoted(name)} is not a tokenizer.json that can be read: {reason}. "
+            "Give one that the tokenizers library or transformers saved."
+        ) from error
+    parsed.no_truncation()
+    parsed.no_padding()
+    parsed.encode_special_tokens = True  # "<|endoftext|>" within a document does not end it
+    return parsed, content
+
+
+def _whole_texts(text: str, content: dict[str, Any]) -> str:
+    """The file's own text, unless it would make others cut or pad what they encode."""
+    if content.get("truncation") is None and content.get("padding") is None:
+        return text
+    return json.dumps(content | {"truncation": None, "padding": None}, ensure_ascii=False, indent=2)
