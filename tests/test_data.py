@@ -24,7 +24,7 @@ from fp8stack.data import (
     corpus,
     decode,
     load_corpora,
-    sources,
+    texts,
     validation_windows,
 )
 from fp8stack.errors import UserError
@@ -154,7 +154,7 @@ def test_a_large_text_file_is_mapped_and_reads_the_same(
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(1, 256)) * 8)
     read, _ = load_corpora(str(path), 256)
-    monkeypatch.setattr(sources, "MAPPED_FROM_BYTES", 1000)
+    monkeypatch.setattr(texts, "MAPPED_FROM_BYTES", 1000)
     mapped, _ = load_corpora(str(path), 256)
     assert [part.mapped for part in (*read.parts, *mapped.parts)] == [False, True]
     assert (read.window(0, len(read)) == mapped.window(0, len(mapped))).all()
@@ -221,9 +221,6 @@ def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path):
     assert "pipe is not a regular file" in refusal(tmp_path)
 
 
-LLMC_HEADER = np.array([20240520, *[0] * 255], "<i4").tobytes()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -232,9 +229,10 @@ LLMC_HEADER = np.array([20240520, *[0] * 255], "<i4").tobytes()
         ("a.bin", b"\1\2\3", "has 3 bytes, an odd number"),
         ("a.bin", np.arange(1000).astype("<u4").tobytes(), "holds wider tokens than uint16"),
         ("a.bin", np.arange(1000).astype("<i8").tobytes(), "holds wider tokens than uint16"),
-        ("a.bin", LLMC_HEADER + b"\1\0" * 10, "starts with llm.c's header of 1024 bytes"),
         ("a.bin", b"\x93NUMPY\1\0", "is a .npy file"),
-        ("a.parquet", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
+        ("a.txt", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
+        ("a.txt", b"\x1f\x8b\x08\0", "is compressed (gzip). Make tokens of it with `fp8stack"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed (zstd). Make tokens of it with"),
         ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
     ],
 )

@@ -3,16 +3,22 @@
 Knows files, tokens and steps; knows nothing of models, precision or devices.
 """
 
-from fp8stack.data.batches import StepBatches, decode, validation_windows
+from fp8stack.data.batches import Order, StepBatches, decode, describe, validation_windows
 from fp8stack.data.corpus import Corpus, DataError, Part
-from fp8stack.data.sources import load_corpora
+from fp8stack.data.mixture import Mixture, absolute
+from fp8stack.data.sources import load_corpora, tokenizer_of
 
 __all__ = [
     "Corpus",
     "DataError",
+    "Mixture",
+    "Order",
     "Part",
     "StepBatches",
+    "absolute",
     "decode",
+    "describe",
     "load_corpora",
+    "tokenizer_of",
     "validation_windows",
 ]

@@ -6,6 +6,7 @@ Knows a corpus; nothing of devices, ranks or workers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,68 +14,146 @@ import torch
 from torch.utils.data import Dataset
 
 from fp8stack.data.corpus import Corpus, DataError
-from fp8stack.errors import UserError
+from fp8stack.data.documents import require_documents
+from fp8stack.data.mixture import parts_of
+from fp8stack.data.order import epoch_starts, shares, sources_of, windows_of_epoch
+from fp8stack.errors import UserError, unknown
+
+Order: TypeAlias = Literal["random", "epochs"]
 
 
 class StepBatches(Dataset[torch.Tensor]):
     """A map-style dataset whose item N is the batch of step N: int64 [batch, context + 1].
 
-    Columns 0 to context - 1 are the inputs, columns 1 to context the labels. Each row starts at a
-    random token of the corpus, all equally likely. Use it as
+    Columns 0 to context - 1 are the inputs, columns 1 to context the labels. Use it as
     `DataLoader(batches, sampler=range(first, last), batch_size=None)`: the batches are the same
     for any number of workers and from whichever step a run starts.
 
+    Args:
+        corpus: what is read; of a mixture, each source has its exact share of every 4096 rows,
+            counted from the first row of step 1.
+        batch: rows of a step.
+        context: tokens of a row that are trained on.
+        seed: what the places of the rows depend on.
+        vocabulary: how many tokens the model knows.
+        order: `random`: each row starts at a random token, all equally likely. `epochs`: the
+            corpus is cut into windows that do not overlap, and each is read once before any is
+            read again, in an order that is another one in each epoch.
+        documents: items are int64 [batch, 2, context + 1] instead: [:, 0] the tokens, [:, 1] the
+            number of the document that each is of, counted from 0 in each row.
+
     Raises:
-        UserError: a seed outside 0 to 2**64 - 1, a batch or context below 1, a corpus shorter
-            than context + 1.
+        UserError: a seed outside 0 to 2**64 - 1, a batch or context below 1, a source shorter
+            than context + 1, documents of data that do not say where those end.
     """
 
     def __init__(
-        self, corpus: Corpus, *, batch: int, context: int, seed: int, vocabulary: int
+        self,
+        corpus: Corpus,
+        *,
+        batch: int,
+        context: int,
+        seed: int,
+        vocabulary: int,
+        order: Order = "random",
+        documents: bool = False,
     ) -> None:
         if not 0 <= seed < 2**64:
             raise UserError(f"--seed {seed} is not a seed. Use 0 to 2**64 - 1.")
         if batch < 1:
             raise UserError(f"--batch {batch} holds no sequence. Use 1 or more.")
-        _require_a_window(corpus, context)
+        if order not in get_args(Order):
+            raise unknown("data_order", order, get_args(Order))
+        _require_windows(corpus, context)
+        if documents:
+            require_documents(corpus)
         self.corpus = corpus
         self.batch = batch
         self.context = context
         self.seed = seed
         self.vocabulary = vocabulary
+        self.order = order
+        self.documents = documents
 
     def __getitem__(self, step: int) -> torch.Tensor:
-        """The batch of `step`, 0 or more: int64 [batch, context + 1].
+        """The batch of `step`, 0 or more: int64 [batch, context + 1], or [batch, 2, context + 1].
 
         Raises:
             DataError: a token outside the vocabulary, or a file that is gone or has shrunk.
         """
         assert step >= 0, step
+        starts = self._starts(int(step))
+        return _windows(self.corpus, starts, self.context, self.vocabulary, self.documents)
+
+    def _starts(self, step: int) -> npt.NDArray[np.int64]:
+        """Where each row of the batch begins in the corpus: int64 [batch]."""
+        sources, counts = parts_of(self.corpus)
+        # The first step of a run is step 1.
+        rows = (step - 1) * self.batch + np.arange(self.batch, dtype=np.int64)
+        source_of_row, numbers = sources_of(rows, counts, self.seed)
         # The step is the high half of Philox's 256-bit counter: a stream per step, in O(1). The
         # raw words are the published algorithm's; numpy may change what `integers` makes of them.
-        generator = np.random.Philox(key=self.seed, counter=int(step) << 128)
-        starts = generator.random_raw(self.batch) % np.uint64(len(self.corpus) - self.context)
-        return _windows(self.corpus, starts.astype(np.int64), self.context, self.vocabulary)
+        words = np.random.Philox(key=self.seed, counter=step << 128).random_raw(self.batch)
+        starts = np.empty_like(rows)
+        before = 0
+        for index, source in enumerate(sources):
+            here = source_of_row == index
+            if self.order == "epochs":
+                own = epoch_starts(numbers[here], len(source), self.context, self.seed, index)
+            else:
+                own = (words[here] % np.uint64(len(source) - self.context)).astype(np.int64)
+            starts[here] = before + own
+            before += len(source)
+        return starts
 
 
 def validation_windows(
-    corpus: Corpus, *, count: int, context: int, vocabulary: int
+    corpus: Corpus, *, count: int, context: int, vocabulary: int, documents: bool = False
 ) -> torch.Tensor:
     """Fixed windows, evenly spaced from the first token to the last: int64 [n, context + 1].
 
-    `n` is `count`, or as many windows as fit without a label standing in two of them.
+    `n` is `count`, or as many windows as fit without a label standing in two of them. Of a mixture
+    each source has its share of `count`. With `documents` int64 [n, 2, context + 1], as the items
+    of `StepBatches`.
 
     Raises:
-        UserError: a count or context below 1, a corpus shorter than context + 1.
+        UserError: a count or context below 1, a source shorter than context + 1, documents of
+            data that do not say where those end.
         DataError: a token outside the vocabulary, or a file that is gone or has shrunk.
     """
     if count < 1:
         raise UserError(f"{count} validation windows measure nothing. Use 1 or more.")
-    _require_a_window(corpus, context)
-    last_start = len(corpus) - context - 1
-    n = min(count, (len(corpus) - 1) // context)
-    starts = np.array([i * last_start // max(n - 1, 1) for i in range(n)], dtype=np.int64)
-    return _windows(corpus, starts, context, vocabulary)
+    _require_windows(corpus, context)
+    if documents:
+        require_documents(corpus)
+    sources, counts = parts_of(corpus)
+    starts: list[int] = []
+    before = 0
+    for source, share in zip(sources, shares(counts, count), strict=True):
+        last_start = len(source) - context - 1
+        n = min(share, windows_of_epoch(len(source), context))
+        starts += [before + i * last_start // max(n - 1, 1) for i in range(n)]
+        before += len(source)
+    return _windows(corpus, np.array(starts, dtype=np.int64), context, vocabulary, documents)
+
+
+def describe(
+    corpus: Corpus, *, batch: int, context: int, steps: int, order: Order = "random"
+) -> tuple[str, ...]:
+    """What a run of `steps` reads, a sentence for each source: tokens, share, windows, epochs."""
+    sources, counts = parts_of(corpus)
+    sentences: list[str] = []
+    for source, count in zip(sources, counts, strict=True):
+        rows = steps * batch * count / sum(counts)
+        share = f", {count / sum(counts):.2%} of the rows" if len(sources) > 1 else ""
+        windows = windows_of_epoch(len(source), context)
+        if order == "epochs":
+            how = f"{windows:,} windows of {context:,} an epoch, {rows / windows:.2f} epochs"
+        else:
+            times = rows * context / len(source)
+            how = f"windows of {context:,} at random places, {times:.2f} times its tokens"
+        sentences.append(f"{source.name}: {len(source):,} tokens{share}, {how} in {steps:,} steps")
+    return tuple(sentences)
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -84,31 +163,39 @@ def decode(tokens: Sequence[int]) -> str:
     return bytes(v if 0 <= v <= 0xFF else not_utf8 for v in values).decode(errors="replace")
 
 
-def _require_a_window(corpus: Corpus, context: int) -> None:
+def _require_windows(corpus: Corpus, context: int) -> None:
     if context < 1:
         raise UserError(f"--context {context} holds no token. Use 1 or more.")
-    present = len(corpus)
-    if present < context + 1:
-        lower = f"Lower --context to {present - 1} or give" if present > 1 else "Give"
-        raise UserError(
-            f"{corpus.name} has {present} tokens; --context {context} needs {context + 1}. "
-            f"{lower} more data."
-        )
+    for source in parts_of(corpus)[0]:
+        present = len(source)
+        if present < context + 1:
+            lower = f"Lower --context to {present - 1} or give" if present > 1 else "Give"
+            raise UserError(
+                f"{source.name} has {present} tokens; --context {context} needs {context + 1}. "
+                f"{lower} more data."
+            )
 
 
 def _windows(
-    corpus: Corpus, starts: npt.NDArray[np.int64], context: int, vocabulary: int
+    corpus: Corpus,
+    starts: npt.NDArray[np.int64],
+    context: int,
+    vocabulary: int,
+    documents: bool = False,
 ) -> torch.Tensor:
-    """The windows from `starts` [n] on, each token checked: int64 [n, context + 1]."""
-    rows = np.empty((len(starts), context + 1), dtype=np.int64)
+    """The windows from `starts` [n] on, each token checked, as `StepBatches` has them."""
+    rows = np.empty((len(starts), 2 if documents else 1, context + 1), dtype=np.int64)
     for row, start in zip(rows, starts.tolist(), strict=True):
-        row[:] = corpus.window(start, context + 1)
-    if int(rows.max()) >= vocabulary:
-        row_index, column = np.argwhere(rows >= vocabulary)[0].tolist()
+        row[0] = corpus.window(start, context + 1)
+        if documents:
+            row[1] = corpus.documents(start, row[0])
+    tokens = rows[:, 0]
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+        row_index, column = np.argwhere((tokens < 0) | (tokens >= vocabulary))[0].tolist()
         path, offset = corpus.locate(int(starts[row_index]) + column)
         raise DataError(
-            f"{path}: token {rows[row_index, column]} at offset {offset} is outside the "
+            f"{path}: token {tokens[row_index, column]} at offset {offset} is outside the "
             f"vocabulary of {vocabulary}. Use a model with a larger vocabulary, or tokenize "
             "the data for this one."
         )
-    return torch.from_numpy(rows)
+    return torch.from_numpy(rows if documents else tokens)

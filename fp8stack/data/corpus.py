@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fp8stack.errors import UserError
 
-Tokens: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
+Begins: TypeAlias = npt.NDArray[np.bool_]
 
 HASHED_WHOLE_BYTES = 64 * 2**20  # mapped files of a corpus, together, up to here: every byte
 SAMPLED_PAGES = 64  # beyond: this many pages of each mapped file
@@ -58,17 +59,34 @@ def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None)
         ) from error
 
 
+class Documents(Protocol):
+    """What knows where the documents of a file begin (documents.py)."""
+
+    @property
+    def index(self) -> Part | None:
+        """The file that says it; None where the tokens themselves do."""
+
+    def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
+        """Which of `count` tokens begin a document: bool [count].
+
+        They are `window[first : first + count]`, and the first of them is token `at` of the file.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
     """A run of tokens of one file.
 
-    `tokens` is 1-D, uint8 or little-endian uint16, an array or a memory map; its first element is
-    token `start` of the file. A mapped part is pickled as a path and mapped again where it lands.
+    `tokens` is 1-D, of any integer type, an array or a memory map; its first element is token
+    `start` of the file, counted from the file's first byte in units of a token. `documents` knows
+    where documents begin, if anything does. A mapped part is pickled as a path and mapped again
+    where it lands.
     """
 
     path: Path
     tokens: Tokens
     start: int = 0
+    documents: Documents | None = None
 
     def __len__(self) -> int:
         """How many tokens this part holds."""
@@ -107,21 +125,23 @@ class Part:
 
     def slice(self, start: int, stop: int) -> Part:
         """The part that holds the tokens from `start` to `stop` of this one."""
-        return Part(path=self.path, tokens=self.tokens[start:stop], start=self.start + start)
+        return replace(self, tokens=self.tokens[start:stop], start=self.start + start)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A memmap pickles as a copy of all its bytes: a worker would receive the whole file.
         if self.mapped:
-            return _map_part, (self.path, self.tokens.dtype.str, self.start, len(self))
-        return _memory_part, (self.path, self.tokens, self.start)
+            where = (self.path, self.tokens.dtype.str, self.start, len(self))
+            return _map_part, (*where, self.documents)
+        return _memory_part, (self.path, self.tokens, self.start, self.documents)
 
 
-def _map_part(path: Path, dtype: str, start: int, count: int) -> Part:
-    return Part(path=path, tokens=map_tokens(path, dtype, start, count), start=start)
+def _map_part(path: Path, dtype: str, start: int, count: int, documents: Documents | None) -> Part:
+    tokens = map_tokens(path, dtype, start, count)
+    return Part(path=path, tokens=tokens, start=start, documents=documents)
 
 
-def _memory_part(path: Path, tokens: Tokens, start: int) -> Part:
-    return Part(path=path, tokens=tokens, start=start)
+def _memory_part(path: Path, tokens: Tokens, start: int, documents: Documents | None) -> Part:
+    return Part(path=path, tokens=tokens, start=start, documents=documents)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +158,16 @@ class Corpus:
     @property
     def is_text(self) -> bool:
         """Whether the tokens are bytes of text, which `decode` turns back."""
-        return all(part.tokens.dtype == np.uint8 for part in self.parts)
+        return all(
+            part.tokens.dtype == np.uint8
+            and (part.documents is None or part.documents.index is None)
+            for part in self.parts
+        )
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether all parts say where their documents begin."""
+        return all(part.documents is not None for part in self.parts)
 
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
@@ -180,6 +209,28 @@ class Corpus:
             filled += len(piece)
         return window
 
+    def documents(self, start: int, window: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The document of each token of a `window` that was read at `start`: int64 [length].
+
+        Documents are numbered from 0 in each window. A part that does not say where its documents
+        begin has none: what is before it goes on.
+
+        Raises:
+            DataError: a file that says it is gone or has shrunk.
+        """
+        begins = np.zeros(len(window), dtype=np.bool_)
+        filled = 0
+        while filled < len(window):
+            index, offset = self._find(start + filled)
+            part = self.parts[index]
+            count = min(len(part) - offset, len(window) - filled)
+            if part.documents is not None:
+                found = part.documents.begins(window, filled, count, part.start + offset)
+                begins[filled : filled + count] = found
+            filled += count
+        begins[:1] = False
+        return np.cumsum(begins, dtype=np.int64)
+
     def split(self, position: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
         """The parts before and from token `position` on; a part across it is cut in two."""
         before: list[Part] = []
@@ -198,14 +249,16 @@ class Corpus:
         It covers the width and the number of tokens of each part, all bytes in memory, and all
         mapped bytes of a corpus with up to 64 MiB of them. Of a larger one it covers 64 pages of
         4 KiB of each mapped part, evenly spaced, the first and the last included: a change
-        between those pages that leaves the sizes alone goes unseen.
+        between those pages that leaves the sizes alone goes unseen. A file that says where
+        documents begin is covered like a part.
 
         Raises:
             DataError: a file is gone or has shrunk.
         """
         mapped_bytes = sum(part.tokens.nbytes for part in self.parts if part.mapped)
         digest = hashlib.sha256()
-        for part in self.parts:
+        indices = [part.documents.index for part in self.parts if part.documents is not None]
+        for part in (*self.parts, *(index for index in indices if index is not None)):
             digest.update(f"{part.tokens.itemsize} {len(part)}\n".encode())
             content = part.read(0, len(part)).view(np.uint8)
             whole = not part.mapped or mapped_bytes <= HASHED_WHOLE_BYTES

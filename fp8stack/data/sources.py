@@ -1,51 +1,48 @@
-"""From `--data` to the two splits: text files, `.bin` files, folders, or Python's own source.
+"""From `--data` to the two splits: what kind of data it is, who reads it, what is held out.
 
 Knows files, not batches. No torch here.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import stat
-import sys
-import sysconfig
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
 
-import numpy as np
-
-from fp8stack.data.corpus import Corpus, Part, map_tokens
-from fp8stack.errors import UserError
-
-BYTE_VALUES = 256
-UINT16_VALUES = 2**16
-SNIFFED_BYTES = 2**16
-MAPPED_FROM_BYTES = 8 * 2**20  # a map costs a file descriptor; smaller texts are read instead
-STANDARD_LIBRARY = "the Python standard library"
-
-# Tests, and packages that distributions ship apart or that left the library in a later version.
-NOT_EVERYWHERE = frozenset(
-    {
-        *("test", "tests", "__pycache__"),
-        *("ensurepip", "idlelib", "tkinter", "turtle", "turtledemo"),
-        *("distutils", "lib2to3"),
-    }
+from fp8stack.data import megatron
+from fp8stack.data.bins import bin_part, is_bin, named_splits
+from fp8stack.data.corpus import Corpus, Part
+from fp8stack.data.files import is_empty, is_folder, no_data, walk
+from fp8stack.data.mixture import mixture_of, weighted
+from fp8stack.data.parquet import is_parquet, parquet_parts
+from fp8stack.data.prepared import (
+    is_prepared,
+    prepared_parts,
+    refuse_unfinished,
+    tokenizer_of_prepared,
 )
+from fp8stack.data.texts import STANDARD_LIBRARY, joined, require_bytes_fit, standard_library, text
+from fp8stack.errors import UserError
+from fp8stack.tokenizer import Tokenizer, load_tokenizer
 
 
-def load_corpora(data: str | None, vocabulary: int, held_out: float = 0.1) -> tuple[Corpus, Corpus]:
+def load_corpora(
+    data: str | None, vocabulary: int, held_out: float = 0.1, *, end_of_text: int | None = None
+) -> tuple[Corpus, Corpus]:
     """The training and the validation split of `data`.
 
     Args:
-        data: None for the source of the running Python's standard library; a text file, whose
-            bytes are the tokens; a `.bin` file of little-endian uint16 tokens; a folder with
-            `train.bin` and `val.bin`; or a folder of `.bin` files or of text files, joined in
-            the order of their paths. Hidden files and links to folders are skipped.
+        data: None for the source of the running Python's standard library; a folder that
+            `fp8stack prepare` wrote; a text file, whose bytes are the tokens; a parquet file with
+            a column of text; a `.bin` file of little-endian uint16 tokens, or with llm.c's
+            header; Megatron-LM's `.bin` and `.idx`, by either name or what they have in common; a
+            folder with `train.bin` and `val.bin`; or a folder of files of one kind, joined in the
+            order of their paths, where llm.c's names for the two splits are respected. Hidden
+            files and links to folders are skipped. `WEIGHT:PATH,WEIGHT:PATH` is a mixture.
         vocabulary: how many tokens the model knows.
         held_out: the share of the tokens, at the end, that is the validation split; without
-            effect where there is a `val.bin`.
+            effect where the data have one.
+        end_of_text: the token after each document in `.bin` files that do not say.
 
     Raises:
         UserError: the data cannot be used; the message names the file and the remedy.
@@ -53,197 +50,143 @@ def load_corpora(data: str | None, vocabulary: int, held_out: float = 0.1) -> tu
     if not 0 < held_out < 1:
         raise UserError(f"Cannot hold out {held_out} of the data. Use a share between 0 and 1.")
     if data is None:
-        _require_bytes_fit(vocabulary, STANDARD_LIBRARY)
-        return _split(STANDARD_LIBRARY, _standard_library(), held_out)
+        return _split(STANDARD_LIBRARY, standard_library(vocabulary), held_out)
+    pieces = weighted(data)
+    if pieces is None:
+        return _one(data, vocabulary, held_out, end_of_text)
+    tokenizer_of(data)
+    found = [(weight, *_one(path, vocabulary, held_out, end_of_text)) for weight, path in pieces]
+    return (
+        mixture_of(f"{data} (training part)", [(weight, train) for weight, train, _ in found]),
+        mixture_of(f"{data} (held-out part)", [(weight, val) for weight, _, val in found]),
+    )
+
+
+def tokenizer_of(data: str | None) -> Tokenizer | None:
+    """The tokenizer that the tokens of `data` are of; None where the data do not say.
+
+    It is that of bytes for text and parquet files, a prepared folder's own, and of a mixture the
+    one that all its sources have in common.
+
+    Raises:
+        UserError: there are no such data, a prepared folder's tokenizer is not the one that made
+            its tokens, or the sources of a mixture differ.
+    """
+    pieces = weighted(data) if data is not None else None
+    if pieces is None:
+        return _tokenizer_of_one(data)
+    found = [(path, _tokenizer_of_one(path)) for _, path in pieces]
+    for (path, one), (other_path, other) in pairwise(found):
+        if (one and one.sha256) != (other and other.sha256):
+            raise UserError(
+                f"{path} is {_tokens_of(one)} and {other_path} is {_tokens_of(other)}: they cannot "
+                "be mixed. Make both with `fp8stack prepare` and one --tokenizer."
+            )
+    return found[0][1]
+
+
+def _tokens_of(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "of a tokenizer that it does not name"
+    return f"of the tokenizer {tokenizer.name} ({tokenizer.sha256[:8]})"
+
+
+def _tokenizer_of_one(data: str | None) -> Tokenizer | None:
+    if data is None:
+        return load_tokenizer("bytes")
+    folder = is_folder(data)
+    if not folder:
+        tokens = megatron.bin_of(data)
+        if folder is None and tokens is None:
+            raise no_data(data)
+        return None if tokens or is_bin(Path(data)) else load_tokenizer("bytes")
+    if is_prepared(Path(data)):
+        return tokenizer_of_prepared(Path(data))
+    return None if any(is_bin(path) for path in walk(Path(data))) else load_tokenizer("bytes")
+
+
+def _one(
+    data: str, vocabulary: int, held_out: float, end_of_text: int | None
+) -> tuple[Corpus, Corpus]:
+    """The splits of data that are no mixture."""
     path = Path(data)
-    if not _is_folder(path, data):
-        part = _bin(path, vocabulary) if _is_bin(path) else _text(path, vocabulary)
-        return _split(data, (part,), held_out)
+    folder = is_folder(data)
+    if not folder:
+        tokens = megatron.bin_of(data)
+        if folder is None and tokens is None:
+            raise no_data(data)
+        return _split(data, _file(tokens or path, vocabulary, end_of_text), held_out)
+    if is_prepared(path):
+        train_parts, val_parts = prepared_parts(path, vocabulary)
+        if not val_parts:
+            return _split(data, train_parts, held_out)
+        return _named(data, train_parts, val_parts)
     train, val = path / "train.bin", path / "val.bin"
     if os.path.exists(train) and os.path.exists(val):
         return (
-            Corpus(name=str(train), parts=(_bin(train, vocabulary),)),
-            Corpus(name=str(val), parts=(_bin(val, vocabulary),)),
+            Corpus(name=str(train), parts=(bin_part(train, vocabulary, end_of_text),)),
+            Corpus(name=str(val), parts=(bin_part(val, vocabulary, end_of_text),)),
         )
-    return _split(data, _folder(path, vocabulary), held_out)
-
-
-def _is_folder(path: Path, data: str) -> bool:
-    """Whether the existing `path`, which the user spelled `data`, is a folder."""
-    try:
-        if data:  # Path("") would be the current folder
-            return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
-        pass
-    except OSError as error:
-        _unreadable(path, error)
-    raise UserError(f"No data at {data!r}. Give a file or a folder with --data, or leave it out.")
+    return _folder(data, vocabulary, held_out, end_of_text)
 
 
 def _split(name: str, parts: tuple[Part, ...], held_out: float) -> tuple[Corpus, Corpus]:
     whole = Corpus(name=name, parts=parts)
-    before, after = whole.split(len(whole) - int(len(whole) * held_out))
+    return _named(name, *whole.split(len(whole) - int(len(whole) * held_out)))
+
+
+def _named(name: str, train: tuple[Part, ...], val: tuple[Part, ...]) -> tuple[Corpus, Corpus]:
     return (
-        Corpus(name=f"{name} (training part)", parts=before),
-        Corpus(name=f"{name} (held-out part)", parts=after),
+        Corpus(name=f"{name} (training part)", parts=train),
+        Corpus(name=f"{name} (held-out part)", parts=val),
     )
 
 
-def _is_bin(path: Path) -> bool:
-    return path.suffix.lower() == ".bin"
+def _file(path: Path, vocabulary: int, end_of_text: int | None) -> tuple[Part, ...]:
+    """The parts of one file that exists."""
+    if is_bin(path):
+        return (bin_part(path, vocabulary, end_of_text),)
+    if is_parquet(path):
+        require_bytes_fit(vocabulary, str(path))
+        return parquet_parts([path])
+    return (text(path, vocabulary),)
 
 
-def _require_bytes_fit(vocabulary: int, name: str) -> None:
-    if vocabulary < BYTE_VALUES:
-        raise UserError(
-            f"The bytes of {name} do not fit a vocabulary of {vocabulary}. "
-            f"Use a model with {BYTE_VALUES} tokens or more, or a .bin file with smaller ones."
-        )
-
-
-def _unreadable(path: Path | str, error: OSError) -> NoReturn:
-    raise UserError(
-        f"Cannot read {path}: {error.strerror}. Check its permissions, or give other data."
-    ) from error
-
-
-def _head_and_size(path: Path) -> tuple[bytes, int]:
-    """The first 64 KiB and the size in bytes of a regular file that is not empty."""
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is not a regular file. Give a text or .bin file, or a folder.")
-        with path.open("rb") as file:
-            head = file.read(SNIFFED_BYTES)
-    except OSError as error:
-        _unreadable(path, error)
-    if not head:
-        raise UserError(f"{path} is empty. Give a file with tokens in it, or remove it.")
-    return head, status.st_size
-
-
-def _bin(path: Path, vocabulary: int) -> Part:
-    """The tokens of a `.bin` file: uint16 [tokens], memory-mapped."""
-    head, size = _head_and_size(path)
-    if size % 2:
-        raise UserError(
-            f"{path} has {size} bytes, an odd number: it does not hold whole uint16 tokens. "
-            "Write or copy it again."
-        )
-    if problem := _foreign_format(head):
-        raise UserError(f"{path} {problem}.")
-    if vocabulary > UINT16_VALUES:
-        raise UserError(
-            f"{path} holds uint16 tokens, and of a vocabulary of {vocabulary} those above 65535 "
-            f"would have wrapped. Use a model with at most {UINT16_VALUES} tokens, or give text."
-        )
-    return Part(path=path, tokens=map_tokens(path, "<u2"))
-
-
-def _foreign_format(head: bytes) -> str:
-    """What is wrong with a `.bin` file that is not headerless uint16, or an empty string."""
-    if head.startswith(b"\x93NUMPY"):
-        return "is a .npy file. Write its tokens with `array.astype('<u2').tofile(path)`"
-    # https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
-    if int.from_bytes(head[:4], "little") in (20240520, 20240801):
-        return "starts with llm.c's header of 1024 bytes. Remove it with `tail -c +1025`"
-    tokens = np.frombuffer(head[: len(head) // 4 * 4], dtype="<u2")
-    low, high = tokens[0::2], tokens[1::2]
-    if not high.any() and len(np.unique(low)) > 16:
-        return "holds wider tokens than uint16 (every other one is 0). Write it as '<u2'"
-    return ""
-
-
-def _text(path: Path, vocabulary: int) -> Part:
-    """The bytes of a text file: uint8 [tokens], memory-mapped when the file is large."""
-    _require_bytes_fit(vocabulary, str(path))
-    head, size = _head_and_size(path)
-    if b"\0" in head:
-        raise UserError(
-            f"{path} looks binary: byte {head.index(0)} is NUL. Give UTF-8 text, "
-            "or a .bin file of little-endian uint16 tokens."
-        )
-    if size >= MAPPED_FROM_BYTES:
-        return Part(path=path, tokens=map_tokens(path, "|u1"))
-    return _text_in_memory(path)
-
-
-def _text_in_memory(path: Path) -> Part:
-    try:
-        return Part(path=path, tokens=np.frombuffer(path.read_bytes(), dtype=np.uint8))
-    except OSError as error:
-        _unreadable(path, error)
-
-
-def _folder(folder: Path, vocabulary: int) -> tuple[Part, ...]:
-    """The parts of all files below `folder`, which are all `.bin` or all text."""
-    files = sorted(_files(folder), key=lambda path: path.relative_to(folder).as_posix())
-    bins = [path for path in files if _is_bin(path)]
-    texts = [path for path in files if not _is_bin(path)]
-    if bins and texts:
-        raise UserError(
-            f"{folder} mixes .bin files ({bins[0].name}) with others ({texts[0].name}). "
-            "Give a folder with one kind, or name one file."
-        )
+def _folder(
+    data: str, vocabulary: int, held_out: float, end_of_text: int | None
+) -> tuple[Corpus, Corpus]:
+    """The splits of a folder whose files are all `.bin`, all parquet or all text."""
+    folder = Path(data)
+    files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
+    bins = [path for path in files if is_bin(path)]
+    refuse_unfinished(folder, files)
+    indices = {megatron.index_of(path) for path in bins}
+    parquets = [path for path in files if is_parquet(path)]
+    texts = [path for path in files if path not in {*bins, *indices, *parquets}]
+    _require_one_kind(folder, {".bin files": bins, "parquet files": parquets, "others": texts})
     if bins:
-        return tuple(_bin(path, vocabulary) for path in bins)
-    # An empty text is nothing lost; an empty .bin is a shard that was not written.
-    parts = [_text(path, vocabulary) for path in texts if not _is_empty(path)]
+        if named := named_splits(bins):
+            train, val = (
+                tuple(bin_part(path, vocabulary, end_of_text) for path in split) for split in named
+            )
+            return _named(data, train, val)
+        parts = tuple(bin_part(path, vocabulary, end_of_text) for path in bins)
+    elif parquets:
+        require_bytes_fit(vocabulary, data)
+        parts = parquet_parts(parquets)
+    else:
+        # An empty text is nothing lost; an empty .bin is a shard that was not written.
+        parts = joined([text(path, vocabulary) for path in texts if not is_empty(path)])
     if not parts:
         raise UserError(f"{folder} holds no data. Put .bin or text files into it.")
-    return _joined(parts)
+    return _split(data, parts, held_out)
 
 
-def _is_empty(path: Path) -> bool:
-    try:
-        status = path.stat()
-    except OSError as error:
-        _unreadable(path, error)
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0
-
-
-def _files(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """All files below `folder` except hidden ones; folders named in `skipped` are left out."""
-
-    def fail(error: OSError) -> NoReturn:
-        _unreadable(error.filename, error)
-
-    for here, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [n for n in folders if not n.startswith(".") and n not in skipped]
-        yield from (Path(here, name) for name in names if not name.startswith("."))
-
-
-def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """The texts one after the other, with a newline where one does not end in it."""
-    newline = np.array([ord("\n")], dtype=np.uint8)
-    joined = list[Part]()
-    for part in parts:
-        if joined and joined[-1].tokens[-1] != ord("\n"):
-            last = joined[-1]
-            joined.append(Part(path=last.path, tokens=newline, start=last.start + len(last)))
-        joined.append(part)
-    return tuple(joined)
-
-
-def _standard_library() -> tuple[Part, ...]:
-    """The standard library's source, about 10 MB, in an order that only its paths decide.
-
-    The order is that of the SHA-256 of each path, so the held-out end is a fair mix of packages.
-    Left out is what a distribution may add or leave away, so that the contents depend on the
-    Python version alone.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    modules = sys.stdlib_module_names - NOT_EVERYWHERE
-    ordered: list[tuple[bytes, Path]] = []
-    for top in root.iterdir() if root.is_dir() else ():
-        if top.name.removesuffix(".py") not in modules:
-            continue
-        files = _files(top, skipped=NOT_EVERYWHERE) if top.is_dir() else iter([top])
-        for path in files:
-            name = path.relative_to(root).as_posix()
-            if name.endswith(".py"):
-                ordered.append((hashlib.sha256(name.encode()).digest(), path))
-    parts = [_text_in_memory(path) for _, path in sorted(ordered) if not _is_empty(path)]
-    if not parts:
-        raise UserError(f"No source of {STANDARD_LIBRARY} in {root}. Give text with --data.")
-    return _joined(parts)
+def _require_one_kind(folder: Path, kinds: dict[str, list[Path]]) -> None:
+    present = [(kind, paths[0].name) for kind, paths in kinds.items() if paths]
+    if len(present) > 1:
+        (kind, name), (other, other_name) = present[:2]
+        raise UserError(
+            f"{folder} mixes {kind} ({name}) with {other} ({other_name}). "
+            "Give a folder with one kind, or name one file."
+        )

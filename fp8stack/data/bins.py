@@ -1,0 +1,144 @@
+"""Files of tokens: nanoGPT's and llm.c's `.bin`. No torch here.
+
+llm.c's, which modded-nanogpt reads too, begins with 256 int32: a magic number, a version, how many
+tokens follow, zeros. Its tokenizer's end-of-text token begins each document.
+https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fp8stack.data import megatron
+from fp8stack.data.corpus import Part, map_tokens
+from fp8stack.data.documents import Separator
+from fp8stack.data.files import head_and_size
+from fp8stack.errors import UserError
+
+UINT16_VALUES = 2**16
+HEADER_BYTES = 1024
+LLMC_QUESTIONS = 20240522  # HellaSwag and MMLU
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Llmc:
+    version: int
+    dtype: str
+    first: int  # the token that begins each document
+
+
+LLMC = {
+    20240520: _Llmc(version=1, dtype="<u2", first=50256),  # GPT-2's tokenizer
+    20240801: _Llmc(version=7, dtype="<u4", first=128000),  # Llama 3's
+}
+"""llm.c's formats by their magic number."""
+
+
+def is_bin(path: Path) -> bool:
+    """Whether the file's name says that it holds tokens."""
+    return path.suffix.lower() == ".bin"
+
+
+def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Part:
+    """The tokens of a `.bin` file, memory-mapped: Megatron's, llm.c's or nanoGPT's.
+
+    Args:
+        path: a file of little-endian uint16; or one with llm.c's header; or one beside an `.idx`.
+        vocabulary: how many tokens the model knows.
+        end_of_text: the token that ends documents in a file that does not say.
+
+    Raises:
+        UserError: the file is of another format, damaged, or does not fit the vocabulary.
+    """
+    if megatron.index_of(path).exists():
+        return megatron.part(path)
+    head, size = head_and_size(path)
+    magic = _int32(head, 0)
+    if magic in LLMC:
+        return _llmc(path, head, size, LLMC[magic])
+    if size % 2:
+        raise UserError(
+            f"{path} has {size} bytes, an odd number: it does not hold whole uint16 tokens. "
+            "Write or copy it again."
+        )
+    if problem := _foreign_format(head):
+        raise UserError(f"{path} {problem}.")
+    if vocabulary > UINT16_VALUES:
+        raise UserError(
+            f"{path} holds uint16 tokens, and of a vocabulary of {vocabulary} those above 65535 "
+            f"would have wrapped. Use a model with at most {UINT16_VALUES} tokens, or give text."
+        )
+    documents = None if end_of_text is None else Separator(token=end_of_text)
+    return Part(path=path, tokens=map_tokens(path, "<u2"), documents=documents)
+
+
+def _int32(head: bytes, index: int) -> int:
+    return int.from_bytes(head[4 * index : 4 * index + 4], "little", signed=True)
+
+
+def _llmc(path: Path, head: bytes, size: int, kind: _Llmc) -> Part:
+    """The tokens after llm.c's header."""
+    again = "Write or copy it again."
+    if size < HEADER_BYTES:
+        raise UserError(f"{path} ends within llm.c's header of {HEADER_BYTES} bytes. {again}")
+    version, count = _int32(head, 1), _int32(head, 2)
+    if version != kind.version:
+        raise UserError(
+            f"{path} is of version {version} of llm.c's format, and only {kind.version} is known "
+            f"of the kind that begins with {_int32(head, 0)}. {again}"
+        )
+    width = np.dtype(kind.dtype).itemsize
+    if count < 1 or size != HEADER_BYTES + count * width:
+        raise UserError(
+            f"{path} should hold {count} tokens by its header, {HEADER_BYTES + count * width} "
+            f"bytes, and has {size} bytes. {again}"
+        )
+    start = HEADER_BYTES // width
+    return Part(
+        path=path,
+        tokens=map_tokens(path, kind.dtype, start, count),
+        start=start,
+        documents=Separator(token=kind.first, leads=True),
+    )
+
+
+def _foreign_format(head: bytes) -> str:
+    """What is wrong with a `.bin` file that is not headerless uint16, or an empty string."""
+    if head.startswith(b"\x93NUMPY"):
+        return "is a .npy file. Write its tokens with `array.astype('<u2').tofile(path)`"
+    if _int32(head, 0) == LLMC_QUESTIONS:
+        return "holds llm.c's multiple-choice questions and not a text. Give a file of tokens"
+    tokens = np.frombuffer(head[: len(head) // 4 * 4], dtype="<u2")
+    low, high = tokens[0::2], tokens[1::2]
+    if not high.any() and len(np.unique(low)) > 16:
+        return "holds wider tokens than uint16 (every other one is 0). Write it as '<u2'"
+    return ""
+
+
+def named_splits(files: Sequence[Path]) -> tuple[list[Path], list[Path]] | None:
+    """llm.c's training and validation files among `files`; None unless they are named so.
+
+    Its scripts write `fineweb_train_000001.bin` and `fineweb_val_000000.bin`, or
+    `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`.
+
+    Raises:
+        UserError: there are such files, and others beside them.
+    """
+    by_name: dict[str, list[Path]] = {"train": [], "val": [], "": []}
+    for path in files:
+        found = re.search(r"_(train|val)(_\d+)?\.bin$", path.name.lower())
+        by_name[found[1] if found else ""].append(path)
+    train, val, others = by_name.values()
+    if not (train and val and _int32(head_and_size(train[0])[0], 0) in LLMC):
+        return None
+    if others:
+        raise UserError(
+            f"{others[0]} is beside files that are named as training and validation data "
+            f"({train[0].name}, {val[0].name}) and is neither. Move it elsewhere."
+        )
+    return train, val

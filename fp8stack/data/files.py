@@ -1,0 +1,79 @@
+"""Looking at files before they are read: which there are, how large, how they begin.
+
+Knows no format. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from fp8stack.errors import UserError
+
+SNIFFED_BYTES = 2**16
+
+
+def unreadable(path: Path | str, error: OSError) -> NoReturn:
+    """Raise the UserError for a file or folder that the system does not let us read."""
+    raise UserError(
+        f"Cannot read {path}: {error.strerror}. Check its permissions, or give other data."
+    ) from error
+
+
+def is_folder(data: str) -> bool | None:
+    """Whether `data` is a folder; None where there is nothing of that name.
+
+    Raises:
+        UserError: the system does not say.
+    """
+    try:
+        if data:  # Path("") would be the current folder
+            return stat.S_ISDIR(Path(data).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        pass
+    except OSError as error:
+        unreadable(data, error)
+    return None
+
+
+def no_data(data: str) -> UserError:
+    """The error for a name under which there is nothing."""
+    return UserError(f"No data at {data!r}. Give a file or a folder with --data, or leave it out.")
+
+
+def head_and_size(path: Path) -> tuple[bytes, int]:
+    """The first 64 KiB and the size in bytes of a regular file that is not empty."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is not a regular file. Give a text or .bin file, or a folder.")
+        with path.open("rb") as file:
+            head = file.read(SNIFFED_BYTES)
+    except OSError as error:
+        unreadable(path, error)
+    if not head:
+        raise UserError(f"{path} is empty. Give a file with tokens in it, or remove it.")
+    return head, status.st_size
+
+
+def is_empty(path: Path) -> bool:
+    """Whether `path` is a regular file without a byte in it."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        unreadable(path, error)
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
+
+
+def walk(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """All files below `folder` except hidden ones; folders named in `skipped` are left out."""
+
+    def fail(error: OSError) -> NoReturn:
+        unreadable(error.filename, error)
+
+    for here, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [n for n in folders if not n.startswith(".") and n not in skipped]
+        yield from (Path(here, name) for name in names if not name.startswith("."))

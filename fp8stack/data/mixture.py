@@ -1,0 +1,106 @@
+"""Several corpora as one, each with its share of the rows. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fp8stack.data.corpus import Corpus
+from fp8stack.data.order import BLOCK, shares
+from fp8stack.errors import UserError
+
+_WEIGHT = r"\s*[-+0-9.]+(?:[eE][-+]?[0-9]+)?\s*:"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixture(Corpus):
+    """The tokens of several corpora, one after the other, and how often each is to be read.
+
+    `counts` says how many of every 4096 rows of a run are of each of the `sources`.
+    """
+
+    sources: tuple[Corpus, ...]
+    counts: tuple[int, ...]
+
+    def fingerprint(self) -> str:
+        """A SHA-256 in hexadecimal that stands for the contents and shares of the sources.
+
+        Raises:
+            DataError: a file is gone or has shrunk.
+        """
+        digest = hashlib.sha256()
+        for source, count in zip(self.sources, self.counts, strict=True):
+            digest.update(f"{count} {source.fingerprint()}\n".encode())
+        return digest.hexdigest()
+
+
+def mixture_of(name: str, sources: Sequence[tuple[float, Corpus]]) -> Corpus:
+    """The corpora with their weights as one; of a single one, that corpus.
+
+    Raises:
+        UserError: a weight is less than one row in 4096.
+    """
+    if len(sources) == 1:
+        return sources[0][1]
+    weights = tuple(weight for weight, _ in sources)
+    counts = shares(weights, BLOCK)
+    for (weight, corpus), count in zip(sources, counts, strict=True):
+        if not count:
+            raise UserError(
+                f"The weight {weight:g} of {corpus.name} is less than one row in {BLOCK}. "
+                "Give it more weight, or leave it out."
+            )
+    corpora = tuple(corpus for _, corpus in sources)
+    parts = tuple(part for corpus in corpora for part in corpus.parts)
+    return Mixture(name=name, parts=parts, sources=corpora, counts=counts)
+
+
+def parts_of(corpus: Corpus) -> tuple[tuple[Corpus, ...], tuple[int, ...]]:
+    """The sources of a corpus and their counts of every 4096 rows; of a plain one, itself."""
+    if isinstance(corpus, Mixture):
+        return corpus.sources, corpus.counts
+    return (corpus,), (BLOCK,)
+
+
+def weighted(data: str) -> list[tuple[float, str]] | None:
+    """What `WEIGHT:PATH,WEIGHT:PATH` says; None if `data` is the name of one file or folder.
+
+    Raises:
+        UserError: a weight is not above 0, or one of the pieces has none.
+    """
+    if not re.match(_WEIGHT, data) or os.path.exists(data):
+        return None
+    found: list[tuple[float, str]] = []
+    for piece in re.split(f",(?={_WEIGHT})", data):
+        number, _, path = piece.partition(":")
+        weight = _number(number)
+        if not 0 < weight < math.inf or not path.strip():
+            raise UserError(
+                f"{piece!r} in --data {data!r} is not a path with a weight above 0. Write a "
+                "mixture like 0.7:tokens/web,0.3:tokens/code."
+            )
+        found.append((weight, path.strip()))
+    return found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def absolute(data: str) -> str:
+    """`data` with its path, or each path of a mixture, named from the root.
+
+    Raises:
+        UserError: as `weighted`.
+    """
+    pieces = weighted(data)
+    if pieces is None:
+        return os.path.realpath(data)
+    return ",".join(f"{weight!r}:{os.path.realpath(path)}" for weight, path in pieces)

@@ -1,0 +1,142 @@
+"""Orders that are functions of a seed: shuffles of any length, read at any place. No torch here.
+
+Nothing here draws from a stream: what stands at a place is computed from the seed and the place, by
+splitmix64's mixing and a Feistel network, so it stays the same whatever numpy makes of its own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+BLOCK = 4096
+"""Rows of a mixture that hold every source in its exact share."""
+ROUNDS = 8
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mixed(words: Words) -> Words:
+    """Each word with its bits mixed, a permutation of all words: uint64, the same shape.
+
+    The output function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, OOPSLA 2014; https://prng.di.unimi.it/splitmix64.c).
+    """
+    words = words + np.uint64(_GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def key(*parts: int) -> int:
+    """A word of 64 bits that depends on each of `parts` and on their order."""
+    word = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        word = mixed(word ^ np.array([part & _MASK], dtype=np.uint64))
+    return int(word[0])
+
+
+def shuffled(places: Ints, length: int, word: int) -> Ints:
+    """What stands at `places` of `range(length)`, shuffled as the key `word` says: int64 [n].
+
+    A balanced Feistel network permutes the next power of four; whatever it puts outside the range
+    is put in again until it is inside (cycle walking; Black, Rogaway: Ciphers with Arbitrary Finite
+    Domains, 2002). Fewer than four times on average, and no memory however long the range is.
+    """
+    assert length > 0
+    if length == 1:
+        return np.zeros_like(places)
+    half = np.uint64(((length - 1).bit_length() + 1) // 2)
+    low = np.uint64((1 << int(half)) - 1)
+    keys = mixed(np.arange(ROUNDS, dtype=np.uint64) ^ mixed(np.array([word], dtype=np.uint64)))
+    values = places.astype(np.uint64)
+    outside = np.ones(len(values), dtype=np.bool_)
+    while outside.any():
+        left, right = values[outside] >> half, values[outside] & low
+        for one in keys:
+            left, right = right, left ^ (mixed(right ^ one) & low)
+        values[outside] = (left << half) | right
+        outside = values >= np.uint64(length)
+    return values.astype(np.int64)
+
+
+def shares(weights: tuple[float, ...], total: int) -> tuple[int, ...]:
+    """`total` divided in proportion to `weights`, the largest remainders rounded up."""
+    most = max(weights)  # whose sum may be too large for a float
+    relative = [weight / most for weight in weights]
+    exact = [one / sum(relative) * total for one in relative]
+    parts = [int(one) for one in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda at: parts[at] - exact[at])
+    for at in by_remainder[: total - sum(parts)]:
+        parts[at] += 1
+    return tuple(parts)
+
+
+def sources_of(rows: Ints, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
+    """Which source each row of a run is of, and how many of that source were before it: int64 [n].
+
+    Args:
+        rows: numbers of rows; those below 0 are before the run's first.
+        counts: how many of every `BLOCK` rows are of each source.
+        seed: what the order within each block depends on.
+    """
+    if len(counts) == 1:
+        return np.zeros_like(rows), rows
+    blocks, places = np.divmod(rows, BLOCK)
+    sources, numbers = np.empty_like(rows), np.empty_like(rows)
+    for block in np.unique(blocks).tolist():
+        here = blocks == block
+        source, rank = _block(block, counts, seed)
+        sources[here] = source[places[here]]
+        numbers[here] = rank[places[here]]
+    numbers += blocks * np.array(counts, dtype=np.int64)[sources]
+    return sources, numbers
+
+
+@lru_cache(maxsize=8)
+def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
+    """The source of each row of a block, and its number among that source's rows there."""
+    drawn = mixed(np.arange(BLOCK, dtype=np.uint64) ^ np.uint64(key(seed, block)))
+    of = np.repeat(np.arange(len(counts)), counts)
+    source = np.empty(BLOCK, dtype=np.int64)
+    source[np.argsort(drawn, kind="stable")] = of
+    rank = np.empty(BLOCK, dtype=np.int64)
+    for one, count in enumerate(counts):
+        rank[source == one] = np.arange(count)
+    return source, rank
+
+
+def epoch_starts(numbers: Ints, length: int, context: int, seed: int, source: int) -> Ints:
+    """Where the windows with these numbers begin, if all are seen once an epoch: int64 [n].
+
+    Windows of `context` tokens (and the label of the last) lie side by side. Each epoch has its own
+    order, and its own place for the first window, so that the tokens that are left over at the end
+    are not always the same.
+
+    Args:
+        numbers: of the windows that the run takes from this source, from 0 on.
+        length: how many tokens the source has.
+        context: how many tokens a window trains on.
+        seed: what the orders depend on.
+        source: its number in a mixture; two sources of one length get different orders.
+    """
+    windows = windows_of_epoch(length, context)
+    spare = (length - 1) % context
+    epochs, places = np.divmod(numbers, windows)
+    starts = np.empty_like(numbers)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        word = key(seed, source, epoch)
+        shift = key(word, ROUNDS) % (spare + 1)
+        starts[here] = shift + context * shuffled(places[here], windows, word)
+    return starts
+
+
+def windows_of_epoch(length: int, context: int) -> int:
+    """How many windows of `context` tokens, each with a label after it, lie side by side."""
+    return (length - 1) // context

@@ -1,0 +1,171 @@
+"""A folder that `fp8stack prepare` wrote: token shards with their documents. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fp8stack.data.corpus import Part, map_tokens
+from fp8stack.data.documents import Ends, ascends
+from fp8stack.data.files import unreadable
+from fp8stack.errors import UserError
+from fp8stack.tokenizer import Tokenizer, tokenizer_from_json
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+ENDS = ".ends"
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Shard(_Strict):
+    """A file of tokens, and of how much."""
+
+    # A plain name: a manifest from elsewhere must not lead out of its folder.
+    file: Annotated[str, Field(pattern=r"^\w[\w.-]*\.bin$")]
+    tokens: Annotated[Count, Field(ge=1)]
+    documents: Annotated[Count, Field(ge=1)]
+
+
+class Split(_Strict):
+    """The files of the training or of the validation data."""
+
+    shards: tuple[Shard, ...] = Field(strict=False)
+
+
+class TokenizerOf(_Strict):
+    """Which tokenizer made the tokens."""
+
+    name: str
+    sha256: str
+    vocabulary: Annotated[Count, Field(ge=1)]
+
+
+class Manifest(_Strict):
+    """What is read of a manifest.json; the rest is for people."""
+
+    format: Literal[1]
+    tokenizer: TokenizerOf
+    dtype: Literal["uint16", "uint32"]
+    splits: Mapping[Literal["train", "val"], Split]
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether `fp8stack prepare` wrote the folder to its end."""
+    return os.path.exists(folder / MANIFEST)
+
+
+def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
+    """Raise a UserError if `files` of a folder without a manifest are those of a prepared one."""
+    for path in files:
+        if path.suffix == ENDS:
+            raise UserError(
+                f"{folder} has {path.name} and no {MANIFEST}: `fp8stack prepare` did not finish "
+                "it. Run the same command again."
+            )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises:
+        UserError: it cannot be read, or is not a manifest; the message names the key.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        unreadable(path, error)
+    except (ValidationError, ValueError, RecursionError) as error:
+        why = "it is not JSON"
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            where = ".".join(str(key) for key in first["loc"]) or "its whole"
+            why = f"{where}: {first['msg']}"
+        raise UserError(
+            f"{path} is not a manifest of prepared data: {' '.join(why.split())}. Run `fp8stack "
+            "prepare` again, or remove it to read the folder's files as they are."
+        ) from error
+
+
+def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """The training and the validation shards, memory-mapped; either may be empty.
+
+    Raises:
+        UserError: the vocabulary of the tokenizer is larger than the model's, or a file is not as
+            the manifest says.
+    """
+    manifest = read_manifest(folder)
+    made_for = manifest.tokenizer
+    if made_for.vocabulary > vocabulary:
+        raise UserError(
+            f"{folder} was made with the tokenizer {made_for.name}, which has "
+            f"{made_for.vocabulary} tokens, and the model has {vocabulary}. Use a model with as "
+            f"many, for example with --set model_overrides.vocabulary={made_for.vocabulary}."
+        )
+    train, val = (
+        tuple(_part(folder, shard, DTYPES[manifest.dtype]) for shard in split.shards)
+        for split in (manifest.splits.get(name, Split(shards=())) for name in ("train", "val"))
+    )
+    if not train:
+        raise UserError(f"{folder} holds no training data. Run `fp8stack prepare` with more text.")
+    return train, val
+
+
+def _part(folder: Path, shard: Shard, dtype: str) -> Part:
+    path = folder / shard.file
+    width = int(dtype[-1])
+    _require_bytes(path, shard.tokens * width, f"{shard.tokens} tokens")
+    index = path.with_suffix(ENDS)
+    _require_bytes(index, shard.documents * 8, f"the ends of {shard.documents} documents")
+    ends = map_tokens(index, "<u8")
+    if int(ends[-1]) != shard.tokens or not ascends(ends):
+        raise UserError(
+            f"{index}: the last document ends at token {int(ends[-1])} of {shard.tokens}, or one "
+            "ends before it begins. Run `fp8stack prepare` again."
+        )
+    documents = Ends(index=Part(path=index, tokens=ends))
+    return Part(path=path, tokens=map_tokens(path, dtype), documents=documents)
+
+
+def _require_bytes(path: Path, expected: int, what: str) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        unreadable(path, error)
+    if size != expected:
+        raise UserError(
+            f"{path} should hold {what} by {MANIFEST}, {expected} bytes, and has {size} bytes. "
+            "Run `fp8stack prepare` again, or copy the folder again."
+        )
+
+
+def tokenizer_of_prepared(folder: Path) -> Tokenizer:
+    """The tokenizer that made the tokens.
+
+    Raises:
+        UserError: the folder's tokenizer.json is missing or is not the one of the manifest.
+    """
+    manifest = read_manifest(folder).tokenizer
+    path = folder / TOKENIZER
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        unreadable(path, error)
+    found = hashlib.sha256(content).hexdigest()
+    if found != manifest.sha256:
+        raise UserError(
+            f"{path} is not the tokenizer that made the tokens beside it: its SHA-256 begins with "
+            f"{found[:8]}, that of {MANIFEST} with {manifest.sha256[:8]}. Copy the folder again."
+        )
+    return tokenizer_from_json(content.decode(errors="replace"), manifest.name)

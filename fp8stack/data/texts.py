@@ -1,0 +1,109 @@
+"""Text, whose tokens are its bytes: files, several joined, Python's own source. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fp8stack.data.corpus import Part, map_tokens
+from fp8stack.data.files import head_and_size, is_empty, unreadable, walk
+from fp8stack.errors import UserError
+
+BYTE_VALUES = 256
+MAPPED_FROM_BYTES = 8 * 2**20  # a map costs a file descriptor; smaller texts are read instead
+STANDARD_LIBRARY = "the Python standard library"
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+# Tests, and packages that distributions ship apart or that left the library in a later version.
+NOT_EVERYWHERE = frozenset(
+    {
+        *("test", "tests", "__pycache__"),
+        *("ensurepip", "idlelib", "tkinter", "turtle", "turtledemo"),
+        *("distutils", "lib2to3"),
+    }
+)
+
+
+def require_bytes_fit(vocabulary: int, name: str) -> None:
+    """Raise a UserError unless the vocabulary has a token for every byte."""
+    if vocabulary < BYTE_VALUES:
+        raise UserError(
+            f"The bytes of {name} do not fit a vocabulary of {vocabulary}. "
+            f"Use a model with {BYTE_VALUES} tokens or more, or a .bin file with smaller ones."
+        )
+
+
+def text(path: Path, vocabulary: int) -> Part:
+    """The bytes of a text file: uint8 [tokens], memory-mapped when the file is large.
+
+    Raises:
+        UserError: the file cannot be read, is empty, compressed or no text.
+    """
+    require_bytes_fit(vocabulary, str(path))
+    head, size = head_and_size(path)
+    for magic, name in COMPRESSED.items():
+        if head.startswith(magic):
+            raise UserError(
+                f"{path} is compressed ({name}). Make tokens of it with `fp8stack prepare {path} "
+                "--tokenizer bytes --out tokens` and give `--data tokens`."
+            )
+    if b"\0" in head:
+        raise UserError(
+            f"{path} looks binary: byte {head.index(0)} is NUL. Give UTF-8 text, "
+            "or a .bin file of little-endian uint16 tokens."
+        )
+    if size >= MAPPED_FROM_BYTES:
+        return Part(path=path, tokens=map_tokens(path, "|u1"))
+    return _in_memory(path)
+
+
+def _in_memory(path: Path) -> Part:
+    try:
+        return Part(path=path, tokens=np.frombuffer(path.read_bytes(), dtype=np.uint8))
+    except OSError as error:
+        unreadable(path, error)
+
+
+def joined(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The texts one after the other, with a newline where one does not end in it."""
+    newline = np.array([ord("\n")], dtype=np.uint8)
+    whole = list[Part]()
+    for part in parts:
+        if whole and whole[-1].tokens[-1] != ord("\n"):
+            last = whole[-1]
+            whole.append(Part(path=last.path, tokens=newline, start=last.start + len(last)))
+        whole.append(part)
+    return tuple(whole)
+
+
+def standard_library(vocabulary: int) -> tuple[Part, ...]:
+    """The standard library's source, about 10 MB, in an order that only its paths decide.
+
+    The order is that of the SHA-256 of each path, so the held-out end is a fair mix of packages.
+    Left out is what a distribution may add or leave away, so that the contents depend on the
+    Python version alone.
+
+    Raises:
+        UserError: this Python comes without its source, or the vocabulary is too small.
+    """
+    require_bytes_fit(vocabulary, STANDARD_LIBRARY)
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = sys.stdlib_module_names - NOT_EVERYWHERE
+    ordered: list[tuple[bytes, Path]] = []
+    for top in root.iterdir() if root.is_dir() else ():
+        if top.name.removesuffix(".py") not in modules:
+            continue
+        files = walk(top, skipped=NOT_EVERYWHERE) if top.is_dir() else iter([top])
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            if name.endswith(".py"):
+                ordered.append((hashlib.sha256(name.encode()).digest(), path))
+    parts = [_in_memory(path) for _, path in sorted(ordered) if not is_empty(path)]
+    if not parts:
+        raise UserError(f"No source of {STANDARD_LIBRARY} in {root}. Give text with --data.")
+    return joined(parts)
