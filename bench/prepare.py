@@ -1,0 +1,164 @@
+"""How fast `prepare` tokenizes JSON lines, beside one plain loop of json and `tokenizers`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from bench import report
+from bench.report import Report
+from fp8stack.benchmark import interleaved, machine
+from fp8stack.data import load_corpora
+
+PLAIN = "plain loop"
+SHORT = ["--rounds", "3", "--mb", "4"]
+VOCABULARY = 4096
+
+# In a process of its own: the file is read line by line, ids are gathered and written by numpy.
+_LOOP = """
+import json, sys
+import numpy as np
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file(sys.argv[2])
+end = tokenizer.token_to_id("<|endoftext|>")
+ids = []
+with open(sys.argv[1], encoding="utf-8") as lines:
+    for line in lines:
+        ids += tokenizer.encode(json.loads(line)["text"]).ids
+        ids.append(end)
+np.array(ids, dtype="<u2").tofile(sys.argv[3])
+"""
+_PREPARE = """
+import sys
+from fp8stack.cli import main
+
+try:
+    main(["prepare", sys.argv[1], "--tokenizer", sys.argv[2], "--out", sys.argv[3], "--overwrite",
+          "--workers", sys.argv[4], "--held-out", "0"])
+except SystemExit as done:
+    assert not done.code
+"""
+# A child's ru_maxrss begins with what its parent had when it forked; VmHWM begins anew.
+_PEAKS = """
+import resource
+with open("/proc/self/status") as status:
+    own = next(line.split()[1] for line in status if line.startswith("VmHWM"))
+print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rounds", type=int, default=6, help="runs of each (default: %(default)s)")
+    add("--mb", type=int, default=32, help="of JSON lines, in 10^6 bytes (default: %(default)s)")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Each in a process of its own, from its start to its end, in turns."""
+    peaks: dict[str, float] = {}
+    cores = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = folder / "corpus.jsonl"
+        size = write_corpus(corpus, arguments.mb * 10**6)
+        tokenizer = make_tokenizer(folder, corpus)
+        plain = [_LOOP + _PEAKS, corpus, tokenizer, folder / "plain.bin"]
+        arms: dict[str, Callable[[], object]] = {PLAIN: partial(run_arm, peaks, PLAIN, plain)}
+        for workers in sorted({1, cores}):
+            arm = f"prepare, {workers} process" + ("es" if workers > 1 else "")
+            words = [_PREPARE + _PEAKS, corpus, tokenizer, folder / f"out-{workers}", workers]
+            arms[arm] = partial(run_arm, peaks, arm, words)
+        timings = interleaved(arms, rounds=arguments.rounds, warm_up=1)
+        require_equal(folder, cores)
+    rows = report.rows_of("JSON lines", timings, PLAIN)
+    for row in rows:
+        row["mb_per_s"] = round(size / 1e3 / row["median_ms"], 3)
+        row["peak_mib"] = round(peaks[row["arm"]], 1)
+    return {
+        "machine": machine("tokenizers", device="cpu"),
+        "settings": {
+            "MB": round(size / 1e6, 1), "vocabulary": VOCABULARY, "rounds": arguments.rounds,
+            "cores": cores,
+        },
+        "results": rows,
+        "bars": [],
+    }  # fmt: skip
+
+
+def write_corpus(path: Path, size: int) -> int:
+    """JSON lines of the standard library's source, a document for each 4000 bytes of it, again and
+    again until there are `size` bytes; how many there are."""
+    (source, _) = load_corpora(None, 256, 0.01)
+    text = source.window(0, len(source)).astype("u1").tobytes().decode(errors="replace")
+    documents = [text[start : start + 4000] for start in range(0, len(text), 4000)]
+    written = 0
+    with path.open("w", encoding="utf-8") as stream:
+        while written < size:
+            for number, document in enumerate(documents):
+                written += stream.write(json.dumps({"id": number, "text": document}) + "\n")
+                if written >= size:
+                    break
+    return written
+
+
+def make_tokenizer(folder: Path, corpus: Path) -> Path:
+    """A byte-level BPE that `prepare` trains on the first lines."""
+    beginning = folder / "beginning.jsonl"
+    with corpus.open("rb") as lines:
+        beginning.write_bytes(b"".join(line for line, _ in zip(lines, range(800), strict=False)))
+    command = [sys.executable, "-m", "fp8stack", "prepare", str(beginning)]
+    command += ["--train-bpe", str(VOCABULARY), "--out", str(folder / "bpe")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "bpe" / "tokenizer.json"
+
+
+def run_arm(peaks: dict[str, float], arm: str, words: list[object]) -> None:
+    """Run Python with this code and these arguments; note the most memory that one process had."""
+    command = [sys.executable, "-c", *map(str, words)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    kib = max(int(word) for word in done.stdout.splitlines()[-1].split())
+    peaks[arm] = max(peaks.get(arm, 0.0), kib / 1024)
+
+
+def require_equal(folder: Path, cores: int) -> None:
+    """See that all arms gave the same tokens.
+
+    Raises:
+        ValueError: they did not.
+    """
+    wanted = (folder / "plain.bin").read_bytes()
+    for workers in {1, cores}:
+        shards = sorted((folder / f"out-{workers}").glob("train-*.bin"))
+        if b"".join(shard.read_bytes() for shard in shards) != wanted:
+            raise ValueError(f"prepare with {workers} workers gave other tokens than the loop.")
+
+
+def table(found: Report) -> str:
+    """The median of each with its throughput and memory."""
+    extra = {
+        "MB/s": report.number("mb_per_s"),
+        "peak MiB of one process": report.number("peak_mib", 0),
+        f"time / {PLAIN}": report.paired_cell,
+    }
+    text = (
+        "JSON lines of the standard library's source to a file of tokens: whole processes, with "
+        "Python's start; MB/s of JSON at the median. The plain loop reads a line, parses it, "
+        "encodes its text by the `tokenizers` library, adds the ids to a list, and writes that "
+        "by numpy at the end. All give the same tokens to the byte, which is checked."
+    )
+    return report.heading(found, "Prepare", text) + report.timing_table(found["results"], extra)
+
+
+def figure(found: Report) -> Figure:
+    """MB/s as bars."""
+    return report.ratio_figure(found["results"], "Prepare", "mb_per_s", "MB/s of JSON lines")

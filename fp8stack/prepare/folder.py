@@ -1,0 +1,228 @@
+"""The folder that is written: the journal of what is done, and the manifest at the end.
+
+It must not know how documents are read or tokenized.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: two commands in one folder are not kept apart there
+    fcntl = None  # type: ignore[assignment]
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from fp8stack.errors import UserError, quoted
+from fp8stack.prepare.settings import Position, Settings
+from fp8stack.prepare.shards import OWN_FILE, SplitState
+from fp8stack.training.storage import TEMPORARY, storage_errors, sync_folder, write_atomically
+
+FORMAT = 1
+JOURNAL = "progress.json"
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+
+
+class Counts(BaseModel):
+    """What was met among the documents.
+
+    Attributes:
+        documents: how many began, empty ones included.
+        empty: of those, left out.
+        replaced: how many U+FFFD took the place of what was not Unicode.
+        cut_words: how often a text without any space was cut where its tokens may differ from the
+            whole text's.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    documents: NonNegativeInt = 0
+    empty: NonNegativeInt = 0
+    replaced: NonNegativeInt = 0
+    cut_words: NonNegativeInt = 0
+
+
+class Journal(BaseModel):
+    """What is done, and from where to go on.
+
+    Attributes:
+        settings: `Settings.of_output`.
+        tokenizer: its SHA-256.
+        read: the SHA-256 of the paths and sizes of the sources that were read to their end.
+        position: see `Position`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    settings: dict[str, Any]
+    tokenizer: str
+    read: str
+    position: Position
+    counts: Counts = Counts()
+    train: SplitState = SplitState()
+    val: SplitState = SplitState()
+
+
+class Folder:
+    """A folder of shards.
+
+    Args:
+        path: it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal_path = path / JOURNAL
+        self.manifest_path = path / MANIFEST
+        self.tokenizer_path = path / TOKENIZER
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Within, no other command writes here.
+
+        Raises:
+            UserError: another one does, or there is a file in its place.
+            StorageError: it cannot be made.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{quoted(str(self.path))} is a file. Give a folder as --out.")
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        if fcntl is None:
+            yield
+            return
+        with storage_errors(self.path):
+            descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"Another command prepares {quoted(str(self.path))}. Wait for it or give "
+                    "another --out."
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(descriptor)
+
+    def clear(self) -> bool:
+        """Remove what a preparation wrote, finished or not, if there is one; other files stay.
+        Whether there was.
+
+        Raises:
+            StorageError: a file cannot be removed.
+        """
+        if not (self.journal_path.exists() or self.manifest_path.exists()):
+            return False
+        with storage_errors(self.path):
+            for path in sorted(self.path.iterdir()):
+                if OWN_FILE.fullmatch(path.name) or path.name.startswith(TEMPORARY):
+                    path.unlink()
+            # What makes it a preparation goes last: cut short, it can be cleared again.
+            for path in (self.tokenizer_path, self.journal_path, self.manifest_path):
+                path.unlink(missing_ok=True)
+        return True
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest; None if there is none.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if not self.manifest_path.exists():
+            return None
+        try:
+            content = json.loads(self.manifest_path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._broken(self.manifest_path, error) from error
+        return content
+
+    def journal(self) -> Journal | None:
+        """The journal; None if there is none.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if not self.journal_path.exists():
+            return None
+        try:
+            return Journal.model_validate_json(self.journal_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise self._broken(self.journal_path, first) from error
+
+    def save_journal(self, journal: Journal) -> None:
+        """Write the journal, whole or not at all.
+
+        Raises:
+            StorageError: the disk is full or cannot be written.
+        """
+        content = journal.model_dump() | {"position": asdict(journal.position)}
+        write_atomically(self.journal_path, (json.dumps(content) + "\n").encode())
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest; with it the folder is finished, and the journal goes.
+
+        Raises:
+            StorageError: the disk is full or cannot be written.
+        """
+        write_atomically(self.manifest_path, (json.dumps(manifest, indent=1) + "\n").encode())
+        self.drop_journal()
+
+    def drop_journal(self) -> None:
+        """Remove the journal of what is finished."""
+        with storage_errors(self.path):
+            self.journal_path.unlink(missing_ok=True)
+            sync_folder(self.path)
+
+    def require_settings(self, found: dict[str, Any], settings: Settings) -> None:
+        """See that what was found here was asked for by the same settings.
+
+        Raises:
+            UserError: it was not; the message names the first difference.
+        """
+        for key, asked in settings.of_output().items():
+            if found.get(key) != asked:
+                flag = "the inputs" if key == "inputs" else "--" + key.replace("_", "-")
+                there, now = _shown(found.get(key)), _shown(asked)
+                raise UserError(
+                    f"{quoted(str(self.path))} was prepared otherwise: {flag} there {there}, now "
+                    f"{now}. Give the same command to go on, another --out, or --overwrite."
+                )
+
+    def require_empty(self) -> None:
+        """See that nothing is here, hidden files apart.
+
+        Raises:
+            UserError: something is.
+        """
+        for path in sorted(self.path.iterdir()):
+            if not path.name.startswith("."):
+                raise UserError(
+                    f"{quoted(str(self.path))} holds {quoted(path.name)}, which is no preparation "
+                    "of fp8stack's. Give an empty or a new folder as --out."
+                )
+
+    def _broken(self, path: Path, why: object) -> UserError:
+        reason = quoted(" ".join(str(why).split()))
+        return UserError(
+            f"{quoted(str(path))} cannot be read ({reason}). Begin anew with --overwrite, or give "
+            "another --out."
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return quoted(", ".join(str(part) for part in value))
+    return "none" if value is None else quoted(str(value))

@@ -1,0 +1,103 @@
+"""What a preparation shows: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+LINE_EVERY_S = 10.0
+
+
+def say(*lines: str) -> None:
+    """Print lines at once. Where the reader of the output has gone, the work goes on in silence."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Display:
+    """How far the work has come.
+
+    Args:
+        what: is being done, in a word.
+        total: bytes of the files; 0 where that is not known.
+        done: of those, before this began.
+        clock: seconds, from any start.
+    """
+
+    def __init__(
+        self, what: str, total: int, done: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.what, self.total, self._begin = what, total, done
+        self._clock = clock
+        self._started = self._told = clock()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn(what),
+                DownloadColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[line]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=Console(),
+            )
+            self._task = self._bar.add_task(what, total=total or None, completed=done, line="")
+
+    def __enter__(self) -> Display:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._started
+
+    def update(self, done: int, line: str = "") -> None:
+        """Show that `done` bytes of the files were read, with more in `line`."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, line=line)
+        elif self._clock() - self._told >= LINE_EVERY_S:
+            self._told = self._clock()
+            say(self.describe(done, line))
+
+    def describe(self, done: int, line: str) -> str:
+        """The plain line."""
+        seconds = max(self.elapsed_s, 1e-9)
+        speed = (done - self._begin) / seconds
+        parts = [self.what, f"{done / 1e6:,.1f} MB"]
+        if self.total:
+            parts[1] = f"{100 * done / self.total:.1f} % of {self.total / 1e6:,.1f} MB"
+        parts += [line] if line else []
+        if done > self._begin:
+            parts.append(f"{speed / 1e6:.1f} MB/s")
+            if self.total:
+                left = timedelta(seconds=round((self.total - done) / speed))
+                parts.append(f"ETA {left}")
+        return " | ".join(parts)

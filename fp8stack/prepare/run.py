@@ -1,0 +1,263 @@
+"""One preparation, from the inputs to the manifest. It must not know formats of files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8stack.errors import StorageError, UserError, quoted
+from fp8stack.prepare.cuts import may_be_cut
+from fp8stack.prepare.encode import Encoded, dtype_of
+from fp8stack.prepare.folder import Counts, Folder, Journal
+from fp8stack.prepare.inputs import Source, find_sources
+from fp8stack.prepare.manifest import describe_inputs, listing_of, manifest_of, summary
+from fp8stack.prepare.pool import encoded
+from fp8stack.prepare.progress import Display, say
+from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Reading, read_items
+from fp8stack.prepare.settings import Position, Settings
+from fp8stack.prepare.shards import SplitWriter
+from fp8stack.prepare.train import SAMPLE_BYTES, train_bpe
+from fp8stack.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from fp8stack.training.storage import write_atomically
+
+SAVE_EVERY_S = 2.0
+
+
+def prepare(settings: Settings, overwrite: bool = False) -> None:
+    """Write the folder that `settings` ask for, or go on with it where that was cut.
+
+    Args:
+        settings: what is asked for.
+        overwrite: remove a preparation that is there.
+
+    Raises:
+        UserError: an input, the tokenizer or the folder cannot be used.
+        StorageError: the disk is full or cannot be written.
+        RankLost: a process that tokenizes died.
+    """
+    settings.check()
+    sources = find_sources(settings.inputs, settings.out)
+    folder = Folder(settings.out)
+    with folder.claimed():
+        cleared = overwrite and folder.clear()
+        manifest, journal = folder.manifest(), folder.journal()
+        if manifest is not None:
+            folder.require_settings(manifest["settings"], settings)
+            if manifest["inputs"] != describe_inputs(settings.inputs, sources):
+                raise UserError(
+                    f"The inputs have changed since {quoted(str(settings.out))} was prepared. Give "
+                    "another --out, or prepare them anew with --overwrite."
+                )
+            folder.drop_journal()
+            say(f"{settings.out} is finished already.", *summary(settings, manifest))
+            return
+        if journal is None and not cleared:
+            folder.require_empty()
+        elif journal is not None:
+            folder.require_settings(journal.settings, settings)
+        tokenizer, journal = _begin(folder, settings, sources, journal)
+        preparation = _Preparation(folder, settings, sources, tokenizer, journal)
+        manifest, speed = preparation.run()
+        say(*summary(settings, manifest, speed))
+
+
+def _begin(
+    folder: Folder, settings: Settings, sources: Sequence[Source], journal: Journal | None
+) -> tuple[Tokenizer, Journal]:
+    """The tokenizer, and the journal that is there or a new one, both on the disk."""
+    trained_on = None
+    if settings.train_bpe is None:
+        tokenizer = load_tokenizer(settings.tokenizer)
+    elif journal is not None and folder.tokenizer_path.exists():
+        text = folder.tokenizer_path.read_text(encoding="utf-8")
+        tokenizer = tokenizer_from_json(text, f"bpe-{settings.train_bpe}")
+    else:
+        tokenizer, trained_on = _train(settings, sources)
+    if tokenizer.end_of_text is None:
+        raise UserError(
+            f"Tokenizer {quoted(tokenizer.name)} has no special token that ends a text, such as "
+            "<|endoftext|> or </s>, and nothing else can stand between documents. Add one to its "
+            "added_tokens, or give another."
+        )
+    if journal is None:
+        journal = Journal(
+            settings=settings.of_output(),
+            tokenizer=tokenizer.sha256,
+            read=listing_of([]),
+            position=Position(),
+        )
+        folder.save_journal(journal)
+    elif journal.tokenizer != tokenizer.sha256:
+        raise UserError(
+            f"{quoted(str(folder.path))} was begun with another tokenizer of that name. Give "
+            "another --out, or begin anew with --overwrite."
+        )
+    write_atomically(folder.tokenizer_path, tokenizer.to_json().encode())
+    if trained_on is not None:
+        say(f"trained {tokenizer.name} on {trained_on / 1e6:,.1f} MB of text")
+    return tokenizer, journal
+
+
+def _train(settings: Settings, sources: Sequence[Source]) -> tuple[Tokenizer, int]:
+    assert settings.train_bpe is not None
+    total = min(SAMPLE_BYTES, sum(source.size for source in sources))
+    say(f"training a tokenizer of {settings.train_bpe} tokens")
+    with Display("read", total, 0) as display:
+        trained, seen = train_bpe(
+            sources, settings.train_bpe, Reading(text_key=settings.text_key), display.update
+        )
+    if trained.vocabulary < settings.train_bpe:
+        say(
+            f"note: the text gives {trained.vocabulary} tokens and no more; give more text for "
+            f"{settings.train_bpe}"
+        )
+    return trained, seen
+
+
+class _Preparation:
+    """Documents to shards, from where the journal ends."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        settings: Settings,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        journal: Journal,
+    ) -> None:
+        self.folder, self.settings, self.sources = folder, settings, sources
+        self.tokenizer = tokenizer
+        self.position, self.counts = journal.position, journal.counts
+        self._require_read(journal)
+        open_split = (dtype_of(tokenizer), settings.shard_tokens)
+        self.writers = {
+            "train": SplitWriter(folder.path, "train", *open_split, journal.train),
+            "val": SplitWriter(folder.path, "val", *open_split, journal.val),
+        }
+        self.before = self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """How many were written, by all that worked on it."""
+        states = [writer.state for writer in self.writers.values()]
+        return sum(s.tokens + sum(shard.tokens for shard in s.shards) for s in states)
+
+    def _require_read(self, journal: Journal) -> None:
+        done = self.sources[: journal.position.source]
+        if len(done) < journal.position.source or listing_of(done) != journal.read:
+            raise UserError(
+                f"Inputs that were read already have changed since {quoted(str(self.folder.path))} "
+                "was begun. Put them back as they were, or begin anew with --overwrite."
+            )
+
+    def run(self) -> tuple[dict[str, Any], str]:
+        """Do what is left; the manifest, and how fast it went."""
+        started = time.monotonic()
+        how = Reading(
+            text_key=self.settings.text_key,
+            cut_texts=may_be_cut(self.tokenizer),
+            item_bytes=ITEM_BYTES,
+        )
+        if self.position != Position():
+            say(f"going on after {self.counts.documents:,} documents")
+        try:
+            with closing(read_items(self.sources, self.position, how)) as items:
+                self._take_all(items)
+        except StorageError:  # only what the journal tells already is sure to be on the disk
+            raise
+        except UserError:
+            self._save()
+            raise
+        finally:
+            for writer in self.writers.values():
+                writer.close()
+        splits = {name: writer.state for name, writer in self.writers.items()}
+        if not splits["train"].shards:
+            raise UserError("There is no text in the inputs. Give files with text in them.")
+        manifest = manifest_of(self.settings, self.sources, self.tokenizer, self.counts, splits)
+        self.folder.finish(manifest)
+        seconds = max(time.monotonic() - started, 1e-9)
+        return manifest, f", {(self.tokens - self.before) / seconds / 1e3:,.0f}k tokens/s"
+
+    def _take_all(self, items: Items) -> None:
+        """Write all items, with a journal every so often."""
+        done = sum(source.size for source in self.sources[: self.position.source])
+        total = sum(source.size for source in self.sources)
+        streamed = any(source.kind == "hf" for source in self.sources)
+        workers = self.settings.workers
+        if not streamed:  # one that has nothing to do would cost its start
+            workers = max(1, min(workers, -(-(total - done) // ITEM_BYTES)))
+        key = self.settings.text_key
+        saved = time.monotonic()
+        with (
+            Display("prepared", 0 if streamed else total, done) as display,
+            closing(encoded(items, self.tokenizer, key, workers)) as results,
+        ):
+            for item, result in results:
+                self._take(item, result)
+                speed = (self.tokens - self.before) / max(display.elapsed_s, 1e-9)
+                display.update(
+                    item.on_disk,
+                    f"{self.counts.documents:,} documents | {self.tokens / 1e6:,.1f}M tokens | "
+                    f"{speed / 1e3:,.0f}k tok/s",
+                )
+                if time.monotonic() - saved >= SAVE_EVERY_S:
+                    self._save()
+                    saved = time.monotonic()
+            for writer in self.writers.values():
+                writer.finish()
+
+    def _take(self, item: Item, found: Encoded) -> None:
+        """Write the documents of an item, each to its split."""
+        begun = self.counts.documents - item.before.continues
+        places = np.arange(begun, begun + len(found.lengths))
+        held = held_out(places, self.settings.held_out)
+        whole = len(found.lengths) - item.unfinished
+        for name, chosen in (("train", ~held), ("val", held)):
+            if chosen.any():
+                all_of_it = bool(chosen.all())
+                tokens = found.tokens if all_of_it else found.tokens[chosen.repeat(found.lengths)]
+                lengths = found.lengths[:whole][chosen[:whole]]
+                text_bytes = int(found.text_bytes[chosen].sum())
+                self.writers[name].add(tokens, lengths[lengths > 0], text_bytes)
+        self.counts = Counts(
+            documents=begun + len(found.lengths),
+            empty=self.counts.empty + int((found.lengths[:whole] == 0).sum()),
+            replaced=self.counts.replaced + found.replaced,
+            cut_words=self.counts.cut_words + item.inside_a_word,
+        )
+        self.position = item.after
+
+    def _save(self) -> None:
+        """Write the journal, once what it tells is on the disk."""
+        for writer in self.writers.values():
+            writer.sync()
+        journal = Journal(
+            settings=self.settings.of_output(),
+            tokenizer=self.tokenizer.sha256,
+            read=listing_of(self.sources[: self.position.source]),
+            position=self.position,
+            counts=self.counts,
+            train=self.writers["train"].state,
+            val=self.writers["val"].state,
+        )
+        self.folder.save_journal(journal)
+
+
+def held_out(places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
+    """Which documents are held out, by their places among the inputs, from 0; the first never is.
+
+    A place is hashed by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014,
+    https://doi.org/10.1145/2660193.2660195), and a share of the hashes counts.
+    """
+    x = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53
+    return below & (places > 0)

@@ -1,0 +1,92 @@
+"""What is asked of a preparation, and the place in the inputs that it has come to.
+
+It must not know how files are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8stack.errors import UserError
+
+LEAST_BPE = 257
+"""The bytes, and the token that ends a document."""
+MOST_BPE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One preparation.
+
+    Attributes:
+        inputs: files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order.
+        tokenizer: "bytes", "gpt2" or the path of a `tokenizer.json`; without effect with
+            `train_bpe`.
+        train_bpe: how many tokens a tokenizer shall have that is trained on the inputs.
+        text_key: the field of JSON lines and the column of parquet files that holds the text.
+        held_out: the share of documents that is held out.
+        shard_tokens: a shard ends with the document that brings it to so many tokens.
+        workers: how many processes tokenize.
+        out: the folder that is written.
+    """
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    train_bpe: int | None
+    text_key: str
+    held_out: float
+    shard_tokens: int
+    workers: int
+    out: Path
+
+    def check(self) -> None:
+        """See that the numbers make sense.
+
+        Raises:
+            UserError: one does not.
+        """
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"Cannot hold out {self.held_out} of the documents. Use 0 to 0.99.")
+        if self.shard_tokens < 1:
+            raise UserError(f"Shards of {self.shard_tokens} tokens hold nothing. Use 1 or more.")
+        if self.workers < 1:
+            raise UserError(f"{self.workers} workers do nothing. Use 1 or more.")
+        if self.train_bpe is not None and not LEAST_BPE <= self.train_bpe <= MOST_BPE:
+            raise UserError(
+                f"Cannot train a tokenizer of {self.train_bpe} tokens. Use {LEAST_BPE} (every byte "
+                f"and the end of a document) to {MOST_BPE:,}."
+            )
+
+    def of_output(self) -> dict[str, Any]:
+        """What decides the output, beside the inputs' contents; as JSON has it."""
+        return {
+            "inputs": list(self.inputs),
+            "tokenizer": None if self.train_bpe is not None else self.tokenizer,
+            "train_bpe": self.train_bpe,
+            "text_key": self.text_key,
+            "held_out": self.held_out,
+            "shard_tokens": self.shard_tokens,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A place between two pieces of the inputs, from which reading can go on.
+
+    Attributes:
+        source: how many sources were read to their end.
+        offset: of the next source, how many bytes (unpacked) or rows were read.
+        line: the number of the next line, from 1.
+        check: what the last bytes before `offset` come to, see `streams.check_of`.
+        continues: whether the document that was read last goes on here.
+        state: of a `datasets` stream, its own account of the place.
+    """
+
+    source: int = 0
+    offset: int = 0
+    line: int = 1
+    check: int = 0
+    continues: bool = False
+    state: dict[str, Any] | None = field(default=None)

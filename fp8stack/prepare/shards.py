@@ -1,0 +1,203 @@
+"""Tokens on the disk: shards of each split, which can be taken back to an earlier state.
+
+A state says how long the files are; whatever they have beyond it, a process that died wrote. It
+must not know what the tokens are made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from fp8stack.errors import UserError, quoted
+from fp8stack.training.storage import storage_errors, sync_folder
+
+OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
+HASHED_AT_ONCE = 2**24
+
+
+class Shard(BaseModel):
+    """A finished shard; `sha256` is of the tokens' file, `ends_sha256` of that of their ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    file: str
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    sha256: str
+    ends_sha256: str
+
+
+class SplitState(BaseModel):
+    """What a split has come to.
+
+    Attributes:
+        shards: the finished ones.
+        tokens: in the shard that is open.
+        documents: in the shard that is open, whole ones.
+        bytes: of text, in all shards.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    shards: tuple[Shard, ...] = ()
+    tokens: NonNegativeInt = 0
+    documents: NonNegativeInt = 0
+    bytes: NonNegativeInt = 0
+
+
+class SplitWriter:
+    """Writes one split.
+
+    Args:
+        folder: where.
+        split: "train" or "val".
+        dtype: of tokens.
+        shard_tokens: a shard ends with the document that brings it to so many.
+        state: from which to go on.
+
+    Raises:
+        UserError: the files are not those of the state.
+        StorageError: here and in every method: the disk is full or cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype[np.unsignedinteger],
+        shard_tokens: int,
+        state: SplitState,
+    ) -> None:
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._shard_tokens = shard_tokens
+        self.state = state
+        self._files: tuple[IO[bytes], IO[bytes]] | None = None
+        for shard in state.shards:
+            self._see(folder / shard.file, shard.tokens * dtype.itemsize)
+        self._take_back()
+
+    def add(
+        self,
+        tokens: npt.NDArray[np.unsignedinteger],
+        lengths: npt.NDArray[np.int64],
+        text_bytes: int,
+    ) -> None:
+        """Write documents.
+
+        Args:
+            tokens: of all, one after the other: [tokens].
+            lengths: of each, at least 1: [documents]; what comes after them is a piece of one that
+                goes on with the next call.
+            text_bytes: bytes of their text.
+        """
+        ends = np.cumsum(lengths)
+        begin = first = 0
+        while first < len(ends):
+            # The shard ends with the first document that fills it.
+            room = self._shard_tokens - self.state.tokens
+            past = int(np.searchsorted(ends, begin + room, side="left")) + 1
+            past = min(max(past, first + 1), len(ends))
+            self._append(tokens[begin : ends[past - 1]], ends[first:past] - begin)
+            begin, first = int(ends[past - 1]), past
+            if self.state.tokens >= self._shard_tokens:
+                self._close_shard()
+        if begin < len(tokens):
+            self._append(tokens[begin:], ends[:0])
+        self.state = self.state.model_copy(update={"bytes": self.state.bytes + text_bytes})
+
+    def sync(self) -> None:
+        """See that what `state` tells is on the disk."""
+        with storage_errors(self._folder):
+            for file in self._files or ():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """End the shard that is open."""
+        if self.state.documents:
+            self._close_shard()
+
+    def close(self) -> None:
+        """Let go of the files; what was not written goes."""
+        for file in self._files or ():
+            with suppress(OSError):
+                file.close()
+        self._files = None
+
+    def _paths(self) -> tuple[Path, Path]:
+        stem = f"{self._split}-{len(self.state.shards):05d}"
+        return self._folder / f"{stem}.bin", self._folder / f"{stem}.ends"
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.state.tokens * self._dtype.itemsize, self.state.documents * 8
+
+    def _see(self, path: Path, size: int) -> None:
+        """See that there is a file at least that large."""
+        if not path.is_file() or path.stat().st_size < size:
+            raise UserError(
+                f"{quoted(str(path))} is missing or shorter than it was. Begin anew with "
+                "--overwrite."
+            )
+
+    def _take_back(self) -> None:
+        """Cut the open files to what the state says, and remove those after them."""
+        with storage_errors(self._folder):
+            for path, size in zip(self._paths(), self._sizes(), strict=True):
+                if self.state.tokens:
+                    self._see(path, size)
+                    os.truncate(path, size)
+            known = {shard.file.removesuffix(".bin") for shard in self.state.shards}
+            known |= {self._paths()[0].stem} if self.state.tokens else set()
+            for path in sorted(self._folder.iterdir()):
+                name = OWN_FILE.fullmatch(path.name)
+                if name and name[1] == self._split and path.stem not in known:
+                    path.unlink()
+
+    def _append(self, tokens: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]) -> None:
+        """Write tokens, and where documents end among them."""
+        with storage_errors(self._paths()[0]):
+            if self._files is None:
+                bin, ends_path = self._paths()
+                self._files = bin.open("ab"), ends_path.open("ab")
+            self._files[0].write(np.ascontiguousarray(tokens).data)
+            self._files[1].write((ends + self.state.tokens).astype("<u8").tobytes())
+        more = {
+            "tokens": self.state.tokens + len(tokens),
+            "documents": self.state.documents + len(ends),
+        }
+        self.state = self.state.model_copy(update=more)
+
+    def _close_shard(self) -> None:
+        paths = self._paths()
+        self.sync()
+        with storage_errors(self._folder):
+            for file in self._files or ():
+                file.close()
+            self._files = None
+            sync_folder(self._folder)
+            for path, size in zip(paths, self._sizes(), strict=True):
+                self._see(path, size)
+            sums = [_sha256(path) for path in paths]
+        shard = Shard(
+            file=paths[0].name,
+            tokens=self.state.tokens,
+            documents=self.state.documents,
+            sha256=sums[0],
+            ends_sha256=sums[1],
+        )
+        self.state = SplitState(shards=(*self.state.shards, shard), bytes=self.state.bytes)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while content := file.read(HASHED_AT_ONCE):
+            digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,168 @@
+"""The rows of parquet files and of `datasets`. The only file that imports pyarrow and datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from fp8stack.errors import UserError, quoted, unknown
+
+ROWS_AT_ONCE = 64
+MOST_ROWS = 4096
+"""Of an item, in case they are all empty."""
+BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some rows.
+
+    Attributes:
+        content: what each holds.
+        share: how much of the table was read up to there, as far as that is known.
+        state: of a `datasets` stream, from which it can go on.
+    """
+
+    content: list[object]
+    share: float = 0.0
+    state: dict[str, Any] | None = None
+
+
+def parquet_rows(
+    path: str, start: int, state: dict[str, Any] | None, key: str, size: int
+) -> Iterator[Rows]:
+    """The column `key` of a parquet file from row `start` on, some `size` bytes at a time.
+
+    Raises:
+        UserError: the file cannot be read, or has no such column of text.
+    """
+    try:
+        from pyarrow import ArrowException
+    except ImportError:
+        raise UserError("Parquet files need pyarrow. Install it: pip install pyarrow.") from None
+    try:
+        yield from _gathered(_column(path, start, key), start, size)
+    except (ArrowException, OSError) as error:
+        raise UserError(
+            f"{quoted(path)} is not a parquet file that can be read "
+            f"({quoted(' '.join(str(error).split()))}). Get it anew; the same command then goes on "
+            "with it."
+        ) from error
+
+
+def _column(path: str, start: int, key: str) -> Iterator[tuple[object, int]]:
+    """Each value from row `start` on, with the number of rows of the whole file."""
+    import pyarrow.parquet as parquet
+    from pyarrow import types
+
+    with parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+        schema = file.schema_arrow
+        if key not in schema.names:
+            raise _no_column(path, key, schema.names)
+        kind = schema.field(key).type
+        text = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(text) or types.is_large_string(text)):
+            raise UserError(
+                f"The column {quoted(key)!r} of {quoted(path)} holds {quoted(str(kind))}, not "
+                "text. Name another with --text-key."
+            )
+        rows, first = file.metadata.num_rows, 0
+        for group in range(file.metadata.num_row_groups):
+            there = file.metadata.row_group(group).num_rows
+            if first + there > start:
+                left_out = max(0, start - first)
+                batches = file.iter_batches(
+                    ROWS_AT_ONCE, row_groups=[group], columns=[key], use_threads=False
+                )
+                for batch in batches:
+                    values = batch.column(0)[left_out:].to_pylist()
+                    left_out = max(0, left_out - batch.num_rows)
+                    yield from ((value, rows) for value in values)
+            first += there
+
+
+def _no_column(path: str, key: str, names: list[str]) -> UserError:
+    return UserError(f"{quoted(path)}: {unknown('column', key, names)} Name one with --text-key.")
+
+
+def _gathered(values: Iterator[tuple[object, int]], start: int, size: int) -> Iterator[Rows]:
+    """Values put together until they have `size` bytes or so."""
+    held, held_bytes, number = list[object](), 0, start
+    for value, rows in values:
+        held.append(value)
+        held_bytes += len(value) if isinstance(value, str) else 0
+        number += 1
+        if held_bytes >= size or len(held) >= MOST_ROWS:
+            yield Rows(content=held, share=number / rows)
+            held, held_bytes = [], 0
+    if held:
+        yield Rows(content=held, share=1.0)
+
+
+def parse_dataset(name: str) -> tuple[str, str | None, str]:
+    """The name, the configuration and the split of `hf:NAME[:CONFIG][@SPLIT]`; the split is train
+    if none is named.
+
+    >>> parse_dataset("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
+    ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 'train')
+    """
+    name, _, split = name.removeprefix("hf:").partition("@")
+    name, _, config = name.partition(":")
+    if not name:
+        raise UserError("hf: needs the name of a dataset, such as hf:roneneldan/TinyStories.")
+    return name, config or None, split or "train"
+
+
+def dataset_rows(
+    path: str, start: int, state: dict[str, Any] | None, key: str, size: int
+) -> Iterator[Rows]:
+    """The column `key` of a dataset, streamed, some `size` bytes at a time.
+
+    Args:
+        path: `hf:NAME[:CONFIG][@SPLIT]`.
+        start: how many rows were read.
+        state: what the last `Rows` before had; None from the beginning.
+        key: the name of the column.
+        size: bytes.
+
+    Raises:
+        UserError: the dataset cannot be had, or has no such column.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{quoted(path)} needs datasets. Install it: pip install datasets."
+        ) from None
+    name, config, split = parse_dataset(path)
+    try:
+        stream = datasets.load_dataset(name, config, split=split, streaming=True)
+        if state is not None:
+            stream.load_state_dict(state)
+        with closing(iter(stream)) as rows:
+            yield from _streamed(path, rows, stream, key, size)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the network, the hub and the formats of files come to
+        raise UserError(
+            f"Cannot read {quoted(path)}: {quoted(' '.join(str(error).split()) or repr(error))}. "
+            "Check its name and the network; the same command goes on with it."
+        ) from error
+
+
+def _streamed(
+    path: str, rows: Iterator[dict[str, Any]], stream: Any, key: str, size: int
+) -> Iterator[Rows]:
+    held, held_bytes = list[object](), 0
+    for row in rows:
+        if key not in row:
+            raise _no_column(path, key, list(row))
+        held.append(row[key])
+        held_bytes += len(row[key]) if isinstance(row[key], str) else 0
+        if held_bytes >= size or len(held) >= MOST_ROWS:
+            yield Rows(content=held, state=stream.state_dict())
+            held, held_bytes = [], 0
+    if held:
+        yield Rows(content=held, state=stream.state_dict())

@@ -1,0 +1,100 @@
+"""A byte-level BPE trained on the inputs. The only file that trains a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from fp8stack.errors import UserError
+from fp8stack.prepare.encode import texts_of
+from fp8stack.prepare.inputs import Source
+from fp8stack.prepare.read import Reading, read_items
+from fp8stack.prepare.settings import Position
+from fp8stack.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
+
+SAMPLE_BYTES = 2**28
+"""Of text, at most about that; more changes little, and words are counted in memory."""
+MOST_SOURCES = 4096
+SMALL_BYTES = SAMPLE_BYTES // MOST_SOURCES
+
+
+def train_bpe(
+    sources: Sequence[Source], vocabulary: int, how: Reading, report: Callable[[int], None]
+) -> tuple[Tokenizer, int]:
+    """A byte-level BPE that splits words as GPT-2's does, and how many bytes of text it saw.
+
+    It is trained on all the text, or, of more than 256 MiB, on the beginning of every source in
+    proportion to its size; of more than 4096 sources, on every so-manyth. That depends on the
+    sources alone, and so does the tokenizer.
+
+    Args:
+        sources: all of the corpus.
+        vocabulary: how many tokens it shall have, `<|endoftext|>` and the 256 bytes included; it
+            has fewer where the text gives no more pairs.
+        how: they are read.
+        report: is told how many bytes of text were read so far.
+
+    Raises:
+        UserError: a source cannot be read, or there is no text.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    seen = 0
+
+    def texts() -> Iterator[list[str]]:
+        nonlocal seen
+        for source, budget in sample_of(sources):
+            for some in _beginning(source, budget, how):
+                yield some
+                seen += sum(len(text) if text.isascii() else len(text.encode()) for text in some)
+                report(seen)
+
+    library.train_from_iterator(texts(), trainer=trainer)
+    if seen == 0:
+        raise UserError("There is no text in the inputs to train a tokenizer on. Give other files.")
+    name = f"bpe-{library.get_vocab_size()}"
+    return tokenizer_from_json(library.to_str(pretty=True) + "\n", name), seen
+
+
+def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
+    """The sources that a tokenizer is trained on, with how many bytes of text of each; a stream
+    counts as much as all files together."""
+    files = sum(source.size for source in sources)
+    every = 1
+    if files > SAMPLE_BYTES:
+        small = files / len(sources) < SMALL_BYTES
+        every = -(-files // SAMPLE_BYTES) if small else -(-len(sources) // MOST_SOURCES)
+    chosen = sources[::every]
+    weights = [source.size or max(files, 1) for source in chosen]
+    total = sum(weights)
+    return [
+        (source, max(1, SAMPLE_BYTES * weight // total))
+        for source, weight in zip(chosen, weights, strict=True)
+    ]
+
+
+def _beginning(source: Source, budget: int, how: Reading) -> Iterator[list[str]]:
+    """The first `budget` bytes of a source, up to the end of a document or a piece of one."""
+    smaller = replace(how, item_bytes=max(4096, min(how.item_bytes, budget)))
+    left = budget
+    with closing(read_items([source], Position(), smaller)) as items:
+        for item in items:
+            some = list[str]()
+            for text, _ in texts_of(item, how.text_key):
+                if left > 0:
+                    some.append(text)
+                    left -= len(text)
+            yield some
+            if left <= 0:
+                return
