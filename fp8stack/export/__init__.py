@@ -1,0 +1,67 @@
+"""A trained model as files that other programs load. It must not know how it was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from fp8stack.errors import UserError, unknown
+from fp8stack.export.files import hf_files, quantized_files, safetensors_files
+from fp8stack.export.source import Dtype, load_source
+from fp8stack.export.writing import replace_folder, require_room
+
+__all__ = ["Format", "export"]
+
+Format = Literal["hf", "safetensors", "fp8"]
+
+
+def export(
+    run_or_checkpoint: str | Path,
+    format: str,
+    out: str | Path,
+    *,
+    dtype: str = "fp32",
+    tokenizer: str | None = None,
+    overwrite: bool = False,
+) -> tuple[str, list[str]]:
+    """Write a trained model into the folder `out`, which appears whole or not at all.
+
+    Args:
+        run_or_checkpoint: a run's folder, whose newest good checkpoint is taken, or
+            `.../checkpoints/step-000200`.
+        format: "hf", a folder that transformers loads; "fp8", the same with FP8 weights and their
+            scales, as compressed-tensors and vLLM read them; "safetensors", our own names.
+        out: a folder that is not there, or is empty.
+        dtype: of what is not FP8: "fp32", as it was trained, or "bf16".
+        tokenizer: a name or path, of a run that does not know its own.
+        overwrite: replace what an export wrote there before.
+
+    Returns:
+        A line that says what was written, and notes on what is not as one may expect.
+
+    Raises:
+        UserError: bad input, or no such model in that format; the message names the key.
+        NoUsableCheckpoint: every checkpoint is damaged.
+        StorageError: it cannot be written.
+    """
+    if format not in get_args(Format):
+        raise unknown("export format", format, get_args(Format))
+    if dtype not in get_args(Dtype):
+        raise unknown("dtype", dtype, get_args(Dtype))
+    out = Path(out)
+    require_room(out, overwrite)
+    source = load_source(run_or_checkpoint, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if format == "safetensors":
+        if tokenizer is not None:
+            raise UserError("--tokenizer is of --format hf and fp8. Leave it out.")
+        written = safetensors_files(source)
+    elif format == "hf":
+        written = hf_files(source, tokenizer)
+    else:
+        written = quantized_files(source, tokenizer)
+    replace_folder(out, written)
+    parameters = f"{source.config.parameters():,} parameters"
+    line = f"{out}: {written.title}, {parameters}, {dtype}, of {source.path}"
+    return line, [*source.notes, *written.notes]

@@ -1,0 +1,75 @@
+"""The trained model that is to be exported, from its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import UserError
+from fp8stack.model import GPTConfig
+from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.training.load import find_checkpoint
+from fp8stack.training.reading import tokenizer_of_run
+from fp8stack.training.sound import model_of
+
+Dtype = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model out of a checkpoint.
+
+    Attributes:
+        path: of the checkpoint.
+        step: that it was saved after.
+        config: the shape.
+        weights: float32, of every parameter, the vocabulary not padded.
+        plan: of the run, as JSON data.
+        fp8: the state of delayed scaling, if the run had any.
+        dtype: what the weights are to be saved in.
+        notes: what is to be told.
+    """
+
+    path: Path
+    step: int
+    config: GPTConfig
+    weights: Mapping[str, Tensor]
+    plan: Mapping[str, Any]
+    fp8: Mapping[str, Tensor]
+    dtype: torch.dtype
+    notes: tuple[str, ...]
+
+    def tokenizer(self, name: str | None) -> Tokenizer | None:
+        """The tokenizer called `name`, else the run's own, if it is known.
+
+        Raises:
+            UserError: it cannot be loaded, or has more ids than the model's vocabulary.
+        """
+        found = tokenizer_of_run(self.path) if name is None else load_tokenizer(name)
+        if found is not None and found.vocabulary > self.config.vocabulary:
+            raise UserError(
+                f"Tokenizer {found.name} has {found.vocabulary} tokens, the model a vocabulary of "
+                f"{self.config.vocabulary}. Give the one that the data were tokenized with."
+            )
+        return found
+
+
+def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
+    """The model of a run's newest good checkpoint, or of one checkpoint. Raises what
+    `find_checkpoint` raises."""
+    checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
+    return Source(
+        path=path,
+        step=checkpoint.step,
+        config=model_of(checkpoint),
+        weights=checkpoint.tensors["model"],
+        plan=checkpoint.info["plan"],
+        fp8=checkpoint.tensors.get("fp8", {}),
+        dtype=dtype,
+        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+    )

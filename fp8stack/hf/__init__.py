@@ -1,0 +1,26 @@
+"""Folders of Hugging Face's transformers: what our models are called there, in both directions.
+
+Written from the files' formats; transformers itself is never imported. It must not know how a model
+is trained, nor who asks.
+"""
+
+from fp8stack.hf.folder import HF, Folder, open_folder, path_in
+from fp8stack.hf.layouts import Layout, config_json, layout_of
+from fp8stack.hf.reading import Found, found_in
+from fp8stack.hf.tensors import Part, from_hf, parts_of, to_hf
+
+__all__ = [
+    "HF",
+    "Folder",
+    "Found",
+    "Layout",
+    "Part",
+    "config_json",
+    "found_in",
+    "from_hf",
+    "layout_of",
+    "open_folder",
+    "parts_of",
+    "path_in",
+    "to_hf",
+]

@@ -1,0 +1,145 @@
+"""A folder as transformers' `save_pretrained` writes it, read. It must not know what is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fp8stack.errors import UserError, quoted
+
+HF = "hf:"
+"""What begins the name of a folder of transformers' where runs may be named as well."""
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LARGEST_JSON = 64 * 2**20  # the index of a large model has megabytes
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def path_in(name: str) -> Path | None:
+    """The path in `hf:PATH`, or None if `name` does not begin so."""
+    return Path(name.removeprefix(HF)) if name.startswith(HF) else None
+
+
+class Folder:
+    """The configuration and tensors of a folder; tensors are read when asked for.
+
+    Attributes:
+        path: of the folder.
+        config: the contents of `config.json`.
+        tensors: by name.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.path = path
+        self.config = config
+        self.tensors = tensors
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Its `tokenizer.json`, if it has one."""
+        file = self.path / "tokenizer.json"
+        return file if file.is_file() else None
+
+
+def open_folder(path: Path) -> Folder:
+    """The folder at `path`.
+
+    Raises:
+        UserError: it is none, or a file in it is missing or damaged.
+    """
+    try:
+        there = path.is_dir()
+    except (OSError, ValueError):  # such as a name that is too long, or holds a NUL
+        there = False
+    if not there:
+        raise UserError(
+            f"No folder '{quoted(str(path))}'. Give one that transformers' save_pretrained wrote."
+        )
+    config = _json(path / "config.json")
+    if (path / INDEX).is_file():
+        files = _indexed(path)
+    elif (path / WEIGHTS).is_file():
+        files = {WEIGHTS: None}
+    else:
+        pickled = next((name for name in _PICKLED if (path / name).exists()), None)
+        if pickled:
+            raise UserError(
+                f"{path} has its weights in {pickled}, a pickle, which may run code when it is "
+                "read. Save it with safetensors: save_pretrained of transformers does."
+            )
+        raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
+    return Folder(path, config, _Tensors(path, files))
+
+
+def _indexed(path: Path) -> dict[str, list[str] | None]:
+    """The files of the index, with the tensors that it says are in each."""
+    table = _json(path / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise UserError(f"{path / INDEX} has no weight_map.")
+    files: dict[str, list[str] | None] = {}
+    for tensor, name in table.items():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise UserError(f"{path / INDEX} names a file {quoted(repr(name))} elsewhere.")
+        files.setdefault(name, [])
+        listed = files[name]
+        assert listed is not None
+        listed.append(tensor)
+    return files
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of safetensors files, of which each is opened once."""
+
+    def __init__(self, path: Path, files: Mapping[str, list[str] | None]) -> None:
+        self._opened: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        for name, listed in files.items():
+            file = path / name
+            if not file.is_file():
+                raise UserError(f"{file} is missing.")
+            try:
+                self._opened[file] = safe_open(str(file), framework="pt")
+                there = set(self._opened[file].keys())
+            except (SafetensorError, OSError, ValueError) as error:
+                raise UserError(f"{file} is not a safetensors file: {error}.") from error
+            if missing := sorted(set(listed or ()) - there):
+                raise UserError(f"{file} lacks the tensor '{quoted(missing[0])}' of the index.")
+            self._file_of |= dict.fromkeys(there if listed is None else listed, file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        try:
+            tensor: Tensor = self._opened[file].get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{file}: '{quoted(name)}' cannot be read: {error}.") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    if not file.is_file():
+        raise UserError(f"{file} is missing. Give a folder that save_pretrained wrote.")
+    try:
+        if file.stat().st_size > _LARGEST_JSON:
+            table = None
+        else:
+            table = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"Cannot read {file}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON.") from error
+    if not isinstance(table, dict):
+        raise UserError(f"{file} is not a JSON object of a sensible size.")
+    return table

@@ -1,0 +1,172 @@
+"""Which of transformers' models computes what a GPT of ours does, and its `config.json`.
+
+It must not know of tensors or files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fp8stack.errors import UserError
+from fp8stack.model import GPTConfig
+
+ModelType = Literal["gpt2", "llama", "qwen3", "arcee"]
+
+OURS = "fp8stack"
+"""The key of `config.json` for what the layout cannot say; transformers keeps it when it saves."""
+
+GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
+ARCEE_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
+"""relu(x)^2 is relu(x) x: a gated MLP with ReLU whose gate and value are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One of transformers' models.
+
+    Attributes:
+        model_type: as `config.json` has it.
+        architecture: the class that generates text.
+        gated: whether its MLP has a gate beside the value.
+        activations: our names of the activations it may have, with its own.
+    """
+
+    model_type: ModelType
+    architecture: str
+    gated: bool
+    activations: dict[str, str]
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.model_type: layout
+    for layout in (
+        Layout(
+            model_type="gpt2",
+            architecture="GPT2LMHeadModel",
+            gated=False,
+            activations=GPT2_ACTIVATIONS,
+        ),
+        Layout(
+            model_type="llama",
+            architecture="LlamaForCausalLM",
+            gated=True,
+            activations=GATED_ACTIVATIONS,
+        ),
+        Layout(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            gated=True,
+            activations=GATED_ACTIVATIONS,
+        ),
+        Layout(
+            model_type="arcee",
+            architecture="ArceeForCausalLM",
+            gated=False,
+            activations=ARCEE_ACTIVATIONS,
+        ),
+    )
+}
+
+
+def layout_of(config: GPTConfig) -> Layout:
+    """The layout that computes what `config` does.
+
+    Raises:
+        UserError: there is none; the message names the key.
+    """
+    if config.positions == "learned":
+        _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
+        _require(config, "activation", config.activation != "swiglu", "GPT-2's MLP has no gate")
+        grouped = config.query_groups != config.heads
+        _require(config, "kv_heads", not grouped, "GPT-2 has as many as heads")
+        _require(config, "qk_norm", not config.qk_norm, "GPT-2 has none")
+        return LAYOUTS["gpt2"]
+    _require(config, "norm", config.norm == "rmsnorm", "models with RoPE have rmsnorm")
+    if not config.qk_norm:
+        return LAYOUTS["llama" if config.activation == "swiglu" else "arcee"]
+    _require(config, "bias", not config.bias, "with qk_norm the layout is Qwen3's: no bias")
+    gated = config.activation in GATED_ACTIVATIONS
+    _require(
+        config, "activation", gated, "with qk_norm the layout is Qwen3's, whose MLP has a gate"
+    )
+    return LAYOUTS["qwen3"]
+
+
+def _require(config: GPTConfig, key: str, holds: bool, why: str) -> None:
+    if not holds:
+        value = getattr(config, key)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise UserError(
+            f"transformers has no model like this one: {key} = {shown}, and {why}. "
+            "--format safetensors saves any model."
+        )
+
+
+def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """The `config.json` of a model of this shape, for transformers 4.56 and later.
+
+    Args:
+        config: the shape.
+        dtype: of the tensors: float32 or bfloat16.
+        end_of_text: the tokenizer's, if known.
+
+    Raises:
+        UserError: what `layout_of` raises.
+    """
+    layout = layout_of(config)
+    table: dict[str, Any] = {
+        "architectures": [layout.architecture],
+        "model_type": layout.model_type,
+        "dtype": dtype,
+        "vocab_size": config.vocabulary,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+        # Else those of the original model, which may lie beyond this vocabulary.
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    return table | (_gpt2(config) if layout.model_type == "gpt2" else _rotary(config, layout))
+
+
+def _gpt2(config: GPTConfig) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "n_positions": config.context,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.hidden,
+        "activation_function": GPT2_ACTIVATIONS[config.activation],
+        "layer_norm_epsilon": config.norm_eps,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+    }
+    return table if config.bias else table | {OURS: {"bias": False}}
+
+
+def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
+    """Llama, Qwen3 and Arcee, which have the same keys."""
+    table: dict[str, Any] = {
+        "max_position_embeddings": config.context,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.query_groups,
+        "head_dim": config.head_width,
+        "hidden_act": layout.activations[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        # transformers 4 reads the first, 5 the second.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": config.bias,
+        "attention_dropout": config.dropout,
+    }
+    if layout.model_type != "qwen3":
+        table["mlp_bias"] = config.bias
+    # Ours drops out of the embedding and the residual stream as well, which these cannot say.
+    return table | ({OURS: {"dropout": config.dropout}} if config.dropout else {})

@@ -1,0 +1,254 @@
+"""The shape of a model from a `config.json` of transformers. It must not know of tensors.
+
+What a GPT of ours cannot be is refused by the key's name; what is left out without an effect on
+the logits is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8stack import presets
+from fp8stack.errors import UserError, quoted
+from fp8stack.hf.layouts import LAYOUTS, OURS, Layout
+from fp8stack.model import GPTConfig
+
+# Keys without a say in what the model computes from tokens; the rest of those unknown are told.
+_WITHOUT_EFFECT = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "_name_or_path"),
+    *("n_ctx", "task_specific_params", "reorder_and_upcast_attn", "pretraining_tp"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    *("summary_first_dropout", "max_window_layers", "layer_types", "sliding_window"),
+    *("use_sliding_window", "rope_scaling", "rope_parameters", "rope_theta", "output_attentions"),
+    *("output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward"),
+    *("id2label", "label2id", "problem_type", "add_cross_attention", "scale_attn_weights"),
+    *("scale_attn_by_inverse_layer_idx", "partial_rotary_factor", "is_decoder", OURS),
+    *("gradient_checkpointing", "attn_implementation", "_attn_implementation"),
+}
+
+
+class _Ours(BaseModel):
+    """What our own export adds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    bias: bool = True
+    dropout: float | None = None
+
+
+class _Any(BaseModel):
+    """What all layouts have, with transformers' defaults of what may be missing."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+
+    vocab_size: int
+    initializer_range: float = 0.02
+    fp8stack: _Ours = _Ours()
+
+
+class _Gpt2(_Any):
+    n_positions: int = 1024
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    tie_word_embeddings: bool = True
+
+
+class _Rotary(_Any):
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int
+    hidden_act: str
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A model of transformers as one of ours: its shape, its layout, and what is to be told."""
+
+    config: GPTConfig
+    layout: Layout
+    notes: tuple[str, ...]
+
+
+def found_in(table: Mapping[str, Any], where: str) -> Found:
+    """The model that a `config.json` describes.
+
+    Args:
+        table: its contents.
+        where: its path, for messages.
+
+    Raises:
+        UserError: a GPT of ours cannot be that; the message names the key.
+    """
+    kind = table.get("model_type")
+    if kind not in LAYOUTS:
+        known = ", ".join(sorted(LAYOUTS))
+        shown = quoted(repr(kind))
+        raise UserError(f"{where}: model_type = {shown} is not one of those read here: {known}.")
+    layout = LAYOUTS[str(kind)]
+    for key in ("quantization_config", "auto_map"):
+        if table.get(key) is not None:
+            why = "only plain weights" if key == "quantization_config" else "no code of its own"
+            raise UserError(f"{where}: {key} is set, and {why} can be read. Save it without.")
+    read = _gpt2 if layout.model_type == "gpt2" else _rotary
+    shape, known_keys, notes = read(dict(table), layout, where)
+    config: GPTConfig = presets.parse(GPTConfig, shape, where)
+    odd = sorted(table.keys() - known_keys - _WITHOUT_EFFECT)
+    if odd:
+        notes.append(f"{where} has keys that are not known here: {quoted(', '.join(odd))}")
+    return Found(config=config, layout=layout, notes=tuple(notes))
+
+
+def _gpt2(
+    table: dict[str, Any], layout: Layout, where: str
+) -> tuple[dict[str, Any], set[str], list[str]]:
+    told: _Gpt2 = presets.parse(_Gpt2, table, where)
+    _only(table, where, "scale_attn_weights", True)
+    _only(table, where, "scale_attn_by_inverse_layer_idx", False)
+    _only(table, where, "add_cross_attention", False)
+    rates = {told.resid_pdrop, told.embd_pdrop, told.attn_pdrop}
+    if len(rates) > 1:
+        _refuse(where, "attn_pdrop", told.attn_pdrop, "resid_pdrop and embd_pdrop must be the same")
+    dropout = rates.pop()
+    shape = {
+        "vocabulary": told.vocab_size,
+        "context": told.n_positions,
+        "layers": told.n_layer,
+        "width": told.n_embd,
+        "heads": told.n_head,
+        "mlp_width": told.n_inner or 4 * told.n_embd,
+        "norm": "layernorm",
+        "norm_eps": told.layer_norm_epsilon,
+        "activation": _activation(layout, told.activation_function, where, "activation_function"),
+        "positions": "learned",
+        "bias": told.fp8stack.bias,
+        "tied": told.tie_word_embeddings,
+        "dropout": dropout,
+        "init_std": told.initializer_range,
+    }
+    remedy = "--set model_overrides.dropout=0 trains without"
+    notes = [f"dropout {dropout:g}, as in the folder; {remedy}"] if dropout else []
+    return shape, set(_Gpt2.model_fields), notes
+
+
+def _rotary(
+    table: dict[str, Any], layout: Layout, where: str
+) -> tuple[dict[str, Any], set[str], list[str]]:
+    qwen3 = layout.model_type == "qwen3"
+    defaults = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
+    told: _Rotary = presets.parse(_Rotary, defaults | table, where)
+    if told.num_attention_heads < 1 or told.hidden_size % told.num_attention_heads:
+        _refuse(where, "num_attention_heads", told.num_attention_heads, "hidden_size must divide")
+    width = told.hidden_size // told.num_attention_heads
+    if told.head_dim not in (None, width):
+        why = f"here it is hidden_size / num_attention_heads, {width}"
+        _refuse(where, "head_dim", told.head_dim, why)
+    if qwen3 and told.attention_bias:
+        _refuse(where, "attention_bias", True, "a Qwen3 model has biases nowhere here")
+    if not qwen3 and told.attention_bias != told.mlp_bias:
+        why = "attention_bias must be the same"
+        _refuse(where, "mlp_bias", told.mlp_bias, why)
+    _no_window(table, where)
+    notes = []
+    dropout = told.fp8stack.dropout
+    if dropout is None and told.attention_dropout:
+        notes.append(
+            f"attention_dropout {told.attention_dropout:g} of the folder is left out: here it is "
+            "not of attention alone; --set model_overrides.dropout sets it for all"
+        )
+    shape = {
+        "vocabulary": told.vocab_size,
+        "context": told.max_position_embeddings,
+        "layers": told.num_hidden_layers,
+        "width": told.hidden_size,
+        "heads": told.num_attention_heads,
+        "kv_heads": told.num_key_value_heads or told.num_attention_heads,
+        "mlp_width": told.intermediate_size,
+        "norm": "rmsnorm",
+        "norm_eps": told.rms_norm_eps,
+        "activation": _activation(layout, told.hidden_act, where, "hidden_act"),
+        "positions": "rope",
+        "rope_theta": _rope_theta(table, where),
+        "qk_norm": qwen3,
+        "bias": told.attention_bias,
+        "tied": told.tie_word_embeddings,
+        "dropout": dropout or 0.0,
+        "init_std": told.initializer_range,
+    }
+    return shape, set(_Rotary.model_fields), notes
+
+
+def _activation(layout: Layout, name: str, where: str, key: str) -> str:
+    """Our name of an activation of theirs."""
+    ours = {theirs: ours for ours, theirs in layout.activations.items()}
+    if not layout.gated:
+        ours |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+    if name not in ours:
+        _refuse(where, key, name, f"of {layout.model_type}, {', '.join(sorted(ours))} can be read")
+    return ours[name]
+
+
+def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
+    """The base of RoPE's angles, plain RoPE alone being possible."""
+    theta: Any = table.get("rope_theta")
+    for key in ("rope_scaling", "rope_parameters"):  # of transformers 4, and 5
+        rope = table.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            _refuse(where, key, rope, "it is no table")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            _refuse(where, f"{key}.rope_type", kind, "only default can be read")
+        _only(rope, where, "partial_rotary_factor", 1.0, f"{key}.")
+        theta = rope.get("rope_theta", theta)
+    _only(table, where, "partial_rotary_factor", 1.0)
+    # JSON may have it as an integer.
+    return float(theta) if type(theta) is int else 10_000.0 if theta is None else theta
+
+
+def _no_window(table: Mapping[str, Any], where: str) -> None:
+    """Refuse attention that does not see all that came before."""
+    kinds = table.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "full_attention":
+            _refuse(where, "layer_types", kind, "only full_attention can be read")
+    if table.get("use_sliding_window"):
+        _refuse(where, "use_sliding_window", True, "attention has no window here")
+    if table.get("use_sliding_window") is None and table.get("sliding_window") is not None:
+        why = "attention has no window here"
+        _refuse(where, "sliding_window", table["sliding_window"], why)
+
+
+def _only(table: Mapping[str, Any], where: str, key: str, value: Any, before: str = "") -> None:
+    """Refuse any other value of a key; transformers' default is the one there may be."""
+    if table.get(key) not in (None, value):
+        _refuse(where, f"{before}{key}", table[key], f"only {_json(value)} can be read")
+
+
+def _refuse(where: str, key: str, value: Any, why: str) -> NoReturn:
+    raise UserError(f"{where}: {key} = {quoted(_json(value))}: {why}.")
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

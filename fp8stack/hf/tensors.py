@@ -1,0 +1,241 @@
+"""Our tensors under transformers' names and in its shapes, and back. It must not know of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import UserError, quoted
+from fp8stack.hf.layouts import Layout
+from fp8stack.model import GPTConfig
+
+READABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some rows of one of our linears, which are a module of transformers'."""
+
+    module: str
+    start: int
+    rows: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a weight or bias, as a tensor of its own."""
+        return tensor[self.start : self.start + self.rows].contiguous().clone()
+
+
+def parts_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[Part, ...]]:
+    """What each of our linears is made of there: `{our module path: parts}`, in order."""
+    found: dict[str, tuple[Part, ...]] = {}
+    for name, (_, outputs) in config.linear_shapes().items():
+        if name == "lm_head":
+            found[name] = (Part(module="lm_head", start=0, rows=outputs),)
+            continue
+        _, block, *inner = name.split(".")
+        rows = _rows(config, layout, ".".join(inner), outputs)
+        stem = f"transformer.h.{block}" if layout.model_type == "gpt2" else f"model.layers.{block}"
+        found[name] = tuple(
+            Part(module=f"{stem}.{module}", start=start, rows=count)
+            for module, start, count in rows
+        )
+    return found
+
+
+def _rows(
+    config: GPTConfig, layout: Layout, linear: str, outputs: int
+) -> list[tuple[str, int, int]]:
+    """The modules of one linear of a block: their name, first row, and number of rows."""
+    if layout.model_type == "gpt2":
+        names = {
+            "attention.qkv": "attn.c_attn",
+            "attention.output": "attn.c_proj",
+            "mlp.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        }
+        return [(names[linear], 0, outputs)]
+    if linear == "attention.qkv":
+        queries = config.heads * config.head_width
+        keys = config.query_groups * config.head_width
+        return [
+            ("self_attn.q_proj", 0, queries),
+            ("self_attn.k_proj", queries, keys),
+            ("self_attn.v_proj", queries + keys, keys),
+        ]
+    if linear == "attention.output":
+        return [("self_attn.o_proj", 0, outputs)]
+    if linear == "mlp.down":
+        return [("mlp.down_proj", 0, outputs)]
+    if not layout.gated:
+        return [("mlp.up_proj", 0, outputs)]
+    # A gate that is the value makes relu(x)^2 of relu(gate) x value.
+    value = config.hidden if config.activation == "swiglu" else 0
+    return [("mlp.gate_proj", 0, config.hidden), ("mlp.up_proj", value, config.hidden)]
+
+
+def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Our names of what is no linear, and theirs, without `.weight` and `.bias`."""
+    gpt2 = layout.model_type == "gpt2"
+    yield "embedding", "transformer.wte" if gpt2 else "model.embed_tokens"
+    if gpt2:
+        yield "position_embedding", "transformer.wpe"
+    yield "final_norm", "transformer.ln_f" if gpt2 else "model.norm"
+    for i in range(config.layers):
+        ours, theirs = f"blocks.{i}", f"transformer.h.{i}" if gpt2 else f"model.layers.{i}"
+        yield f"{ours}.attention_norm", f"{theirs}.{'ln_1' if gpt2 else 'input_layernorm'}"
+        yield f"{ours}.mlp_norm", f"{theirs}.{'ln_2' if gpt2 else 'post_attention_layernorm'}"
+        if config.qk_norm:
+            yield f"{ours}.attention.query_norm", f"{theirs}.self_attn.q_norm"
+            yield f"{ours}.attention.key_norm", f"{theirs}.self_attn.k_norm"
+
+
+def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights as transformers' `state_dict` has them, tied ones once, in the same dtype.
+
+    Args:
+        config: the shape.
+        layout: what `layout_of` gave.
+        weights: of every parameter, by our name, the vocabulary not padded.
+    """
+    made: dict[str, Tensor] = {}
+    gpt2 = layout.model_type == "gpt2"
+    for ours, theirs in _others(config, layout):
+        made[f"{theirs}.weight"] = weights[f"{ours}.weight"].contiguous().clone()
+        if gpt2 and "norm" in ours:
+            zeros = torch.zeros_like(weights[f"{ours}.weight"])
+            made[f"{theirs}.bias"] = weights.get(f"{ours}.bias", zeros).clone()
+    for ours, parts in parts_of(config, layout).items():
+        if ours == "lm_head" and config.tied:
+            continue
+        weight = weights[f"{ours}.weight"]
+        for part in parts:
+            own = part.of(weight)
+            # GPT-2's Conv1D has [in, out].
+            turned = gpt2 and ours != "lm_head"
+            made[f"{part.module}.weight"] = own.t().contiguous() if turned else own
+            if f"{ours}.bias" in weights:
+                made[f"{part.module}.bias"] = part.of(weights[f"{ours}.bias"])
+            elif turned:  # GPT-2 cannot be without
+                made[f"{part.module}.bias"] = own.new_zeros(part.rows)
+    return made
+
+
+def from_hf(
+    config: GPTConfig, layout: Layout, tensors: Mapping[str, Tensor], where: str
+) -> dict[str, Tensor]:
+    """The tensors of a folder as our weights: float32, of every parameter.
+
+    Args:
+        config: the shape.
+        layout: what they are in.
+        tensors: by transformers' names, with or without what its base model leaves out before them;
+            float32, bfloat16 or float16.
+        where: the folder, for messages.
+
+    Raises:
+        UserError: one is missing, left over, of another shape or dtype, or not finite.
+    """
+    source = _Source(layout, tensors, where)
+    gpt2 = layout.model_type == "gpt2"
+    shapes = config.parameter_shapes()
+    made: dict[str, Tensor] = {}
+    for ours, theirs in _others(config, layout):
+        made[f"{ours}.weight"] = source.take(f"{theirs}.weight", shapes[f"{ours}.weight"])
+        if gpt2 and "norm" in ours:
+            bias = source.take(f"{theirs}.bias", (config.width,))
+            _keep_bias(made, f"{ours}.bias", bias, config, where)
+    for ours, parts in parts_of(config, layout).items():
+        if ours == "lm_head" and config.tied:
+            _see_tied(source, made["embedding.weight"])
+            continue
+        outputs, inputs = shapes[f"{ours}.weight"]
+        turned = gpt2 and ours != "lm_head"
+        biased = turned or (config.bias and ours != "lm_head")
+        weight, bias = torch.empty(outputs, inputs), torch.zeros(outputs)
+        for number, part in enumerate(parts):
+            rows = slice(part.start, part.start + part.rows)
+            shape = (inputs, part.rows) if turned else (part.rows, inputs)
+            own = source.take(f"{part.module}.weight", shape)
+            own = own.t() if turned else own
+            own_bias = source.take(f"{part.module}.bias", (part.rows,)) if biased else bias[rows]
+            if number and not part.start:
+                same = torch.equal(weight[rows], own) and torch.equal(bias[rows], own_bias)
+                _see_squared(same, part, where)
+            weight[rows], bias[rows] = own, own_bias
+        made[f"{ours}.weight"] = weight
+        if biased:
+            _keep_bias(made, f"{ours}.bias", bias, config, where)
+    source.see_all_taken()
+    return made
+
+
+def _see_squared(same: bool, value: Part, where: str) -> None:
+    """See that the value of an MLP with a ReLU gate is that gate."""
+    if not same:
+        raise UserError(
+            f"{where}: hidden_act = relu, and {value.module} is not the same as its gate_proj. "
+            "Only relu(x)^2, where they are, can be read."
+        )
+
+
+def _keep_bias(
+    made: dict[str, Tensor], name: str, bias: Tensor, config: GPTConfig, where: str
+) -> None:
+    """Keep a bias, or see that a model without has zeros in its place."""
+    if config.bias:
+        made[name] = bias
+    elif bias.any():
+        raise UserError(f"{where}: the config says bias = false, and '{name}' is not zero.")
+
+
+def _see_tied(source: _Source, embedding: Tensor) -> None:
+    """See that a head that is there though it is tied is the embedding."""
+    if "lm_head.weight" in source:
+        head = source.take("lm_head.weight", tuple(embedding.shape))
+        if not torch.equal(head, embedding):
+            raise UserError(
+                f"{source.where}: tie_word_embeddings = true, and lm_head.weight is not the "
+                "embedding. Save it with tie_word_embeddings = false."
+            )
+
+
+class _Source:
+    """A folder's tensors, each taken once, checked."""
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
+        self.where = where
+        self._tensors = tensors
+        self._prefix = "transformer." if layout.model_type == "gpt2" else "model."
+        # Masks and tables that older versions saved; they are computed.
+        computed = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+        self._left = {name for name in tensors if not name.endswith(computed)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, in float32. Raises what `from_hf` raises."""
+        there = name if name in self._tensors else name.removeprefix(self._prefix)
+        if there not in self._tensors:
+            raise UserError(f"{self.where} lacks the tensor '{name}'.")
+        self._left.discard(there)
+        tensor = self._tensors[there]
+        if tuple(tensor.shape) != shape or tensor.dtype not in READABLE:
+            raise UserError(
+                f"{self.where}: '{there}' is {tensor.dtype} {tuple(tensor.shape)}; wanted is "
+                f"{shape}, in float32, bfloat16 or float16."
+            )
+        if not tensor.isfinite().all():
+            raise UserError(f"{self.where}: '{there}' is not finite.")
+        return tensor.float()
+
+    def see_all_taken(self) -> None:
+        """See that nothing is left over."""
+        if self._left:
+            raise UserError(
+                f"{self.where} has a tensor too many, '{quoted(min(self._left))}': it is of "
+                "another model."
+            )

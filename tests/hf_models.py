@@ -1,0 +1,102 @@
+"""Models for the tests of Hugging Face folders: ours and transformers', small and random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack import GPT, GPTConfig
+from fp8stack.export.files import hf_files
+from fp8stack.export.source import Source
+from fp8stack.export.writing import replace_folder
+from fp8stack.model import PADDED
+
+BASE: dict[str, Any] = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}
+ROPE = BASE | {"norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": BASE,
+    "gpt2 untied": BASE | {"tied": False, "mlp_width": 48},
+    "gpt2 without bias": BASE | {"bias": False},
+    "gpt2 gelu": BASE | {"activation": "gelu", "norm_eps": 1e-3},
+    "gpt2 relu2": BASE | {"activation": "relu2"},
+    "llama": ROPE | {"activation": "swiglu", "mlp_width": 48},
+    "llama grouped": ROPE | {"activation": "swiglu", "kv_heads": 2, "rope_theta": 500000.0},
+    "llama tied": ROPE | {"activation": "swiglu", "tied": True, "norm_eps": 1e-2},
+    "llama with bias": ROPE | {"activation": "swiglu", "bias": True},
+    "llama with dropout": ROPE | {"activation": "swiglu", "dropout": 0.25},
+    "arcee": ROPE | {"activation": "relu2", "kv_heads": 1},
+    "arcee with bias": ROPE | {"activation": "relu2", "bias": True},
+    "arcee gelu": ROPE | {"activation": "gelu"},
+    "arcee gelu_tanh": ROPE | {"activation": "gelu_tanh"},
+    "qwen3": ROPE | {"activation": "swiglu", "qk_norm": True, "kv_heads": 2},
+    "qwen3 relu2": ROPE | {"activation": "relu2", "qk_norm": True, "norm_eps": 1e-3},
+}
+LAYOUT = {name: name.split()[0] for name in SHAPES}
+
+
+def random_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """A model whose every parameter is random: norms and biases, which begin as ones and zeros,
+    would hide that they are lost or exchanged."""
+    model = GPT(config, seed=seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.empty_like(parameter).normal_(0.0, 0.2, generator=generator)
+            parameter.add_(noise if "norm" in name or name.endswith("bias") else noise * 0.5)
+    return model
+
+
+def weights_of(model: GPT) -> dict[str, Tensor]:
+    """As a checkpoint has them: without the rows that pad the vocabulary."""
+    rows = model.config.vocabulary
+    return {
+        name: parameter.data[:rows] if name in PADDED else parameter.data
+        for name, parameter in model.named_parameters()
+    }
+
+
+def source_of(model: GPT, **changes: Any) -> Source:
+    """A model as if it had come out of a checkpoint of a run in fp32."""
+    recipe = {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"}
+    layers = [{"name": name, "fp8": False} for name in model.config.linear_shapes()]
+    told: dict[str, Any] = {
+        "path": Path("run/checkpoints/step-000001"),
+        "step": 1,
+        "config": model.config,
+        "weights": weights_of(model),
+        "plan": {"recipe": recipe, "layers": layers},
+        "fp8": {},
+        "dtype": torch.float32,
+        "notes": (),
+    }
+    return Source(**(told | changes))
+
+
+def export_to(folder: Path, model: GPT) -> Path:
+    replace_folder(folder, hf_files(source_of(model), None))
+    return folder
+
+
+def tokens(vocabulary: int, count: int = 64, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (2, count), generator=generator)
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Move every parameter of a model of transformers off its initial value."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
+
+
+def config_json(folder: Path, **changes: Any) -> None:
+    """Change keys of a folder's config.json; None removes one."""
+    table = json.loads((folder / "config.json").read_text()) | changes
+    table = {key: value for key, value in table.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(table))
