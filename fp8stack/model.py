@@ -1,4 +1,4 @@
-"""The GPT: one class, one configuration. It must not know which precision its layers run in.
+"""The GPT, of the shape that a `GPTConfig` has. It must not know which precision its layers run in.
 
 B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
 """
@@ -6,142 +6,31 @@ B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import torch
 from einops import rearrange
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activations import ACTIVATIONS
+from fp8stack.backends.cache import KVCache, LayerCache
 from fp8stack.backends.selective import contexts
 from fp8stack.errors import UserError
 from fp8stack.head import head_loss
-from fp8stack.precision import Hardware, Plan, Recipe, resolve
-from fp8stack.precision.shapes import load_measured
+from fp8stack.precision import Hardware
+from fp8stack.shape import GPTConfig as GPTConfig
+from fp8stack.shape import load_config as load_config
+from fp8stack.shape import padded_vocabulary as padded_vocabulary
+from fp8stack.shape import plan_for as plan_for
 
-Size = Annotated[int, Field(ge=1, le=2**31)]
 Recompute = Literal["none", "selective", "block"]
 SELECTIVE_COMPILED = (
     "activation_checkpointing selective does not work with --compile: compiled code chooses by "
     "itself what it keeps. Use none, block for less memory, or leave --compile out."
 )
-
-
-class GPTConfig(BaseModel):
-    """The shape of a GPT: `models/*.toml`. GPT-2's choices are the defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    vocabulary: Size
-    context: Size
-    layers: Size
-    width: Size
-    heads: Size
-    kv_heads: Size | None = None
-    """Fewer than `heads` is grouped-query attention; None is as many."""
-    mlp_width: Size | None = None
-    """None is 4 x width."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: PositiveFloat = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu_tanh"
-    positions: Literal["learned", "rope"] = "learned"
-    rope_theta: PositiveFloat = 10_000.0
-    qk_norm: bool = False
-    bias: bool = True
-    tied: bool = True
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    init_std: PositiveFloat = 0.02
-
-    @model_validator(mode="after")
-    def _sizes_divide(self) -> GPTConfig:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
-        if self.heads % self.query_groups:
-            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
-        if self.positions == "rope" and self.head_width % 2:
-            raise ValueError(f"RoPE needs an even head width, this is {self.head_width}")
-        return self
-
-    @property
-    def query_groups(self) -> int:
-        """G: how many heads keys and values have."""
-        return self.kv_heads or self.heads
-
-    @property
-    def head_width(self) -> int:
-        """E."""
-        return self.width // self.heads
-
-    @property
-    def hidden(self) -> int:
-        """The MLP's inner width."""
-        return self.mlp_width or 4 * self.width
-
-    def linear_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, int]]:
-        """`{module path: (in, out)}` of every linear layer, in the order of the forward pass."""
-        qkv = (self.heads + 2 * self.query_groups) * self.head_width
-        up = self.hidden * (2 if self.activation == "swiglu" else 1)
-        shapes = {}
-        for i in range(self.layers):
-            shapes[f"blocks.{i}.attention.qkv"] = (self.width, qkv)
-            shapes[f"blocks.{i}.attention.output"] = (self.width, self.width)
-            shapes[f"blocks.{i}.mlp.up"] = (self.width, up)
-            shapes[f"blocks.{i}.mlp.down"] = (self.hidden, self.width)
-        shapes["lm_head"] = (self.width, vocabulary or self.vocabulary)
-        return shapes
-
-    def parameter_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, ...]]:
-        """`{name: shape}` of every parameter of a `GPT`, tied ones once; all of them are float32.
-
-        Args:
-            vocabulary: as it is padded; the model's own if left out.
-        """
-        rows = vocabulary or self.vocabulary
-        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (rows, self.width)}
-        if self.positions == "learned":
-            shapes["position_embedding.weight"] = (self.context, self.width)
-        norms = ["final_norm"]
-        for i in range(self.layers):
-            norms += [f"blocks.{i}.attention_norm", f"blocks.{i}.mlp_norm"]
-            if self.qk_norm:
-                for name in ("query_norm", "key_norm"):
-                    shapes[f"blocks.{i}.attention.{name}.weight"] = (self.head_width,)
-        for norm in norms:
-            shapes[f"{norm}.weight"] = (self.width,)
-            if self.norm == "layernorm" and self.bias:
-                shapes[f"{norm}.bias"] = (self.width,)
-        for name, (inputs, outputs) in self.linear_shapes(rows).items():
-            if name != "lm_head" or not self.tied:
-                shapes[f"{name}.weight"] = (outputs, inputs)
-            if self.bias and name != "lm_head":
-                shapes[f"{name}.bias"] = (outputs,)
-        return shapes
-
-    def parameters(self) -> int:
-        """How many parameters the model has; tied ones count once, padding does not."""
-        return sum(map(math.prod, self.parameter_shapes().values()))
-
-    def flops_per_token(self, context: int | None = None) -> int:
-        """Floating-point operations of forward and backward per token, causal attention counted
-        as half: `6 x matmul parameters + 6 x layers x width x context`."""
-        matmul = sum(inputs * outputs for inputs, outputs in self.linear_shapes().values())
-        return 6 * matmul + 6 * self.layers * self.width * (context or self.context)
-
-
-def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPTConfig:
-    """The configuration called `name`, or the one in the TOML file at the path `name`.
-
-    Raises:
-        UserError: no such model or file, an unknown key, sizes that do not divide.
-    """
-    stem, table = presets.read("models", name)
-    config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
-    return config
 
 
 class Attention(nn.Module):
@@ -159,8 +48,20 @@ class Attention(nn.Module):
             self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
             self.key_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
 
-    def forward(self, qkv_BTF: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype."""
+    def forward(
+        self,
+        qkv_BTF: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None = None,
+        cached: tuple[LayerCache, int] | None = None,
+    ) -> Tensor:
+        """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype.
+
+        Args:
+            rotation: RoPE's cosines and sines at the tokens' places.
+            mask: see `Backend.attention`.
+            cached: keys and values of earlier tokens, and how many these are.
+        """
         config = self.config
         groups = config.query_groups
         heads_BHTE = rearrange(qkv_BTF, "b t (h e) -> b h t e", e=config.head_width)
@@ -169,12 +70,16 @@ class Attention(nn.Module):
             q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
         if rotation is not None:
             q_BHTE, k_BGTE = rotate(q_BHTE, *rotation), rotate(k_BGTE, *rotation)
+        if cached is not None:
+            layer, start = cached
+            k_BGTE, v_BGTE = layer.extended(start, k_BGTE, v_BGTE)
         y_BHTE = self.backend.attention(
             q_BHTE,
             k_BGTE,
             v_BGTE,
             dropout=config.dropout if self.training else 0.0,
             grouped=groups != config.heads,
+            mask=mask,
         )
         y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
         return y
@@ -222,10 +127,17 @@ class Block(Compilable):
         self.mlp = MLP(config, backend, f"{path}.mlp")
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, T, D] float32 -> [B, T, D] float32."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None = None,
+        cached: tuple[LayerCache, int] | None = None,
+    ) -> Tensor:
+        """[B, T, D] float32 -> [B, T, D] float32; for the rest see `Attention.forward`."""
         qkv_BTF = self.backend.norm_linear(x_BTD, self.attention_norm, self.attention.qkv)
-        x_BTD = x_BTD + self.dropout(self.attention(qkv_BTF, rotation)).float()
+        mixed = self.attention(qkv_BTF, rotation, mask, cached)
+        x_BTD = x_BTD + self.dropout(mixed).float()
         expanded = self.backend.norm_mlp(x_BTD, self.mlp_norm, self.mlp)
         x_BTD = x_BTD + self.dropout(expanded).float()
         return x_BTD
@@ -265,6 +177,7 @@ class GPT(nn.Module):
         if backend is None:
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
         self.config = config
+        self.backend = backend
         self.recompute: Recompute = "none"
         padded = padded_vocabulary(config, backend.vocabulary_multiple)
         self.embedding = nn.Embedding(padded, config.width)
@@ -285,48 +198,121 @@ class GPT(nn.Module):
         backend.set_matmul_precision(self)
 
     @overload
-    def forward(self, tokens_BT: Tensor) -> Tensor: ...
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: None = None,
+        documents_BT: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Tensor: ...
     @overload
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor: ...
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor: ...
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         """Logits, or the loss if there are targets.
 
         Args:
             tokens_BT: int64 [B, T], each below the vocabulary, T at most the context.
             targets_BT: int64 [B, T], the next tokens; -100 is left out of the mean.
+            documents_BT: int64 [B, T], the document that each token is of: attention stays within
+                it. Positions go on through all of a row.
+            cache: what `new_cache` gave: the tokens follow those that it holds, and are added.
+                Not in training, and not together with documents.
 
         Returns:
             float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim.
 
         Raises:
-            ValueError: T is more than the context.
+            ValueError: the tokens, with those of the cache, are more than the context, or than the
+                cache can hold; a cache in training or with documents.
         """
+        start = 0 if cache is None else cache.length
         T = tokens_BT.shape[1]
-        if self.config.context < T:
+        if self.config.context < start + T:
             raise ValueError(
-                f"{T} tokens are more than the model's context, {self.config.context}."
+                f"{start + T} tokens are more than the model's context, {self.config.context}."
             )
+        if cache is not None and cache.room < start + T:
+            raise ValueError(f"{start + T} tokens are more than the cache's {cache.room}.")
+        mask = self._mask(T, documents_BT, cache, tokens_BT.device)
         x_BTD = self.embedding(tokens_BT)
         rotation = None
         if self.config.positions == "learned":
-            x_BTD = x_BTD + self.position_embedding.weight[:T]
+            x_BTD = x_BTD + self.position_embedding.weight[start : start + T]
         else:
             cosine, sine = self._rotation(x_BTD.device)
-            rotation = (cosine[:T], sine[:T])
+            rotation = (cosine[start : start + T], sine[start : start + T])
         x_BTD = self.dropout(x_BTD)
-        for block in self.blocks:
-            if self.recompute == "none" or not torch.is_grad_enabled():
-                x_BTD = block(x_BTD, rotation)
-            elif self.recompute == "block":
-                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
-            else:
-                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False, context_fn=contexts)
+        x_BTD = self._through_blocks(x_BTD, rotation, mask, cache)
         if targets_BT is not None:
             loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
             return loss
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
         return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
+
+    def _mask(
+        self, T: int, documents_BT: Tensor | None, cache: KVCache | None, device: torch.device
+    ) -> Tensor | None:
+        """What attention needs to be told, once for all blocks; None where it is causal as is."""
+        if cache is None:
+            if documents_BT is None:
+                return None
+            same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+            return self.backend.attention_mask(same_BTT.tril()[:, None])
+        if documents_BT is not None or torch.is_grad_enabled():
+            raise ValueError("A cache serves generation alone: torch.no_grad() and no documents.")
+        if cache.length == 0 or T == 1:
+            return None
+        shape = (1, 1, T, cache.length + T)
+        allowed = torch.ones(shape, dtype=torch.bool, device=device).tril(cache.length)
+        return self.backend.attention_mask(allowed)
+
+    def _through_blocks(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """The residual stream after all blocks: [B, T, D] float32, as it comes in."""
+        if cache is not None:
+            for block, layer in zip(self.blocks, cache.layers, strict=True):
+                x_BTD = block(x_BTD, rotation, mask, (layer, cache.length))
+            cache.length += x_BTD.shape[1]
+            return x_BTD
+        # Whoever wraps a block's forward pass need know of a mask only where there are documents.
+        given = (rotation,) if mask is None else (rotation, mask)
+        for block in self.blocks:
+            if self.recompute == "none" or not torch.is_grad_enabled():
+                x_BTD = block(x_BTD, *given)
+            elif self.recompute == "block":
+                x_BTD = checkpoint(block, x_BTD, *given, use_reentrant=False)
+            else:
+                x_BTD = checkpoint(block, x_BTD, *given, use_reentrant=False, context_fn=contexts)
+        return x_BTD
+
+    def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
+        """An empty cache on the model's device, of 2 x layers x batch x G x tokens x E elements of
+        the dtype that attention computes in.
+
+        Args:
+            batch: how many sequences.
+            tokens: how many of each it is to hold; a context if left out.
+        """
+        config, device = self.config, self.embedding.weight.device
+        shape = (batch, config.query_groups, tokens or config.context, config.head_width)
+        dtype = self.backend.attention_dtype
+        return KVCache([LayerCache(shape, dtype, device) for _ in self.blocks])
 
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
@@ -371,47 +357,6 @@ def rotate(x_BHTE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate the pairs (i, i + E/2) of each head in float32, as Llama does."""
     first, second = x_BHTE.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-
-
-def padded_vocabulary(config: GPTConfig, multiple: int) -> int:
-    """The vocabulary rounded up to a multiple; the rows beyond it are zero and stay zero."""
-    return -(-config.vocabulary // multiple) * multiple
-
-
-def plan_for(
-    config: GPTConfig,
-    recipe: str | Recipe,
-    hardware: Hardware,
-    backend: str = "auto",
-    strict: bool = False,
-    tokens: int | None = None,
-    left_out: Mapping[str, str] | None = None,
-    vocabulary_multiple: int = 1,
-) -> Plan:
-    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
-
-    Args:
-        config: the shape.
-        recipe: see `resolve`.
-        hardware: see `resolve`.
-        backend: see `resolve`.
-        strict: see `resolve`.
-        tokens: of a micro-batch; if known, layers in which FP8 does not pay are left out.
-        left_out: layers to leave out, with the reason.
-        vocabulary_multiple: what the vocabulary is padded to at least.
-    """
-    plan = resolve(recipe, hardware, backend, strict)
-    measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
-    multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
-    vocabulary = padded_vocabulary(config, multiple)
-    made = plan.for_layers(
-        config.linear_shapes(vocabulary), left_out=left_out, tokens=tokens, measured=measured
-    )
-    needed = max(made.vocabulary_multiple, vocabulary_multiple)
-    if needed == multiple:
-        return made
-    vocabulary = padded_vocabulary(config, needed)  # it is FP8 no more
-    return made.for_layers(config.linear_shapes(vocabulary))
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ class Backend:
 
     Attributes:
         compute_dtype: what linears return and, if the plan says no other, attention computes in.
+        attention_dtype: what attention computes in.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
         delayed: the amax history of the model that is built, in delayed scaling.
         weights: what notices that weights changed.
@@ -44,6 +45,7 @@ class Backend:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.compute_dtype = DTYPES[plan.compute_dtype]
+        self.attention_dtype = DTYPES[plan.attention]
         self.vocabulary_multiple = plan.vocabulary_multiple
         recipe = plan.recipe
         self.delayed = self.delayed_scaling(recipe) if isinstance(recipe, DelayedRecipe) else None
@@ -87,27 +89,54 @@ class Backend:
         return y
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, grouped: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        grouped: bool,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention in the dtype that the plan has for it.
+        """Attention in the dtype that the plan has for it; causal if there is no `mask`.
 
         Args:
             q: queries [B, H, T, E] in any dtype.
-            k: keys [B, G, T, E] in any dtype.
-            v: values [B, G, T, E] as the linear before it gave them.
+            k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
+            v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
             dropout: the probability for an attention weight to be dropped.
             grouped: whether G is not H.
+            mask: see `attention_mask`; S may be any number then.
 
         Returns:
             [B, H, T, E] in the dtype of `v`.
         """
         attend = partial(
-            F.scaled_dot_product_attention, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+            F.scaled_dot_product_attention,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None and q.shape[2] > 1,  # a single query is the last: it sees all
+            enable_gqa=grouped,
         )
         if self.plan.recipe.attention == "compute":
             return attend(q.to(v.dtype), k.to(v.dtype), v)
         with no_autocast(v.device.type):
             return attend(q.float(), k.float(), v.float()).to(v.dtype)
+
+    def attention_mask(self, allowed: Tensor) -> Tensor:
+        """The form in which `attention` takes which keys a query may attend to.
+
+        Torch would make the same of booleans in every layer, and keep it for the backward pass.
+
+        Args:
+            allowed: bool [B or 1, 1, T, S]; every query has one key or more.
+
+        Returns:
+            What is added to the scores, 0 or minus infinity: the shape of `allowed`, in the dtype
+            that attention computes in.
+        """
+        mask = torch.zeros(allowed.shape, dtype=self.attention_dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, -torch.inf)
 
     def attach(self, model: nn.Module) -> None:
         """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""

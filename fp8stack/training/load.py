@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.errors import UserError, quoted
-from fp8stack.model import GPT, plan_for
+from fp8stack.model import GPT
 from fp8stack.precision import probe
 from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.resume import layers_left_out
-from fp8stack.training.sound import has_weights, load_sound, model_of, newest_sound
-from fp8stack.training.state import restore_weights
+from fp8stack.training.inference import model_in
+from fp8stack.training.sound import has_weights, load_sound, newest_sound
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -32,22 +30,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
         warnings.warn(f"{path} is used, an older checkpoint. {reason}", stacklevel=2)
-    identity = checkpoint.info["identity"]
-    config = model_of(checkpoint)
-    hardware = probe()
-    plan = plan_for(config, recipe, hardware)
-    if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
-        plan = plan_for(config, recipe, hardware, left_out=layers_left_out(checkpoint.info["plan"]))
-    model = GPT(config, build_backend(plan))
-    restore_weights(model, checkpoint.tensors.get("model", {}))
-    if fp8_state(model):
-        if "fp8" not in checkpoint.tensors:
-            raise UserError(
-                f"{path} holds no scales for recipe '{recipe}': it was trained in "
-                f"{identity['recipe']['scaling']}. Use recipe 'current'."
-            )
-        load_fp8_state(model, checkpoint.tensors["fp8"])
-    return model.to(hardware.device).eval()
+    return model_in(recipe, checkpoint, path, probe())
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:

@@ -1,0 +1,219 @@
+"""Losses window by window, recipe by recipe. It must not know how they are shown.
+
+B sequences, T tokens, V vocabulary, N windows.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8stack import presets
+from fp8stack.errors import UserError
+from fp8stack.evaluation.windows import Windows, windows_for
+from fp8stack.model import GPT
+from fp8stack.precision import Hardware, Plan, probe
+from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.training.checkpoint import Checkpoint
+from fp8stack.training.config import RunConfig
+from fp8stack.training.evaluate import eval_mode
+from fp8stack.training.feed import inputs_of
+from fp8stack.training.inference import model_in
+from fp8stack.training.load import find_checkpoint
+from fp8stack.training.reading import tokenizer_of_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be evaluated, and on what.
+
+    Attributes:
+        runs: run folders, or checkpoints'.
+        recipes: to run each of them in; none for each run's own.
+        data: see `windows_for`; so are `windows` and `context`.
+        batch: windows at a time; None for as many as a run's own evaluations take.
+        tokenizer: name or path; None for each run's own.
+        device: auto, cpu or cuda.
+        backend: who computes.
+    """
+
+    runs: Sequence[str]
+    recipes: Sequence[str] = ()
+    data: str | None = None
+    windows: int | None = None
+    context: int | None = None
+    batch: int | None = None
+    tokenizer: str | None = None
+    device: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "context", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name} {value} evaluates nothing. Use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Score:
+    """What a run's model made of some windows in one recipe.
+
+    Attributes:
+        run: as it was asked for.
+        checkpoint: the folder that was read.
+        recipe: as it was asked for.
+        plan: what ran.
+        data: the name of the data.
+        losses_N: nats per token of each window, float64, on the CPU.
+        bits_per_byte: of the text that the labels stand for; None if nobody knows it.
+        fp8_gemms: how many GEMMs on FP8 operands really ran.
+        tokens: how many labels there were.
+        seconds: that it took.
+        baseline: the run's first recipe; None for that itself.
+    """
+
+    run: str
+    checkpoint: Path
+    recipe: str
+    plan: Plan
+    data: str
+    losses_N: Tensor
+    bits_per_byte: float | None
+    fp8_gemms: int
+    tokens: int
+    seconds: float
+    baseline: Score | None
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.losses_N.mean().item()
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def difference(self) -> float | None:
+        """The loss less the baseline's, on the same windows."""
+        return None if self.baseline is None else self._differences(self.baseline).mean().item()
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the difference: the standard deviation of the windows' differences, over the root of
+        their number; None for a single window."""
+        if self.baseline is None or len(self.losses_N) < 2:
+            return None
+        differences = self._differences(self.baseline)
+        return (differences.std(correction=1) / math.sqrt(len(differences))).item()
+
+    def _differences(self, baseline: Score) -> Tensor:
+        return self.losses_N - baseline.losses_N
+
+
+def evaluate(request: Request) -> list[Score]:
+    """The scores of each run in each recipe, in the order asked; what goes on is told on stderr.
+
+    Raises:
+        UserError: no such run, recipe, data or tokenizer; or delayed scaling is asked of a
+            checkpoint without its scales.
+        NoUsableCheckpoint: a run's checkpoints are damaged.
+    """
+    hardware = probe(request.device)
+    given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)
+    return [score for run in request.runs for score in _scores(run, request, hardware, given)]
+
+
+def _scores(run: str, request: Request, hardware: Hardware, given: Tokenizer | None) -> list[Score]:
+    """Those of one run."""
+    checkpoint, path, passed_over = find_checkpoint(run)
+    for reason in passed_over:
+        print(f"passed over: {reason}", file=sys.stderr)
+    config: RunConfig = presets.parse(
+        RunConfig, checkpoint.info["config"], f"config in {path / 'checkpoint.json'}"
+    )
+    scores: list[Score] = []
+    windows: Windows | None = None
+    for recipe in request.recipes or [_own_recipe(checkpoint, config)]:
+        model = model_in(recipe, checkpoint, path, hardware, request.backend)
+        if windows is None:
+            windows = windows_for(
+                run,
+                config,
+                model.config,
+                given or tokenizer_of_run(run),
+                data_path=request.data,
+                count=request.windows,
+                context=request.context,
+            )
+        print(f"{path} in {recipe}: {len(windows.tokens)} windows", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        nats_NT = nats_of(model, windows.tokens, request.batch or config.batch // config.accumulate)
+        scores.append(
+            Score(
+                run=run,
+                checkpoint=path,
+                recipe=recipe,
+                plan=model.backend.plan,
+                data=windows.name,
+                losses_N=nats_NT.mean(dim=1),
+                bits_per_byte=bits_per_byte(nats_NT, windows.text_bytes),
+                fp8_gemms=model.backend.fp8_gemms(),
+                tokens=nats_NT.numel(),
+                seconds=time.perf_counter() - began,
+                baseline=scores[0] if scores else None,
+            )
+        )
+    return scores
+
+
+def _own_recipe(checkpoint: Checkpoint, config: RunConfig) -> str:
+    """What the run of `checkpoint` was last trained in: a name, or the path of a file."""
+    name: str = checkpoint.info["plan"]["recipe"]["name"]
+    return config.recipe if config.recipe.endswith(".toml") else name
+
+
+def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:
+    """The loss of each label, in nats: float64 [N, T], on the CPU.
+
+    Args:
+        model: left in the mode that it is in.
+        windows: int64 [N, T + 1], or with documents [N, 2, T + 1].
+        batch: how many at a time; their logits, [batch, T, V] in float32, are in memory at once.
+    """
+    device = model.embedding.weight.device
+    found = []
+    with eval_mode(model):
+        for part in torch.split(windows, batch):
+            inputs_BT, targets_BT, *documents = inputs_of(part.to(device))
+            logits_BTV = model(inputs_BT, None, *documents)
+            found += [
+                F.cross_entropy(logits_TV, targets_T, reduction="none").double().cpu()
+                for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)
+            ]
+    return torch.stack(found)
+
+
+def bits_per_byte(nats_NT: Tensor, text_bytes: Tensor | None) -> float | None:
+    """Bits of loss per byte of text: comparable between tokenizers, as nats per token are not.
+
+    Tokens that stand for no text, such as the end of a document, count neither above nor below,
+    where it is known of each token.
+
+    Args:
+        nats_NT: float64 [N, T].
+        text_bytes: see `Windows.text_bytes`.
+    """
+    if text_bytes is None or not int(text_bytes.sum()):
+        return None
+    nats = (nats_NT * (text_bytes > 0)).sum()
+    return (nats / text_bytes.sum() / math.log(2)).item()

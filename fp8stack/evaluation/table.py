@@ -1,0 +1,107 @@
+"""Scores as a table for people, and as JSON data for programs. It computes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from fp8stack.evaluation.scores import Score
+
+HEADINGS = (
+    *("run", "recipe", "ran", "FP8 layers", "FP8 GEMMs"),
+    *("loss", "perplexity", "bits per byte", "difference"),
+)
+
+
+def as_json(scores: Sequence[Score]) -> dict[str, Any]:
+    """JSON data: `{"scores": [...]}`; what is not known or not finite is null."""
+    return {"scores": [_object(score) for score in scores]}
+
+
+def _object(score: Score) -> dict[str, Any]:
+    layers = score.plan.layers
+    return {
+        "run": score.run,
+        "checkpoint": str(score.checkpoint),
+        "recipe": score.recipe,
+        "ran": score.plan.precision,
+        "backend": score.plan.backend,
+        "plan": score.plan.summary(),
+        "fp8_layers": sum(layer.fp8 for layer in layers),
+        "layers": len(layers),
+        "fp8_gemms": score.fp8_gemms,
+        "data": score.data,
+        "windows": len(score.losses_N),
+        "context": score.tokens // len(score.losses_N),
+        "loss": _finite(score.loss),
+        "perplexity": _finite(score.perplexity),
+        "bits_per_byte": _finite(score.bits_per_byte),
+        "difference": _finite(score.difference),
+        "standard_error": _finite(score.standard_error),
+        "baseline": None if score.baseline is None else score.baseline.recipe,
+        "tokens_per_s": score.tokens / score.seconds,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def text_lines(scores: Sequence[Score]) -> list[str]:
+    """The table in plain text, one line per score, and the plans."""
+    rows = [HEADINGS, *(_cells(score) for score in scores)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [*lines, "", *notes(scores)]
+
+
+def rich_table(scores: Sequence[Score]) -> Table:
+    """The table for a terminal; `notes` belong below it."""
+    table = Table()
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for score in scores:
+        table.add_row(*_cells(score))
+    return table
+
+
+def _cells(score: Score) -> tuple[str, ...]:
+    layers = score.plan.layers
+    bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    return (
+        score.run,
+        score.recipe,
+        f"{score.plan.precision} ({score.plan.backend})",
+        f"{sum(layer.fp8 for layer in layers)}/{len(layers)}",
+        f"{score.fp8_gemms:,}",
+        f"{score.loss:.4f}",
+        f"{score.perplexity:.4g}",
+        bits,
+        _difference(score),
+    )
+
+
+def _difference(score: Score) -> str:
+    if score.difference is None:
+        return "baseline"
+    error = score.standard_error
+    return f"{score.difference:+.5f}" + ("" if error is None else f" ± {error:.5f}")
+
+
+def notes(scores: Sequence[Score]) -> list[str]:
+    """What the numbers are of, and how each recipe ran and why, each once."""
+    lines = []
+    for score in scores:
+        about = f"{score.data}: {len(score.losses_N)} windows, {score.tokens:,} tokens"
+        lines += [about, *score.plan.summary()]
+    lines.append(
+        "loss in nats per token; difference to the run's first recipe on the same windows, with "
+        "its standard error"
+    )
+    return list(dict.fromkeys(lines))

@@ -1,0 +1,113 @@
+"""The windows that runs are evaluated on, and how many bytes of text their labels stand for.
+
+It must not know a model. N windows, T tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8stack import data
+from fp8stack.data import Corpus
+from fp8stack.errors import UserError, quoted
+from fp8stack.model import GPTConfig
+from fp8stack.tokenizer import Tokenizer
+from fp8stack.training.building import context_of
+from fp8stack.training.config import RunConfig
+from fp8stack.training.feed import inputs_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """What is evaluated.
+
+    Attributes:
+        name: of the data.
+        tokens: int64 [N, T + 1], or with documents [N, 2, T + 1], see `StepBatches`.
+        text_bytes: int64 [N, T], how many bytes of UTF-8 each label stands for; [N, 1], those of a
+            window's labels together, where single tokens do not say; None if nobody knows.
+    """
+
+    name: str
+    tokens: Tensor
+    text_bytes: Tensor | None
+
+
+def windows_for(
+    run: str,
+    config: RunConfig,
+    model: GPTConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    data_path: str | None,
+    count: int | None,
+    context: int | None,
+) -> Windows:
+    """The windows for one run: evenly spaced, as those of its own evaluations, unless asked
+    otherwise.
+
+    Args:
+        run: what the user calls it.
+        config: of the run.
+        model: its shape.
+        tokenizer: what its tokens are of, if that is known.
+        data_path: None for the run's own held-out part. Other data are taken as `--data` of a run
+            is, their held-out part; but a single file as a whole, if the run was not trained on it.
+        count: how many windows; None for as many as the run's own evaluations have.
+        context: tokens of each; None for the run's.
+
+    Raises:
+        UserError: the data cannot be used, or are of another tokenizer than the run's.
+    """
+    path = config.data if data_path is None else data_path
+    own = path == config.data or (
+        path is not None and config.data is not None and data.absolute(path) == config.data
+    )
+    found = data.tokenizer_of(path)
+    if found is not None and tokenizer is not None and found.sha256 != tokenizer.sha256:
+        raise UserError(
+            f"{quoted(str(path))} is read as tokens of {found.name}, and {quoted(run)} was trained "
+            f"on those of {tokenizer.name}. Make them: fp8stack prepare {quoted(str(path))} "
+            f"--tokenizer {quoted(run)} --out DIR"
+        )
+    tokenizer = tokenizer or found
+    end = None if tokenizer is None else tokenizer.end_of_text
+    train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end)
+    if not own and path is not None and os.path.isfile(path):
+        held_out = Corpus(name=path, parts=(*train.parts, *held_out.parts))
+    tokens = data.validation_windows(
+        held_out,
+        count=config.eval_windows if count is None else count,
+        context=_context(context, config, model),
+        vocabulary=model.vocabulary,
+        documents=config.document_mask and held_out.has_documents,
+    )
+    return Windows(name=held_out.name, tokens=tokens, text_bytes=_text_bytes(tokens, tokenizer))
+
+
+def _context(asked: int | None, config: RunConfig, model: GPTConfig) -> int:
+    """Tokens of a window."""
+    if asked is not None and asked > model.context:
+        raise UserError(
+            f"--context {asked} is more than the {model.context} that the model takes. Lower it."
+        )
+    return asked or context_of(config, model)
+
+
+def _text_bytes(tokens: Tensor, tokenizer: Tokenizer | None) -> Tensor | None:
+    """See `Windows.text_bytes`."""
+    if tokenizer is None:
+        return None
+    labels_NT = inputs_of(tokens)[1]
+    if int(labels_NT.max()) >= tokenizer.vocabulary:
+        return None  # it is of another tokenizer
+    lengths = tokenizer.byte_lengths()
+    if lengths is not None:
+        return torch.from_numpy(lengths)[labels_NT]
+    rows: Sequence[list[int]] = labels_NT.tolist()
+    return torch.tensor([[len(tokenizer.decode(row).encode())] for row in rows])
