@@ -170,6 +170,12 @@ ALONE = Ranks()
 
 def started() -> int:
     """How many ranks were started, this one among them."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(
+            f"srun started {tasks} processes, and none knows the others. Have srun start one "
+            "torchrun on each machine (docs/long_runs.md), or give it --ntasks=1."
+        )
     try:
         return max(1, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError:
