@@ -38,9 +38,11 @@ SCENARIOS = {
     "telemetry": "what a look at every operand of a step costs",
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
     "int8": "how many of attention's probabilities become zero in INT8 and in FP8",
+    "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
     "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
+    "pictures": "the pictures of docs/recipes.md, drawn of our own casts",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
 }
 

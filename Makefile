@@ -1,0 +1,40 @@
+# `make setup` once, then any of the others. They run in .venv if it is there, else in the
+# environment that is active. The checks themselves are in .ci/check, which CI runs as well.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+.DEFAULT_GOAL := help
+.PHONY: help setup lint types test slow gpu audit format docs-images ci
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1: /'
+
+setup: ## an environment in .venv with all that the tests need
+	python3 -m venv .venv
+	.venv/bin/pip install -c constraints.txt -e '.[test]'
+
+format: ## format the code
+	ruff format .
+
+lint: ## ruff, its formatting, and which module may import which
+	.ci/check lint
+
+types: ## mypy
+	.ci/check types
+
+test: ## the tests, on two cores
+	.ci/check tests
+
+slow: ## the tests that take minutes
+	pytest -m slow -n 2 --dist worksteal
+
+gpu: ## the tests and the benchmark for a machine with a CUDA GPU
+	pytest -m gpu
+	python -m bench gpu
+
+audit: ## known vulnerabilities of the versions in constraints.txt
+	.ci/check audit
+
+docs-images: ## draw the pictures of docs/recipes.md again
+	python -m bench pictures
+
+ci: ## what CI runs: a fresh environment, then all checks
+	.ci/run

@@ -1,0 +1,115 @@
+"""What the pages for newcomers say is so: predictions, examples of code, figures, links within."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import Command
+from gemm_oracle import assert_all_close, normal, oracle, run
+
+import fp8stack
+from fp8stack.precision import Hardware, resolve
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+GPUS = {"9.0": ["delayed", "current", "block"], "8.9": ["delayed", "current"]}
+GPUS["10.0"] = ["delayed", "mxfp8"]
+MODELS = ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-8b"]
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_predicted_speeds_are_those_that_the_command_prints(
+    model: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]
+    cells = []
+    for capability, recipes in GPUS.items():
+        words = ["--model", model, "--capability", capability, "--batch", sizes[0]]
+        assert command("bench", "roofline", *words, "--context", sizes[1]) == 0
+        said = capsys.readouterr().out
+        for recipe in recipes:
+            (row,) = re.findall(rf"^\| {recipe} \|.*\| ([\d.]+) \|$", said, re.M)
+            cells.append(row)
+    assert f"| {model} | {' | '.join(cells)} |" in _text("docs/choosing_a_recipe.md")
+
+
+def test_the_memory_that_the_faq_tells_is_the_estimate(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _text("docs/faq.md")
+    (asked,) = re.findall(r"^fp8stack (estimate .*)$", text, re.M)
+    assert command(*asked.split(), "--json") == 0
+    text = " ".join(text.split())
+    found = json.loads(capsys.readouterr().out)
+    peaks = {recipe: one["peak"] / 2**30 for recipe, one in found["recipes"].items()}
+    assert f"{peaks['delayed']:.2f} GiB in delayed scaling, {peaks['bf16']:.2f} GiB in bf16" in text
+    model = fp8stack.load_config("gpt2-1.5b")
+    assert f"of which {16 * model.parameters() / 2**30:.0f} GiB are" in text
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_the_backend_of_the_example_computes_what_the_casts_give(recipe: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", _text("docs/adding.md"), re.S)
+    scope: dict[str, object] = {"__name__": "exact"}
+    exec(compile(code, "docs/adding.md", "exec"), scope)
+    example = SimpleNamespace(**scope)
+    plan = resolve(recipe, Hardware("cpu"), "emulate").for_layers({"layer": (130, 33)})
+    backend = example.ExactBackend(plan)
+    layer = backend.linear("layer", 130, 33, True)
+    backend.attach(layer)
+    x, dy = normal(2, 3, 130, seed=1, std=30), normal(2, 3, 33, seed=2, std=30)
+    assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy), 1e-6)
+    assert backend.fp8_gemms() == 3
+    assert layer.gemm.dtype_on(torch.device("cpu")) == torch.float64
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_a_part_of_a_page_lead_to_a_heading(page: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", _text(page)):
+        other = (ROOT / page).parent / target if target else ROOT / page
+        assert anchor in _anchors(other.read_text(encoding="utf-8")), f"{target}#{anchor}"
+
+
+def test_the_faqs_list_has_every_question() -> None:
+    text = _text("docs/faq.md")
+    listed = re.findall(r"^- \[(.*)\]\(#", text, re.M)
+    assert listed == re.findall(r"^## (.*)$", text, re.M)
+
+
+def test_make_and_ci_call_the_same_checks() -> None:
+    makefile, script = _text("Makefile"), _text(".ci/check")
+    known = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
+    called = set(re.findall(r"^\t\.ci/check (\w+)$", makefile, re.M))
+    assert known == called == {"lint", "types", "audit", "tests"}
+    (usual,) = re.findall(r"^\[ \$# -gt 0 \] \|\| set -- (.*)$", script, re.M)
+    assert set(usual.split()) == known
+    assert _text(".ci/run").rstrip().endswith("\n.ci/check")
+    ended = subprocess.run([ROOT / ".ci/check", "nope"], capture_output=True, text=True)
+    assert (ended.returncode, "Known: lint, types" in ended.stderr) == (2, True)
+
+
+def test_every_target_that_contributors_are_told_of_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", _text("Makefile"), re.M))
+    for words in re.findall(r"^make ([a-z -]+?) *#", _text("CONTRIBUTING.md"), re.M):
+        assert set(words.split()) <= targets, words
+
+
+def test_the_changelog_has_the_version() -> None:
+    assert fp8stack.__version__ in _text("CHANGELOG.md")
