@@ -54,6 +54,8 @@ OTHERS = [
     Other({"loss_scale_interval": 9}, "loss_scale_interval is 9 here and 2000"),
     Other({"grad_compression": "bf16"}, "grad_compression is 'bf16' here and 'none'"),
     Other({"phases": "default"}, "phases is"),
+    Other({"data_order": "epochs"}, "data_order is 'epochs' here and 'random'"),
+    Other({"document_mask": True}, "document_mask is True here and False"),
     Other({"calibration_steps": 3}, "calibration_steps is 3 here and 16"),
 ]
 

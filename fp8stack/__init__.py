@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fp8stack.errors import UserError
     from fp8stack.model import GPT, GPTConfig, load_config, plan_for
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
+    from fp8stack.tokenizer import Tokenizer, load_tokenizer
     from fp8stack.training.load import load
+    from fp8stack.training.pretrain import pretrain
 
 __version__ = "0.1.0"
 
@@ -25,6 +27,7 @@ _HOMES = {
     "Hardware": "precision",
     "Plan": "precision",
     "Recipe": "precision",
+    "Tokenizer": "tokenizer",
     "UserError": "errors",
     "build_backend": "backends",
     "convert": "conversion",
@@ -33,7 +36,9 @@ _HOMES = {
     "load_config": "model",
     "load_fp8_state": "backends",
     "load_recipe": "precision",
+    "load_tokenizer": "tokenizer",
     "plan_for": "model",
+    "pretrain": "training.pretrain",
     "probe": "precision",
     "resolve": "precision",
 }
@@ -44,6 +49,7 @@ __all__ = [
     "Hardware",
     "Plan",
     "Recipe",
+    "Tokenizer",
     "UserError",
     "build_backend",
     "convert",
@@ -52,8 +58,10 @@ __all__ = [
     "load_config",
     "load_fp8_state",
     "load_recipe",
+    "load_tokenizer",
     "numerics",
     "plan_for",
+    "pretrain",
     "probe",
     "resolve",
 ]

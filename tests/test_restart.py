@@ -15,7 +15,7 @@ import pytest
 from conftest import TINY, Command, losses, metrics
 
 from fp8stack import cli
-from fp8stack.training import building, checkpoint, ending, loop, run_folder
+from fp8stack.training import building, checkpoint, ending, loop, reading, run_folder
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.sound import newest_sound
 from fp8stack.training.stop import SIGNALS, Preempted, stop_requests
@@ -445,7 +445,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
         after.append("went on")
 
     places: dict[str, tuple[Any, str]] = {
-        "reading data": (building.data, "load_corpora"),
+        "reading data": (reading.data, "load_corpora"),
         "claimed": (RunFolder, "write_plan"),
         "timing": (loop, "peak_rate"),
         "compiling": (loop._Loop, "advance"),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8stack import data
 from fp8stack.errors import UserError, quoted
 from fp8stack.model import GPTConfig, load_config, plan_for
 from fp8stack.precision import load_recipe, probe
@@ -17,6 +16,7 @@ from fp8stack.training.building import context_of
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config
 from fp8stack.training.initial import find_source, with_source
+from fp8stack.training.reading import read
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup import with_absolute_paths
 from fp8stack.training.state import differences
@@ -162,13 +162,13 @@ def _contents(config: RunConfig, recipes: Mapping[str, str]) -> dict[str, Any]:
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     found = {name: _recipe(config, name, source, model) for name, source in recipes.items()}
-    train, validation = data.load_corpora(config.data, model.vocabulary)
-    data.validation_windows(
-        validation, count=config.eval_windows, context=context, vocabulary=model.vocabulary
-    )
+    found_data = read(config, model.vocabulary, context)
     return {
         "model": model.model_dump(mode="json"),
-        "data": {"train": train.fingerprint(), "validation": validation.fingerprint()},
+        "data": {
+            "train": found_data.train.fingerprint(),
+            "validation": found_data.validation.fingerprint(),
+        },
         "recipes": found,
     }
 

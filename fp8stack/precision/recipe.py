@@ -27,6 +27,10 @@ class Block:
     count: int
 
 
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' * (count != 1)}"
+
+
 class _Base(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -62,9 +66,9 @@ class _Fp8(_Base):
                 return f"excluded by the pattern '{pattern}'"
         if block is not None:
             if block.index < self.exclude_first_blocks:
-                return f"in the first {self.exclude_first_blocks} blocks"
+                return f"in the first {_blocks(self.exclude_first_blocks)}"
             if block.index >= block.count - self.exclude_last_blocks:
-                return f"in the last {self.exclude_last_blocks} blocks"
+                return f"in the last {_blocks(self.exclude_last_blocks)}"
         return None
 
 

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 import fp8stack
-from fp8stack import data
 from fp8stack.errors import UserError
 from fp8stack.estimate import Setting, estimate
 from fp8stack.model import GPTConfig, load_config
@@ -22,7 +21,7 @@ from fp8stack.telemetry import Telemetry
 from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig
-from fp8stack.training.initial import Source, begin_with
+from fp8stack.training.initial import Source, begin_with, with_tokenizer
 from fp8stack.training.loss_scale import build_scaler
 from fp8stack.training.optimizer import build_optimizer, require_optimizer
 from fp8stack.training.parallel import (
@@ -33,9 +32,10 @@ from fp8stack.training.parallel import (
     spread,
 )
 from fp8stack.training.ranks import Ranks, losing_ranks
+from fp8stack.training.reading import read
 from fp8stack.training.run import Run, Switch
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.trackers import build_trackers, start_trackers
+from fp8stack.training.trackers import build_trackers
 from fp8stack.training.variants import Decided, build_variants, plan_phases
 
 
@@ -60,7 +60,7 @@ def build(
         run = _build_alone(config, folder, decided, hardware, ranks)
         run.notes += nothing_to_compress(config, ranks.count) + without_effect(config, run)
         if source is not None:
-            run.notes += (begin_with(run.model, source),)
+            run.notes += (begin_with(run.model, source), *with_tokenizer(source, run.tokenizer))
     if ranks.count > 1:
         plans = [variant.plan.to_json() for variant in run.variants]
         same = [plans, str(hardware), hardware.te_version, versions()]
@@ -91,10 +91,7 @@ def _build_alone(
     require_optimizer(config, hardware, ranks.count)
     # The main rank's part of a batch is looked at.
     telemetry = Telemetry(plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main)
-    train, validation = data.load_corpora(config.data, model_config.vocabulary)
-    windows = data.validation_windows(
-        validation, count=config.eval_windows, context=context, vocabulary=model_config.vocabulary
-    )
+    found = read(config, model_config.vocabulary, context)
     if plans[0].device == "cpu":
         keep_freed_memory()
     if config.deterministic and (plans[0].device == "cuda" or config.compile):
@@ -130,14 +127,15 @@ def _build_alone(
         optimizer=build_optimizer(variants[0].model, config),
         accelerator=accelerator,
         loss_scaler=build_scaler(config, device) if scaled else None,
-        train=train,
-        validation=validation,
-        windows=windows,
+        train=found.train,
+        validation=found.validation,
+        windows=found.windows,
+        tokenizer=found.tokenizer,
         telemetry=telemetry,
         identity={},
         ranks=ranks,
     )
-    run.identity = _identity(model_config, run, train, validation)
+    run.identity = _identity(model_config, run)
     run.use(variants[schedule.variants[0]])
     return run
 
@@ -214,6 +212,11 @@ def _be_deterministic() -> None:
 def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks) -> Accelerator:
     """accelerate for devices, accumulation, clipping and trackers; the layers cast by themselves,
     so it is told of no precision."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
+        raise UserError(
+            "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
+            "--parallel ddp or fsdp spreads a model over ranks."
+        )
     trackers = build_trackers(config, folder.path) if ranks.is_main else []
     accelerator = Accelerator(
         cpu=plan.device == "cpu",
@@ -225,13 +228,10 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks)
     )
     # The constructor prefers the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
     accelerator.gradient_accumulation_steps = config.accumulate
-    start_trackers(accelerator, folder.path)
     return accelerator
 
 
-def _identity(
-    model: GPTConfig, run: Run, train: data.Corpus, validation: data.Corpus
-) -> dict[str, Any]:
+def _identity(model: GPTConfig, run: Run) -> dict[str, Any]:
     """What a resumed run must share with its checkpoint, besides the configuration."""
 
     def recipe(plan: Plan) -> dict[str, Any]:
@@ -243,7 +243,10 @@ def _identity(
     same = {
         "model": model.model_dump(mode="json"),
         "recipe": recipe(run.main.plan),
-        "data": {"train": train.fingerprint(), "validation": validation.fingerprint()},
+        "data": {
+            "train": run.train.fingerprint(),
+            "validation": run.validation.fingerprint(),
+        },
     }
     places = {*run.schedule.variants, run.schedule.evaluation} - {None}
     if len(places) > 1:  # the reference for the guard is none of them: it may come and go

@@ -76,6 +76,12 @@ class RunConfig(BaseModel):
     strict: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: str | None = None
+    data_order: Literal["random", "epochs"] = "random"
+    """Windows at random places, or all of them once an epoch, shuffled anew each time."""
+    document_mask: bool = False
+    """Attention does not cross documents; the data must say where they end."""
+    tokenizer: str | None = None
+    """Of data that do not say: bytes, gpt2, or the path of a tokenizer.json."""
     out: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
@@ -148,6 +154,7 @@ class RunConfig(BaseModel):
     """Profile one step after warm-up into the run folder."""
     tensorboard: bool = False
     wandb: bool = False
+    trackio: bool = False
     telemetry_every: NonNegativeInt = 50
     """Steps between looks at what FP8 does to each operand; 0 for none."""
     what_if: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -200,7 +207,7 @@ class RunConfig(BaseModel):
                 raise ValueError(f"{key} is not valid UTF-8. Use another name.") from None
             if "\0" in str(value):
                 raise ValueError(f"{key} holds a NUL character. Use another name.")
-        for key in ("data", "init_from", "out"):
+        for key in ("data", "init_from", "out", "tokenizer"):
             if getattr(self, key) == "":
                 raise ValueError(f"{key} is empty. Give a path, or leave it out.")
         return self
@@ -222,7 +229,8 @@ FREE_ON_RESUME = frozenset(
         "debug_steps",
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
         *("keep_every", "checkpoint_async"),
-        *("sample_tokens", "sample_prompt", "temperature", "tensorboard", "wandb"),
+        *("sample_tokens", "sample_prompt", "temperature", "tokenizer"),
+        *("tensorboard", "wandb", "trackio"),
         *("telemetry_every", "what_if", "guard"),
     }
 )

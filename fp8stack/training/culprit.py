@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8stack.backends.delayed import several_ranks
 from fp8stack.backends.observe import observing
-from fp8stack.training.feed import tokens_of
+from fp8stack.training.feed import inputs_of, tokens_of
 from fp8stack.training.run import Run
 from fp8stack.training.sharded import here
 from fp8stack.training.spikes import LARGEST
@@ -104,7 +104,7 @@ def _try(run: Run, step: int) -> Seen:
     eager = torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext()
     with _unchanged(run, step), eager, observed, _others(run.model, see):
         for part_BT in tokens_BT.chunk(run.config.accumulate):
-            loss = run.model(part_BT[:, :-1], part_BT[:, 1:])
+            loss = run.model(*inputs_of(part_BT))
             seen.append(("loss", "output", _amax(loss)))
             if run.scaler is not None:
                 loss = run.scaler.scale(loss)

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fp8stack import data
 from fp8stack.precision.phases import EVALUATION
 from fp8stack.training.run import Run
 from fp8stack.training.throughput import Peak
@@ -104,13 +105,32 @@ def describe_run(run: Run) -> list[str]:
         *(line for variant in run.variants for line in variant.plan.summary()),
         *_phases(run),
         f"model: {config.model}, {run.model.config.parameters():,} parameters",
-        f"data: {run.train.name}, {len(run.train):,} tokens to train on, {len(run.validation):,} "
-        "held out",
+        *_data(run),
         f"steps: {steps}",
         *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
         *(["compiling: the first step takes a minute or so"] if config.compile else []),
     ]
+
+
+def _data(run: Run) -> list[str]:
+    """What is read, and how, where that was asked for."""
+    config, train = run.config, run.train
+    lines = [
+        f"data: {train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"
+    ]
+    if config.data_order == "epochs" or isinstance(train, data.Mixture):
+        told = data.describe(
+            train,
+            batch=config.batch,
+            context=run.context,
+            steps=config.steps,
+            order=config.data_order,
+        )
+        lines += [f"data: {line}" for line in told]
+    if config.document_mask:
+        lines.append("data: attention stays within documents")
+    return lines
 
 
 def _phases(run: Run) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fp8stack import data
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.display import Display
 from fp8stack.training.evaluate import sample
@@ -36,7 +35,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     with run.ranks.together():
         if text and is_main:
             write_atomically(folder.sample, text.encode())
-            display.note(f"sample:\n{text}")
+            display.note(f"sample:\n{_shown(text)}")
     if run.loss_scaler is not None:
         display.note(str(run.loss_scaler.statistics()))
     display.note(
@@ -45,17 +44,23 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     )
 
 
+def _shown(text: str) -> str:
+    """`text` without what a terminal would act on."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
 def _sample(run: Run) -> str:
-    """Text that the model writes now; empty where tokens are not bytes or none is asked for."""
-    config = run.config
-    if not config.sample_tokens or not run.train.is_text:
+    """Text that the model writes now; empty where none is asked for, or nothing says what text
+    tokens are."""
+    config, tokenizer = run.config, run.tokenizer
+    if not config.sample_tokens or tokenizer is None:
         return ""
     prompt = config.sample_prompt or ("def " if config.data is None else "\n")
     tokens = sample(
         (run.evaluation or run.active).model,
-        list(prompt.encode()),
+        tokenizer.encode(prompt),
         config.sample_tokens,
         temperature=config.temperature,
         seed=config.seed,
     )
-    return prompt + data.decode(tokens)
+    return prompt + tokenizer.decode(tokens)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.model import GPT
+from fp8stack.sampling import Sampling, generate
+from fp8stack.training.feed import inputs_of
 from fp8stack.training.ranks import ALONE, Ranks, losing_ranks
 
 
@@ -33,11 +35,11 @@ def validation_loss(
     ranks: Ranks = ALONE,
     stops: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """The mean loss in nats per token over `windows`, int64 [N, T + 1], which ranks share out.
+    """The mean loss in nats per token over `windows`, which ranks share out.
 
     Args:
         model: as it is trained; all ranks call it equally often.
-        windows: the same on all ranks.
+        windows: int64 [N, T + 1], or with documents [N, 2, T + 1]; the same on all ranks.
         batch: windows at a time, over all ranks; a multiple of their number.
         device: the model's.
         ranks: who takes part.
@@ -51,7 +53,7 @@ def validation_loss(
             mine = windows[start : start + batch][ranks.index :: ranks.count]
             # A rank that has none left computes along: others may wait for its part of the model.
             tokens = (mine if len(mine) else windows[:1]).to(device)
-            total += model(tokens[:, :-1], tokens[:, 1:]).double() * len(mine)
+            total += model(*inputs_of(tokens)).double() * len(mine)
     if ranks.count > 1:
         with losing_ranks():
             dist.all_reduce(total)
@@ -61,18 +63,5 @@ def validation_loss(
 def sample(
     model: GPT, prompt: Sequence[int], count: int, *, temperature: float, seed: int
 ) -> list[int]:
-    """`count` tokens that the model continues `prompt` with.
-
-    The draw depends on `seed` alone; the training's random state is not touched. A compiled model
-    runs uncompiled: it would be compiled again for each length.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    with eval_mode(model), torch.compiler.set_stance("force_eager"):
-        for _ in range(count):
-            window = torch.tensor([tokens[-model.config.context :]], device=device)
-            logits_V = model(window)[0, -1].cpu() / temperature
-            chances_V = logits_V.softmax(dim=-1)
-            tokens.append(int(torch.multinomial(chances_V, 1, generator=generator)))
-    return tokens[len(prompt) :]
+    """`count` tokens that the model continues `prompt` with, see `sampling.generate`."""
+    return list(generate(model, prompt, count, Sampling(temperature=temperature), seed=seed))

@@ -20,7 +20,8 @@ from fp8stack.training.run import Run
 
 
 def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
-    """Each step that is left, with this rank's tokens of it, int64 [batch / ranks, context + 1]."""
+    """Each step that is left, with this rank's tokens of it: int64 [batch / ranks, context + 1], or
+    with a document mask [batch / ranks, 2, context + 1], see `StepBatches`."""
     config = run.config
     steps = range(run.step + 1, config.steps + 1)
     loader = DataLoader(
@@ -43,8 +44,20 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
 
 
 def tokens_of(run: Run, step: int) -> Tensor:
-    """This rank's tokens of one step: int64 [batch / ranks, context + 1], on the CPU."""
+    """This rank's part of one step, see `batches`, on the CPU."""
     return _dataset(run)[step]
+
+
+def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
+    """What a model's loss takes: inputs and targets, int64 [n, context] each, and with documents
+    the number of each input's.
+
+    Args:
+        windows: int64 [n, context + 1]; with documents [n, 2, context + 1], see `StepBatches`.
+    """
+    if windows.ndim == 2:
+        return windows[:, :-1], windows[:, 1:]
+    return windows[:, 0, :-1], windows[:, 0, 1:], windows[:, 1, :-1]
 
 
 class _RankBatches(Dataset[Tensor]):
@@ -66,5 +79,7 @@ def _dataset(run: Run) -> _RankBatches:
         context=run.context,
         seed=run.config.seed,
         vocabulary=run.model.config.vocabulary,
+        order=run.config.data_order,
+        documents=run.config.document_mask,
     )
     return _RankBatches(whole, run.ranks, run.config.accumulate)

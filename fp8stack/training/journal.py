@@ -104,6 +104,8 @@ class Journal:
         if not self.run.ranks.is_main:
             return
         self.run.folder.append_metrics(row)
+        if row["val_loss"] is not None:
+            self.run.accelerator.log({"val_loss": row["val_loss"]}, step=step)
         self._tell_validation(row)
 
     def _tell_validation(self, row: dict[str, Any]) -> None:

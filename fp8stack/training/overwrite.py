@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fp8stack.errors import UserError
+from fp8stack.hf import path_in
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import writing
 from fp8stack.training.profiling import TABLE, TRACE
@@ -37,7 +38,8 @@ def refuse_overwriting(out: str | None, resume: str | None, init_from: str | Non
         )
     if out is None:
         raise UserError("--overwrite needs --out, the folder of the run that is to be removed.")
-    if init_from is not None and Path(init_from).resolve().is_relative_to(Path(out).resolve()):
+    source = None if init_from is None else path_in(init_from) or Path(init_from)
+    if source is not None and source.resolve().is_relative_to(Path(out).resolve()):
         raise UserError(
             f"--init-from {init_from} lies in {out}, which --overwrite removes. Give another --out."
         )
@@ -50,7 +52,14 @@ def files_of_run(folder: RunFolder) -> list[Path]:
         UserError: the folder is a file.
     """
     folder.require_folder()
-    own = [folder.plan, folder.telemetry, folder.debug, folder.plot, folder.sample]
+    own = [
+        folder.plan,
+        folder.tokenizer,
+        folder.telemetry,
+        folder.debug,
+        folder.plot,
+        folder.sample,
+    ]
     besides = [file for pattern in _BESIDES for file in sorted(folder.path.glob(pattern))]
     # Those that make it a run come last: cut short, it still is one, without checkpoints.
     return [p for p in (*own, *besides, folder.metrics, folder.config) if p.is_file()]

@@ -16,6 +16,7 @@ from fp8stack.model import GPT
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.phases import Phase
 from fp8stack.telemetry import Telemetry
+from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.config import RunConfig
 from fp8stack.training.loss_scale import LossScaler
 from fp8stack.training.ranks import ALONE, Ranks
@@ -40,9 +41,11 @@ class Switch(nn.Module):
         self.models = nn.ModuleList(models)
         self.active = 0
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         """The loss, see `GPT.forward`."""
-        loss: Tensor = self.models[self.active](tokens_BT, targets_BT)
+        loss: Tensor = self.models[self.active](tokens_BT, targets_BT, documents_BT)
         return loss
 
 
@@ -74,6 +77,8 @@ class Run:
         active: the variant that trains now.
         wrapped: what a step calls: the model, or the switch, or what spreads either over ranks.
         switch: what calls the variant that trains now, if there are several.
+        windows: those of validation losses.
+        tokenizer: what the data were tokenized with, if that is known.
         loss_scaler: of fp16, if a phase is in it; `scaler` is it in such a phase, and else None.
     """
 
@@ -93,6 +98,7 @@ class Run:
     train: data.Corpus
     validation: data.Corpus
     windows: Tensor
+    tokenizer: Tokenizer | None
     telemetry: Telemetry
     identity: dict[str, Any]
     ranks: Ranks = ALONE

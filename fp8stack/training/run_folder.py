@@ -31,6 +31,7 @@ class RunFolder:
         self.path = path
         self.config = path / "run.toml"
         self.plan = path / "plan.json"
+        self.tokenizer = path / "tokenizer.json"
         self.debug = path / "debug.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.telemetry = path / "telemetry.jsonl"
@@ -73,8 +74,8 @@ class RunFolder:
                 "--out, or remove it by --overwrite."
             )
         self.require_folder()
-        found = [own for own in (self.plan, self.telemetry, self.plot) if own.exists()]
-        found += [own for own in (self.sample, self.profile, self.debug) if own.exists()]
+        own = (self.plan, self.tokenizer, self.telemetry, self.plot, self.sample, self.debug)
+        found = [path for path in (*own, self.profile) if path.exists()]
         found += [] if self._has_no_checkpoints else [self.checkpoints]
         if found:
             raise UserError(f"{found[0]} is in the way: it is no run's. Give another --out.")

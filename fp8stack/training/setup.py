@@ -8,12 +8,19 @@ from typing import Any
 
 import torch
 
+from fp8stack import data
 from fp8stack.errors import UserError
 from fp8stack.precision import probe
+from fp8stack.tokenizer import NAMED
 from fp8stack.training.allocator import expand_segments
 from fp8stack.training.building import build
 from fp8stack.training.config import RunConfig, parse_config, to_toml
-from fp8stack.training.initial import find_source, same_source, with_source
+from fp8stack.training.initial import (
+    absolute_source,
+    find_source,
+    same_source,
+    with_source,
+)
 from fp8stack.training.overwrite import files_of_run, refuse_overwriting, remove_run
 from fp8stack.training.ranks import Ranks, join
 from fp8stack.training.resume import (
@@ -28,6 +35,7 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.state import differences
 from fp8stack.training.storage import write_atomically
+from fp8stack.training.trackers import start_trackers
 from fp8stack.training.variants import Decided, plan_of
 
 
@@ -79,12 +87,16 @@ def set_up(
             folder.claim()
         if found is not None:
             _resume(run, found)
+        if ranks.is_main:
+            start_trackers(run.accelerator, folder.path, resumed=found is not None)
         removed = remove_run(folder, old) if overwrite and ranks.is_main else None
         goes_on = "torchrun started this again: going on as with --resume auto" if again else None
         run.notes += tuple(note for note in (goes_on, removed) if note)
         if ranks.is_main:
             write_atomically(folder.config, to_toml(config).encode())
             folder.write_plan(plan_of(run))
+            if run.tokenizer is not None:
+                write_atomically(folder.tokenizer, run.tokenizer.to_json().encode())
     return run
 
 
@@ -116,10 +128,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with files named from the root, so that the run can be resumed from anywhere."""
     files: dict[str, Any] = {
         key: os.path.realpath(value)
-        for key in ("model", "recipe", "data", "init_from")
+        for key in ("model", "recipe", "tokenizer")
         if key in config.given and (value := getattr(config, key))
-        if key in ("data", "init_from") or value.endswith(".toml")
+        if value.endswith(".toml") or (key == "tokenizer" and value not in NAMED)
     }
+    if config.data is not None:
+        files["data"] = data.absolute(config.data)
+    if config.init_from is not None:
+        files["init_from"] = absolute_source(config.init_from)
     if config.phases:
         files["phases"] = tuple(
             phase.model_copy(update={"recipe": os.path.realpath(phase.recipe)})

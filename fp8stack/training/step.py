@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8stack.training.clipping import adaptive_limit, clip_gradients, total_norm
 from fp8stack.training.events import Events, NoEvents
+from fp8stack.training.feed import inputs_of
 from fp8stack.training.optimizer import learning_rate, set_learning_rate
 from fp8stack.training.phased import Phases
 from fp8stack.training.run import Run
@@ -83,7 +84,7 @@ class Step:
         run, scaler, events = self.run, self.run.scaler, self.events
         ranks = run.ranks.count
         with run.accelerator.accumulate(run.wrapped), self.observed(step, place > 0):
-            loss: Tensor = run.wrapped(part_BT[:, :-1], part_BT[:, 1:])
+            loss: Tensor = run.wrapped(*inputs_of(part_BT))
             told = loss.detach()
             events.add("forward", loss=told)
             # accelerate divides by the number of micro-batches; ranks' gradients are summed.

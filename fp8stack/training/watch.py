@@ -130,7 +130,8 @@ class Watch:
         passes: int = 1,
     ) -> None:
         self.config = config
-        self.amaxes = None if delayed is None else Amaxes(delayed, config, passes)
+        kept = delayed is not None and delayed.history.slots  # none, if no layer is in FP8
+        self.amaxes = Amaxes(delayed, config, passes) if delayed is not None and kept else None
         self.judges_amaxes = True
         self._optimizer = optimizer
         # And not accelerate's: of "cuda" and the tensors' "cuda:0", torch says that they differ.

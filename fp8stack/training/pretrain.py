@@ -1,0 +1,42 @@
+"""`fp8stack pretrain` as a function, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fp8stack.training.loop import PREEMPTED, train
+from fp8stack.training.setup import set_up
+from fp8stack.training.stop import Preempted, StopRequests, stop_requests
+
+
+def pretrain(
+    config: str | Path | None = None,
+    *,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    **keys: Any,
+) -> Path:
+    """Train a model, as the command does, and return the run's folder.
+
+    Args:
+        config: a run file (TOML).
+        resume: a run or checkpoint to go on with, or "auto": the run in `out`, if there is one.
+        overwrite: remove the run that is in `out` first.
+        keys: those of a run file, which they overrule: `recipe="delayed"`, `steps=200`,
+            `model_overrides={"layers": 2}`; docs/configuration.md has all of them.
+
+    Raises:
+        UserError: what the command says in one line; its `exit_code` is the command's. Preempted,
+            one of them: a signal stopped the run, which is saved and can be resumed.
+    """
+    file, again = (None if path is None else str(path) for path in (config, resume))
+    keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    heard = threading.current_thread() is threading.main_thread()  # others cannot take signals
+    with stop_requests() if heard else nullcontext(StopRequests()) as stop:
+        run = set_up(keys, file, [], again, overwrite)
+        if train(run, stop) == PREEMPTED:
+            raise Preempted(f"Stopped after step {run.step}, saved. Go on with resume='auto'.")
+    return run.folder.path

@@ -1,0 +1,99 @@
+"""What a run reads: the two parts of its data, and the tokenizer that their tokens are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8stack import data
+from fp8stack.errors import UserError
+from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.training.config import RunConfig
+from fp8stack.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a run reads.
+
+    Attributes:
+        train: what it is trained on.
+        validation: what is held out.
+        windows: of that, those of validation losses: see `data.validation_windows`.
+        tokenizer: what the tokens are of, if that is known.
+    """
+
+    train: data.Corpus
+    validation: data.Corpus
+    windows: Tensor
+    tokenizer: Tokenizer | None
+
+
+def read(config: RunConfig, vocabulary: int, context: int) -> Reading:
+    """Find the data of a run.
+
+    Args:
+        config: of the run.
+        vocabulary: of its model.
+        context: tokens per sequence.
+
+    Raises:
+        UserError: the data cannot be used, or are not of the tokenizer that `config` names.
+    """
+    tokenizer = _tokenizer(config, vocabulary)
+    end = None if tokenizer is None else tokenizer.end_of_text
+    train, validation = data.load_corpora(config.data, vocabulary, end_of_text=end)
+    windows = data.validation_windows(
+        validation,
+        count=config.eval_windows,
+        context=context,
+        vocabulary=vocabulary,
+        documents=config.document_mask,
+    )
+    return Reading(train=train, validation=validation, windows=windows, tokenizer=tokenizer)
+
+
+def _tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer | None:
+    """What the run's data were tokenized with; None where neither they nor `config` say.
+
+    Args:
+        config: of the run.
+        vocabulary: of its model.
+
+    Raises:
+        UserError: `config` names another than the data's, or one that cannot be loaded; or the
+            model's vocabulary is smaller.
+    """
+    found = data.tokenizer_of(config.data)
+    if config.tokenizer is not None:
+        asked = load_tokenizer(config.tokenizer)
+        if found is not None and found.sha256 != asked.sha256:
+            raise UserError(
+                f"--tokenizer {config.tokenizer} is not that of the data, {found.name}. Leave it "
+                f"out, or tokenize them: fp8stack prepare {config.data or 'TEXT'} --tokenizer "
+                f"{config.tokenizer} --out DIR"
+            )
+        found = asked
+    if found is not None and found.vocabulary > vocabulary:
+        raise UserError(
+            f"The data's tokenizer, {found.name}, has {found.vocabulary} tokens; model "
+            f"{config.model} has a vocabulary of {vocabulary}. Give --set "
+            f"model_overrides.vocabulary={found.vocabulary}"
+        )
+    return found
+
+
+def tokenizer_of_run(run_or_checkpoint: str | Path) -> Tokenizer | None:
+    """What the run of a folder, or of a checkpoint in it, was trained with, if it is known.
+
+    Raises:
+        UserError: its file is damaged.
+    """
+    path = Path(run_or_checkpoint)
+    for folder in (path, path.parent.parent):  # RUN/checkpoints/step-000200
+        file = RunFolder(folder).tokenizer
+        if file.is_file():
+            return load_tokenizer(str(file))
+    return None

@@ -1,0 +1,162 @@
+"""Runs on prepared data: their tokenizer, documents, order and mixtures, also when resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Command, metrics
+from torch import Tensor
+
+import fp8stack
+from fp8stack.training import feed
+from fp8stack.training.step import Step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split(" ")
+VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
+
+
+def losses(run: Path) -> list[tuple]:
+    """Step by step, what the run's numbers came to."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run) if "loss" in row]
+
+
+@pytest.fixture
+def tokens(command: Command, tmp_path: Path) -> str:
+    """A prepared folder: 300 short documents in 300 tokens, some of them held out."""
+    rows = ({"text": " ".join(WORDS[i % 7 : 4 + i % 9] * 6)} for i in range(300))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["--train-bpe", "300", "--out", "tokens", "--workers", "1", "--held-out", "0.2"]
+    assert command("prepare", "texts.jsonl", *asked) == 0
+    return "tokens"
+
+
+def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    assert command("pretrain", "--data", tokens, "--out", "run", *TINY, *VOCABULARY) == 0
+    kept = (tmp_path / "run/tokenizer.json").read_text()
+    assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
+    sample = (tmp_path / "run/sample.txt").read_text()
+    assert sample.startswith("\n")
+    assert len(sample) > len("\n")
+    asked = ["--overwrite", "--out", "run"]
+    assert command("pretrain", *asked, *TINY) == 0  # of bytes now
+    ours = fp8stack.load_tokenizer(str(tmp_path / "run"))
+    assert ours.name == "bytes"
+
+
+def test_a_tokenizer_that_is_not_the_datas_is_refused(
+    command: Command, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--data", tokens, "--tokenizer", "bytes", *TINY, *VOCABULARY) == 2
+    assert "is not that of the data" in capsys.readouterr().err
+    assert command("pretrain", "--data", tokens, *TINY) == 2
+    assert "--set model_overrides.vocabulary=300" in capsys.readouterr().err
+
+
+def test_a_folder_of_tokens_is_no_place_for_a_run(
+    command: Command, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (tmp_path / "tokens/tokenizer.json").read_text()
+    assert command("pretrain", "--out", tokens, *TINY) == 2
+    assert "tokenizer.json is in the way" in capsys.readouterr().err
+    assert (tmp_path / "tokens/tokenizer.json").read_text() == before
+
+
+def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
+    asked = ["--data", "train.bin", "--out", "run", "--document-mask", *TINY, *VOCABULARY]
+    assert command("pretrain", *asked) == 2
+    assert command("pretrain", *asked, "--tokenizer", "tokens") == 0
+    kept = (tmp_path / "run/tokenizer.json").read_text()
+    assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("more", [[], ["--phases", "default", "--recipe", "delayed"]])
+def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
+    command: Command, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    asked = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
+    assert command("pretrain", *asked, "--out", "plain") == 0
+    asked.append("--document-mask")
+    passes: list[Tensor] = []
+    forward = fp8stack.GPT.forward
+
+    def see(self, tokens_BT, targets_BT=None, documents_BT=None, **cache):  # type: ignore
+        if targets_BT is not None:
+            passes.append(documents_BT)
+        return forward(self, tokens_BT, targets_BT, documents_BT, **cache)
+
+    monkeypatch.setattr(fp8stack.GPT, "forward", see)
+    assert command("pretrain", *asked, "--out", "whole") == 0
+    assert len(passes) > 12
+    assert all(documents is not None for documents in passes)
+    assert max(int(documents.max()) for documents in passes) >= 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert command("pretrain", *asked, "--out", "cut") == 0
+    (tmp_path / "cut/checkpoints/step-000012/checkpoint.json").unlink()  # on from step 8
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "whole") != losses(tmp_path / "plain")
+
+
+def test_rank_shares_of_windows_with_documents_are_rows() -> None:
+    windows = torch.arange(4 * 2 * 5).view(4, 2, 5)
+    inputs, targets, documents = feed.inputs_of(windows)
+    assert inputs.tolist() == windows[:, 0, :4].tolist()
+    assert targets.tolist() == windows[:, 0, 1:].tolist()
+    assert documents.tolist() == windows[:, 1, :4].tolist()
+    parts = [feed.part_of(windows, rank, 2, 2) for rank in (0, 1)]
+    assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
+
+
+def test_epochs_and_mixtures_are_told_and_resumed(
+    command: Command, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a.txt", "abc " * 900), ("b.txt", "xyz " * 700)):
+        (tmp_path / name).write_text(text)
+    asked = ["--data", "0.75:a.txt,0.25:b.txt", "--data-order", "epochs", *TINY]
+    assert command("pretrain", *asked, "--out", "whole") == 0
+    said = capsys.readouterr().out
+    assert "75.00% of the rows, 101 windows of 32 an epoch" in said
+    assert command("pretrain", *asked, "--out", "cut", "--steps", "8") == 0
+    saved = (tmp_path / "cut/run.toml").read_text()
+    assert f'data = "0.75:{tmp_path}/a.txt,0.25:{tmp_path}/b.txt"' in saved
+    assert command("pretrain", "--resume", "cut", "--data", "0.7:a.txt,0.3:b.txt") == 2
+    assert "the data are not those" in capsys.readouterr().err
+    assert command("pretrain", "--resume", "cut", "--set", "data_order=random") == 2
+    assert "data_order" in capsys.readouterr().err
+
+
+def test_a_step_that_goes_bad_is_looked_into_with_its_documents(
+    command: Command, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Step.pass_of
+
+    def spoilt(self: Step, step: int, part: Tensor, place: int) -> Tensor:
+        loss = plain(self, step, part, place)
+        return loss * float("nan") if step in (5, 6, 7) else loss
+
+    monkeypatch.setattr(Step, "pass_of", spoilt)
+    asked = ["--data", tokens, "--document-mask", "--recipe", "delayed", *TINY, *VOCABULARY]
+    assert command("pretrain", *asked, "--out", "run") == 0
+    rows = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "skip" in rows
+
+
+def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(
+    command: Command, tmp_path: Path
+) -> None:
+    none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
+    assert command("pretrain", *none, "--out", "run", *TINY, "--steps", "8") == 0
+    assert command("pretrain", "--resume", "run", "--steps", "12") == 0
+    assert command("pretrain", *none, "--out", "whole", *TINY, "--no-guard") == 0
+    assert len(losses(tmp_path / "run")) == 12
