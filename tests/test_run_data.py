@@ -16,7 +16,7 @@ from fp8stack.training.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split(" ")
+WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
 VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
 
 
