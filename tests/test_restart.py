@@ -317,7 +317,7 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(
     assert [row["step"] for row in metrics(run)] == [1, 2]
     assert {name for name in found if "/" not in name} == {
         *(".lock", "run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"),
-        "telemetry.jsonl",
+        *("telemetry.jsonl", "tokenizer.json"),
     }
     assert "gradient" in found["telemetry.jsonl"].decode()
     assert {Path(name).parent.name for name in found if "/" in name} == {"step-000002"}

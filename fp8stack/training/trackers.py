@@ -55,8 +55,8 @@ def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False
     Raises:
         UserError: a tracker refuses, such as Weights & Biases without a login.
     """
-    if not resumed:  # what was here before is another run
-        (folder / IDS).unlink(missing_ok=True)
+    if not resumed and (folder / IDS).exists():  # of another run, which was here before
+        (folder / IDS).unlink()
     if not accelerator.log_with:
         return
     folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to a temporary folder
