@@ -46,7 +46,7 @@ SETTINGS = {  # --set, as it stands there: what must be in the message
     "model_overrides.layers=0": "layers = 0", "model_overrides.layers=two": "layers = 'two'",
     "model_overrides.heads=3": "not divisible by heads 3",
     "model_overrides.kv_heads=3": "kv_heads 3", "model_overrides.norm=batch": "norm = 'batch'",
-    "model_overrides.vocabulary=100": "do not fit a vocabulary of 100",
+    "model_overrides.vocabulary=100": "has a vocabulary of 100",
     "model_overrides.depth=2": "No key 'depth'", "model_overrides.dropout=1": "dropout = 1",
     "model_overrides.activation=[]": "activation = []", "recipe_overrides.head=true": "'head'",
     "recipe_overrides=x": "recipe_overrides = 'x'", "setps=1": "Did you mean 'steps'?",

@@ -130,6 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         traceback.print_exc()
         _exit(1)
+    if code == Interrupted.exit_code:  # what typer 0.29 makes of Ctrl-C
+        _fail("Interrupted.", code)
     _exit(code)
 
 

@@ -108,7 +108,7 @@ def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
     Raises:
         UserError: it cannot be loaded, or is not known.
     """
-    found = load_tokenizer(name) if name is not None else tokenizer_of_run(run)
+    found = tokenizer_of_run(run, name)
     if found is not None:
         return found
     if vocabulary == 256:

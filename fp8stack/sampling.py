@@ -71,7 +71,7 @@ def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         raise NumericFailure(
             "The model's logits are not finite. Take an older checkpoint, or another recipe."
         )
-    if sampling.temperature == 0:
+    if sampling.temperature < 1e-20:  # divided by less, logits are infinite
         return int(logits_V.argmax())
     chances_V = filtered(logits_V, sampling).softmax(dim=-1)
     return int(torch.multinomial(chances_V, 1, generator=generator))

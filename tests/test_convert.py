@@ -880,7 +880,7 @@ def test_a_recipe_excludes_blocks_of_any_name(name):
     kept = [path.replace(".0.", ".1.") for path in IN_FP8[name] if ".0." in path]
     assert in_fp8(model) == replaced(model) == kept
     first = IN_FP8[name][0]
-    assert reason(model, first) == "unchanged, in the first 1 blocks"
+    assert reason(model, first) == "unchanged, in the first 1 block"
     assert reason(model, first.replace(".0.", ".3.")) == "unchanged, in the last 2 blocks"
 
 

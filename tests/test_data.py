@@ -232,6 +232,7 @@ def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path):
         ("a.bin", b"\x93NUMPY\1\0", "is a .npy file"),
         ("a.txt", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
         ("a.txt", b"\x1f\x8b\x08\0", "is compressed (gzip). Make tokens of it with `fp8stack"),
+        ("a.jsonl", b'{"text": "x"}\n', "holds JSON lines"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed (zstd). Make tokens of it with"),
         ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
     ],

@@ -95,6 +95,27 @@ def test_a_run_by_itself_repeats_its_own_validation_loss(run: Path) -> None:
     assert score.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("delayed", {"forward_format": "e5m2"}),
+        ("delayed", {"history_length": 16}),
+        ("delayed", {"head": True}),
+        ("current", {"power_of_two": True}),
+        ("mxfp8", {"scale_rounding": "floor", "head": True}),
+        ("block", {"power_of_two": False, "exclude_first_blocks": 1}),
+    ],
+)
+def test_the_runs_own_recipe_is_that_with_its_overrides(
+    recipe: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, eval_windows=4)
+    last = metrics(run)[-1]["val_loss"]
+    for asked in ([], [recipe]):
+        (score,) = scores(run, recipes=asked)
+        assert score.loss == pytest.approx(last, rel=1e-6)
+
+
 def test_the_gemms_that_ran_are_counted(run: Path) -> None:
     plain, fp8 = scores(run, recipes=["fp32", "mxfp8"], batch=4)
     assert plain.fp8_gemms == 0

@@ -4,6 +4,8 @@ safetensors."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,40 @@ def test_a_tokenizer_of_more_ids_than_the_model_is_refused(
     bytes_["model"]["vocab"]["aa"] = 256
     bytes_["model"]["merges"] = [["a", "a"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(bytes_))
+    shutil.copytree(nano, "run")
+    Path("run/tokenizer.json").unlink()
     flags = ["--tokenizer", "tokenizer.json", "--out", "x"]
-    assert command("export", str(nano), *flags) == 2
+    assert command("export", "run", *flags) == 2
     assert "257 tokens, the model a vocabulary of 256" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_not_the_runs_is_refused(
+    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = json.loads(fp8stack.load_tokenizer("bytes").to_json())
+    del other["model"]["vocab"]["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    assert command("export", str(nano), "--tokenizer", "tokenizer.json", "--out", "x") == 2
+    assert "was trained on tokens of bytes, not of --tokenizer" in capsys.readouterr().err
+    assert not Path("x").exists()
+
+
+def test_every_file_can_be_read_by_whom_the_umask_lets(
+    nano: Path, command: Command, tmp_path: Path
+) -> None:
+    assert command("export", str(nano), "--out", "x") == 0
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "x").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
+    assert "model.safetensors" in modes
+
+
+def test_an_export_into_a_checkpoint_is_refused(
+    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = next((nano / "checkpoints").glob("step-*"))
+    before = sorted(checkpoint.iterdir())
+    assert command("export", str(nano), "--out", str(checkpoint / "x")) == 2
+    assert "lies in the checkpoint" in capsys.readouterr().err
+    assert sorted(checkpoint.iterdir()) == before

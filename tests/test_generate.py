@@ -301,7 +301,12 @@ def test_top_k_1_is_the_likeliest_token_too(
     command: Command, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = set()
-    for flags in (["--top-k", "1"], ["--top-p", "1e-9"], ["--temperature", "0"]):
+    for flags in (
+        ["--top-k", "1"],
+        ["--top-p", "1e-9"],
+        ["--temperature", "0"],
+        ["--temperature", "1e-40"],
+    ):
         assert command("generate", str(run), "--prompt", "a", "--tokens", "9", *flags) == 0
         found.add(said(capfd)[0])
     assert len(found) == 1

@@ -155,6 +155,7 @@ def test_rope_theta_of_transformers_4_is_read(tmp_path: Path) -> None:
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type = linear"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"sliding_window": 16}, "sliding_window = 16"),
+        ({"is_causal": False}, "is_causal = false"),
         ({"layer_types": ["sliding_attention"]}, "layer_types = sliding_attention"),
         ({"attention_bias": True}, "mlp_bias = false"),
         ({"head_dim": 16}, "head_dim = 16: here it is hidden_size / num_attention_heads, 8"),
@@ -350,3 +351,36 @@ def test_a_tokenizer_that_is_not_that_of_the_data_is_told(
     assert command("pretrain", "--init", "hf:llama", "--out", "a", *TRAIN) == 0
     told = "the data's tokenizer, bytes, is not that of the weights"
     assert (told in capsys.readouterr().out) == (not same)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", 64), ("num_hidden_layers", 1), ("num_attention_heads", 2)],
+)
+def test_other_names_of_gpt2s_sizes_must_agree(key: str, value: int, tmp_path: Path) -> None:
+    their("gpt2").save_pretrained(tmp_path)
+    config_json(tmp_path, **{key: value})
+    with pytest.raises(UserError, match=f"{key} = {value}"):
+        find_source(f"hf:{tmp_path}")
+
+
+def test_an_arcee_without_its_norms_epsilon_has_that_of_transformers(tmp_path: Path) -> None:
+    theirs = their("arcee")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    require_same_logits(model_in(tmp_path), again)
+
+
+def test_of_two_rope_bases_the_one_that_transformers_takes_is_taken(tmp_path: Path) -> None:
+    their("llama theta").save_pretrained(tmp_path)
+    rope = {"rope_type": "default"}
+    config_json(
+        tmp_path,
+        rope_parameters={**rope, "rope_theta": 100.0},
+        rope_scaling={**rope, "rope_theta": 9000.0},
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    require_same_logits(model_in(tmp_path), again)

@@ -236,8 +236,8 @@ def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer(
         *(f"blocks.{i}.{part}" for i in (1, 2) for part in ("attention.qkv", "mlp.up", "mlp.down")),
         "lm_head",
     }
-    assert found["blocks.0.mlp.up", "wgrad"].why == "in the first 1 blocks"
-    assert found["blocks.3.mlp.up", "wgrad"].why == "in the last 1 blocks"
+    assert found["blocks.0.mlp.up", "wgrad"].why == "in the first 1 block"
+    assert found["blocks.3.mlp.up", "wgrad"].why == "in the last 1 block"
 
 
 # The command

@@ -343,7 +343,7 @@ def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path: Path, out: Pa
     manifest = prepared(tmp_path / "a.txt", tmp_path / "b.jsonl", out=out, held_out=0.0)
     texts = ["caf\ufffd and \ufffd\ufffd \ufffd", "b\ufffd", "\ufffdx😀"]
     require(out, texts, by_bytes, 0.0)
-    assert manifest["documents"]["replaced"] == 4  # of b\xe9 in JSON nobody can tell any more
+    assert manifest["documents"]["replaced"] == 5
 
 
 def test_a_byte_order_mark_is_no_part_of_json_lines(tmp_path: Path, out: Path) -> None:
@@ -637,7 +637,9 @@ def test_a_folder_with_something_else_is_refused(corpus: Path, out: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["progress.json", "manifest.json"])
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"format": 9}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b'{"format": 1}', b'{"format": 9}', b"\xff"]
+)
 def test_a_damaged_account_of_the_folder_is_refused(
     name: str, content: bytes, corpus: Path, out: Path
 ) -> None:
@@ -645,6 +647,88 @@ def test_a_damaged_account_of_the_folder_is_refused(
     (out / name).write_bytes(content)
     message = refusal(corpus, out=out)
     assert f"{out / name} cannot be read" in message
+
+
+@pytest.mark.parametrize("kind", [".bin", ".ends"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(
+    kind: str, cut: bool, corpus: Path, out: Path
+) -> None:
+    prepared(corpus, out=out)
+    path = out / f"train-00000{kind}"
+    if cut:
+        path.write_bytes(path.read_bytes()[:-8])
+    else:
+        path.unlink()
+    assert "is missing or has another size" in refusal(corpus, out=out)
+    prepared(corpus, out=out, overwrite=True)
+    require(out, documents(300), by_bytes, 0.1)
+
+
+def test_another_tokenizer_under_the_same_name_is_refused(
+    corpus: Path, out: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "tok.json"
+    file.write_text(load_tokenizer("bytes").to_json())
+    prepared(corpus, out=out, tokenizer=str(file))
+    prepared(corpus, out=out, tokenizer=str(file))
+    file.write_text(metaspace().to_json())
+    assert "another tokenizer of that name" in refusal(corpus, out=out, tokenizer=str(file))
+
+
+def test_overwriting_leaves_what_another_program_calls_a_manifest(corpus: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "manifest.json").write_text('{"name": "my web app"}')
+    (out / "train-00000.bin").write_bytes(b"mine")
+    assert "is not of fp8stack prepare" in refusal(corpus, out=out, overwrite=True)
+    assert (out / "train-00000.bin").read_bytes() == b"mine"
+    assert (out / "manifest.json").read_text() == '{"name": "my web app"}'
+
+
+def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(
+    corpus: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for left in range(4):
+        prepared(corpus, out=out, overwrite=True)
+        removed: list[Path] = []
+
+        def killed(
+            path: Path, *more: Any, gone: list[Path] = removed, left: int = left, **how: Any
+        ) -> None:
+            if len(gone) == left:
+                raise KeyboardInterrupt
+            gone.append(path)
+            os.remove(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", killed)
+            with pytest.raises(KeyboardInterrupt):
+                prepared(corpus, out=out, overwrite=True)
+        message = refusal(corpus, out=out)
+        assert "--overwrite" in message
+
+
+def test_a_trained_tokenizer_that_is_asked_for_no_more_is_named_by_its_flag(
+    corpus: Path, out: Path
+) -> None:
+    prepared(corpus, out=out, train_bpe=300)
+    assert "--train-bpe there 300, now none" in refusal(corpus, out=out)
+
+
+def test_a_parquet_file_that_changed_where_it_was_read_is_refused(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "ITEM_BYTES", 2000)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
+    path = tmp_path / "a.parquet"
+    texts: list[Any] = [f"first {n} " * 9 for n in range(300)]
+    pq.write_table(pa.table({"text": [*texts, None]}), path)
+    refusal(path, out=out)
+    pq.write_table(pa.table({"text": [text.replace("first", "other") for text in texts]}), path)
+    assert "has changed where it was read already" in refusal(path, out=out)
+    pq.write_table(pa.table({"text": texts}), path, 17)  # mended, in other row groups
+    prepared(path, out=out)
+    require(out, texts, by_bytes, 0.1)
 
 
 def test_sources_are_sampled_by_size_for_a_tokenizer() -> None:

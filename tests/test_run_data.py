@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from conftest import TINY, Command, metrics
 from torch import Tensor
 
 import fp8stack
+from fp8stack.errors import UserError
 from fp8stack.training import feed
+from fp8stack.training.reading import tokenizer_of_run
 from fp8stack.training.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +130,10 @@ def test_epochs_and_mixtures_are_told_and_resumed(
     assert command("pretrain", *asked, "--out", "whole") == 0
     said = capsys.readouterr().out
     assert "75.00% of the rows, 101 windows of 32 an epoch" in said
-    assert command("pretrain", *asked, "--out", "cut", "--steps", "8") == 0
+    assert command("pretrain", *asked, "--out", "cut") == 0
+    (tmp_path / "cut/checkpoints/step-000012/checkpoint.json").unlink()
+    assert command("pretrain", "--resume", "cut", "--data", "0.75:a.txt,0.25:b.txt") == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     saved = (tmp_path / "cut/run.toml").read_text()
     assert f'data = "0.75:{tmp_path}/a.txt,0.25:{tmp_path}/b.txt"' in saved
     assert command("pretrain", "--resume", "cut", "--data", "0.7:a.txt,0.3:b.txt") == 2
@@ -156,7 +162,41 @@ def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(
     command: Command, tmp_path: Path
 ) -> None:
     none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
-    assert command("pretrain", *none, "--out", "run", *TINY, "--steps", "8") == 0
-    assert command("pretrain", "--resume", "run", "--steps", "12") == 0
+    assert command("pretrain", *none, "--out", "run", *TINY) == 0
+    (tmp_path / "run/checkpoints/step-000012/checkpoint.json").unlink()
+    assert command("pretrain", "--resume", "run") == 0
     assert command("pretrain", *none, "--out", "whole", *TINY, "--no-guard") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "run")) == 12
+
+
+def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(
+    command: Command, tmp_path: Path
+) -> None:
+    words = {word: number for number, word in enumerate([*WORDS, "[UNK]", "<|endoftext|>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "words.json"))
+    (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
+    asked = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens", "--workers", "1"]
+    assert command("prepare", *asked) == 0
+    assert command("pretrain", "--data", "tokens", "--out", "run", *TINY) == 0
+    assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
+
+
+def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    (tmp_path / "n.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
+    asked = ["--data", "n.bin", "--out", "runs/mine", *TINY, *VOCABULARY]
+    assert command("pretrain", *asked) == 0
+    assert tokenizer_of_run("runs/mine") is None
+    assert command("pretrain", *asked, "--tokenizer", "tokens", "--overwrite") == 0
+    for path in ("runs/mine", "runs/mine/checkpoints/step-000012"):
+        found = tokenizer_of_run(path)
+        assert found is not None
+        assert found.vocabulary == 300
+    with pytest.raises(UserError, match="was trained on tokens of"):
+        tokenizer_of_run("runs/mine", "bytes")

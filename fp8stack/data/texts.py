@@ -17,6 +17,7 @@ from fp8stack.errors import UserError
 BYTE_VALUES = 256
 MAPPED_FROM_BYTES = 8 * 2**20  # a map costs a file descriptor; smaller texts are read instead
 STANDARD_LIBRARY = "the Python standard library"
+JSON_LINES = {".jsonl", ".ndjson"}
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 # Tests, and packages that distributions ship apart or that left the library in a later version.
@@ -46,6 +47,11 @@ def text(path: Path, vocabulary: int) -> Part:
     """
     require_bytes_fit(vocabulary, str(path))
     head, size = head_and_size(path)
+    if path.suffix.lower() in JSON_LINES:
+        raise UserError(
+            f"{path} holds JSON lines, not text. Make tokens of it with `fp8stack prepare {path} "
+            "--tokenizer bytes --out tokens` and give `--data tokens`."
+        )
     for magic, name in COMPRESSED.items():
         if head.startswith(magic):
             raise UserError(

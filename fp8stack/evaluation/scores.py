@@ -21,7 +21,6 @@ from fp8stack.errors import UserError
 from fp8stack.evaluation.windows import Windows, windows_for
 from fp8stack.model import GPT
 from fp8stack.precision import Hardware, Plan, probe
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.config import RunConfig
 from fp8stack.training.evaluate import eval_mode
@@ -40,7 +39,7 @@ class Request:
         recipes: to run each of them in; none for each run's own.
         data: see `windows_for`; so are `windows` and `context`.
         batch: windows at a time; None for as many as a run's own evaluations take.
-        tokenizer: name or path; None for each run's own.
+        tokenizer: name or path, of runs that do not have one.
         device: auto, cpu or cuda.
         backend: who computes.
     """
@@ -129,11 +128,10 @@ def evaluate(request: Request) -> list[Score]:
         NoUsableCheckpoint: a run's checkpoints are damaged.
     """
     hardware = probe(request.device)
-    given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)
-    return [score for run in request.runs for score in _scores(run, request, hardware, given)]
+    return [score for run in request.runs for score in _scores(run, request, hardware)]
 
 
-def _scores(run: str, request: Request, hardware: Hardware, given: Tokenizer | None) -> list[Score]:
+def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     """Those of one run."""
     checkpoint, path, passed_over = find_checkpoint(run)
     for reason in passed_over:
@@ -143,14 +141,14 @@ def _scores(run: str, request: Request, hardware: Hardware, given: Tokenizer | N
     )
     scores: list[Score] = []
     windows: Windows | None = None
-    for recipe in request.recipes or [_own_recipe(checkpoint, config)]:
+    for recipe in request.recipes or [_own_recipe(checkpoint)]:
         model = model_in(recipe, checkpoint, path, hardware, request.backend)
         if windows is None:
             windows = windows_for(
                 run,
                 config,
                 model.config,
-                given or tokenizer_of_run(run),
+                tokenizer_of_run(run, request.tokenizer),
                 data_path=request.data,
                 count=request.windows,
                 context=request.context,
@@ -176,10 +174,10 @@ def _scores(run: str, request: Request, hardware: Hardware, given: Tokenizer | N
     return scores
 
 
-def _own_recipe(checkpoint: Checkpoint, config: RunConfig) -> str:
-    """What the run of `checkpoint` was last trained in: a name, or the path of a file."""
+def _own_recipe(checkpoint: Checkpoint) -> str:
+    """What the run of `checkpoint` was last trained in, see `model_in`."""
     name: str = checkpoint.info["plan"]["recipe"]["name"]
-    return config.recipe if config.recipe.endswith(".toml") else name
+    return name
 
 
 def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8stack.errors import UserError
 from fp8stack.model import GPTConfig
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.load import find_checkpoint
 from fp8stack.training.reading import tokenizer_of_run
 from fp8stack.training.sound import model_of
@@ -50,7 +50,7 @@ class Source:
         Raises:
             UserError: it cannot be loaded, or has more ids than the model's vocabulary.
         """
-        found = tokenizer_of_run(self.path) if name is None else load_tokenizer(name)
+        found = tokenizer_of_run(self.path, name)
         if found is not None and found.vocabulary > self.config.vocabulary:
             raise UserError(
                 f"Tokenizer {found.name} has {found.vocabulary} tokens, the model a vocabulary of "

@@ -32,6 +32,9 @@ def require_room(out: Path, overwrite: bool) -> None:
         UserError: there is a file, or a folder with files in it; with `overwrite`, with files that
             no export writes.
     """
+    inside = next((folder for folder in out.parents if (folder / "checkpoint.json").exists()), None)
+    if inside is not None:
+        raise UserError(f"{out} lies in the checkpoint {inside}. Give another --out.")
     try:
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise UserError(f"{out} is no folder. Give another --out.")
@@ -96,6 +99,8 @@ def _write_tensors(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = WEIGHTS if len(shards) == 1 else file
         save_file({name: tensors[name] for name in names}, folder / file, dict(metadata))
+        # safetensors lets the owner alone read it
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
         with (folder / file).open("rb+") as stream:
             os.fsync(stream.fileno())
         where |= dict.fromkeys(names, file)

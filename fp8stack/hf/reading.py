@@ -106,6 +106,7 @@ def found_in(table: Mapping[str, Any], where: str) -> Found:
         shown = quoted(repr(kind))
         raise UserError(f"{where}: model_type = {shown} is not one of those read here: {known}.")
     layout = LAYOUTS[str(kind)]
+    _only(table, where, "is_causal", True)
     for key in ("quantization_config", "auto_map"):
         if table.get(key) is not None:
             why = "only plain weights" if key == "quantization_config" else "no code of its own"
@@ -123,6 +124,13 @@ def _gpt2(
     table: dict[str, Any], layout: Layout, where: str
 ) -> tuple[dict[str, Any], set[str], list[str]]:
     told: _Gpt2 = presets.parse(_Gpt2, table, where)
+    for alias, value in (  # transformers takes these names for its own
+        ("hidden_size", told.n_embd),
+        ("num_hidden_layers", told.n_layer),
+        ("num_attention_heads", told.n_head),
+        ("max_position_embeddings", told.n_positions),
+    ):
+        _only(table, where, alias, value)
     _only(table, where, "scale_attn_weights", True)
     _only(table, where, "scale_attn_by_inverse_layer_idx", False)
     _only(table, where, "add_cross_attention", False)
@@ -155,7 +163,9 @@ def _rotary(
     table: dict[str, Any], layout: Layout, where: str
 ) -> tuple[dict[str, Any], set[str], list[str]]:
     qwen3 = layout.model_type == "qwen3"
-    defaults = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
+    defaults: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
+    if layout.model_type == "arcee":
+        defaults = {"rms_norm_eps": 1e-5}
     told: _Rotary = presets.parse(_Rotary, defaults | table, where)
     if told.num_attention_heads < 1 or told.hidden_size % told.num_attention_heads:
         _refuse(where, "num_attention_heads", told.num_attention_heads, "hidden_size must divide")
@@ -211,7 +221,7 @@ def _activation(layout: Layout, name: str, where: str, key: str) -> str:
 def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
     """The base of RoPE's angles, plain RoPE alone being possible."""
     theta: Any = table.get("rope_theta")
-    for key in ("rope_scaling", "rope_parameters"):  # of transformers 4, and 5
+    for key in ("rope_parameters", "rope_scaling"):  # of transformers 5, and 4: the one that wins
         rope = table.get(key)
         if rope is None:
             continue

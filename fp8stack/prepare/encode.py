@@ -47,8 +47,9 @@ def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
         UserError: a line is no JSON object, or there is no text in a line or a row.
     """
     if item.kind == "lines":
-        for number, value in _parsed_lines(item, text_key):
-            yield _valid(_text(value, item.path, f"line {number}"))
+        for number, value, replaced in _parsed_lines(item, text_key):
+            text, more = _valid(_text(value, item.path, f"line {number}"))
+            yield text, replaced + more
     elif item.kind == "rows":
         for number, value in enumerate(item.content, item.first):
             yield _valid(_text(value, item.path, f"row {number}"))
@@ -79,8 +80,9 @@ def _valid(text: str) -> tuple[str, int]:
     return text, 0
 
 
-def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object]]:
-    """The number of each line that is not blank, and what its object has under `key`."""
+def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
+    """The number of each line that is not blank, what its object has under `key`, and how many
+    U+FFFD took the place of what in the line was not UTF-8."""
     block = item.content[0]
     assert isinstance(block, bytes)
     if item.first == 1:
@@ -90,7 +92,8 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object]]:
             continue
         where = f"{quoted(item.path)} line {number}"
         try:
-            row = json.loads(line.decode(errors="replace"))
+            text, replaced = _decoded(line)
+            row = json.loads(text)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", type(error).__name__)
             raise UserError(
@@ -108,7 +111,7 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object]]:
                 f"{where} has no {quoted(key)!r}. Its keys: {keys}. Name the one with the text by "
                 "--text-key."
             )
-        yield number, row[key]
+        yield number, row[key], replaced
 
 
 def _text(value: object, path: str, place: str) -> str:

@@ -18,6 +18,7 @@ try:
 except ImportError:  # Windows: two commands in one folder are not kept apart there
     fcntl = None  # type: ignore[assignment]
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from fp8stack.errors import UserError, quoted
@@ -29,6 +30,10 @@ FORMAT = 1
 JOURNAL = "progress.json"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+
+
+KEYS = frozenset({"dtype", "tokenizer", "splits", "documents", "inputs", "settings"})
+"""Of a manifest, those that are read again."""
 
 
 class Counts(BaseModel):
@@ -123,7 +128,10 @@ class Folder:
         """
         if not (self.journal_path.exists() or self.manifest_path.exists()):
             return False
+        self._require_own()
         with storage_errors(self.path):
+            if self.manifest_path.exists():  # without it nothing takes what is left for finished
+                self.manifest_path.replace(self.journal_path)
             for path in sorted(self.path.iterdir()):
                 if OWN_FILE.fullmatch(path.name) or path.name.startswith(TEMPORARY):
                     path.unlink()
@@ -144,6 +152,8 @@ class Folder:
             content = json.loads(self.manifest_path.read_text(encoding="utf-8"))
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
+            if missing := sorted(KEYS - content.keys()):
+                raise ValueError(f"it has no {missing[0]!r}")
         except (OSError, ValueError, RecursionError) as error:
             raise self._broken(self.manifest_path, error) from error
         return content
@@ -192,7 +202,9 @@ class Folder:
         Raises:
             UserError: it was not; the message names the first difference.
         """
-        for key, asked in settings.of_output().items():
+        output = settings.of_output()
+        # A tokenizer that was trained is told by its size: nobody named one.
+        for key, asked in sorted(output.items(), key=lambda item: item[0] == "tokenizer"):
             if found.get(key) != asked:
                 flag = "the inputs" if key == "inputs" else "--" + key.replace("_", "-")
                 there, now = _shown(found.get(key)), _shown(asked)
@@ -212,6 +224,38 @@ class Folder:
                 raise UserError(
                     f"{quoted(str(self.path))} holds {quoted(path.name)}, which is no preparation "
                     "of fp8stack's. Give an empty or a new folder as --out."
+                )
+
+    def require_shards(self, manifest: dict[str, Any]) -> None:
+        """See that every shard that the manifest names is here, and whole.
+
+        Raises:
+            UserError: one is not.
+        """
+        width = np.dtype(manifest["dtype"]).itemsize
+        for shard in (one for split in manifest["splits"].values() for one in split["shards"]):
+            path = self.path / shard["file"]
+            for file, size in (
+                (path, shard["tokens"] * width),
+                (path.with_suffix(".ends"), shard["documents"] * 8),
+            ):
+                if not file.is_file() or file.stat().st_size != size:
+                    raise UserError(
+                        f"{quoted(str(file))} is missing or has another size than {MANIFEST} says. "
+                        "Begin anew with --overwrite."
+                    )
+
+    def _require_own(self) -> None:
+        """Raise a UserError if another program wrote what has a manifest's or a journal's name."""
+        for path in (self.manifest_path, self.journal_path):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):  # none, or damaged: it may be ours
+                continue
+            if not isinstance(content, dict) or "settings" not in content:
+                raise UserError(
+                    f"{quoted(str(path))} is not of fp8stack prepare: nothing is removed. Give "
+                    "another --out."
                 )
 
     def _broken(self, path: Path, why: object) -> UserError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 from fp8stack.errors import RankLost, UserError
 from fp8stack.prepare.encode import Encoded, Encoder, encode, start_worker
@@ -66,7 +68,8 @@ def _in_order(
                 break
             if item is None:
                 break
-            under_way.append((item, pool.submit(encode, item)))
+            with _unheard():
+                under_way.append((item, pool.submit(encode, item)))
         if not under_way:
             break
         item, future = under_way.popleft()
@@ -88,3 +91,17 @@ def _one_thread() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Within, a process may be started: Ctrl-C does not reach it before it ignores that itself."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # its own start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -18,6 +18,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 LINE_EVERY_S = 10.0
 
@@ -28,6 +29,16 @@ def say(*lines: str) -> None:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Bar(Progress):
+    """A bar that keeps its width, and a line below it that is cut where the terminal ends."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        for task in self.tasks:
+            if task.fields["line"]:
+                yield Text(task.fields["line"], no_wrap=True, overflow="ellipsis")
 
 
 class Display:
@@ -49,11 +60,10 @@ class Display:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if sys.stdout.isatty():
-            self._bar = Progress(
+            self._bar = _Bar(
                 TextColumn(what),
                 DownloadColumn(),
                 BarColumn(),
-                TextColumn("{task.fields[line]}"),
                 TextColumn("ETA"),
                 TimeRemainingColumn(),
                 console=Console(),

@@ -241,9 +241,21 @@ def _last_line(content: bytes) -> int:
 def _read_rows(source: Source, position: Position, how: Reading) -> Items:
     """The rows of a table."""
     read = tables.parquet_rows if source.kind == "parquet" else tables.dataset_rows
+    if source.kind == "parquet" and position.offset:
+        before = next(read(source.path, position.offset - 1, None, how.text_key, 1), None)
+        if before is None or _row_check(before.content[0]) != position.check:
+            raise UserError(
+                f"{quoted(source.path)} has changed where it was read already, before row "
+                f"{position.offset + 1}. Put it back as it was, or begin anew with --overwrite."
+            )
     for rows in read(source.path, position.offset, position.state, how.text_key, how.item_bytes):
         first = position.offset
-        after = replace(position, offset=first + len(rows.content), state=rows.state)
+        after = replace(
+            position,
+            offset=first + len(rows.content),
+            check=_row_check(rows.content[-1]),
+            state=rows.state,
+        )
         yield Item(
             kind="rows",
             path=source.path,
@@ -254,6 +266,10 @@ def _read_rows(source: Source, position: Position, how: Reading) -> Items:
             on_disk=round(source.size * rows.share),
         )
         position = after
+
+
+def _row_check(value: object) -> int:
+    return check_of(repr(value).encode(errors="surrogatepass"))
 
 
 _READERS: dict[str, Callable[[Source, Position, Reading], Items]] = {

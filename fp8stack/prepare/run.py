@@ -22,7 +22,7 @@ from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Reading, read_items
 from fp8stack.prepare.settings import Position, Settings
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.train import SAMPLE_BYTES, train_bpe
-from fp8stack.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
 from fp8stack.training.storage import write_atomically
 
 SAVE_EVERY_S = 2.0
@@ -53,6 +53,8 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
                     f"The inputs have changed since {quoted(str(settings.out))} was prepared. Give "
                     "another --out, or prepare them anew with --overwrite."
                 )
+            folder.require_shards(manifest)
+            _require_tokenizer(settings, manifest)
             folder.drop_journal()
             say(f"{settings.out} is finished already.", *summary(settings, manifest))
             return
@@ -66,6 +68,17 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
         say(*summary(settings, manifest, speed))
 
 
+def _require_tokenizer(settings: Settings, manifest: dict[str, Any]) -> None:
+    """Raise a UserError if the tokenizer's file is another one than it was."""
+    if settings.train_bpe is not None or settings.tokenizer in NAMED:
+        return
+    if load_tokenizer(settings.tokenizer).sha256 != manifest["tokenizer"]["sha256"]:
+        raise UserError(
+            f"{quoted(str(settings.out))} was prepared with another tokenizer of that name. Give "
+            "another --out, or prepare it anew with --overwrite."
+        )
+
+
 def _begin(
     folder: Folder, settings: Settings, sources: Sequence[Source], journal: Journal | None
 ) -> tuple[Tokenizer, Journal]:
@@ -74,7 +87,7 @@ def _begin(
     if settings.train_bpe is None:
         tokenizer = load_tokenizer(settings.tokenizer)
     elif journal is not None and folder.tokenizer_path.exists():
-        text = folder.tokenizer_path.read_text(encoding="utf-8")
+        text = folder.tokenizer_path.read_bytes().decode(errors="replace")
         tokenizer = tokenizer_from_json(text, f"bpe-{settings.train_bpe}")
     else:
         tokenizer, trained_on = _train(settings, sources)

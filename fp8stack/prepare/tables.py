@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def _column(path: str, start: int, key: str) -> Iterator[tuple[object, int]]:
             raise _no_column(path, key, schema.names)
         kind = schema.field(key).type
         text = kind.value_type if types.is_dictionary(kind) else kind
-        if not (types.is_string(text) or types.is_large_string(text)):
+        if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
             raise UserError(
                 f"The column {quoted(key)!r} of {quoted(path)} holds {quoted(str(kind))}, not "
                 "text. Name another with --text-key."
@@ -137,6 +138,7 @@ def dataset_rows(
             f"{quoted(path)} needs datasets. Install it: pip install datasets."
         ) from None
     name, config, split = parse_dataset(path)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
     try:
         stream = datasets.load_dataset(name, config, split=split, streaming=True)
         if state is not None:

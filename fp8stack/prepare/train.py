@@ -94,7 +94,7 @@ def _beginning(source: Source, budget: int, how: Reading) -> Iterator[list[str]]
             for text, _ in texts_of(item, how.text_key):
                 if left > 0:
                     some.append(text)
-                    left -= len(text)
+                    left -= len(text.encode(errors="replace"))
             yield some
             if left <= 0:
                 return

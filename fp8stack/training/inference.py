@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.errors import UserError
 from fp8stack.model import GPT, plan_for
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, Recipe
 from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.resume import layers_left_out
 from fp8stack.training.sound import model_of
@@ -32,17 +33,28 @@ def model_in(
     """
     identity = checkpoint.info["identity"]
     config = model_of(checkpoint)
-    plan = plan_for(config, recipe, hardware, backend)
+    asked = _as_in_the_run(recipe, checkpoint, path)
+    plan = plan_for(config, asked, hardware, backend)
     if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
         left_out = layers_left_out(checkpoint.info["plan"])
-        plan = plan_for(config, recipe, hardware, backend, left_out=left_out)
+        plan = plan_for(config, asked, hardware, backend, left_out=left_out)
     model = GPT(config, build_backend(plan))
     restore_weights(model, checkpoint.tensors.get("model", {}))
     if fp8_state(model):
         if "fp8" not in checkpoint.tensors:
             raise UserError(
-                f"{path} holds no scales for recipe '{recipe}': it was trained in "
-                f"{identity['recipe']['scaling']}. Use recipe 'current'."
+                f"{path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
+                f"in {checkpoint.info['plan']['recipe']['name']}. Use recipe 'current'."
             )
         load_fp8_state(model, checkpoint.tensors["fp8"])
     return model.to(hardware.device).eval()
+
+
+def _as_in_the_run(recipe: str, checkpoint: Checkpoint, path: Path) -> str | Recipe:
+    """The recipe that `recipe` names; if that is the run's own, with the keys that the run had
+    changed in it: scales of E5M2 mean nothing to E4M3."""
+    own = checkpoint.info["plan"]["recipe"]
+    if recipe != own["name"]:
+        return recipe
+    found: Recipe = presets.parse(Recipe, own, f"recipe in {path / 'checkpoint.json'}")
+    return found

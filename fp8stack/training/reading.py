@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fp8stack import data
-from fp8stack.errors import UserError
+from fp8stack.errors import UserError, quoted
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.config import RunConfig
 from fp8stack.training.run_folder import RunFolder
@@ -85,15 +85,23 @@ def _tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer | None:
     return found
 
 
-def tokenizer_of_run(run_or_checkpoint: str | Path) -> Tokenizer | None:
-    """What the run of a folder, or of a checkpoint in it, was trained with, if it is known.
+def tokenizer_of_run(run_or_checkpoint: str | Path, name: str | None = None) -> Tokenizer | None:
+    """What the run of a folder, or of a checkpoint in it, was trained with, if it is known; else
+    the tokenizer called `name`.
 
     Raises:
-        UserError: its file is damaged.
+        UserError: it cannot be loaded, or `name` is another than the run's.
     """
     path = Path(run_or_checkpoint)
-    for folder in (path, path.parent.parent):  # RUN/checkpoints/step-000200
-        file = RunFolder(folder).tokenizer
-        if file.is_file():
-            return load_tokenizer(str(file))
-    return None
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    file = RunFolder(folder).tokenizer
+    own = load_tokenizer(str(file)) if file.is_file() else None
+    if name is None:
+        return own
+    asked = load_tokenizer(name)
+    if own is not None and own.sha256 != asked.sha256:
+        raise UserError(
+            f"{quoted(str(path))} was trained on tokens of {own.name}, not of --tokenizer "
+            f"{quoted(name)}. Leave that out."
+        )
+    return asked
