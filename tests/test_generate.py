@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -365,7 +366,7 @@ def test_an_empty_prompt_begins_as_a_document_does(
     assert said(capfd)[0] == bytes(expected).decode(errors="replace") + "\n"
 
 
-def test_the_runs_own_tokenizer_is_used_and_another_can_be_given(
+def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     command: Command, run: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert (run / "tokenizer.json").exists()
@@ -377,7 +378,11 @@ def test_the_runs_own_tokenizer_is_used_and_another_can_be_given(
     assert command("generate", str(run), "--prompt", "xb", *flags) == 0
     expected = said(capfd)[0]
     flags += ["--tokenizer", "swapped.json"]
-    assert command("generate", str(run / "checkpoints/step-000003"), "--prompt", "xa", *flags) == 0
+    assert command("generate", str(run / "checkpoints/step-000003"), "--prompt", "xa", *flags) == 2
+    assert "was trained on tokens of bytes" in said(capfd)[1]
+    shutil.copytree(run, tmp_path / "without")
+    (tmp_path / "without/tokenizer.json").unlink()
+    assert command("generate", "without/checkpoints/step-000003", "--prompt", "xa", *flags) == 0
     assert said(capfd)[0] == expected.translate(str.maketrans("ab", "ba"))
 
 
@@ -416,7 +421,9 @@ def test_bad_input_is_one_line(
     large["model"]["vocab"] = {name: i + 200 for name, i in large["model"]["vocab"].items()}
     large["added_tokens"][0]["id"] = 455
     (tmp_path / "large.json").write_text(json.dumps(large))
-    assert command("generate", str(run), *flags) == 2
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/tokenizer.json").unlink()
+    assert command("generate", "run", *flags) == 2
     out, err = said(capfd)
     assert out == ""
     assert err.startswith("fp8stack: ")

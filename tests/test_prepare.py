@@ -672,7 +672,7 @@ def test_another_tokenizer_under_the_same_name_is_refused(
     file.write_text(load_tokenizer("bytes").to_json())
     prepared(corpus, out=out, tokenizer=str(file))
     prepared(corpus, out=out, tokenizer=str(file))
-    file.write_text(metaspace().to_json())
+    file.write_text(metaspace().to_str())
     assert "another tokenizer of that name" in refusal(corpus, out=out, tokenizer=str(file))
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from fp8stack.errors import UserError, quoted
 from fp8stack.tokenizer.byte_level import ByteTokenizer
 from fp8stack.tokenizer.contract import END_OF_TEXT, Decoder, Tokenizer
 
-__all__ = ["END_OF_TEXT", "NAMED", "Decoder", "Tokenizer", "load_tokenizer", "tokenizer_from_json"]
+__all__ = [
+    "END_OF_TEXT",
+    "NAMED",
+    "Decoder",
+    "Tokenizer",
+    "alike",
+    "load_tokenizer",
+    "tokenizer_from_json",
+]
 
 TOKENIZER_FILE = "tokenizer.json"
 NAMED = ("bytes", "gpt2")
@@ -63,6 +72,15 @@ def tokenizer_from_json(text: str, name: str = TOKENIZER_FILE) -> Tokenizer:
     from fp8stack.tokenizer.file import FileTokenizer
 
     return FileTokenizer(text, name)
+
+
+def alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether ids stand for the same texts in both. Programs that save a tokenizer may change the
+    rest of its file."""
+    if one.sha256 == other.sha256:
+        return True
+    first, second = (json.loads(each.to_json())["model"].get("vocab") for each in (one, other))
+    return bool(first == second)
 
 
 def _file(name: str) -> Path:

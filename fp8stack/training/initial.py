@@ -6,7 +6,6 @@ run is trained.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.hf import HF, found_in, from_hf, open_folder, path_in
 from fp8stack.model import GPT, GPTConfig, load_config
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
 from fp8stack.training.config import RunConfig
 from fp8stack.training.load import find_checkpoint
 from fp8stack.training.sound import model_of
@@ -181,14 +180,9 @@ def with_tokenizer(source: Source, tokenizer: Tokenizer | None) -> tuple[str, ..
     if tokenizer is None:
         return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)
     theirs = load_tokenizer(str(source.tokenizer))
-    if _ids(theirs) == _ids(tokenizer):
+    if alike(theirs, tokenizer):
         return ()
     return (
         f"the data's tokenizer, {tokenizer.name}, is not that of the weights, {source.tokenizer}: "
         "their ids mean other texts",
     )
-
-
-def _ids(tokenizer: Tokenizer) -> Any:
-    """What decides which texts ids stand for; programs that save a tokenizer change the rest."""
-    return json.loads(tokenizer.to_json())["model"].get("vocab")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8stack import data
 from fp8stack.errors import UserError, quoted
-from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
 from fp8stack.training.config import RunConfig
 from fp8stack.training.run_folder import RunFolder
 
@@ -69,7 +69,7 @@ def _tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer | None:
     found = data.tokenizer_of(config.data)
     if config.tokenizer is not None:
         asked = load_tokenizer(config.tokenizer)
-        if found is not None and found.sha256 != asked.sha256:
+        if found is not None and not alike(found, asked):
             raise UserError(
                 f"--tokenizer {config.tokenizer} is not that of the data, {found.name}. Leave it "
                 f"out, or tokenize them: fp8stack prepare {config.data or 'TEXT'} --tokenizer "
@@ -99,7 +99,7 @@ def tokenizer_of_run(run_or_checkpoint: str | Path, name: str | None = None) -> 
     if name is None:
         return own
     asked = load_tokenizer(name)
-    if own is not None and own.sha256 != asked.sha256:
+    if own is not None and not alike(own, asked):
         raise UserError(
             f"{quoted(str(path))} was trained on tokens of {own.name}, not of --tokenizer "
             f"{quoted(name)}. Leave that out."
