@@ -102,7 +102,7 @@ class _WandB(WandBTracker):  # type: ignore[misc]
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         own: dict[str, tuple[str, Any]] = {
-            "WANDB_DIR": ("dir", str(folder)),
+            "WANDB_DIR": ("dir", str(folder.resolve())),  # its service keeps the first folder
             "WANDB_NAME": ("name", folder.name),
             "WANDB_CONSOLE": ("settings", {"console": "off"}),  # the terminal is the bar's
         }
