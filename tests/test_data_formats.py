@@ -212,7 +212,7 @@ LENGTHS, POSITIONS, DOCUMENTS = 34, 34 + 6 * 4, 34 + 6 * 12
         (_patched(17, b"\x99"), "a.idx says that its tokens are an unknown type (code 153)"),
         (_patched(17, b"\4"), "a.idx: sequence 1 does not begin"),
         (_patched(18, struct.pack("<Q", 2**61)), "a.idx should have "),
-        (_patched(18, struct.pack("<Q", 0)), "a.idx should have "),
+        (_patched(18, struct.pack("<Q", 0)), "a.idx has no sequences"),
         (_patched(26, struct.pack("<Q", 5)), "a.idx should have 146 bytes"),
         (lambda index: index.write_bytes(index.read_bytes()[:-3]), "a.idx should have 138 bytes"),
         (lambda index: index.write_bytes(index.read_bytes() + bytes(6)), "of multimodal data"),

@@ -139,7 +139,9 @@ def _read_index(path: Path) -> tuple[Index, str]:
     needed = HEADER.size + 12 * sequences + 8 * documents
     if size == needed + sequences:
         raise UserError(f"{path} is of multimodal data, which only Megatron reads. Give text.")
-    if size != needed or not sequences:
+    if not sequences:
+        raise UserError(f"{path} has no sequences. Give data with tokens in it.")
+    if size != needed:
         raise UserError(
             f"{path} should have {needed} bytes for its {sequences} sequences and {documents} "
             f"document indices, and has {size}. Copy it again, or make it anew."
