@@ -40,9 +40,15 @@ def _compares(command: Command) -> bool:
     return command.text.startswith("fp8stack compare --")
 
 
+def _draws(command: Command) -> bool:
+    """Whether it draws the page of a report where others do so already."""
+    first = command.page in ("README.md", "docs/getting_started.md")
+    return command.text.startswith("fp8stack report") and not first and "--text" not in command.text
+
+
 # Slow: ranks that meet take 10 s and more; scenarios measure, even in their short form; a
-# comparison starts a process for each run.
-SLOW = [one for one in HERE if _launches(one) or _measures(one) or _compares(one)]
+# comparison starts a process for each run; a report draws for 5 s and more.
+SLOW = [one for one in HERE if _launches(one) or _measures(one) or _compares(one) or _draws(one)]
 
 
 def _invoke(*arguments: str) -> int:
@@ -140,8 +146,17 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
         from fp8stack.compare import comparison
 
         monkeypatch.setattr(comparison, "compare", lambda asked: 0)
+    if _draws(command):
+        import fp8stack.report
+
+        monkeypatch.setattr(fp8stack.report, "report", _runs_are_there)
     without = tuple(words[:2]) == runner.NEEDS_GPU and not torch.cuda.is_available()
     assert _invoke(*runner.scaled(words)) == (2 if without else 0)
+
+
+def _runs_are_there(runs: list[Path], out: str | None, text: bool) -> None:
+    """In place of a report's drawing."""
+    assert all((run / "metrics.jsonl").exists() for run in runs)
 
 
 def _be_killed(words: list[str], folder: Path) -> None:

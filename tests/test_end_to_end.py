@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "made"
 
 
-def test_the_documents_are_tokens_with_a_tokenizer_of_their_own(made: Path) -> None:
+def _the_documents_are_tokens_with_a_tokenizer_of_their_own(made: Path) -> None:
     manifest = json.loads((made / "tokens" / "manifest.json").read_text())
     assert manifest["tokenizer"]["vocabulary"] <= 512
     documents = [manifest["splits"][split]["documents"] for split in ("train", "val")]
@@ -59,7 +59,7 @@ def test_the_documents_are_tokens_with_a_tokenizer_of_their_own(made: Path) -> N
     assert len(tokenizer.encode(told)) < len(told) / 3, "it merged nothing"
 
 
-def test_the_run_learned_in_fp8(made: Path) -> None:
+def _the_run_learned_in_fp8(made: Path) -> None:
     rows = [row for row in metrics(made / "run") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert {row["precision"] for row in rows} == {"delayed-emulated"}
@@ -67,7 +67,7 @@ def test_the_run_learned_in_fp8(made: Path) -> None:
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
 
 
-def test_the_report_is_a_page_and_a_text(made: Path) -> None:
+def _the_report_is_a_page_and_a_text(made: Path) -> None:
     page = (made / "run" / "report.html").read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html>")
     text = (made / "report.txt").read_text()
@@ -75,7 +75,7 @@ def test_the_report_is_a_page_and_a_text(made: Path) -> None:
     assert "delayed" in text
 
 
-def test_the_evaluation_has_both_recipes_close_together(made: Path) -> None:
+def _the_evaluation_has_both_recipes_close_together(made: Path) -> None:
     scores = json.loads((made / "eval.json").read_text())["scores"]
     assert [score["recipe"] for score in scores] == ["fp32", "delayed"]
     assert [score["fp8_layers"] for score in scores] == [0, 8]
@@ -86,7 +86,7 @@ def test_the_evaluation_has_both_recipes_close_together(made: Path) -> None:
     assert losses[1] == pytest.approx(last, rel=0.01)
 
 
-def test_transformers_has_the_same_logits(made: Path) -> None:
+def _transformers_has_the_same_logits(made: Path) -> None:
     theirs = load_file(made / "transformers.safetensors")
     with torch.no_grad():
         logits = fp8stack.load(made / "run", recipe="fp32")(theirs["tokens"])
@@ -96,7 +96,7 @@ def test_transformers_has_the_same_logits(made: Path) -> None:
     assert (logits[..., :shared] - theirs["logits"][..., :shared]).abs().max() < 1e-5
 
 
-def test_both_generate_the_same_text(made: Path) -> None:
+def _both_generate_the_same_text(made: Path) -> None:
     theirs = (made / "transformers.txt").read_text(encoding="utf-8")
     ours = (made / "generated.txt").read_text(encoding="utf-8").removesuffix("\n")
     assert theirs.startswith(PROMPT)
@@ -104,9 +104,20 @@ def test_both_generate_the_same_text(made: Path) -> None:
     assert ours in (theirs, theirs.removeprefix(PROMPT))
 
 
-def test_what_was_piped_is_plain_text_with_a_fact_a_line(made: Path) -> None:
+def _what_was_piped_is_plain_text_with_a_fact_a_line(made: Path) -> None:
     lines = (made / "pretrain.txt").read_text(encoding="utf-8").splitlines()
     assert all(line.isprintable() for line in lines)
     steps = [line for line in lines if line.startswith("step ") and " | loss " in line]
     assert len(steps) == 60
     assert sum(": validation loss " in line for line in lines) == 3  # and at the end
+
+
+def test_a_users_whole_way(made: Path) -> None:
+    # One test: pytest-xdist would have each of its processes go all the way.
+    _the_documents_are_tokens_with_a_tokenizer_of_their_own(made)
+    _the_run_learned_in_fp8(made)
+    _the_report_is_a_page_and_a_text(made)
+    _the_evaluation_has_both_recipes_close_together(made)
+    _transformers_has_the_same_logits(made)
+    _both_generate_the_same_text(made)
+    _what_was_piped_is_plain_text_with_a_fact_a_line(made)
