@@ -24,7 +24,7 @@ def evaluate(
     context: Annotated[int | None, option("Tokens of each window. [as in the run]")] = None,
     batch: Annotated[int | None, option("Windows at a time. [as in the run]")] = None,
     tokenizer: Annotated[
-        str | None, option("bytes, gpt2, or the path of a tokenizer.json. [the run's]")
+        str | None, option("Of a run that does not know it: bytes, gpt2, or a tokenizer.json.")
     ] = None,
     backend: Annotated[
         str, option("Who computes: auto, te, torch, emulate, reference. [auto]")

@@ -126,11 +126,9 @@ def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[in
         UserError: a token that the model does not know, or an empty prompt where no token ends a
             document.
     """
-    tokens = tokenizer.encode(prompt)
+    tokens = tokenizer.begin(prompt)
     if not tokens:
-        if tokenizer.end_of_text is None:
-            raise UserError("There is nothing to begin with. Give --prompt TEXT.")
-        tokens = [tokenizer.end_of_text]
+        raise UserError("There is nothing to begin with. Give --prompt TEXT.")
     if max(tokens) >= vocabulary:
         raise UserError(
             f"The prompt has token {max(tokens)}, and the model's vocabulary is {vocabulary}: "

@@ -36,7 +36,7 @@ def generate(
         str, option("Who computes: auto, te, torch, emulate, reference. [auto]")
     ] = "auto",
     tokenizer: Annotated[
-        str | None, option("bytes, gpt2, or the path of a tokenizer.json. [the run's]")
+        str | None, option("Of a run that does not know it: bytes, gpt2, or a tokenizer.json.")
     ] = None,
     device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from conftest import TINY, Command, losses, metrics
 
 from fp8stack import cli
-from fp8stack.training import building, checkpoint, ending, loop, reading, run_folder
+from fp8stack.training import building, checkpoint, ending, loop, reading, storage
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.sound import newest_sound
 from fp8stack.training.stop import SIGNALS, Preempted, stop_requests
@@ -226,7 +226,7 @@ def test_a_file_system_without_locks_can_be_trained_on(
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(storage.fcntl, "flock", no_locks)
     assert command(*AUTO, "--steps", "13") == 0
 
 

@@ -15,8 +15,8 @@ from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
 from fp8stack.compare.summary import summarize
 from fp8stack.compare.table import as_markdown, as_text
 from fp8stack.errors import UserError
+from fp8stack.terminal import say
 from fp8stack.training.config import to_toml
-from fp8stack.training.display import say
 from fp8stack.training.stop import stop_requests
 from fp8stack.training.storage import storage_errors, write_atomically
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,12 +68,17 @@ def is_empty(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
-def walk(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """All files below `folder` except hidden ones; folders named in `skipped` are left out."""
+def walk(
+    folder: Path,
+    skips: Callable[[Path], bool] = lambda folder: False,
+    refuse: Callable[[str, OSError], NoReturn] = unreadable,
+) -> Iterator[Path]:
+    """All files below `folder` except hidden ones, those of hidden folders, and of those that
+    `skips` says; links to folders are not followed. What cannot be read, `refuse` raises."""
 
     def fail(error: OSError) -> NoReturn:
-        unreadable(error.filename, error)
+        refuse(str(error.filename), error)
 
     for here, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [n for n in folders if not n.startswith(".") and n not in skipped]
+        folders[:] = [n for n in folders if not n.startswith(".") and not skips(Path(here, n))]
         yield from (Path(here, name) for name in names if not name.startswith("."))

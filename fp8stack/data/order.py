@@ -18,7 +18,7 @@ BLOCK = 4096
 """Rows of a mixture that hold every source in its exact share."""
 ROUNDS = 8
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mixed(words: Words) -> Words:
@@ -27,7 +27,7 @@ def mixed(words: Words) -> Words:
     The output function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
     Generators, OOPSLA 2014; https://prng.di.unimi.it/splitmix64.c).
     """
-    words = words + np.uint64(_GOLDEN)
+    words = words + np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -77,14 +77,16 @@ def _part(path: Path, file: Any, most: int) -> Part:
     return Part(path=path, tokens=np.frombuffer(tokens, dtype=np.uint8), documents=separator)
 
 
-def _text_column(path: Path, schema: Any) -> str:
+def is_text(kind: Any) -> bool:
+    """Whether a column of this pyarrow type holds strings."""
     from pyarrow import types
 
-    def is_text(kind: Any) -> bool:
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        return any((types.is_string(kind), types.is_large_string(kind), types.is_string_view(kind)))
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return any((types.is_string(kind), types.is_large_string(kind), types.is_string_view(kind)))
 
+
+def _text_column(path: Path, schema: Any) -> str:
     texts = [field.name for field in schema if is_text(field.type)]
     if texts.count("text") == 1:
         return "text"

@@ -15,10 +15,9 @@ from fp8stack.data.corpus import Part, map_tokens
 from fp8stack.data.documents import Ends, ascends
 from fp8stack.data.files import unreadable
 from fp8stack.errors import UserError
-from fp8stack.tokenizer import Tokenizer, tokenizer_from_json
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_from_json
 
 MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
 ENDS = ".ends"
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -157,7 +156,7 @@ def tokenizer_of_prepared(folder: Path) -> Tokenizer:
         UserError: the folder's tokenizer.json is missing or is not the one of the manifest.
     """
     manifest = read_manifest(folder).tokenizer
-    path = folder / TOKENIZER
+    path = folder / TOKENIZER_FILE
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -104,7 +104,9 @@ def standard_library(vocabulary: int) -> tuple[Part, ...]:
     for top in root.iterdir() if root.is_dir() else ():
         if top.name.removesuffix(".py") not in modules:
             continue
-        files = walk(top, skipped=NOT_EVERYWHERE) if top.is_dir() else iter([top])
+        files = (
+            walk(top, lambda folder: folder.name in NOT_EVERYWHERE) if top.is_dir() else iter([top])
+        )
         for path in files:
             name = path.relative_to(root).as_posix()
             if name.endswith(".py"):

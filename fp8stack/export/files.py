@@ -16,7 +16,8 @@ from fp8stack.export.quantized import quantize
 from fp8stack.export.source import Source
 from fp8stack.hf import config_json, layout_of, to_hf
 from fp8stack.model import GPTConfig
-from fp8stack.tokenizer import Tokenizer
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.training.config import toml_lines
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -96,12 +97,7 @@ def quantized_files(source: Source, tokenizer: str | None) -> Files:
 
 def model_toml(config: GPTConfig) -> str:
     """The shape as the text of a model file; keys without a value are left out."""
-    lines = (
-        f"{key} = {json.dumps(value)}\n"
-        for key, value in config.model_dump().items()
-        if value is not None
-    )
-    return "".join(lines)
+    return "\n".join(toml_lines(config.model_dump())) + "\n"
 
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -150,7 +146,7 @@ def _tokenizer_texts(tokenizer: Tokenizer | None, context: int) -> tuple[dict[st
         **special,
     }
     return {
-        "tokenizer.json": text,
+        TOKENIZER_FILE: text,
         "tokenizer_config.json": _as_json(table),
         "special_tokens_map.json": _as_json(special),
     }, []

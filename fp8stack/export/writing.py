@@ -14,14 +14,21 @@ from torch import Tensor
 from fp8stack.errors import UserError
 from fp8stack.export.files import Files
 from fp8stack.hf.folder import INDEX, WEIGHTS
-from fp8stack.training.storage import TEMPORARY, storage_errors, sync_folder, write_flushed
+from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.training.storage import (
+    TEMPORARY,
+    share_mode,
+    storage_errors,
+    sync_folder,
+    write_flushed,
+)
 
 LARGEST_FILE = 5_000_000_000
 """Bytes of tensors in a file; more are shared out over several, with an index."""
 
 _OWN = {
     *(WEIGHTS, INDEX, "model.toml", "config.json", "generation_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json"),
 }
 
 
@@ -99,8 +106,7 @@ def _write_tensors(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = WEIGHTS if len(shards) == 1 else file
         save_file({name: tensors[name] for name in names}, folder / file, dict(metadata))
-        # safetensors lets the owner alone read it
-        (folder / file).chmod(folder.stat().st_mode & 0o666)
+        share_mode(folder / file, folder)
         with (folder / file).open("rb+") as stream:
             os.fsync(stream.fileno())
         where |= dict.fromkeys(names, file)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.tokenizer import TOKENIZER_FILE
 
 HF = "hf:"
 """What begins the name of a folder of transformers' where runs may be named as well."""
@@ -43,7 +44,7 @@ class Folder:
     @property
     def tokenizer(self) -> Path | None:
         """Its `tokenizer.json`, if it has one."""
-        file = self.path / "tokenizer.json"
+        file = self.path / TOKENIZER_FILE
         return file if file.is_file() else None
 
 

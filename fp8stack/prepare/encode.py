@@ -168,12 +168,13 @@ class Encoder:
         return Encoded(
             tokens=np.concatenate(parts).astype(self.dtype),
             lengths=lengths,
-            text_bytes=np.array([_bytes_of(text) for text in texts], dtype=np.int64),
+            text_bytes=np.array([bytes_of(text) for text in texts], dtype=np.int64),
             replaced=sum(replaced for _, replaced in found),
         )
 
 
-def _bytes_of(text: str) -> int:
+def bytes_of(text: str) -> int:
+    """Of a text, as UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 

@@ -13,24 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows: two commands in one folder are not kept apart there
-    fcntl = None  # type: ignore[assignment]
-
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from fp8stack.data.prepared import MANIFEST
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare.settings import Position, Settings
 from fp8stack.prepare.shards import OWN_FILE, SplitState
-from fp8stack.training.storage import TEMPORARY, storage_errors, sync_folder, write_atomically
+from fp8stack.tokenizer import TOKENIZER_FILE
+from fp8stack.training.storage import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
 
 FORMAT = 1
 JOURNAL = "progress.json"
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
-
 
 KEYS = frozenset({"dtype", "tokenizer", "splits", "documents", "inputs", "settings"})
 """Of a manifest, those that are read again."""
@@ -86,7 +80,7 @@ class Folder:
         self.path = path
         self.journal_path = path / JOURNAL
         self.manifest_path = path / MANIFEST
-        self.tokenizer_path = path / TOKENIZER
+        self.tokenizer_path = path / TOKENIZER_FILE
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -100,21 +94,17 @@ class Folder:
             raise UserError(f"{quoted(str(self.path))} is a file. Give a folder as --out.")
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        if fcntl is None:
+        if os.name != "posix":  # a folder cannot be opened there
             yield
             return
         with storage_errors(self.path):
             descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock(descriptor):
                 raise UserError(
                     f"Another command prepares {quoted(str(self.path))}. Wait for it or give "
                     "another --out."
-                ) from None
-            except OSError:  # a file system without locks
-                pass
+                )
             yield
         finally:
             os.close(descriptor)

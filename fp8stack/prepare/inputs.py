@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from fp8stack.data.files import SNIFFED_BYTES, walk
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare.streams import ByteStream
 
@@ -19,7 +20,6 @@ Kind = Literal["text", "lines", "parquet", "hf"]
 HUB = "hf:"
 PACKED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson")
-SNIFFED_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +86,11 @@ def _unreadable(name: str, error: OSError) -> NoReturn:
 
 
 def _folder(folder: Path, out: Path, given: int) -> Iterator[Source]:
-    files = sorted(_files(folder, out), key=lambda path: path.relative_to(folder).as_posix())
-    for path in files:
+    files = walk(folder, lambda inside: inside.resolve() == out, _unreadable)
+    for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
         status = _status(path, str(path))
         if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
             yield _source(path, status, given)
-
-
-def _files(folder: Path, out: Path) -> Iterator[Path]:
-    def fail(error: OSError) -> NoReturn:
-        _unreadable(str(error.filename), error)
-
-    for here, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [
-            n for n in folders if not n.startswith(".") and Path(here, n).resolve() != out
-        ]
-        yield from (Path(here, name) for name in names if not name.startswith("."))
 
 
 def _source(path: Path, status: os.stat_result, given: int) -> Source:

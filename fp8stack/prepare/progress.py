@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    Progress,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
+
+from fp8stack.terminal import Bar, say
 
 LINE_EVERY_S = 10.0
-
-
-def say(*lines: str) -> None:
-    """Print lines at once. Where the reader of the output has gone, the work goes on in silence."""
-    try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class _Bar(Progress):
-    """A bar that keeps its width, and a line below it that is cut where the terminal ends."""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        for task in self.tasks:
-            if task.fields["line"]:
-                yield Text(task.fields["line"], no_wrap=True, overflow="ellipsis")
 
 
 class Display:
@@ -57,10 +38,10 @@ class Display:
         self.what, self.total, self._begin = what, total, done
         self._clock = clock
         self._started = self._told = clock()
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._task = TaskID(0)
         if sys.stdout.isatty():
-            self._bar = _Bar(
+            self._bar = Bar(
                 TextColumn(what),
                 DownloadColumn(),
                 BarColumn(),
@@ -68,7 +49,7 @@ class Display:
                 TimeRemainingColumn(),
                 console=Console(),
             )
-            self._task = self._bar.add_task(what, total=total or None, completed=done, line="")
+            self._task = self._bar.add_task(what, total=total or None, completed=done)
 
     def __enter__(self) -> Display:
         if self._bar is not None:
@@ -92,7 +73,8 @@ class Display:
     def update(self, done: int, line: str = "") -> None:
         """Show that `done` bytes of the files were read, with more in `line`."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, line=line)
+            self._bar.line = line or None
+            self._bar.update(self._task, completed=done)
         elif self._clock() - self._told >= LINE_EVERY_S:
             self._told = self._clock()
             say(self.describe(done, line))

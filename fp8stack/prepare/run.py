@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.prepare.cuts import may_be_cut
 from fp8stack.prepare.encode import Encoded, dtype_of
@@ -17,11 +18,12 @@ from fp8stack.prepare.folder import Counts, Folder, Journal
 from fp8stack.prepare.inputs import Source, find_sources
 from fp8stack.prepare.manifest import describe_inputs, listing_of, manifest_of, summary
 from fp8stack.prepare.pool import encoded
-from fp8stack.prepare.progress import Display, say
+from fp8stack.prepare.progress import Display
 from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Reading, read_items
 from fp8stack.prepare.settings import Position, Settings
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.train import SAMPLE_BYTES, train_bpe
+from fp8stack.terminal import say
 from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
 from fp8stack.training.storage import write_atomically
 
@@ -265,12 +267,8 @@ class _Preparation:
 def held_out(places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
     """Which documents are held out, by their places among the inputs, from 0; the first never is.
 
-    A place is hashed by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014,
-    https://doi.org/10.1145/2660193.2660195), and a share of the hashes counts.
+    A place is hashed by SplitMix64, and a share of the hashes counts.
     """
-    x = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = mixed(places.astype(np.uint64) * np.uint64(GOLDEN))
     below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53
     return below & (places > 0)

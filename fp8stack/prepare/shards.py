@@ -21,7 +21,6 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.training.storage import storage_errors, sync_folder
 
 OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
-HASHED_AT_ONCE = 2**24
 
 
 class Shard(BaseModel):
@@ -196,8 +195,5 @@ class SplitWriter:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while content := file.read(HASHED_AT_ONCE):
-            digest.update(content)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from fp8stack.data.parquet import is_text
 from fp8stack.errors import UserError, quoted, unknown
 
 ROWS_AT_ONCE = 64
@@ -44,7 +45,11 @@ def parquet_rows(
     except ImportError:
         raise UserError("Parquet files need pyarrow. Install it: pip install pyarrow.") from None
     try:
-        yield from _gathered(_column(path, start, key), start, size)
+        with _opened(path, key) as file:
+            number = start
+            for held in _gathered(_values(file, start, key), size):
+                number += len(held)
+                yield Rows(content=held, share=number / file.metadata.num_rows)
     except (ArrowException, OSError) as error:
         raise UserError(
             f"{quoted(path)} is not a parquet file that can be read "
@@ -53,53 +58,55 @@ def parquet_rows(
         ) from error
 
 
-def _column(path: str, start: int, key: str) -> Iterator[tuple[object, int]]:
-    """Each value from row `start` on, with the number of rows of the whole file."""
+@contextmanager
+def _opened(path: str, key: str) -> Iterator[Any]:
+    """A parquet file whose column `key` holds text."""
     import pyarrow.parquet as parquet
-    from pyarrow import types
 
     with parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         schema = file.schema_arrow
         if key not in schema.names:
             raise _no_column(path, key, schema.names)
         kind = schema.field(key).type
-        text = kind.value_type if types.is_dictionary(kind) else kind
-        if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
+        if not is_text(kind):
             raise UserError(
                 f"The column {quoted(key)!r} of {quoted(path)} holds {quoted(str(kind))}, not "
                 "text. Name another with --text-key."
             )
-        rows, first = file.metadata.num_rows, 0
-        for group in range(file.metadata.num_row_groups):
-            there = file.metadata.row_group(group).num_rows
-            if first + there > start:
-                left_out = max(0, start - first)
-                batches = file.iter_batches(
-                    ROWS_AT_ONCE, row_groups=[group], columns=[key], use_threads=False
-                )
-                for batch in batches:
-                    values = batch.column(0)[left_out:].to_pylist()
-                    left_out = max(0, left_out - batch.num_rows)
-                    yield from ((value, rows) for value in values)
-            first += there
+        yield file
+
+
+def _values(file: Any, start: int, key: str) -> Iterator[object]:
+    """Each value of a column from row `start` on."""
+    first = 0
+    for group in range(file.metadata.num_row_groups):
+        there = file.metadata.row_group(group).num_rows
+        if first + there > start:
+            left_out = max(0, start - first)
+            batches = file.iter_batches(
+                ROWS_AT_ONCE, row_groups=[group], columns=[key], use_threads=False
+            )
+            for batch in batches:
+                yield from batch.column(0)[left_out:].to_pylist()
+                left_out = max(0, left_out - batch.num_rows)
+        first += there
 
 
 def _no_column(path: str, key: str, names: list[str]) -> UserError:
     return UserError(f"{quoted(path)}: {unknown('column', key, names)} Name one with --text-key.")
 
 
-def _gathered(values: Iterator[tuple[object, int]], start: int, size: int) -> Iterator[Rows]:
-    """Values put together until they have `size` bytes or so."""
-    held, held_bytes, number = list[object](), 0, start
-    for value, rows in values:
+def _gathered(values: Iterator[object], size: int) -> Iterator[list[object]]:
+    """Values put together until they have `size` bytes or so; none is taken before it is needed."""
+    held, held_bytes = list[object](), 0
+    for value in values:
         held.append(value)
         held_bytes += len(value) if isinstance(value, str) else 0
-        number += 1
         if held_bytes >= size or len(held) >= MOST_ROWS:
-            yield Rows(content=held, share=number / rows)
+            yield held
             held, held_bytes = [], 0
     if held:
-        yield Rows(content=held, share=1.0)
+        yield held
 
 
 def parse_dataset(name: str) -> tuple[str, str | None, str]:
@@ -144,7 +151,8 @@ def dataset_rows(
         if state is not None:
             stream.load_state_dict(state)
         with closing(iter(stream)) as rows:
-            yield from _streamed(path, rows, stream, key, size)
+            for held in _gathered(_values_of(path, rows, key), size):
+                yield Rows(content=held, state=stream.state_dict())
     except UserError:
         raise
     except Exception as error:  # whatever the network, the hub and the formats of files come to
@@ -154,17 +162,9 @@ def dataset_rows(
         ) from error
 
 
-def _streamed(
-    path: str, rows: Iterator[dict[str, Any]], stream: Any, key: str, size: int
-) -> Iterator[Rows]:
-    held, held_bytes = list[object](), 0
+def _values_of(path: str, rows: Iterator[dict[str, Any]], key: str) -> Iterator[object]:
+    """What each row of a dataset has in the column `key`."""
     for row in rows:
         if key not in row:
             raise _no_column(path, key, list(row))
-        held.append(row[key])
-        held_bytes += len(row[key]) if isinstance(row[key], str) else 0
-        if held_bytes >= size or len(held) >= MOST_ROWS:
-            yield Rows(content=held, state=stream.state_dict())
-            held, held_bytes = [], 0
-    if held:
-        yield Rows(content=held, state=stream.state_dict())
+        yield row[key]

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from fp8stack.errors import UserError
-from fp8stack.prepare.encode import texts_of
+from fp8stack.prepare.encode import bytes_of, texts_of
 from fp8stack.prepare.inputs import Source
 from fp8stack.prepare.read import Reading, read_items
 from fp8stack.prepare.settings import Position
@@ -57,7 +57,7 @@ def train_bpe(
         for source, budget in sample_of(sources):
             for some in _beginning(source, budget, how):
                 yield some
-                seen += sum(len(text) if text.isascii() else len(text.encode()) for text in some)
+                seen += sum(map(bytes_of, some))
                 report(seen)
 
     library.train_from_iterator(texts(), trainer=trainer)
@@ -94,7 +94,7 @@ def _beginning(source: Source, budget: int, how: Reading) -> Iterator[list[str]]
             for text, _ in texts_of(item, how.text_key):
                 if left > 0:
                     some.append(text)
-                    left -= len(text.encode(errors="replace"))
+                    left -= bytes_of(text)
             yield some
             if left <= 0:
                 return

@@ -63,6 +63,11 @@ class Tokenizer(ABC):
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
+    def begin(self, text: str) -> list[int]:
+        """The ids that a model continues: those of a text; of one without any, what ends a
+        document, and so begins one. [] if there is no such id."""
+        return self.encode(text) or ([] if self.end_of_text is None else [self.end_of_text])
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids. Special tokens and ids outside the vocabulary are left out; bytes
         that are not UTF-8 become U+FFFD."""

@@ -291,16 +291,17 @@ def to_toml(config: RunConfig) -> str:
     for key, value in config.model_dump().items():
         if isinstance(value, dict):
             if value:
-                tables += ["", f"[{key}]", *_lines(value)]
+                tables += ["", f"[{key}]", *toml_lines(value)]
         elif isinstance(value, tuple) and any(isinstance(item, dict) for item in value):
             for item in value:
-                tables += ["", f"[[{key}]]", *_lines(item)]
+                tables += ["", f"[[{key}]]", *toml_lines(item)]
         elif value is not None:
             lines.append(f"{key} = {_literal(value)}")
     return "\n".join(lines + tables) + "\n"
 
 
-def _lines(table: Mapping[str, Any]) -> list[str]:
+def toml_lines(table: Mapping[str, Any]) -> list[str]:
+    """The lines of a TOML table; keys without a value are left out."""
     return [f"{key} = {_literal(value)}" for key, value in table.items() if value is not None]
 
 

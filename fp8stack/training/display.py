@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from fp8stack import data
 from fp8stack.precision.phases import EVALUATION
+from fp8stack.terminal import Bar, say
 from fp8stack.training.run import Run
 from fp8stack.training.throughput import Peak
 
@@ -38,14 +36,6 @@ class Display(Protocol):
     def close(self) -> None:
         """Leave the terminal as it was."""
         ...
-
-
-def say(*lines: str) -> None:
-    """Print lines at once. Where the reader of the output has gone, the run goes on in silence."""
-    try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
@@ -184,23 +174,13 @@ class PlainDisplay:
         """See `Display.close`."""
 
 
-class _Bar(Progress):
-    """A bar that keeps its width, and a line below it that is cut where the terminal ends."""
-
-    line = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        yield Text(self.line, no_wrap=True, overflow="ellipsis")
-
-
 class RichDisplay:
     """A bar with the latest step's figures below it; notes scroll by above."""
 
     def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
         self.steps = steps
         self.peak = peak
-        self.progress = _Bar(
+        self.progress = Bar(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
@@ -208,6 +188,7 @@ class RichDisplay:
             TimeRemainingColumn(),
             console=console,
         )
+        self.progress.line = ""
         self.task = self.progress.add_task("", total=steps, completed=start)
         self.progress.start()
 

@@ -56,10 +56,8 @@ def _sample(run: Run) -> str:
     if not config.sample_tokens or tokenizer is None:
         return ""
     prompt = config.sample_prompt or ("def " if config.data is None else "\n")
-    encoded = tokenizer.encode(prompt)
-    if not encoded and tokenizer.end_of_text is not None:  # one that drops white space
-        encoded = [tokenizer.end_of_text]
-    if not encoded:
+    encoded = tokenizer.begin(prompt)
+    if not encoded:  # it drops white space, and ends no document
         return ""
     tokens = sample(
         (run.evaluation or run.active).model,

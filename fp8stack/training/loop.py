@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fp8stack import data
 from fp8stack.errors import NumericFailure
+from fp8stack.terminal import say
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import profiling
 from fp8stack.training.building import versions
-from fp8stack.training.display import Display, Silence, describe_run, open_display, say
+from fp8stack.training.display import Display, Silence, describe_run, open_display
 from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches

@@ -9,14 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-try:
-    import fcntl
-except ImportError:  # Windows: two runs in one folder are not kept apart there
-    fcntl = None  # type: ignore[assignment]
-
 from fp8stack.errors import UserError
+from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.config import RunConfig
-from fp8stack.training.storage import TEMPORARY, storage_errors, write_atomically
+from fp8stack.training.storage import TEMPORARY, lock, storage_errors, write_atomically
 from fp8stack.training.writing import forget_after, sweep
 
 
@@ -31,7 +27,7 @@ class RunFolder:
         self.path = path
         self.config = path / "run.toml"
         self.plan = path / "plan.json"
-        self.tokenizer = path / "tokenizer.json"
+        self.tokenizer = path / TOKENIZER_FILE
         self.debug = path / "debug.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.telemetry = path / "telemetry.jsonl"
@@ -100,15 +96,10 @@ class RunFolder:
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a")
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                raise UserError(
-                    f"Another process trains in {self.path}. Wait for it or give another --out."
-                ) from None
-            except OSError:  # a file system without locks: runs are not kept apart there
-                pass
+        if not lock(self._lock.fileno()):
+            raise UserError(
+                f"Another process trains in {self.path}. Wait for it or give another --out."
+            )
         with storage_errors(self.path):
             self.checkpoints.mkdir(exist_ok=True)
             sweep(self.path)

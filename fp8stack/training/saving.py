@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import UserError
+from fp8stack.terminal import say
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training import writing
 from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.display import say
 from fp8stack.training.ranks import ALONE, Ranks
 
 Groups = Mapping[str, Mapping[str, Tensor]]

@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
+
 from safetensors import SafetensorError
 
 from fp8stack.errors import StorageError
@@ -58,6 +63,24 @@ def write_flushed(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def share_mode(file: Path, folder: Path) -> None:
+    """Have whoever may read `folder` read `file`, which safetensors wrote for its owner alone."""
+    file.chmod(folder.stat().st_mode & 0o666)
+
+
+def lock(descriptor: int) -> bool:
+    """Hold a file or folder, by its open descriptor, until that is closed; False if another process
+    does. Where there are no locks, on Windows and on some file systems, all are told True."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
 
 
 def sync_folder(folder: Path) -> None:

@@ -34,7 +34,13 @@ from fp8stack.training.checkpoint import (
 )
 from fp8stack.training.ranks import Ranks
 from fp8stack.training.sharded import file_of, write_rows
-from fp8stack.training.storage import TEMPORARY, storage_errors, sync_folder, write_flushed
+from fp8stack.training.storage import (
+    TEMPORARY,
+    share_mode,
+    storage_errors,
+    sync_folder,
+    write_flushed,
+)
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -142,7 +148,7 @@ def write_group(temporary: Path, group: str, tensors: Mapping[str, Tensor]) -> d
 
 def _flushed(file: Path, folder: Path) -> FileSum:
     """Flush a file to the disk; as readable as its folder."""
-    file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
+    share_mode(file, folder)
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())
