@@ -1,0 +1,188 @@
+"""Whether this checkout computes what another commit does, to the bit, on this machine.
+
+    python -m bench.same REV [--only training,plans] [--recipes A,B] [--steps N]
+
+Both trees train every shipped recipe on the same text, resume from the checkpoint in the middle,
+and plan and estimate every model on every kind of GPU. What is compared: losses and gradient norms,
+the bytes of every tensor of the checkpoints, telemetry's figures, and the JSON of `plan` and
+`estimate`. Exit code 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = """\
+vocabulary = 256
+context = 64
+layers = 2
+width = 64
+heads = 2
+norm = "rmsnorm"
+activation = "swiglu"
+positions = "rope"
+qk_norm = true
+bias = false
+tied = false
+"""
+CAPABILITIES = ("none", "7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib", "seconds", "machine"}
+SHOWN = 40
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.same", description=__doc__)
+    parser.add_argument("revision", help="the commit to compare with, or a folder that holds one")
+    parser.add_argument("--only", default="training,plans", help="parts (default: %(default)s)")
+    parser.add_argument("--recipes", default="", help="some of the shipped recipes (default: all)")
+    parser.add_argument("--steps", type=int, default=8, help="of each run (default: %(default)s)")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        found = dict(_facts(chosen))
+        Path(chosen.child).write_text(json.dumps(found))
+        return 0
+    with tempfile.TemporaryDirectory() as folder, _tree(chosen.revision) as other:
+        facts = [_in_tree(tree, Path(folder)) for tree in (other, ROOT)]
+    return _report(*facts)
+
+
+def _report(then: dict[str, Any], now: dict[str, Any]) -> int:
+    differing = [key for key in then if key in now and then[key] != now[key]]
+    missing, new = sorted(then.keys() - now.keys()), sorted(now.keys() - then.keys())
+    print(
+        f"{len(then)} facts: {len(differing)} differ, {len(missing)} are gone, {len(new)} are new"
+    )
+    for key in differing[:SHOWN]:
+        print(f"  {key}: {then[key]} -> {now[key]}")
+    for word, keys in (("gone", missing), ("new", new)):
+        for key in keys[:SHOWN]:
+            print(f"  {word}: {key}")
+    return 1 if differing or missing else 0
+
+
+@contextlib.contextmanager
+def _tree(revision: str) -> Iterator[Path]:
+    """The files of a commit, in a worktree that is removed afterwards."""
+    if Path(revision).is_dir():
+        yield Path(revision).resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "-q", "--detach", str(tree), revision], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def _in_tree(tree: Path, folder: Path) -> dict[str, Any]:
+    """The facts that a tree's own package gives, in a process of its own."""
+    out = folder / f"facts-{len(list(folder.iterdir()))}.json"
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "passive"}
+    words = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child", str(out)]
+    with tempfile.TemporaryDirectory() as work:
+        subprocess.run(words, cwd=work, env=environment, check=True)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    from fp8stack import presets
+
+    recipes = chosen.recipes.split(",") if chosen.recipes else presets.names("recipes")
+    parts = chosen.only.split(",")
+    if "training" in parts:
+        Path("shape.toml").write_text(MODEL)
+        Path("text.txt").write_bytes(
+            b"".join(b"%d squared is %d.\n" % (n, n * n) for n in range(4000))
+        )
+        for recipe in recipes:
+            backends = ["auto"] + (["torch"] if recipe in ("delayed", "current") else [])
+            for backend in backends:
+                yield from _trained(recipe, backend, chosen.steps)
+    if "plans" in parts:
+        for model in presets.names("models"):
+            for recipe in recipes:
+                for capability in CAPABILITIES:
+                    yield from _planned(model, recipe, capability)
+
+
+def _trained(recipe: str, backend: str, steps: int) -> Iterator[tuple[str, Any]]:
+    """What a run leaves that stopped half-way and went on."""
+    out, middle = f"{recipe}-{backend}", steps // 2
+    flags = ["--model", "shape.toml", "--recipe", recipe, "--backend", backend, "--out", out]
+    flags += ["--data", "text.txt", "--batch", "4", "--accumulate", "2", "--lr", "1e-3"]
+    flags += ["--eval-every", str(middle), "--save-every", str(middle), "--device", "cpu"]
+    flags += ["--set", "telemetry_every=3", "--set", "warmup_steps=2", "--set", "sample_tokens=4"]
+    flags += ["--set", "eval_windows=4", "--seed", "7", "--set", "keep_checkpoints=9"]
+    _command("pretrain", *flags, "--steps", str(steps))
+    _command("pretrain", "--resume", f"{out}/checkpoints/step-{middle:06d}")
+    for name in ("metrics", "telemetry"):
+        for number, line in enumerate(Path(out, f"{name}.jsonl").read_text().splitlines()):
+            for key, value in json.loads(line).items():
+                if key not in TIMES:
+                    yield f"{out} {name} row {number} {key}", value
+    for file in sorted(Path(out).glob("checkpoints/*/*.safetensors")):
+        yield from _tensors(f"{out} {file.parent.name}/{file.name}", file)
+
+
+def _tensors(name: str, file: Path) -> Iterator[tuple[str, Any]]:
+    import torch
+    from safetensors.torch import load_file
+
+    for key, tensor in load_file(file).items():
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield f"{name} {key}", f"{tensor.dtype} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def _planned(model: str, recipe: str, capability: str) -> Iterator[tuple[str, Any]]:
+    words = ["--model", model, "--recipe", recipe, "--capability", capability, "--json"]
+    for command in ("plan", "estimate"):
+        text = _command(command, *words)
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = text
+        yield from _leaves(f"{command} {model} {recipe} {capability}", answer)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The single values of nested JSON, by their path."""
+    if not isinstance(value, dict | list):
+        yield name, value
+        return
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+        if key not in TIMES:
+            yield from _leaves(f"{name} {key}", one)
+
+
+def _command(*arguments: str) -> str:
+    """What the command prints, errors included; it runs in this process."""
+    from fp8stack import cli
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            cli.main(list(arguments))
+        except SystemExit as ended:
+            if ended.code:
+                out.write(f"exit code {ended.code}")
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
