@@ -14,8 +14,10 @@ from small_loop import SmallLoop
 from torch import Tensor, nn
 
 from bench import guard, runner
+from fp8stack import presets
 from fp8stack.backends import fp8_state
 from fp8stack.errors import NumericFailure
+from fp8stack.precision.recipe import load_recipe
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
 
@@ -69,6 +71,60 @@ def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_o
     assert [gemms[step] for step in (5, 12, 14, 15)] == [12, 9, 9, 12]
     losses = {row["step"]: row["loss"] for row in metrics(tmp_path / "r") if "fp8_gemms" in row}
     assert all(losses[step] is not None for step in (1, 5, 12, 16))
+
+
+# Every key of every recipe, at values that are not the defaults.
+KEYS: dict[str, list[dict[str, Any]]] = {
+    "delayed": [
+        {"amax_algorithm": "most_recent"},
+        {"amax_algorithm": "most_recent", "history_length": 1},
+        {"amax_algorithm": "most_recent", "history_length": 2, "margin": 3},
+        {"history_length": 1}, {"history_length": 2}, {"margin": 2}, {"margin": -2},
+        {"forward_format": "e5m2"}, {"backward_format": "e4m3"}, {"head": True},
+        {"exclude": ["*.mlp.down"]}, {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1},
+        {"attention": "fp32"},
+    ],
+    "current": [
+        {"power_of_two": True}, {"eps": 1e-3}, {"forward_format": "e5m2"},
+        {"backward_format": "e4m3"}, {"head": True}, {"exclude": ["*.mlp.down"]},
+        {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1}, {"attention": "fp32"},
+    ],
+    "block": [
+        {"power_of_two": False}, {"head": True}, {"exclude": ["*.mlp.down"]},
+        {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1}, {"attention": "fp32"},
+    ],
+    "mxfp8": [
+        {"scale_rounding": "floor"}, {"scale_rounding": "even"}, {"head": True},
+        {"exclude": ["*.mlp.down"]}, {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1},
+        {"attention": "fp32"},
+    ],
+    "bf16": [{"attention": "fp32"}, {"compute_dtype": "fp32"}],
+    "fp16": [{"attention": "fp32"}, {"compute_dtype": "bf16"}],
+    "tf32": [{"compute_dtype": "fp32"}],
+    "fp32": [{"attention": "fp32"}, {"compute_dtype": "tf32"}],
+}  # fmt: skip
+
+
+def test_every_key_of_every_recipe_is_tried_with_the_guard() -> None:
+    for name in presets.names("recipes"):
+        keys = set(type(load_recipe(name)).model_fields) - {"name", "description", "scaling"}
+        if name == "tf32":  # it rounds all products, those of attention too
+            keys.discard("attention")
+        assert {key for tried in KEYS[name] for key in tried} == keys, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"), [(name, keys) for name, tried in KEYS.items() for keys in tried], ids=str
+)
+def test_the_guard_finds_nothing_in_a_clean_run(
+    recipe: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    small = SmallLoop(
+        tmp_path / "r", recipe, steps=8, recipe_overrides=keys, guard={"warmup": 8, "window": 8},
+        accumulate=2, first_loss_scale=1024.0,
+    )  # fmt: skip
+    small.advance(8)
+    assert events(tmp_path / "r") == []
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])

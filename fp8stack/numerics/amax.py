@@ -221,13 +221,19 @@ def _rescale(
     history: Tensor, scale: Tensor, target: Tensor, slots: Tensor, most_recent: bool
 ) -> None:
     """Derive the scales of some slots, bool [slots], from their window as it is."""
-    largest = history.amax(dim=0)
-    if most_recent:  # the newest that is left
-        newest_first = history.flip(0)
-        place = (newest_first > 0).int().argmax(dim=0)
-        largest = newest_first.gather(0, place[None])[0]
-    fresh = (target / largest).clamp(max=FLT_MAX)
-    scale.copy_(torch.where(slots, torch.where(largest > 0, fresh, 1.0), scale))
+    decisive = decisive_amax(history, most_recent)
+    fresh = (target / decisive).clamp(max=FLT_MAX)
+    scale.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), scale))
+
+
+def decisive_amax(history: Tensor, most_recent: bool) -> Tensor:
+    """The amax of each slot's window that its scale follows from, 0 if there is none: the largest,
+    or the newest above 0. [length, slots], all finite -> [slots]."""
+    if not most_recent:
+        return history.amax(dim=0)
+    newest_first = history.flip(0)
+    place = (newest_first > 0).int().argmax(dim=0)
+    return newest_first.gather(0, place[None])[0]
 
 
 # An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike

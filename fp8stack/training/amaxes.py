@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.numerics.amax import decisive_amax
 from fp8stack.numerics.formats import fp8_format
 from fp8stack.training.config import GuardConfig
 from fp8stack.training.spikes import LARGEST, spike_limit
@@ -93,7 +94,8 @@ class Amaxes:
         from their amaxes: a step that cast with them might look good. What good steps left stays,
         to the bit.
 
-        A scale may be smaller than the window's own, by an amax that has just left the window.
+        Of the algorithm "max", a scale may be smaller than the window's own, by an amax that has
+        just left the window.
         """
         history, device = self.delayed.history, self.delayed.history.history.device
         if len(self._largest) != len(self.slots):
@@ -104,7 +106,8 @@ class Amaxes:
         self._limits = spike_limit(window.where(known, torch.nan), self.config, factor)
         rows, scales = history.history, history.scales
         rows.masked_fill_(rows >= LARGEST, torch.inf)  # cleared below
-        usable = rows.where(rows.isfinite(), 0.0).amax(dim=0)
+        most_recent = history.algorithm == "most_recent"
+        usable = decisive_amax(rows.where(rows.isfinite(), 0.0), most_recent)
         wrong = scales * usable > self._largest * (1 + _ROUNDING)
         wrong |= scales < self._largest / LARGEST
         if history.length > 1:  # a window of one is empty between two passes
