@@ -225,7 +225,9 @@ def _grid_at(
     monkeypatch: pytest.MonkeyPatch, slowdown: float, noise: Sequence[float] = (1.0,)
 ) -> None:
     """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of fp32,
-    times `slowdown` and, round by round, `noise`."""
+    times `slowdown` and, round by round, `noise`; on a CPU without bf16 instructions, whose
+    baseline is fp32."""
+    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
 
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, benchmark.Timing]:
         seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}

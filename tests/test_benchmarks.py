@@ -466,7 +466,11 @@ def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(
     assert said.splitlines()[-1].startswith("No model 'gpt9'")
 
 
-def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("bf16", "baseline"), [("no", "fp32"), ("yes", "bf16")])
+def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(
+    bf16, baseline, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("FP8STACK_CPU_BF16", bf16)
     from fp8stack import benchmark_step, cli
 
     tiny = replace(emulation.tiny_work(), model="small")
@@ -476,7 +480,7 @@ def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(monkeypatch
         cli.main(["bench", "step", *flags, "--json"])
     assert not done.value.code
     rows = json.loads(capsys.readouterr().out)
-    assert [row["arm"] for row in rows] == ["fp32", "delayed", "mxfp8"]
+    assert [row["arm"] for row in rows] == [baseline, "delayed", "mxfp8"]
     assert rows[0]["speedup"] == 1
     assert all(row["rounds"] == 6 and 0 < row["low_ms"] <= row["median_ms"] for row in rows)
 

@@ -129,6 +129,7 @@ def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_cuda: None):
     """Replaces /proc/cpuinfo."""
 
     def write(text: str | bytes | None) -> None:
+        monkeypatch.delenv(hardware.CPU_BF16, raising=False)
         path = tmp_path / "cpuinfo"
         if text is not None:
             path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -552,6 +553,17 @@ def test_the_least_versions_are_those_that_the_package_asks_for():
 def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(cpuinfo, text, flags, expected):
     cpuinfo(text.format(flags=flags))
     assert probe("cpu").cpu_bf16 is expected
+
+
+@pytest.mark.parametrize("flags", ["amx_bf16", ""])
+def test_the_environment_says_yes_or_no_in_place_of_the_flags(cpuinfo, monkeypatch, flags):
+    cpuinfo(XEON.format(flags=flags))
+    for said, expected in (("yes", True), ("no", False), ("", bool(flags))):
+        monkeypatch.setenv("FP8STACK_CPU_BF16", said)
+        assert probe("cpu").cpu_bf16 is expected
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "true")
+    with pytest.raises(UserError, match=r"FP8STACK_CPU_BF16 is 'true'\. Set it to yes or no"):
+        probe("cpu")
 
 
 def test_the_cpus_name_is_read(cpuinfo):

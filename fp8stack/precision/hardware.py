@@ -229,6 +229,11 @@ TE_REMEDY = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20
 _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Linear"
 
 
+CPU_BF16 = "FP8STACK_CPU_BF16"
+"""The environment variable that says, yes or no, whether the CPU has bf16 instructions, where its
+flags are not known (macOS) or do not count."""
+
+
 def _brief(why: str) -> str:
     """A reason in one line that is not too long to read."""
     return quoted(why if len(why) <= 120 else f"{why[:117]}...")
@@ -252,6 +257,11 @@ def _cpu_flags() -> set[str]:
 
 
 def _cpu_multiplies_bf16() -> bool:
+    said = os.environ.get(CPU_BF16, "")
+    if said in ("yes", "no"):
+        return said == "yes"
+    if said:
+        raise UserError(f"{CPU_BF16} is '{quoted(said)}'. Set it to yes or no, or leave it out.")
     return bool(_cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
