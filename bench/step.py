@@ -189,7 +189,7 @@ def profile(step: Step, name: str, work: Work, hardware: Hardware, out: Path | N
     with profiling.recording(torch.device(hardware.device)) as recorded:
         step()
     print(f"{work.model}, {name}, in {folder}:")
-    print(profiling.write(recorded, folder, step=1))
+    print(profiling.write(recorded, folder, 1))
 
 
 def table(found: Report) -> str:

@@ -35,7 +35,9 @@ def estimate(
     ] = None,
     ranks: Annotated[int, option("How many ranks train together. [1]", min=1)] = 1,
     parallel: Annotated[str | None, option("Several ranks: ddp or fsdp. [ddp]")] = None,
-    optimizer: Annotated[str | None, option("adamw, muon, adamw8bit or adamwfp8. [adamw]")] = None,
+    optimizer: Annotated[
+        str | None, option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
+    ] = None,
     activation_checkpointing: Annotated[
         str | None, option("What runs again in backward: none, selective, block. [none]")
     ] = None,
@@ -168,6 +170,7 @@ class _Asked:
                 context=self.context,
                 micro_batches=self.config.accumulate,
                 optimizer=self.config.optimizer,
+                momentum=self.config.momentum,
                 checkpointing=kind,
                 save_fp8=self.config.save_fp8,
                 ranks=self.ranks,

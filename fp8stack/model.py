@@ -105,9 +105,11 @@ class MLP(nn.Module):
 class Compilable(nn.Module):
     """A module whose forward pass can be compiled; a copy of it is not."""
 
-    def compile_forward(self, backend: str | Callable[..., Any]) -> None:
+    def compile_forward(self, backend: str | Callable[..., Any], mode: str = "default") -> None:
         """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
         options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+        if mode != "default":  # backends but inductor take none
+            options["mode"] = mode
         self.forward = torch.compile(self.forward, **options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,9 +316,12 @@ class GPT(nn.Module):
         dtype = self.backend.attention_dtype
         return KVCache([LayerCache(shape, dtype, device) for _ in self.blocks])
 
-    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+    def compile_blocks(
+        self, backend: str | Callable[..., Any] = "inductor", mode: str = "default"
+    ) -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
-        compilation serves all that are alike, and the loss. `backend` is torch.compile's.
+        compilation serves all that are alike, and the loss. `backend` and `mode` are
+        torch.compile's.
 
         Raises:
             UserError: `recompute` is "selective".
@@ -327,7 +332,7 @@ class GPT(nn.Module):
         allow_many_compilations()
         for part in self.modules():
             if isinstance(part, Compilable):
-                part.compile_forward(backend)
+                part.compile_forward(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""

@@ -21,6 +21,13 @@ from fp8stack.errors import UserError, quoted, unknown
 Kind = Literal["models", "recipes"]
 Schema = TypeVar("Schema", bound=BaseModel)
 
+_INTERVAL = (
+    "scales of delayed scaling follow every training pass, as in Transformer Engine, which ignores "
+    "its own interval. Leave it out; history_length, margin and amax_algorithm can be set"
+)
+_MEANINGLESS = dict.fromkeys(("interval", "history_interval", "amax_history_interval"), _INTERVAL)
+"""Keys of other programs that could change nothing here, and why."""
+
 LARGEST_BYTES = 2**20
 """Of a file with keys and values: a hundred times what anyone writes."""
 
@@ -109,6 +116,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
     if problem["type"] == "extra_forbidden":
         *outer, last = path
         within = f"{quoted('.'.join(outer))}: " if outer else ""
+        if last in _MEANINGLESS:
+            return f"{where}: {within}there is no key '{last}': {_MEANINGLESS[last]}."
         return f"{where}: {within}{unknown('key', last, _keys(tree, outer))}"
     key = ".".join(path)
     if problem["type"] == "missing":

@@ -43,7 +43,9 @@ def pretrain(
     accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
     lr: Annotated[float | None, option("Peak learning rate. [0.003]")] = None,
     schedule: Annotated[str | None, option("cosine, wsd or constant. [cosine]")] = None,
-    optimizer: Annotated[str | None, option("adamw, muon, adamw8bit or adamwfp8. [adamw]")] = None,
+    optimizer: Annotated[
+        str | None, option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
+    ] = None,
     phases: Annotated[
         str | None, option("Recipes by phase: conservative, default or aggressive.")
     ] = None,

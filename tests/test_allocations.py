@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from small_loop import SmallLoop
 
-from fp8stack.training import allocations, profiling
+from fp8stack.training import allocations, building, profiling
 from fp8stack.training.allocations import Allocations, on_cpu, on_gpu, words
 from fp8stack.training.allocator import expand_segments
 
@@ -98,9 +99,8 @@ def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_pat
     """In the steady state each step allocates as often and as much as the one before."""
     counts = []
     for extra in (0, 1):
-        small = SmallLoop(tmp_path / str(extra), "delayed", profile=True)
-        small.loop.profiled += extra
-        small.advance(small.loop.profiled)
+        small = SmallLoop(tmp_path / str(extra), "delayed", profile=True, profile_step=5 + extra)
+        small.advance(5 + extra)
         text = (tmp_path / str(extra) / "profile" / "profile.md").read_text()
         (line,) = [one for one in text.splitlines() if one.startswith("Memory in this step")]
         counts.append(re.findall(r"([\d,.]+) allocations of ([\d,.]+) MiB", line)[0])
@@ -157,3 +157,42 @@ def test_segments_expand_unless_the_user_says_otherwise(
     assert expand_segments(device) is done
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if done else environment
     assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+FAULTS = """
+import resource, torch
+from fp8stack.training.allocator import keep_freed_memory
+
+def faults():
+    def work():
+        held = [torch.ones(24, 2**18) for _ in range(4)]  # 24 MiB each
+    work()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+without = faults()
+assert keep_freed_memory()
+print(without, faults())
+"""
+
+
+@pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
+def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
+    )
+    without, kept = map(int, done.stdout.split())
+    assert without >= 10 * 48  # 96 MiB anew each time, in pages of 2 MiB at most
+    assert kept < without / 10
+    assert kept < 100
+
+
+def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(building, "keep_freed_memory", lambda: called.append(True))
+    SmallLoop(tmp_path / "r", "fp32")
+    assert called == [True]

@@ -56,6 +56,12 @@ CASES = {
     "keep": (["--set", "keep_checkpoints=1"], "keep_checkpoints = 1"),
     "model key": (["--set", "model_overrides.layres=1"], "Did you mean 'layers'?"),
     "heads": (["--set", "model_overrides.heads=5"], "width 32 is not divisible by heads 5"),
+    "interval": (["--set", "interval=4"], "there is no key 'interval': scales of delayed scaling"),
+    "recipe interval": (
+        ["--recipe", "delayed", "--set", "recipe_overrides.interval=4"],
+        "ignores its own interval. Leave it out",
+    ),
+    "compile mode": (["--set", "compile_mode=reduce-overhead"], "'max-autotune-no-cudagraphs'"),
     "recipe key": (["--recipe", "delayed", "--set", "recipe_overrides.eps=1"], "No key 'eps'"),
     "recipe auto": (["--set", "recipe_overrides.margin=1"], "needs a recipe by name"),
     "pattern": (

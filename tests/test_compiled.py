@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gemm_oracle import normal
+from small_loop import SmallLoop
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -18,6 +19,7 @@ from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import Hardware
+from fp8stack.training import building
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -225,6 +227,29 @@ def test_a_model_compiled_by_inductor_learns_as_in_eager_mode(recipe, backend):
         pytest.skip("no FP8 GEMM of blocks on a CPU")
     plain, fast = made(recipe, backend), made(recipe, backend)
     fast.compile_blocks()
+    assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
+
+
+def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
+    modes = []
+
+    def compiling(forward, **options):
+        modes.append(options.get("mode"))
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.setattr(building, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(building, "_be_deterministic", lambda: None)
+    for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
+        modes.clear()
+        SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)
+        assert modes == [None if mode == "default" else mode] * 2  # a block, and the loss
+
+
+@pytest.mark.slow
+def test_a_model_compiled_with_autotuning_learns_as_in_eager_mode():
+    plain, fast = gpt("bf16", layers=2), gpt("bf16", layers=2)
+    fast.compile_blocks(mode="max-autotune-no-cudagraphs")
     assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
 
 

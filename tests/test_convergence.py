@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import metrics
+from small_loop import SmallLoop
 
 from bench import convergence, runner
 from bench.convergence import bars
@@ -39,6 +41,24 @@ def test_what_is_committed_keeps_its_bars() -> None:
 def test_a_recipe_that_misses_its_bar_is_found(missed: dict) -> None:
     found = [row("fp32", None), row("bf16", 0.9), row("current", -2.0), row("block", 4.9)]
     assert [bar["holds"] for bar in bars([*found, missed])] == [True] * 4 + [False]
+
+
+@pytest.mark.slow
+def test_every_recipe_ends_near_fp32_after_300_steps(tmp_path: Path) -> None:
+    """On a small model; the last 50 losses are those of the same batches in every recipe."""
+    ends = {}
+    for recipe in sorted(ALL):
+        small = SmallLoop(tmp_path / recipe, recipe, width=128, steps=300, telemetry_every=0)
+        small.advance(300)
+        rows = [each for each in metrics(tmp_path / recipe) if "loss" in each and "lr" in each]
+        found = [each["loss"] for each in rows]
+        assert len(found) == 300
+        assert all(loss is not None for loss in found), recipe
+        ends[recipe] = sum(found[-50:]) / 50
+    assert ends["fp32"] < 3.0  # of ln 256 = 5.5 before
+    for recipe, end in ends.items():
+        at_most = convergence.AT_MOST.get(recipe, convergence.AT_MOST_OTHERS)
+        assert 100 * (end / ends["fp32"] - 1) <= at_most, recipe
 
 
 @pytest.mark.slow

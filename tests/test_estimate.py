@@ -234,7 +234,7 @@ def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_weights_gradients_and_state_are_estimated_to_the_byte(
     shape: str, recipe: str, optimizer: Any
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics
+from conftest import TINY, Command, metrics
 from small_loop import SmallLoop, host_reads
 from torch import Tensor, nn
 
@@ -89,10 +89,74 @@ def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("key", ["first_loss_scale", "loss_scale"])
-@pytest.mark.parametrize("scale", [0.5, 262145.0])
-def test_a_scale_beyond_the_bounds_is_refused_by_name(key: str, scale: float) -> None:
-    with pytest.raises(UserError, match=rf"^{key} {scale:g} is not between 1 and 262144"):
+@pytest.mark.parametrize(
+    ("scale", "remedy"), [(0.5, "lower min_loss_scale to 0.5"), (262145.0, "raise max_loss_scale")]
+)
+def test_a_scale_beyond_the_bounds_is_refused_by_name(key: str, scale: float, remedy: str) -> None:
+    where = (
+        rf"^{key} {scale:g} is not between min_loss_scale 1 and max_loss_scale 262144\..*{remedy}"
+    )
+    with pytest.raises(UserError, match=where):
         build_scaler(RunConfig(**{key: scale}), torch.device("cpu"))
+
+
+def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raised_with_it(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "1"]
+    first = ["--set", "first_loss_scale=1048576"]
+    assert command("pretrain", *flags, *first) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("or raise max_loss_scale to 1048576 too.")
+    assert command("pretrain", *flags, *first, "--set", "max_loss_scale=1048576") == 0
+    assert metrics(Path("r"))[0]["loss_scale"] in (1048576, 524288)
+
+
+def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for() -> None:
+    keys = {
+        "first_loss_scale": 2.0**20, "loss_scale_interval": 2, "loss_scale_growth": 4.0,
+        "loss_scale_backoff": 0.125, "min_loss_scale": 2.0**12, "max_loss_scale": 2.0**23,
+    }  # fmt: skip
+    loop = Loop(build_scaler(RunConfig(**keys), torch.device("cpu")))
+    scales = [math.log2(loop.step(overflows)) for overflows in (0, 0, 0, 0, 1, 1, 1, 1, 1)]
+    assert scales == [20, 22, 22, 23, 20, 17, 14, 12, 12]
+    assert loop.scaler.can_fall(loop.weight.sum()).item() is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"growth": 1.0}, "loss_scale_growth 1 is not above 1"),
+        ({"growth": INF}, "loss_scale_growth inf is not above 1"),
+        ({"backoff": 1.0}, "loss_scale_backoff 1 is not between 0 and 1"),
+        ({"backoff": 0.0}, "loss_scale_backoff 0 is not between 0 and 1"),
+        ({"interval": 0}, "loss_scale_interval 0 is below 1"),
+        ({"smallest": 0.0}, "min_loss_scale 0 and max_loss_scale 262144 are no range"),
+        ({"smallest": 8.0, "largest": 4.0}, "min_loss_scale 8 and max_loss_scale 4 are no range"),
+        ({"largest": math.nan}, "max_loss_scale nan are no range"),
+    ],
+)
+def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(
+    wrong: dict[str, float], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        LossScaler("cpu", **wrong)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "loss_scale_growth=1.0", "loss_scale_growth=-2.0", "loss_scale_backoff=1.0",
+        "loss_scale_backoff=0.0", "min_loss_scale=0.0", "max_loss_scale=1e39",
+        "loss_scale_interval=0",
+    ],
+)  # fmt: skip
+def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(
+    key: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--recipe", "fp16", "--out", "r", *TINY, "--set", key) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert key.partition("=")[0] in line
 
 
 def scale_and_weights_after_166_overflows(
@@ -264,6 +328,10 @@ def test_four_micro_batches_give_the_gradients_of_the_full_batch(tmp_path: Path)
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert any(one.abs().max() > 1e-2 for one in whole)
+    (full,), (told,) = (metrics(tmp_path / name) for name in ("whole", "parts"))
+    assert [told["loss"], told["grad_norm"]] == pytest.approx(
+        [full["loss"], full["grad_norm"]], rel=1e-5
+    )
 
 
 def test_in_fp16_the_scale_is_constant_over_the_micro_batches_and_divided_out_once(
@@ -274,3 +342,26 @@ def test_in_fp16_the_scale_is_constant_over_the_micro_batches_and_divided_out_on
     for one, other in zip(parts, whole, strict=True):
         error = (one - other).norm() / other.norm()
         assert error < 0.02
+
+
+def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(
+    tmp_path: Path,
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", batch=8, accumulate=4, first_loss_scale=1024.0)
+    model, passes, scales = small.run.model, [0], []
+
+    def count(*_: object) -> None:
+        passes[0] += 1
+        scales.append(small.run.scaler.get_scale())  # type: ignore[union-attr]
+
+    model.register_forward_pre_hook(count)
+    # The second of the four micro-batches of the second step.
+    model.final_norm.weight.register_hook(lambda g: g * (INF if passes[0] == 6 else 1.0))
+    small.advance(1)
+    before = small.state()
+    small.advance(1)
+    assert all(torch.equal(value, before[name]) for name, value in small.state().items())
+    small.advance(1)
+    assert scales == [1024] * 8 + [512] * 4
+    assert small.run.scaler is not None
+    assert small.run.scaler.statistics() == ScaleStatistics(steps=3, overflows=1, scale=512)

@@ -1,4 +1,4 @@
-"""Muon and AdamW with moments of 8 bits: what each takes, how steps are skipped, and resuming."""
+"""SGD, Muon and AdamW with moments of 8 bits: what each takes, skipped steps, and resuming."""
 
 from __future__ import annotations
 
@@ -74,6 +74,51 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else(tmp_path: Path) 
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum: float) -> None:
+    """b = m b + g + decay w; w = w - lr b, in float64; decay is for matrices alone."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    config = RunConfig(optimizer="sgd", lr=0.1, momentum=momentum, weight_decay=0.25)
+    optimizer = build_optimizer(model, config)
+    parameters = list(model.parameters())
+    expected = [one.detach().double() for one in parameters]
+    kept = [torch.zeros_like(one) for one in expected]
+    for step in range(4):
+        optimizer.found_inf = torch.tensor(float(step == 0))  # type: ignore[attr-defined]
+        gradients = [torch.randn_like(one) for one in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient * INF if step == 0 else gradient
+        optimizer.step()
+        if step == 0:
+            continue
+        for place, (weight, gradient) in enumerate(zip(expected, gradients, strict=True)):
+            decayed = gradient.double() + (0.25 * weight if weight.ndim > 1 else 0)
+            kept[place] = momentum * kept[place] + decayed
+            weight -= 0.1 * kept[place]
+    for parameter, weight in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.double(), weight, rtol=1e-5, atol=1e-6)
+    assert all(
+        set(optimizer.state[one]) == ({"momentum_buffer"} if momentum else set())
+        for one in parameters
+    )
+
+
+def test_a_run_with_plain_gradient_descent_keeps_nothing_and_is_resumed_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    keys = {"optimizer": "sgd", "momentum": 0.0, "save_every": 2, "steps": 4}
+    through = SmallLoop(tmp_path / "through", "delayed", **keys)
+    through.advance(4)
+    stopped = SmallLoop(tmp_path / "stopped", "delayed", **keys)
+    stopped.advance(2)
+    stopped.loop.wait()
+    stopped.run.folder.release()
+    resumed = SmallLoop(tmp_path / "stopped", "delayed", resume="auto", **keys)
+    resumed.advance(2)
+    assert differing(state_of(through), state_of(resumed)) == []
+    assert capture(resumed.run.model, resumed.run.optimizer)["optimizer"] == {}
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_learning_rate_schedule_holds_for_every_optimizer(name: str, tmp_path: Path) -> None:
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
@@ -137,9 +182,10 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
     assert counted / small.run.model.embedding.weight.numel() == 8
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, "sgd"])
 def test_a_run_learns_with_every_optimizer(name: str, tmp_path: Path) -> None:
-    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, steps=15)
+    keys = {"lr": 0.1} if name == "sgd" else {}
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, steps=15, **keys)
     small.advance(15)
     rows = metrics(tmp_path / "r")
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
@@ -162,6 +208,7 @@ def test_8_bits_stay_close_to_adamw_with_float32_moments(tmp_path: Path) -> None
     [
         ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("adamwfp8", "loss", 3),
         ("muon", "gradient", 1), ("adamw8bit", "loss", 1),
+        ("sgd", "gradient", 3), ("sgd", "loss", 1),
     ],
 )  # fmt: skip
 def test_a_bad_step_changes_nothing_to_the_bit(
@@ -245,8 +292,8 @@ def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update() -> None:
     assert str(scaler.statistics()) == "loss scale 32768, 1 of 2 steps overflowed (50.00 %)"
 
 
-def test_adamw_alone_is_not_waited_for_and_muon_once_a_step(tmp_path: Path) -> None:
-    for name, expected in (("adamw", 0), ("muon", 1)):
+def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path: Path) -> None:
+    for name, expected in (("adamw", 0), ("sgd", 0), ("muon", 1)):
         small = SmallLoop(tmp_path / name, "fp16", optimizer=name)
         small.advance(2)
         reads = host_reads(small.next_step())
@@ -254,7 +301,8 @@ def test_adamw_alone_is_not_waited_for_and_muon_once_a_step(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("muon", "fp16"), ("adamw8bit", "delayed"), ("adamwfp8", "fp32")]
+    ("name", "recipe"),
+    [("muon", "fp16"), ("sgd", "fp16"), ("adamw8bit", "delayed"), ("adamwfp8", "fp32")],
 )
 def test_a_resumed_run_goes_on_to_the_bit(name: str, recipe: str, tmp_path: Path) -> None:
     keys = {"optimizer": name, "save_every": 3, "steps": 6}

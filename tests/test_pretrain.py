@@ -372,7 +372,9 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
         return graph.forward
 
     with_inductor = GPT.compile_blocks  # which takes minutes
-    monkeypatch.setattr(GPT, "compile_blocks", lambda model: with_inductor(model, compiler))
+    monkeypatch.setattr(
+        GPT, "compile_blocks", lambda model, mode: with_inductor(model, compiler, mode)
+    )
     assert command("pretrain", "--recipe", "fp32", "--out", "plain", *TINY) == 0
     assert not graphs
     assert "compiling" not in capsys.readouterr().out

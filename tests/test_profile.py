@@ -6,13 +6,13 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, Command, losses, metrics
 from small_loop import SmallLoop
-from torch.profiler import profile
 
 from fp8stack.training import loop, profiling
 
@@ -95,14 +95,80 @@ def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(
         Event("CUDA", "gemm_kernel", 4, 0.0, 3000.0),
         Event("CUDA", "add_kernel", 2, 0.0, 1000.0),
     ]
-    recorded = profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    monkeypatch.setattr(recorded, "key_averages", lambda: events)
+    recorded = profiling.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
+    monkeypatch.setattr(recorded, "key_averages", lambda **_: events)
     lines = profiling.table(recorded, 5).splitlines()
     assert lines[0].startswith("Step 5: 4.00 ms on the GPU.")
     assert lines[4:] == [
-        "| aten::mm  |     4 |     3.000 |  75 % |",
-        "| aten::add |     2 |     1.000 |  25 % |",
+        "| aten::mm  |     4 | 3.000 |  75 % |",
+        "| aten::add |     2 | 1.000 |  25 % |",
     ]
+
+
+def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path: Path) -> None:
+    keys = {"profile": True, "profile_step": 2, "profile_steps": 3}
+    plain = SmallLoop(tmp_path / "plain", "fp32", steps=6)
+    plain.advance(6)
+    small = SmallLoop(
+        tmp_path / "r", "fp32", steps=6, profile_shapes=True, profile_memory=True, **keys
+    )
+    small.advance(3)
+    assert not (tmp_path / "r" / "profile").exists()
+    small.advance(3)
+    assert losses(tmp_path / "r") == losses(tmp_path / "plain")
+    names = traced(tmp_path / "r")
+    assert [names.count(f"step {step}") for step in range(1, 7)] == [0, 1, 1, 1, 0, 0]
+    assert names.count("aten::_fused_adamw_") == 2 * 3
+    text = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    found = re.match(r"Steps 2 to 4: ([\d.]+) ms on the CPU, ([\d.]+) ms per step\. ", text)
+    assert found
+    assert float(found[2]) == pytest.approx(float(found[1]) / 3, abs=0.006)
+    assert "| operator " in text
+    head = next(line for line in text.splitlines() if line.startswith("| operator"))
+    assert [cell.strip() for cell in head.strip("|").split("|")] == [
+        "operator", "calls", "ms", "share", "MiB", "shapes"
+    ]  # fmt: skip
+    # Of a GEMM of the MLP: 4 sequences of 32 tokens, a width of 32.
+    assert re.search(r"^\| aten::mm .* 128x\d+ \d+x\d+ +\|$", text, re.M)
+    assert "Memory in these 3 steps: " in text
+
+
+def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp32", "--profile", *TINY]
+    assert command("pretrain", "--out", "r", *flags, "--set", "profile_step=99") == 2
+    assert "profile_step 99 is after the last step, 12. Choose" in capsys.readouterr().err
+    sets = ["--set", "profile_step=11", "--set", "profile_steps=5"]
+    assert command("pretrain", "--out", "r", *flags, *sets) == 0
+    table = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    assert table.startswith("Steps 11 to 12: ")
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "r", "--steps", "13") == 0
+    assert "profile_step 11 is done already: nothing is profiled" in capsys.readouterr().out
+    assert (tmp_path / "r" / "profile" / "profile.md").read_text() == table
+
+
+def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spans = [(0, 30), (10, 20), (25, 40), (50, 60)]  # together 50 of 100 us
+    kernels = [Event("CUDA", "kernel", 1, 0.0, end - start) for start, end in spans]
+    annotation = Event("CUDA", "step 1", 1, 0.0, 100)
+    annotation.is_user_annotation = True
+    for event, (start, end) in zip([*kernels, annotation], [*spans, (0, 100)], strict=True):
+        event.time_range = SimpleNamespace(start=start, end=end)
+    recorded = profiling.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
+    monkeypatch.setattr(recorded, "events", lambda: [*kernels, annotation])
+    recorded.wall_s = 100e-6
+    assert profiling.busy(recorded) == pytest.approx(0.5)
+    monkeypatch.setattr(
+        recorded, "key_averages", lambda **_: [*kernels, Event("CPU", "aten::mm", 4, 1, 65)]
+    )
+    monkeypatch.setattr(recorded, "export_chrome_trace", lambda path: None)
+    assert "\nThe GPU was busy 50.0 % of the time.\n" in profiling.write(recorded, tmp_path, 1)
+    monkeypatch.setattr(recorded, "events", lambda: [Event("CPU", "aten::mm", 4, 1, 0)])
+    assert profiling.busy(recorded) is None
 
 
 def test_the_time_of_the_profiled_step_is_without_what_writing_takes(

@@ -453,7 +453,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
     with monkeypatch.context() as patch:
         if where == "compiling":
             patch.setattr(building, "require_compiler", lambda *_: None)
-            patch.setattr("fp8stack.model.GPT.compile_blocks", lambda model: None)
+            patch.setattr("fp8stack.model.GPT.compile_blocks", lambda *_, **__: None)
             patch.setattr(building, "_be_deterministic", lambda: None)
         patch.setattr(*places[where], struck)
         compiled = ["--compile"] if where == "compiling" else []

@@ -55,6 +55,7 @@ class Setting:
     context: int
     micro_batches: int = 1
     optimizer: OptimizerName = "adamw"
+    momentum: float = 0.9
     checkpointing: Recompute = "none"
     save_fp8: bool = False
     ranks: int = 1
@@ -162,7 +163,7 @@ def estimate(of: Setting) -> Estimate:
     return Estimate(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_bytes(own, of.optimizer),
+        optimizer=optimizer_bytes(own, of.optimizer, of.momentum),
         fp8_weights=0 if of.shares_out else sum(fp8_weight_bytes(la, plan) for la in plan.layers),
         buffers=_buffers(config, plan),
         gathered=_gathered(of, whole) if of.shares_out else 0,

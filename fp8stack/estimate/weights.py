@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-OptimizerName = Literal["adamw", "muon", "adamw8bit", "adamwfp8"]
+OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
 Shapes = dict[str, tuple[int, ...]]
 
 FLOAT = 4  # bytes of a float32
@@ -28,13 +28,18 @@ def float_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return FLOAT * sum(map(math.prod, shapes.values()))
 
 
-def optimizer_bytes(shapes: Mapping[str, tuple[int, ...]], optimizer: OptimizerName) -> int:
+def optimizer_bytes(
+    shapes: Mapping[str, tuple[int, ...]], optimizer: OptimizerName, momentum: float = 0.9
+) -> int:
     """The bytes of an optimizer's state after a step, for parameters of these shapes.
 
-    AdamW (fused) has two float32 moments and a step count for each tensor. The others are for the
+    AdamW (fused) has two float32 moments and a step count for each tensor; SGD one float32 buffer,
+    or nothing if `momentum` is 0. The others are for the
     matrices of the blocks, the rest has AdamW: Muon has one float32 buffer, torchao's AdamW two
     moments of a byte per value, with their scales.
     """
+    if optimizer == "sgd":
+        return float_bytes(shapes) if momentum else 0
     return sum(_state_of(name, shape, optimizer) for name, shape in shapes.items())
 
 

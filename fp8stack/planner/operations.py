@@ -34,7 +34,7 @@ IN_FP32 = {
     "residual": "small terms add up over all layers",
     "loss": "softmax and logarithm over the vocabulary",
     "gradient accumulation": "small terms add up over micro-batches",
-    "loss scaling": "scales of 1 to 262144",
+    "loss scaling": "scales beyond the range of fp16",
     "clipping": "a norm over all parameters",
     "optimizer": "updates far smaller than the weights",
     "amax history": "scales are computed of it",
@@ -44,6 +44,7 @@ IN_FP32 = {
 # What an optimizer keeps or computes in less than float32. Weights are float32 in all of them.
 OPTIMIZERS = {
     "adamw": ("fp32", ""),
+    "sgd": ("fp32", ""),
     "muon": ("bf16", "of matrices: orthogonalized in bf16, the momentum is fp32"),
     "adamw8bit": ("int8", "moments of large tensors in 8 bits with a scale per block"),
     "adamwfp8": ("e4m3", "moments of large tensors in FP8 with a scale per block"),

@@ -102,11 +102,12 @@ def heap_bytes() -> tuple[int, int] | None:
     return found.arena + found.hblkhd, found.fordblks
 
 
-def words(found: Allocations) -> str:
-    """The figures as sentences."""
+def words(found: Allocations, steps: int = 1) -> str:
+    """The figures as sentences; `steps` is how many they are of."""
+    which, it = ("this step", "the step") if steps == 1 else (f"these {steps} steps", "they")
     text = (
-        f"Memory in this step: {found.count:,} allocations of {_mib(found.bytes)} together, "
-        f"{_mib(found.peak_bytes)} at once beyond what the step began with."
+        f"Memory in {which}: {found.count:,} allocations of {_mib(found.bytes)} together, "
+        f"{_mib(found.peak_bytes)} at once beyond what {it} began with."
     )
     if found.held_bytes and found.unused_bytes is not None:
         share = 100 * found.unused_bytes / found.held_bytes

@@ -111,7 +111,7 @@ def _build_alone(
         if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared out
             variant.model.to(device)
         if config.compile:
-            variant.model.compile_blocks()
+            variant.model.compile_blocks(mode=config.compile_mode)
     scaled = any(plan.loss_scaling for plan in plans)
     switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
     run = Run(
@@ -142,21 +142,26 @@ def _build_alone(
 
 def without_effect(config: RunConfig, run: Run) -> tuple[str, ...]:
     """A note on each key that was set and changes nothing in this run."""
+    known = RunConfig.model_fields
+    scaler = tuple(key for key in known if "loss_scale" in key)
+    profile = tuple(key for key in known if key.startswith("profile_"))
     reasons = {
-        "no phase is in fp16": ("loss_scale", "first_loss_scale", "loss_scale_interval")
-        if run.loss_scaler is None
-        else (),
+        "no phase is in fp16": scaler if run.loss_scaler is None else (),
         "the run has no phases": () if config.phases else ("calibration_steps",),
         "clip_mode is not adaptive": ()
         if config.clip_mode == "adaptive"
         else ("clip_percentile", "clip_window"),
+        "optimizer is not sgd": () if config.optimizer == "sgd" else ("momentum",),
+        "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
+        "the run is not compiled": () if config.compile else ("compile_mode",),
+        "the run is not profiled": () if config.profile else profile,
         "there is one rank": () if run.ranks.count > 1 else ("parallel",),
     }
     return tuple(
         f"{key} changes nothing here: {why}"
         for why, keys in reasons.items()
         for key in keys
-        if getattr(config, key) != RunConfig.model_fields[key].default
+        if getattr(config, key) != known[key].default
     )
 
 
@@ -186,6 +191,7 @@ def _require_memory(
             sequences=1,
             context=1,
             optimizer=config.optimizer,
+            momentum=config.momentum,
             ranks=ranks.count if hardware.device == "cuda" else 1,  # else they share one memory
             parallel=config.parallel,
         )

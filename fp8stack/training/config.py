@@ -24,6 +24,7 @@ from fp8stack.errors import UserError
 from fp8stack.precision.phases import PhaseConfig, overridden, preset
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+LossScaleBound = Annotated[float, Field(ge=2.0**-126, le=2.0**126)]  # its inverse is normal, too
 Override = bool | int | float | str | list[str]
 
 
@@ -109,14 +110,23 @@ class RunConfig(BaseModel):
     clip_percentile: Annotated[float, Field(gt=0, lt=100)] = 95.0
     clip_window: Annotated[int, Field(ge=10, le=4096)] = 100
     """adaptive: the good steps whose norms count."""
-    optimizer: Literal["adamw", "muon", "adamw8bit", "adamwfp8"] = "adamw"
-    """muon: of the blocks' matrices; the rest has AdamW. The others need torchao."""
+    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"] = "adamw"
+    """muon: of the blocks' matrices; the rest has AdamW. adamw8bit and adamwfp8 need torchao."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """sgd: the share of the last update that is kept; 0 for plain gradient descent."""
     loss_scale: PositiveFloat | None = None
     """fp16: a loss scale that stays; a dynamic one if left out."""
     first_loss_scale: PositiveFloat = 65536.0
     """fp16: what a dynamic loss scale begins with."""
-    loss_scale_interval: PositiveInt = 2000
-    """fp16: steps without an overflow after which a dynamic loss scale doubles."""
+    loss_scale_interval: Annotated[int, Field(ge=1, lt=2**31)] = 2000
+    """fp16: steps in a row without an overflow after which a dynamic loss scale grows."""
+    loss_scale_growth: Annotated[float, Field(gt=1, le=65536)] = 2.0
+    """fp16: the factor by which it grows."""
+    loss_scale_backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """fp16: the factor that an overflow multiplies it by."""
+    min_loss_scale: LossScaleBound = 1.0
+    max_loss_scale: LossScaleBound = 262144.0
+    """fp16: the range that every loss scale stays in."""
 
     log_every: PositiveInt = 1
     eval_every: PositiveInt = 200
@@ -150,8 +160,18 @@ class RunConfig(BaseModel):
     """How many of this start's first steps write down what they do, one after the other."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps take long, the others less."""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """compile: the mode of torch.compile, of those that record no CUDA graphs."""
     profile: bool = False
-    """Profile one step after warm-up into the run folder."""
+    """Profile some steps after warm-up into the run folder."""
+    profile_step: PositiveInt | None = None
+    """profile: the first step profiled; the fifth of this start if left out."""
+    profile_steps: Annotated[int, Field(ge=1, le=100)] = 1
+    """profile: how many steps in a row."""
+    profile_shapes: bool = False
+    """profile: record the shapes of operands, and list operators by them."""
+    profile_memory: bool = False
+    """profile: record each allocation, and list what operators allocate."""
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
@@ -199,6 +219,15 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _is_reached(self) -> RunConfig:
+        if self.profile and (self.profile_step or 0) > self.steps:
+            raise ValueError(
+                f"profile_step {self.profile_step} is after the last step, {self.steps}. "
+                "Choose an earlier one."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_written(self) -> RunConfig:
         for key, value in self:
             try:
@@ -225,7 +254,14 @@ FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
         *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
-        *("compile", "profile", "parallel", "rank_timeout", "activation_checkpointing"),
+        *("compile", "compile_mode", "profile", "profile_step", "profile_steps"),
+        *(
+            "profile_shapes",
+            "profile_memory",
+            "parallel",
+            "rank_timeout",
+            "activation_checkpointing",
+        ),
         "debug_steps",
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
         *("keep_every", "checkpoint_async"),

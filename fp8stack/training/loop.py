@@ -16,7 +16,6 @@ from fp8stack import data
 from fp8stack.errors import NumericFailure
 from fp8stack.terminal import say
 from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training import profiling
 from fp8stack.training.building import versions
 from fp8stack.training.display import Display, Silence, describe_run, open_display
 from fp8stack.training.ending import finish
@@ -25,6 +24,7 @@ from fp8stack.training.feed import batches
 from fp8stack.training.guard import Guard
 from fp8stack.training.journal import Journal
 from fp8stack.training.phased import Phases
+from fp8stack.training.profiling import StepProfiler
 from fp8stack.training.ranks import losing_ranks
 from fp8stack.training.run import Run, Variant
 from fp8stack.training.saving import Saver
@@ -94,6 +94,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             with requested.at_once(at_end) if alone else nullcontext():
                 finish(run, display, loop.evaluate)
     finally:
+        loop.close()
         display.close()
         for tracker in run.accelerator.trackers:  # `end_training` would free the ranks' groups too
             tracker.finish()
@@ -141,7 +142,10 @@ class _Loop:
         if run.step and self.phases.take_up(run.step):
             self.refer_to_peak()
         self.train_step = Step(run, self.watch, self.phases)
-        self.profiled = min(run.step + profiling.WARM_UP + 1, run.config.steps)
+        self.profiler: StepProfiler | None = None
+        if run.ranks.is_main:
+            device = run.accelerator.device
+            self.profiler = StepProfiler(run.config, run.step, device, run.folder.profile)
         self.fp8_gemms: int | None = None
         self.saved_at = run.step
         self.save_due = False
@@ -182,7 +186,7 @@ class _Loop:
             return self.leave_out(step, evaluates)
         self.guard.before(step)
         tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
-        profiles = config.profile and step == self.profiled and self.run.ranks.is_main
+        profiles = self.profiler is not None and self.profiler.wants(step)
         loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         self.run.step = step
         self.journal.step_done()
@@ -263,14 +267,20 @@ class _Loop:
         self.journal.forget_pace()
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """A step under the profiler; what it finds is written and shown."""
-        with profiling.recording(self.run.accelerator.device) as recorded:
+        """A step under the profiler; what it finds is written and shown after the last of them."""
+        assert self.profiler is not None
+        with self.profiler.step(step):
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()
-        folder = self.run.folder.profile
-        self.display.note(f"{profiling.write(recorded, folder, step)}profile: {folder}")
+        if (text := self.profiler.written()) is not None:
+            self.display.note(f"{text}profile: {self.run.folder.profile}")
         self.journal.pause(time.perf_counter() - done)  # writing is not training
         return result
+
+    def close(self) -> None:
+        """Stop what a run that ends before its last step may have left on."""
+        if self.profiler is not None:
+            self.profiler.close()
 
     def weights_failed(self, step: int, why: str) -> None:
         """Act on weights that are broken though no step was bad, or not yet.

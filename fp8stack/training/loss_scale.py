@@ -5,6 +5,7 @@ It must not know a run: it serves any training loop.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.optim import Optimizer
 from fp8stack.errors import UserError
 from fp8stack.training.config import RunConfig
 
-SMALLEST_SCALE, LARGEST_SCALE = 1.0, 262144.0  # of the loss; at 0 it would make NaN
 FIRST_SCALE = 65536.0  # torch's own
 
 
@@ -41,7 +41,7 @@ class ScaleStatistics:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose scale stays within [1, 262144], or is one for good.
+    """A `torch.amp.GradScaler` whose scale stays within bounds, or is one for good.
 
     It is used as torch's is: `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)`,
     `scaler.step(optimizer)`, and one `scaler.update()` per step, whatever the number of optimizers.
@@ -51,11 +51,15 @@ class LossScaler(torch.amp.GradScaler):
     Args:
         device: the kind of device that the loss is on: "cpu", "cuda".
         first: what a dynamic scale begins with.
-        interval: steps in a row without an overflow after which it doubles. An overflow halves it.
+        interval: steps in a row without an overflow after which it is multiplied by `growth`.
+        growth: above 1. Scales that are powers of two round nothing.
+        backoff: between 0 and 1: what an overflow multiplies the scale by.
+        smallest: the smallest scale, above 0.
+        largest: the largest scale.
         static: a scale that stays; None for a dynamic one.
 
     Raises:
-        UserError: a scale beyond the bounds.
+        UserError: a scale beyond the bounds, or a factor, a bound or an interval that cannot be.
     """
 
     def __init__(
@@ -64,16 +68,32 @@ class LossScaler(torch.amp.GradScaler):
         first: float = FIRST_SCALE,
         interval: int = 2000,
         static: float | None = None,
+        *,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        smallest: float = 1.0,
+        largest: float = 262144.0,
     ) -> None:
+        _check(interval, growth, backoff, smallest, largest)
         for name, scale in (("first_loss_scale", first), ("loss_scale", static)):
-            if scale is not None and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-                raise UserError(
-                    f"{name} {scale:g} is not between {SMALLEST_SCALE:g} and {LARGEST_SCALE:g}. "
-                    f"Choose a power of two, such as {FIRST_SCALE:g}."
-                )
-        super().__init__(device, init_scale=static or first, growth_interval=interval)
+            if scale is None or smallest <= scale <= largest:
+                continue
+            wider = "raise max_loss_scale" if scale > largest else "lower min_loss_scale"
+            raise UserError(
+                f"{name} {scale:.12g} is not between min_loss_scale {smallest:.12g} and "
+                f"max_loss_scale {largest:.12g}. Choose a power of two in between, or {wider} to "
+                f"{scale:.12g} too."
+            )
+        super().__init__(
+            device,
+            init_scale=static or first,
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=interval,
+        )
         self.static = static
         self._first = first
+        self._bounds = (smallest, largest)
         self._counts: Tensor | None = None  # of steps and overflows, on the device
         self._counted = [0, 0]  # what they begin with
 
@@ -88,7 +108,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def can_fall(self, like: Tensor) -> Tensor:
         """Whether an overflow would lower the scale: bool, 0-dim, on the device of `like`."""
-        return (self.now(like) > SMALLEST_SCALE) & self.is_dynamic
+        return (self.now(like) > self._bounds[0]) & self.is_dynamic
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether `unscale_` was called for the gradients of `optimizer` since the last update."""
@@ -113,7 +133,7 @@ class LossScaler(torch.amp.GradScaler):
             scale.fill_(self.static)
             return
         usable = scale.isfinite() & (scale > 0)
-        bounded = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)
+        bounded = scale.clamp(*self._bounds)
         scale.copy_(torch.where(usable, bounded, self._first))
 
     def _count(self) -> None:
@@ -160,8 +180,37 @@ class LossScaler(torch.amp.GradScaler):
 def build_scaler(config: RunConfig, device: torch.device) -> LossScaler:
     """The loss scaler that a run in fp16 asks for. Raises what `LossScaler` does."""
     return LossScaler(
-        device.type, config.first_loss_scale, config.loss_scale_interval, config.loss_scale
+        device.type,
+        config.first_loss_scale,
+        config.loss_scale_interval,
+        config.loss_scale,
+        growth=config.loss_scale_growth,
+        backoff=config.loss_scale_backoff,
+        smallest=config.min_loss_scale,
+        largest=config.max_loss_scale,
     )
+
+
+def _check(interval: int, growth: float, backoff: float, smallest: float, largest: float) -> None:
+    """Raise a UserError that names the first of a scaler's numbers that cannot be."""
+    bounds = f"min_loss_scale {smallest:.12g} and max_loss_scale {largest:.12g}"
+    for holds, wrong in (
+        (interval >= 1, f"loss_scale_interval {interval} is below 1. Choose 1 or more steps."),
+        (
+            1 < growth < math.inf,
+            f"loss_scale_growth {growth:g} is not above 1. Choose a factor such as 2.",
+        ),
+        (
+            0 < backoff < 1,
+            f"loss_scale_backoff {backoff:g} is not between 0 and 1. Choose a factor such as 0.5.",
+        ),
+        (
+            0 < smallest <= largest < math.inf,
+            f"{bounds} are no range of positive numbers. Choose a larger max_loss_scale.",
+        ),
+    ):
+        if not holds:
+            raise UserError(wrong)
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.training.compiler import require_tools
 from fp8stack.training.config import RunConfig
 from fp8stack.training.low_bit import BLOCK, SMALLEST, low_bit_adamw, require_torchao
-from fp8stack.training.several import Several
+from fp8stack.training.several import Several, first_state
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
@@ -30,7 +31,7 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
             f"optimizer {name} is not tested with --parallel fsdp. Choose --parallel ddp, or "
             f"{instead[7:]}."
         )
-    if name == "muon":
+    if name in ("sgd", "muon"):
         return
     require_torchao()
     require_tools(hardware.device, f"optimizer {name}", instead)
@@ -44,7 +45,8 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
 def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) -> Optimizer:
     """The optimizer that `config` names; weights and the update are float32 in every recipe.
 
-    Matrices and embeddings decay, vectors (norms, biases) do not. `muon`, `adamw8bit` and
+    Matrices and embeddings decay, vectors (norms, biases) do not. `sgd` is torch's, with momentum;
+    its decay is part of the gradient. `muon`, `adamw8bit` and
     `adamwfp8` are for the matrices of the blocks; the rest has fused AdamW, with float32 moments.
     Muon's steps are scaled to AdamW's size (Liu et al. 2025, arXiv:2502.16982), so that one
     learning rate and one weight decay serve both.
@@ -60,6 +62,8 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if config.optimizer == "adamw":
         return _adamw([parameter for _, parameter in named], config, fused)
+    if config.optimizer == "sgd":
+        return _sgd([parameter for _, parameter in named], config, fused)
     inner = [one for name, one in named if _is_inner(name, one, config)]
     if not inner:
         raise UserError(
@@ -88,13 +92,28 @@ def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
     return config.optimizer == "muon" or (size >= SMALLEST and size % BLOCK == 0)
 
 
-def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> AdamW:
+def _groups(parameters: Sequence[Tensor], config: RunConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors without."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def _sgd(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> SGD:
+    made = SGD(_groups(parameters, config), lr=config.lr, momentum=config.momentum, fused=fused)
+    for parameter in parameters:
+        # The fused kernel (torch 2.13) leaves a first buffer uninitialized where it skips the step.
+        # From zeros, the first step is the same.
+        if state := first_state(made, parameter):
+            made.state[parameter] = state
+    return made
+
+
+def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> AdamW:
     return AdamW(
-        [group for group in groups if group["params"]],
+        _groups(parameters, config),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.adam_eps,

@@ -177,5 +177,8 @@ def _resume(run: Run, found: Resumption) -> None:
     if run.guard_state is not None and run.guard_state["left_fp16"]:
         run.notes = (*run.notes, "the guard left fp16 before: the run goes on in bf16")
     run.step = found.checkpoint.step
+    first = run.config.profile_step
+    if run.config.profile and first is not None and first <= run.step:
+        run.notes = (*run.notes, f"profile_step {first} is done already: nothing is profiled")
     if run.ranks.is_main:
         run.folder.forget_after(run.step)

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Muon, Optimizer
+from torch.optim import SGD, Muon, Optimizer
 
 
 class Several(Optimizer):
@@ -75,8 +75,11 @@ def _begin(optimizer: Optimizer) -> None:
 
 
 def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What the optimizer keeps of a parameter before its first step: AdamW, Muon, torchao's."""
-    if isinstance(optimizer, Muon):
+    """What the optimizer keeps of a parameter before its first step: AdamW, SGD, Muon,
+    torchao's."""
+    if isinstance(optimizer, SGD) and not optimizer.defaults["momentum"]:
+        return {}
+    if isinstance(optimizer, SGD | Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     new_buffer = getattr(optimizer, "_new_buffer", None)  # torchao's, private (0.18)
     if new_buffer is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fp8stack.backends import fp8_state, load_fp8_state
 from fp8stack.errors import UserError
@@ -162,8 +163,8 @@ def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dic
         match owners[parameter]:
             case AdamW():
                 kept = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
-            case Muon():
-                kept = {"momentum_buffer": parameter}
+            case SGD() | Muon():
+                kept = dict.fromkeys(first_state(owners[parameter], parameter), parameter)
             case other:
                 kept = plain(first_state(other, parameter))
         likes |= {f"{name}.{key}": like for key, like in kept.items()}
@@ -199,7 +200,7 @@ def _saved(group: Group, name: str, like: Tensor, model: GPT) -> Tensor:
     """The tensor `name` with the rows that `_trim` cut off, checked to be what `like` can take."""
     tensor = group.like(name, like) if isinstance(group, SharedGroup) else group[name]
     shape = tuple(like.shape)
-    if name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq") in PADDED:
+    if re.sub(r"\.(exp_avg|exp_avg_sq|momentum_buffer)$", "", name) in PADDED:
         shape = (model.config.vocabulary, *shape[1:])
     if tuple(tensor.shape) != shape or tensor.dtype != like.dtype:
         raise UserError(
