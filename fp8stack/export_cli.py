@@ -23,6 +23,10 @@ def export(
     tokenizer: Annotated[
         str | None, option("Of a run that does not know its own: bytes, gpt2 or a tokenizer.json.")
     ] = None,
+    strategy: Annotated[
+        str | None,
+        option("FP8 weights have a scale per tensor, channel or block. [as in the run]"),
+    ] = None,
     overwrite: Annotated[
         bool, option("Replace what an export wrote there before.", "--overwrite")
     ] = False,
@@ -30,7 +34,8 @@ def export(
     """Write a trained model as a folder that transformers, vLLM or safetensors load."""
     from fp8stack.export import export as write
 
-    line, notes = write(run, format, out, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+    flags = {"tokenizer": tokenizer, "strategy": strategy}
+    line, notes = write(run, format, out, dtype=dtype, overwrite=overwrite, **flags)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"export: {line}")

@@ -35,6 +35,16 @@ def prepare(
     shard_tokens: Annotated[
         int, option("A shard ends with the document that brings it to so many. [100000000]")
     ] = 100_000_000,
+    include: Annotated[
+        list[str] | None,
+        option("Of folders, read files of this name or path alone, such as '*.md'; repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, option("Of folders, leave out files of this name or path; repeatable.")
+    ] = None,
+    skip_binary: Annotated[
+        bool, option("Of folders, leave out files that look binary.", "--skip-binary")
+    ] = False,
     workers: Annotated[int | None, option("Processes that tokenize. [as many as cores]")] = None,
     overwrite: Annotated[
         bool, option("Remove what an earlier prepare wrote to --out first.", "--overwrite")
@@ -65,6 +75,9 @@ def prepare(
         shard_tokens=shard_tokens,
         workers=(os.cpu_count() or 1) if workers is None else workers,
         out=Path(out),
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        skip_binary=skip_binary,
     )
     with (
         stop_requests() as stop,

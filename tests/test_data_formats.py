@@ -392,7 +392,7 @@ def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(
     table = {"id": [1, 2, 3, 4, 5], "text": column}
     path = write_parquet(tmp_path / "a.parquet", table, row_group_size=rows)
     splits = load_corpora(str(path), 256)
-    expected = b"".join(text.encode() + b"\xff" for text in TEXTS if text)
+    expected = b"".join(text.encode() + b"\xff" for text in TEXTS if text is not None)
     assert bytes(everything(splits)) == expected
     assert all(split.is_text and split.has_documents for split in splits)
 

@@ -349,7 +349,7 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(
 ) -> None:
     sizes = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27, "context": 256}
     keys = [f"model_overrides.{key}={value}" for key, value in sizes.items()]
-    keys += ["model_overrides.mlp_width=7168", "model_overrides.tied=true"]
+    keys += ["model_overrides.mlp_width=4779", "model_overrides.tied=true"]
     arguments = ["--recipe", "fp32", "--capability", "8.0", "--batch", "1", "--memory", "12"]
     for key in keys:
         arguments += ["--set", key]

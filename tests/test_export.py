@@ -84,8 +84,10 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
     assert command("export", str(nano), "--format", "hf", "--out", "x") == 0
     told = capsys.readouterr()
     assert "Qwen3ForCausalLM" in told.out
-    assert "853,376 parameters" in told.out
-    assert not told.err
+    assert "918,912 parameters" in told.out
+    honour = "hidden_act silu, rope_theta 10000, rms_norm_eps 1e-05, a norm of each head's queries"
+    assert told.err.count("note:") == 1
+    assert honour in told.err
     theirs, ours = loaded(Path("x")), fp8stack.load(nano)
     tokenizer = transformers.AutoTokenizer.from_pretrained("x")
     assert tokenizer.encode("é", add_special_tokens=False) == [0xC3, 0xA9]
@@ -98,6 +100,32 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
         assert int(logits(ours, torch.tensor([said[:count]]))[0, -1].argmax()) == said[count]
 
 
+def test_a_reader_that_computes_silu_whatever_the_config_names_reads_gpt_nano_rightly(
+    nano: Path, command: Command
+) -> None:
+    assert command("export", str(nano), "--out", "x") == 0
+    config = json.loads(Path("x/config.json").read_text())
+    Path("x/config.json").write_text(json.dumps(config | {"hidden_act": "silu"}))
+    require_same(fp8stack.load(nano), loaded(Path("x")))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_activation_that_other_programs_take_for_another_is_warned_of(name: str) -> None:
+    usual = {"gpt2": "gelu_tanh", "llama": "swiglu", "qwen3": "swiglu", "arcee": "relu2"}
+    notes = hf_files(source_of(random_model(GPTConfig(**SHAPES[name]))), None).notes
+    warned = [note for note in notes if "compute wrongly" in note]
+    differs = GPTConfig(**SHAPES[name]).activation != usual[LAYOUT[name]]
+    assert len(warned) == differs
+    if name == "qwen3 relu2":
+        assert "compute silu in any qwen3 model" in warned[0]
+        assert "with relu, they load and compute wrongly" in warned[0]
+
+
+def test_a_gpt2_folder_has_the_key_by_which_llama_cpp_knows_its_context() -> None:
+    files = hf_files(source_of(random_model(GPTConfig(**SHAPES["gpt2"]))), None)
+    assert json.loads(files.texts["config.json"])["n_ctx"] == 64
+
+
 def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +136,7 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     assert not Path("without/tokenizer.json").exists()
     assert json.loads(Path("without/config.json").read_text())["eos_token_id"] is None
     assert command("export", "moved", "--out", "with", "--tokenizer", "bytes") == 0
-    assert not capsys.readouterr().err
+    assert "tokenizer" not in capsys.readouterr().err
     assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
 
 
@@ -240,6 +268,8 @@ def test_a_rename_that_fails_puts_the_old_export_back(
         (["--dtype", "fp16"], "No dtype 'fp16'"),
         (["--tokenizer", "nowhere.json"], "No tokenizer"),
         (["--format", "safetensors", "--tokenizer", "bytes"], "--tokenizer is of"),
+        (["--strategy", "channel"], "--strategy is of --format fp8"),
+        (["--format", "fp8", "--strategy", "row"], "No strategy 'row'"),
         (["--out", "file"], "file is no folder"),
         (["--out", "x" * 5000], "Cannot use the folder of --out"),
     ],

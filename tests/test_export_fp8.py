@@ -18,6 +18,7 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, UserError, cli, numerics, plan_for
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.export.files import quantized_files
+from fp8stack.export.quantized import Strategy
 from fp8stack.export.source import Source
 from fp8stack.export.writing import replace_folder
 from fp8stack.precision import Hardware, load_recipe
@@ -66,7 +67,9 @@ def loaded(folder: Path, **options: Any) -> Any:
     return model.eval()
 
 
-def dequantized(model: GPT, source: Source, recipe: str) -> dict[str, torch.Tensor]:
+def dequantized(
+    model: GPT, source: Source, recipe: str, power_of_two: bool = False
+) -> dict[str, torch.Tensor]:
     """The weights that the model's recipe multiplies, made by our numerics from whole layers."""
     made = weights_of(model)
     for layer in model.config.linear_shapes():
@@ -78,7 +81,7 @@ def dequantized(model: GPT, source: Source, recipe: str) -> dict[str, torch.Tens
             scale = source.fp8[f"{layer}.weight.scale"]
             made[name] = numerics.cast_to_fp8(weight, scale).float() * numerics.inverse(scale)
         elif recipe == "current":
-            scale = numerics.tensor_scale(weight.abs().max())
+            scale = numerics.tensor_scale(weight.abs().max(), power_of_two=power_of_two)
             made[name] = numerics.cast_to_fp8(weight, scale).float() * numerics.inverse(scale)
         elif recipe == "block":
             data, inverse = numerics.quantize_blocks(weight, (128, 128))
@@ -211,6 +214,38 @@ def test_blocks_that_do_not_fit_become_channels_and_that_is_told() -> None:
     files = quantized_files(source, None)
     assert "by channel" in files.title
     assert any("16 is not divisible by 128" in note for note in files.notes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [("delayed", "channel"), ("block", "tensor"), ("mxfp8", "block"), ("bf16", "block")],
+)
+def test_a_strategy_that_was_asked_for_is_what_readers_decompress(
+    recipe: str, strategy: Strategy, tmp_path: Path
+) -> None:
+    model, source = trained(LLAMA, recipe)
+    files = quantized_files(source, None, strategy)
+    scheme = json.loads(files.texts["config.json"])["quantization_config"]["config_groups"]
+    assert scheme["group_0"]["weights"]["strategy"] == strategy
+    assert scheme["group_0"]["input_activations"]["dynamic"]
+    assert not any(name.endswith("input_scale") for name in files.tensors)
+    replace_folder(tmp_path / "x", files)
+    theirs = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
+    plain = GPT(LLAMA).eval()
+    power = {"power_of_two": True} if strategy == "tensor" else {}  # as the recipe has it
+    same = {"tensor": "current", "channel": "mxfp8", "block": "block"}[strategy]
+    restore_weights(plain, dequantized(model, source, same, **power))
+    x = tokens(LLAMA.vocabulary)
+    assert torch.equal(
+        theirs.state_dict()["model.layers.0.mlp.down_proj.weight"], plain.blocks[0].mlp.down.weight
+    )
+    torch.testing.assert_close(logits(theirs, x), logits(plain, x), rtol=0, atol=2e-5)
+
+
+def test_blocks_that_were_asked_for_and_do_not_fit_are_refused() -> None:
+    _, source = trained(GPTConfig(**SHAPES["qwen3"]), "delayed")
+    with pytest.raises(UserError, match=r"and the model has 16\. Take --strategy channel"):
+        quantized_files(source, None, "block")
 
 
 def test_what_has_no_fp8_layout_is_refused() -> None:

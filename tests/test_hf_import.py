@@ -311,7 +311,7 @@ def test_the_preset_nearest_to_the_folder_is_named_and_the_rest_overridden() -> 
 
 def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama: Path) -> None:
     source = find_source(f"hf:{llama}")
-    with pytest.raises(UserError, match="activation is 'relu2' here and 'swiglu'"):
+    with pytest.raises(UserError, match="context is 128 here and 64"):
         with_source(parse_config(None, {"model": "gpt-nano"}), source)
     made = with_source(RunConfig(model_overrides={"dropout": 0.1}), source)
     assert made.model_overrides["dropout"] == 0.1

@@ -75,6 +75,8 @@ def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(
         assert fault.injected == (name == "spoilt")
         runs.append({step: digest for step, digest in recorder.starts if step != 5})
     assert list(runs[0]) == [1, 2, 3, 4, 6, 7, 8]
+    if recipe == "fp16":  # the skip halved the scale, and what underflows is another then
+        runs = [{step: {"cpu": digest["cpu"]} for step, digest in run.items()} for run in runs]
     assert runs[0] == runs[1]
     assert len({digest["cpu"] for digest in runs[0].values()}) == 7  # dropout draws
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from made_tokenizers import metaspace
 
 from fp8stack.errors import UserError
 from fp8stack.prepare import cuts, inputs, read, run, tables
+from fp8stack.prepare.progress import Display
 from fp8stack.prepare.settings import Settings
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
 
@@ -78,8 +80,7 @@ def expected(texts: list[str], encode: Any, share: float = 0.1) -> dict[str, lis
     """What a plain loop makes of documents: the ids of each, by split."""
     splits: dict[str, list[list[int]]] = {"train": [], "val": []}
     for place, text in enumerate(texts):
-        if text:
-            splits["val" if is_held_out(place, share) else "train"].append(encode(text))
+        splits["val" if is_held_out(place, share) else "train"].append(encode(text))
     return splits
 
 
@@ -135,6 +136,24 @@ def test_json_lines_become_the_tokens_of_a_plain_loop(
     assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(
         len(text.encode()) for text in texts
     )
+
+
+def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed text is many times as long as its file."""
+    paths = [tmp_path / f"{n}.txt.gz" for n in range(3)]
+    for path in paths:
+        path.write_bytes(gzip.compress("\n".join(documents(2000)).encode()))
+    total = sum(path.stat().st_size for path in paths)
+    seen = []
+    monkeypatch.setattr(run.Display, "update", lambda _, done, line="": seen.append(done))
+    prepared(*paths, out=tmp_path / "out", train_bpe=300)
+    assert seen == sorted(seen)
+    assert (seen[-1], len(set(seen))) == (total, 3)
+    line = Display("read", total, 0, clock=iter([0.0, 9.0]).__next__).describe(total, "")
+    assert line.startswith("read | 100.0 % of")
+    assert line.endswith("ETA 0:00:00")
 
 
 def test_a_trained_bpe_has_its_size_and_is_the_library_s(corpus: Path, out: Path) -> None:
@@ -303,6 +322,35 @@ def test_a_dataset_is_streamed_from_its_folder(
     require(out, texts, by_bytes)
 
 
+@pytest.mark.parametrize("split", ["", "@train"])
+def test_a_folder_that_a_dataset_was_saved_to_is_read(
+    split: str, tmp_path: Path, out: Path
+) -> None:
+    texts = documents(40)
+    saved = datasets.Dataset.from_dict({"text": texts}, split="train")
+    saved.save_to_disk(tmp_path / "one")
+    prepared(f"hf:{tmp_path / 'one'}{split}", out=out)
+    require(out, texts, by_bytes)
+    assert "holds a single dataset" in refusal(f"hf:{tmp_path / 'one'}@val", out=tmp_path / "b")
+    datasets.DatasetDict(train=saved, val=saved.select([1])).save_to_disk(tmp_path / "two")
+    prepared(f"hf:{tmp_path / 'two'}{split}", out=tmp_path / "c")
+    require(tmp_path / "c", texts, by_bytes)
+    assert "No split 'test'" in refusal(f"hf:{tmp_path / 'two'}@test", out=tmp_path / "d")
+
+
+@pytest.mark.parametrize("bad", ["hf:nowhere/at-all", "a.png"])
+def test_an_input_that_fails_at_its_beginning_leaves_a_folder_that_takes_another(
+    bad: str, corpus: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    written(Path("a.png"), b"PNG\0")
+    refusal(bad, out=out)
+    assert list(out.iterdir()) == []
+    prepared(corpus, out=out)
+    require(out, documents(300), by_bytes)
+
+
 @pytest.mark.parametrize(
     ("given", "parsed"),
     [
@@ -332,6 +380,64 @@ def test_a_folder_is_read_in_the_order_of_its_paths(
     texts = ["first", '{\n "a": 1\n}\n', "x", "y", "two", "pass\n", "in lines", "first"]
     require(folder / "out", texts, by_bytes, 0.0)
     assert [given["files"] for given in manifest["inputs"]] == [6, 1]
+
+
+# Which files of a folder
+
+
+@pytest.fixture
+def mixed_folder(tmp_path: Path) -> Path:
+    """Two texts, two pictures and a table."""
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.md", "sub/b.py"):
+        (folder / name).write_text(name)
+    (folder / "logo.png").write_bytes(b"PNG\0")
+    (folder / "sub" / "x.png.gz").write_bytes(gzip.compress(b"PNG\0"))
+    return folder
+
+
+def test_binary_files_of_a_folder_are_named_before_anything_is_written(
+    mixed_folder: Path, out: Path
+) -> None:
+    message = refusal(mixed_folder, out=out)
+    assert "2 of 4 files look binary: " in message
+    assert str(mixed_folder / "logo.png") in message
+    assert "--skip-binary" in message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"skip_binary": True}, ["a.md", "sub/b.py"]),
+        ({"exclude": ("*.png", "sub/*.gz")}, ["a.md", "sub/b.py"]),
+        ({"include": ("*.py", "*.md"), "exclude": ("a.*",)}, ["sub/b.py"]),
+        ({"include": ("sub/*",), "skip_binary": True}, ["sub/b.py"]),
+    ],
+)
+def test_files_of_a_folder_are_chosen_by_patterns(
+    changes: dict[str, Any], texts: list[str], mixed_folder: Path, out: Path
+) -> None:
+    prepared(mixed_folder, out=out, held_out=0.0, **changes)
+    require(out, texts, by_bytes, 0.0)
+    message = refusal(mixed_folder, out=out, held_out=0.0, include=("a.md",))
+    assert "was prepared otherwise: --" in message
+
+
+def test_patterns_that_leave_nothing_are_refused(mixed_folder: Path, out: Path) -> None:
+    message = refusal(mixed_folder, out=out, include=("*.txt",))
+    assert "leave nothing of the folder" in message
+    assert "the first of its 4 files is a.md" in message
+
+
+def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "in").mkdir()
+    written(tmp_path / "in" / "a.txt", b"text")
+    written(tmp_path / "in" / "b.tsv.gz", gzip.compress(b"1\ttwo\n"))
+    assert "by --exclude '*.tsv.gz'" in refusal(tmp_path / "in", out=out)
+    prepared(tmp_path / "in", out=out, held_out=0.0, exclude=("*.tsv.gz",))
+    require(out, ["text"], by_bytes, 0.0)
 
 
 # What is not Unicode
@@ -448,6 +554,16 @@ def damaged_parquet(tmp_path: Path) -> tuple[str, str]:
     return written(tmp_path / "a.parquet", content[: len(content) // 2]), "is not a parquet file"
 
 
+def a_table(tmp_path: Path) -> tuple[str, str]:
+    return written(tmp_path / "a.csv", b"n,text\n1,one\n"), "is a table in CSV"
+
+
+def an_array(tmp_path: Path) -> tuple[str, str]:
+    rows = [{"text": "one"}, {"text": "two"}]
+    content = gzip.compress(json.dumps(rows, indent=1).encode())
+    return written(tmp_path / "a.json.gz", content), "is an array of JSON objects"
+
+
 def a_picture(tmp_path: Path) -> tuple[str, str]:
     return written(tmp_path / "a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"), "looks binary: byte 8"
 
@@ -501,9 +617,9 @@ def written(path: Path, content: bytes) -> str:
 
 
 BAD_INPUTS = [
-    damaged_gz, rotten_gz, no_gz, damaged_zst, no_zst, damaged_parquet, a_picture, an_empty_file,
-    blank_lines, empty_documents, an_empty_folder, nothing, no_name, a_pipe, no_dataset, no_split,
-    no_dataset_name,
+    damaged_gz, rotten_gz, no_gz, damaged_zst, no_zst, damaged_parquet, a_table, an_array,
+    a_picture, an_empty_file, blank_lines, empty_documents, an_empty_folder, nothing, no_name,
+    a_pipe, no_dataset, no_split, no_dataset_name,
 ]  # fmt: skip
 
 

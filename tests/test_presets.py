@@ -28,7 +28,7 @@ QUICK = settings(
 LONG = settings(QUICK, max_examples=1000)  # 10,000 in all
 
 MODELS = {  # the parameters of each shipped model, in millions
-    "gpt-nano": 0.85,
+    "gpt-nano": 0.92,
     "gpt2-124m": 124.4,
     "gpt2-350m": 354.8,
     "gpt2-774m": 774.0,

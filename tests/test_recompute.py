@@ -115,7 +115,7 @@ def test_selective_keeps_what_gemms_and_attention_give_and_the_input(
     for mode in activations.MODES:
         model.recompute = mode
         kept[mode] = activations.kept_bytes(model, tokens)
-    floats = B * T * (3 * D + D + D + 128 + D) + B * 4 * T
+    floats = B * T * (3 * D + D + D + 2 * 128 + D) + B * 4 * T
     assert kept["selective"] - kept["block"] == 2 * 4 * floats
 
 

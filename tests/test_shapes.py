@@ -408,11 +408,11 @@ def test_the_command_measures_prints_and_saves(
     sizes = ["--batch", "2", "--context", "8", "--rounds", "9"]
     assert command("bench", "shapes", "--model", "gpt-nano", *sizes) == 0
     printed = capsys.readouterr().out
-    assert "| 16 x 128 -> 512 | 4 | 1.000 (0.500 to 2.000) | 2.000 (1.000 to 4.000) | 0.500 |" in (
+    assert "| 16 x 128 -> 768 | 4 | 1.000 (0.500 to 2.000) | 2.000 (1.000 to 4.000) | 0.500 |" in (
         printed.splitlines()
     )
     assert f"written: {cache}" in printed
     assert recorder.calls[0][1] == 9
     kept = load_measured(probe("cpu"), "torch", "delayed")
     assert set(kept.values()) == {0.5}
-    assert (16, 128, 512) in kept
+    assert (16, 128, 768) in kept

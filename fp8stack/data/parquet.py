@@ -30,7 +30,8 @@ def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
     """The documents of parquet files, a part for each file: uint8 [bytes].
 
     Each document is the UTF-8 bytes of a row's text and a byte 255 after it. The text is the
-    column `text`, or the only column of strings. Rows without text are left out.
+    column `text`, or the only column of strings. An empty text is the byte 255 alone; null is no
+    text and left out.
 
     Raises:
         UserError: a file cannot be read, or holds no column of text; or they hold more than 2 GiB.
@@ -71,7 +72,7 @@ def _part(path: Path, file: Any, most: int) -> Part:
                 f"is the most. Make tokens of it with `fp8stack prepare {path} --tokenizer bytes "
                 "--out tokens` and give `--data tokens`."
             )
-    if not tokens:
+    if tokens.count(END_OF_TEXT) == len(tokens):
         raise UserError(f"{path} has no text in its column {column!r}. Give a file with text.")
     separator = Separator(token=END_OF_TEXT)
     return Part(path=path, tokens=np.frombuffer(tokens, dtype=np.uint8), documents=separator)
@@ -104,11 +105,10 @@ def _text_column(path: Path, schema: Any) -> str:
 def _documents(texts: Any) -> npt.NDArray[np.uint8]:
     """The bytes of each text of a column and END_OF_TEXT after it, one after the other."""
     import pyarrow
-    from pyarrow import compute
 
     texts.validate(full=True)  # before arithmetic on offsets that may point anywhere
     texts = texts.cast(pyarrow.large_string())
-    texts = texts.filter(compute.greater(compute.binary_length(texts), 0))
+    texts = texts.drop_null()
     if not len(texts):
         return np.empty(0, dtype=np.uint8)
     _, offsets, characters = texts.buffers()

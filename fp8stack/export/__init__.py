@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
 from fp8stack.errors import UserError, unknown
 from fp8stack.export.files import hf_files, quantized_files, safetensors_files
+from fp8stack.export.quantized import Strategy
 from fp8stack.export.source import Dtype, load_source
 from fp8stack.export.writing import replace_folder, require_room
 
@@ -24,6 +25,7 @@ def export(
     *,
     dtype: str = "fp32",
     tokenizer: str | None = None,
+    strategy: str | None = None,
     overwrite: bool = False,
 ) -> tuple[str, list[str]]:
     """Write a trained model into the folder `out`, which appears whole or not at all.
@@ -36,6 +38,8 @@ def export(
         out: a folder that is not there, or is empty.
         dtype: of what is not FP8: "fp32", as it was trained, or "bf16".
         tokenizer: a name or path, of a run that does not know its own.
+        strategy: of "fp8", what has a scale of its own: "tensor", "channel" (a row of a weight)
+            or "block" (128 x 128); None is as in the run.
         overwrite: replace what an export wrote there before.
 
     Returns:
@@ -50,6 +54,10 @@ def export(
         raise unknown("export format", format, get_args(Format))
     if dtype not in get_args(Dtype):
         raise unknown("dtype", dtype, get_args(Dtype))
+    if strategy is not None and strategy not in get_args(Strategy):
+        raise unknown("strategy", strategy, get_args(Strategy))
+    if strategy is not None and format != "fp8":
+        raise UserError("--strategy is of --format fp8. Leave it out.")
     out = Path(out)
     require_room(out, overwrite)
     source = load_source(run_or_checkpoint, torch.float32 if dtype == "fp32" else torch.bfloat16)
@@ -60,7 +68,7 @@ def export(
     elif format == "hf":
         written = hf_files(source, tokenizer)
     else:
-        written = quantized_files(source, tokenizer)
+        written = quantized_files(source, tokenizer, cast(Strategy | None, strategy))
     replace_folder(out, written)
     parameters = f"{source.config.parameters():,} parameters"
     line = f"{out}: {written.title}, {parameters}, {dtype}, of {source.path}"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack.errors import UserError
-from fp8stack.export.quantized import quantize
+from fp8stack.export.quantized import Strategy, quantize
 from fp8stack.export.source import Source
-from fp8stack.hf import config_json, layout_of, to_hf
+from fp8stack.hf import config_json, layout_of, reader_notes, to_hf
 from fp8stack.model import GPTConfig
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
 from fp8stack.training.config import toml_lines
@@ -66,12 +66,19 @@ def hf_files(source: Source, tokenizer: str | None) -> Files:
         tensors=_cast(to_hf(config, layout, source.weights), source.dtype),
         metadata={"format": "pt"},
         texts=texts | _config_texts(table),
-        notes=notes,
+        notes=notes + reader_notes(config),
     )
 
 
-def quantized_files(source: Source, tokenizer: str | None) -> Files:
+def quantized_files(
+    source: Source, tokenizer: str | None, strategy: Strategy | None = None
+) -> Files:
     """The same with FP8 weights and their scales.
+
+    Args:
+        source: the model.
+        tokenizer: see `hf_files`.
+        strategy: what has a scale of its own; None is as in the run.
 
     Raises:
         UserError: what `hf_files` raises, and for GPT-2's layout.
@@ -83,7 +90,7 @@ def quantized_files(source: Source, tokenizer: str | None) -> Files:
             "--format fp8 is not possible for the layout of GPT-2, whose layers are Conv1D and no "
             "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
         )
-    quantized = quantize(source, layout)
+    quantized = quantize(source, layout, strategy)
     kept = {name: own for name, own in plain.tensors.items() if name not in quantized.tensors}
     table = json.loads(plain.texts["config.json"]) | {"quantization_config": quantized.config}
     return Files(

@@ -39,12 +39,17 @@ class Quantized:
     notes: list[str] = field(default_factory=list)
 
 
-def quantize(source: Source, layout: Layout) -> Quantized:
-    """The weights of the layers that the run had in FP8, cast as its recipe does; of a run without
-    FP8, those of all blocks.
+def quantize(source: Source, layout: Layout, strategy: Strategy | None = None) -> Quantized:
+    """The weights of the layers that the run had in FP8; of a run without FP8, those of all blocks.
+
+    Args:
+        source: the model.
+        layout: transformers' model that it becomes.
+        strategy: what has a scale of its own. None casts as the run's recipe does; another one
+            casts the float32 masters anew, and activations are then scaled when they come.
 
     Raises:
-        UserError: the recipe's forward format is not E4M3.
+        UserError: the recipe's forward format is not E4M3; blocks do not divide a weight.
     """
     recipe = source.plan["recipe"]
     if recipe.get("forward_format", "e4m3") != "e4m3":
@@ -55,8 +60,15 @@ def quantize(source: Source, layout: Layout) -> Quantized:
     notes: list[str] = []
     parts = parts_of(source.config, layout)
     chosen = _chosen(source, parts, notes)
-    strategy = _strategy(source, [part for name in chosen for part in parts[name]], notes)
-    static = recipe["scaling"] == "delayed" and bool(source.fp8)
+    cast_parts = [part for name in chosen for part in parts[name]]
+    if strategy is None:
+        strategy = _strategy(source, cast_parts, notes)
+    elif strategy == "block" and (odd := _odd_size(source, cast_parts)):
+        raise UserError(
+            f"--strategy block needs sizes that {BLOCK} divides, and the model has {odd}. "
+            "Take --strategy channel."
+        )
+    static = strategy == "tensor" and recipe["scaling"] == "delayed" and bool(source.fp8)
     cast = _caster(source, strategy)
     tensors: dict[str, Tensor] = {}
     for name in chosen:
@@ -100,12 +112,16 @@ def _strategy(source: Source, parts: list[Part], notes: list[str]) -> Strategy:
         return "channel"
     if scaling != "block":
         return "channel"
-    inputs = {source.config.width, source.config.hidden}
-    odd = [size for size in sorted({*inputs, *(part.rows for part in parts)}) if size % BLOCK]
-    if odd:
-        notes.append(f"block -> by channel: {odd[0]} is not divisible by {BLOCK}")
+    if odd := _odd_size(source, parts):
+        notes.append(f"block -> by channel: {odd} is not divisible by {BLOCK}")
         return "channel"
     return "block"
+
+
+def _odd_size(source: Source, parts: list[Part]) -> int | None:
+    """The smallest size of a weight that blocks do not divide."""
+    sizes = {source.config.width, source.config.hidden, *(part.rows for part in parts)}
+    return min((size for size in sizes if size % BLOCK), default=None)
 
 
 Cast = Callable[[str, tuple[Part, ...]], list[tuple[Tensor, Tensor]]]
@@ -138,7 +154,7 @@ def _caster(source: Source, strategy: Strategy) -> Cast:
     def blocks(name: str, parts: tuple[Part, ...]) -> list[tuple[Tensor, Tensor]]:
         weight = source.weights[f"{name}.weight"]
         block = (BLOCK, BLOCK)
-        two = recipe["power_of_two"]
+        two = recipe.get("power_of_two", True)
         return [
             numerics.quantize_blocks(part.of(weight), block, power_of_two=two) for part in parts
         ]

@@ -5,7 +5,7 @@ is trained, nor who asks.
 """
 
 from fp8stack.hf.folder import HF, Folder, open_folder, path_in
-from fp8stack.hf.layouts import Layout, config_json, layout_of
+from fp8stack.hf.layouts import Layout, config_json, layout_of, reader_notes
 from fp8stack.hf.reading import Found, found_in
 from fp8stack.hf.tensors import Part, from_hf, parts_of, to_hf
 
@@ -22,5 +22,6 @@ __all__ = [
     "open_folder",
     "parts_of",
     "path_in",
+    "reader_notes",
     "to_hf",
 ]

@@ -31,12 +31,15 @@ class Layout:
         architecture: the class that generates text.
         gated: whether its MLP has a gate beside the value.
         activations: our names of the activations it may have, with its own.
+        usual: the one of the published models, which other programs compute whatever the
+            `config.json` names (llama.cpp and CTranslate2 do).
     """
 
     model_type: ModelType
     architecture: str
     gated: bool
     activations: dict[str, str]
+    usual: str
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -47,24 +50,28 @@ LAYOUTS: dict[str, Layout] = {
             architecture="GPT2LMHeadModel",
             gated=False,
             activations=GPT2_ACTIVATIONS,
+            usual="gelu_tanh",
         ),
         Layout(
             model_type="llama",
             architecture="LlamaForCausalLM",
             gated=True,
             activations=GATED_ACTIVATIONS,
+            usual="swiglu",
         ),
         Layout(
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             gated=True,
             activations=GATED_ACTIVATIONS,
+            usual="swiglu",
         ),
         Layout(
             model_type="arcee",
             architecture="ArceeForCausalLM",
             gated=False,
             activations=ARCEE_ACTIVATIONS,
+            usual="relu2",
         ),
     )
 }
@@ -132,9 +139,36 @@ def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[
     return table | (_gpt2(config) if layout.model_type == "gpt2" else _rotary(config, layout))
 
 
+def reader_notes(config: GPTConfig) -> list[str]:
+    """What a program that reads the exported model must compute, and a warning where programs are
+    known not to. Raises what `layout_of` raises."""
+    layout = layout_of(config)
+    table = config_json(config, "float32", None)
+    learned = layout.model_type == "gpt2"
+    key = "activation_function" if learned else "hidden_act"
+    positions = "learned positions" if learned else f"rope_theta {config.rope_theta:g}"
+    eps = "layer_norm_epsilon" if learned else "rms_norm_eps"
+    notes = [
+        f"a program that reads this folder must compute {key} {table[key]}, {positions}, "
+        f"{eps} {config.norm_eps:g}, "
+        + ("a norm of each head's queries and keys, " if config.qk_norm else "")
+        + ("the embedding as the head" if config.tied else "a head that is not the embedding")
+        + (", biases" if config.bias and not learned else "")
+    ]
+    if config.activation != layout.usual:
+        usual = layout.activations[layout.usual]
+        notes.append(
+            f"llama.cpp, CTranslate2 and others compute {usual} in any {layout.model_type} model, "
+            f"whatever {key} says: this one, with {table[key]}, they load and compute wrongly. "
+            "Load it with transformers"
+        )
+    return notes
+
+
 def _gpt2(config: GPTConfig) -> dict[str, Any]:
     table: dict[str, Any] = {
         "n_positions": config.context,
+        "n_ctx": config.context,  # of transformers before 5, and what llama.cpp reads
         "n_embd": config.width,
         "n_layer": config.layers,
         "n_head": config.heads,

@@ -29,7 +29,7 @@ class Encoded:
     Attributes:
         tokens: of all documents one after the other, each but an unfinished one with the
             end-of-text token: uint16 or uint32 [tokens].
-        lengths: tokens of each document, int64 [documents]; 0 for an empty one, which has none.
+        lengths: tokens of each document, int64 [documents].
         text_bytes: bytes of each as UTF-8, int64 [documents].
         replaced: how many U+FFFD took the place of what was not Unicode.
     """
@@ -159,7 +159,7 @@ class Encoder:
         lengths = np.zeros(len(texts), dtype=np.int64)
         for number, ids in enumerate(self.tokenizer.encode_batch(texts)):
             ended = not (item.unfinished and number == len(texts) - 1)
-            if ended and (texts[number] or item.before.continues):
+            if ended:
                 parts += [ids, end]
                 lengths[number] = len(ids) + 1
             else:

@@ -34,8 +34,8 @@ class Counts(BaseModel):
     """What was met among the documents.
 
     Attributes:
-        documents: how many began, empty ones included.
-        empty: of those, left out.
+        documents: how many began.
+        empty: of those, without text: their end token alone.
         replaced: how many U+FFFD took the place of what was not Unicode.
         cut_words: how often a text without any space was cut where its tokens may differ from the
             whole text's.

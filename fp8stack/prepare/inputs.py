@@ -1,5 +1,5 @@
-"""From the inputs that a user names to sources, one after the other. It opens no file to read it
-but a `.json`, to see what kind it is.
+"""From the inputs that a user names to sources, one after the other. Of files it reads the
+beginning alone, to see what kind they are.
 """
 
 from __future__ import annotations
@@ -7,19 +7,24 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from fp8stack.data.files import SNIFFED_BYTES, walk
 from fp8stack.errors import UserError, quoted
+from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.streams import ByteStream
+from fp8stack.terminal import say
 
 Kind = Literal["text", "lines", "parquet", "hf"]
 HUB = "hf:"
 PACKED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv")
+NAMED_BINARIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +44,22 @@ class Source:
     given: int
 
 
-def find_sources(inputs: Sequence[str], out: Path) -> list[Source]:
-    """All sources, in order: of a folder the files below it, sorted by their paths; without hidden
-    files, empty ones and those in `out`.
+def find_sources(settings: Settings) -> list[Source]:
+    """All sources, in order: of a folder the files below it that the settings ask for, sorted by
+    their paths; without hidden files, empty ones and those in the folder that is written.
 
     Raises:
-        UserError: an input is missing, empty or no file, or cannot be read.
+        UserError: an input is missing, empty or no file, holds no documents, or cannot be read.
     """
     found: list[Source] = []
-    for number, name in enumerate(inputs):
+    for number, name in enumerate(settings.inputs):
         if name.startswith(HUB):
             found.append(Source(path=name, kind="hf", size=0, given=number))
             continue
         path = Path(name)
         status = _status(path, name)
         if stat.S_ISDIR(status.st_mode):
-            inside = list(_folder(path, out.resolve(), number))
-            if not inside:
-                raise UserError(
-                    f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files "
-                    "into it."
-                )
-            found += inside
+            found += _folder(path, name, settings, number)
         elif status.st_size == 0 and stat.S_ISREG(status.st_mode):
             raise UserError(f"{quoted(name)} is empty. Give a file with text in it.")
         else:
@@ -85,12 +84,55 @@ def _unreadable(name: str, error: OSError) -> NoReturn:
     ) from error
 
 
-def _folder(folder: Path, out: Path, given: int) -> Iterator[Source]:
+def _folder(folder: Path, name: str, settings: Settings, given: int) -> Iterator[Source]:
+    out = settings.out.resolve()
     files = walk(folder, lambda inside: inside.resolve() == out, _unreadable)
-    for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
+    paths = sorted((path.relative_to(folder).as_posix(), path) for path in files)
+    asked = [path for inside, path in paths if _is_asked_for(inside, settings)]
+    if paths and not asked:
+        raise UserError(
+            f"--include and --exclude leave nothing of the folder {quoted(name)}: the first of its "
+            f"{len(paths)} files is {quoted(paths[0][0])}. Give other patterns."
+        )
+    binary = list[Path]()
+    found = list[Source]()
+    for path in asked:
         status = _status(path, str(path))
         if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
-            yield _source(path, status, given)
+            source = _source(path, status, given)
+            if source.kind == "text" and _is_binary(path):
+                binary.append(path)
+            else:
+                found.append(source)
+    if binary:
+        named = quoted(", ".join(str(path) for path in binary[:NAMED_BINARIES]))
+        more = f" and {len(binary) - NAMED_BINARIES} more" if len(binary) > NAMED_BINARIES else ""
+        if not settings.skip_binary:
+            raise UserError(
+                f"{len(binary)} of {len(asked)} files look binary: {named}{more}. Leave them out "
+                "by --skip-binary, or by --include and --exclude, such as --exclude '*.png'."
+            )
+        say(f"note: {len(binary)} files that look binary are left out: {named}{more}")
+    if not found:
+        raise UserError(
+            f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files into it."
+        )
+    yield from found
+
+
+def _is_asked_for(inside: str, settings: Settings) -> bool:
+    """Whether a file of a folder, by its path there, is to be read."""
+
+    def matches(patterns: tuple[str, ...]) -> bool:
+        name = inside.rpartition("/")[2]
+        return any(fnmatchcase(inside, one) or fnmatchcase(name, one) for one in patterns)
+
+    return (not settings.include or matches(settings.include)) and not matches(settings.exclude)
+
+
+def _is_binary(path: Path) -> bool:
+    with ByteStream(path) as stream:
+        return b"\0" in stream.read(SNIFFED_BYTES)
 
 
 def _source(path: Path, status: os.stat_result, given: int) -> Source:
@@ -107,15 +149,28 @@ def _kind(path: Path) -> Kind:
         return "lines"
     if name.endswith(".parquet") and not packed:
         return "parquet"
-    if name.endswith(".json") and _begins_with_an_object(path):
-        return "lines"
+    if name.endswith(TABLES):
+        raise UserError(
+            f"{quoted(str(path))} is a table in {name.rpartition('.')[2].upper()}, whose documents "
+            "are not seen. Make JSON lines or parquet of it, give it the name .txt to have it as "
+            f"one text, or leave it out by --exclude '*{Path(name).suffix + packed}'."
+        )
+    if name.endswith(".json"):
+        with ByteStream(path) as stream:
+            head = stream.read(SNIFFED_BYTES)
+        if b"".join(head.split()).startswith(b"[{"):
+            raise UserError(
+                f"{quoted(str(path))} is an array of JSON objects, whose documents are not seen. "
+                "Make JSON lines of it, such as by `jq -c '.[]'`, give it the name .txt to have it "
+                "as one text, or leave it out by --exclude."
+            )
+        if _begins_with_an_object(head):
+            return "lines"
     return "text"
 
 
-def _begins_with_an_object(path: Path) -> bool:
+def _begins_with_an_object(head: bytes) -> bool:
     """Whether the first line of a `.json` file is a whole object, so that it holds JSON lines."""
-    with ByteStream(path) as stream:
-        head = stream.read(SNIFFED_BYTES)
     first, newline, _ = head.lstrip().partition(b"\n")
     if not first.startswith(b"{"):
         return False

@@ -92,7 +92,7 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
     tokenizer = manifest["tokenizer"]
     counts = manifest["documents"]
     said = {
-        "empty": "{} empty documents left out",
+        "empty": "{} empty documents, an end token each",
         "replaced": "{} pieces that are not Unicode became U+FFFD",
         "cut_words": "{} cuts within a text without spaces; tokens there may differ",
     }

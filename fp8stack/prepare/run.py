@@ -22,7 +22,7 @@ from fp8stack.prepare.progress import Display
 from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Reading, read_items
 from fp8stack.prepare.settings import Position, Settings
 from fp8stack.prepare.shards import SplitWriter
-from fp8stack.prepare.train import SAMPLE_BYTES, train_bpe
+from fp8stack.prepare.train import sample_of, train_bpe
 from fp8stack.terminal import say
 from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
 from fp8stack.training.storage import write_atomically
@@ -43,7 +43,7 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
         RankLost: a process that tokenizes died.
     """
     settings.check()
-    sources = find_sources(settings.inputs, settings.out)
+    sources = find_sources(settings)
     folder = Folder(settings.out)
     with folder.claimed():
         cleared = overwrite and folder.clear()
@@ -66,7 +66,14 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
             folder.require_settings(journal.settings, settings)
         tokenizer, journal = _begin(folder, settings, sources, journal)
         preparation = _Preparation(folder, settings, sources, tokenizer, journal)
-        manifest, speed = preparation.run()
+        try:
+            manifest, speed = preparation.run()
+        except UserError:
+            # What holds nothing yet must not bind the folder to these inputs. A tokenizer that was
+            # trained is worth keeping.
+            if preparation.position == Position() and settings.train_bpe is None:
+                folder.clear()
+            raise
         say(*summary(settings, manifest, speed))
 
 
@@ -120,7 +127,8 @@ def _begin(
 
 def _train(settings: Settings, sources: Sequence[Source]) -> tuple[Tokenizer, int]:
     assert settings.train_bpe is not None
-    total = min(SAMPLE_BYTES, sum(source.size for source in sources))
+    total = sum(source.size for source, _ in sample_of(sources))
+    total = 0 if any(source.kind == "hf" for source in sources) else total
     say(f"training a tokenizer of {settings.train_bpe} tokens")
     with Display("read", total, 0) as display:
         trained, seen = train_bpe(
@@ -192,7 +200,7 @@ class _Preparation:
             for writer in self.writers.values():
                 writer.close()
         splits = {name: writer.state for name, writer in self.writers.items()}
-        if not splits["train"].shards:
+        if not splits["train"].bytes:
             raise UserError("There is no text in the inputs. Give files with text in them.")
         manifest = manifest_of(self.settings, self.sources, self.tokenizer, self.counts, splits)
         self.folder.finish(manifest)
@@ -239,10 +247,11 @@ class _Preparation:
                 tokens = found.tokens if all_of_it else found.tokens[chosen.repeat(found.lengths)]
                 lengths = found.lengths[:whole][chosen[:whole]]
                 text_bytes = int(found.text_bytes[chosen].sum())
-                self.writers[name].add(tokens, lengths[lengths > 0], text_bytes)
+                self.writers[name].add(tokens, lengths, text_bytes)
         self.counts = Counts(
             documents=begun + len(found.lengths),
-            empty=self.counts.empty + int((found.lengths[:whole] == 0).sum()),
+            empty=self.counts.empty
+            + int((found.text_bytes[item.before.continues : whole] == 0).sum()),
             replaced=self.counts.replaced + found.replaced,
             cut_words=self.counts.cut_words + item.inside_a_word,
         )

@@ -30,6 +30,10 @@ class Settings:
         shard_tokens: a shard ends with the document that brings it to so many tokens.
         workers: how many processes tokenize.
         out: the folder that is written.
+        include: patterns of file names, or of paths in a folder that is an input; files of folders
+            that match none are left out. Without any, all are read.
+        exclude: those that match one of these are left out.
+        skip_binary: whether files of folders that look binary are left out, not refused.
     """
 
     inputs: tuple[str, ...]
@@ -40,6 +44,9 @@ class Settings:
     shard_tokens: int
     workers: int
     out: Path
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    skip_binary: bool = False
 
     def check(self) -> None:
         """See that the numbers make sense.
@@ -68,6 +75,10 @@ class Settings:
             "text_key": self.text_key,
             "held_out": self.held_out,
             "shard_tokens": self.shard_tokens,
+            # None, as in folders that are older than these settings.
+            "include": list(self.include) or None,
+            "exclude": list(self.exclude) or None,
+            "skip_binary": self.skip_binary or None,
         }
 
 

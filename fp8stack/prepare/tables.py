@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp8stack.data.parquet import is_text
@@ -129,7 +130,7 @@ def dataset_rows(
     """The column `key` of a dataset, streamed, some `size` bytes at a time.
 
     Args:
-        path: `hf:NAME[:CONFIG][@SPLIT]`.
+        path: `hf:NAME[:CONFIG][@SPLIT]`, or `hf:FOLDER[@SPLIT]` of what `save_to_disk` wrote.
         start: how many rows were read.
         state: what the last `Rows` before had; None from the beginning.
         key: the name of the column.
@@ -147,7 +148,8 @@ def dataset_rows(
     name, config, split = parse_dataset(path)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
     try:
-        stream = datasets.load_dataset(name, config, split=split, streaming=True)
+        stream = _saved(path, name, split) if _is_saved(name) else None
+        stream = stream or datasets.load_dataset(name, config, split=split, streaming=True)
         if state is not None:
             stream.load_state_dict(state)
         with closing(iter(stream)) as rows:
@@ -160,6 +162,28 @@ def dataset_rows(
             f"Cannot read {quoted(path)}: {quoted(' '.join(str(error).split()) or repr(error))}. "
             "Check its name and the network; the same command goes on with it."
         ) from error
+
+
+def _is_saved(name: str) -> bool:
+    """Whether this is a folder that `save_to_disk` of a Dataset or a DatasetDict wrote."""
+    return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
+
+
+def _saved(path: str, folder: str, split: str) -> Any:
+    """A stream of what `save_to_disk` wrote; a single Dataset has no splits to choose from."""
+    import datasets
+
+    found = datasets.load_from_disk(folder)
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise UserError(f"{quoted(path)}: {unknown('split', split, list(found))}")
+        found = found[split]
+    elif "@" in path and split != str(found.split):
+        raise UserError(
+            f"{quoted(path)}: the folder holds a single dataset, without splits. Leave out "
+            f"@{quoted(split)}."
+        )
+    return found.to_iterable_dataset()
 
 
 def _values_of(path: str, rows: Iterator[dict[str, Any]], key: str) -> Iterator[object]:

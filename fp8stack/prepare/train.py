@@ -33,7 +33,7 @@ def train_bpe(
         vocabulary: how many tokens it shall have, `<|endoftext|>` and the 256 bytes included; it
             has fewer where the text gives no more pairs.
         how: they are read.
-        report: is told how many bytes of text were read so far.
+        report: is told how much was done so far of all that is read, as bytes of its files.
 
     Raises:
         UserError: a source cannot be read, or there is no text.
@@ -54,11 +54,15 @@ def train_bpe(
 
     def texts() -> Iterator[list[str]]:
         nonlocal seen
+        done = 0
         for source, budget in sample_of(sources):
-            for some in _beginning(source, budget, how):
+            begun = seen
+            for some, on_disk in _beginning(source, budget, how):
                 yield some
                 seen += sum(map(bytes_of, some))
-                report(seen)
+                part = min(1.0, (seen - begun) / budget)
+                report(done + max(on_disk, round(source.size * part)))
+            done += source.size
 
     library.train_from_iterator(texts(), trainer=trainer)
     if seen == 0:
@@ -84,8 +88,9 @@ def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
     ]
 
 
-def _beginning(source: Source, budget: int, how: Reading) -> Iterator[list[str]]:
-    """The first `budget` bytes of a source, up to the end of a document or a piece of one."""
+def _beginning(source: Source, budget: int, how: Reading) -> Iterator[tuple[list[str], int]]:
+    """The first `budget` bytes of text of a source, up to the end of a document or a piece of one,
+    each time with how many bytes of the file were read."""
     smaller = replace(how, item_bytes=max(4096, min(how.item_bytes, budget)))
     left = budget
     with closing(read_items([source], Position(), smaller)) as items:
@@ -95,6 +100,6 @@ def _beginning(source: Source, budget: int, how: Reading) -> Iterator[list[str]]
                 if left > 0:
                     some.append(text)
                     left -= bytes_of(text)
-            yield some
+            yield some, item.on_disk
             if left <= 0:
                 return
