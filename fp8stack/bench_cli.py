@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli_options import HELP, option
+from fp8stack.cli_options import HELP, THREADS, option
 
 bench = typer.Typer(
     name="bench",
@@ -103,6 +103,7 @@ def step(
     device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
     rounds: Annotated[int, option("Timed steps of each arm. [20]", min=6)] = 20,
     seconds: Annotated[float, option("Most time for each arm. [60]", min=1)] = 60.0,
+    threads: Annotated[int | None, THREADS] = None,
     json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
@@ -110,7 +111,9 @@ def step(
     from fp8stack.benchmark_step import FP8, chosen
     from fp8stack.errors import unknown
     from fp8stack.precision import probe
+    from fp8stack.threads import use_threads
 
+    use_threads(threads)
     hardware = probe(device)
     wanted = recipe or list(FP8)
     for name in wanted:

@@ -190,7 +190,7 @@ def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, A
     share of `peak`; the time relative to `base`, of the fastest steps, and its inverse."""
     tokens_per_s = 1000 * work.tokens / timing.median_ms
     tflops = tokens_per_s * work.config.flops_per_token(work.context) / 1e12
-    relative = ratio(timing, base)
+    relative, mfu = ratio(timing, base), peak.mfu(tflops)
     return {
         "model": work.model,
         "batch": work.batch,
@@ -198,7 +198,7 @@ def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, A
         **timing.to_json(),
         "tokens_per_s": round(tokens_per_s, 1),
         "tflops": round(tflops, 4),
-        "mfu": round(tflops / peak.tflops, 4) if peak.tflops else None,
+        "mfu": None if mfu is None else round(mfu, 4),
         "mfu_of": peak.name,
         "ratio": round(relative, 4),
         "speedup": round(1 / relative, 4),

@@ -28,6 +28,7 @@ from fp8stack.generate_cli import generate
 from fp8stack.plan_cli import plan
 from fp8stack.prepare_cli import prepare
 from fp8stack.pretrain_cli import pretrain
+from fp8stack.threads import adapting
 
 app = typer.Typer(
     name="fp8stack",
@@ -110,7 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
     try:
-        code = app(sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
+        with adapting():
+            code = app(sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
     except UserError as error:
         _fail(str(error), error.exit_code)
     except _UsageError as error:

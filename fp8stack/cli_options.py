@@ -21,6 +21,8 @@ def _show(context: typer.Context, asked: bool) -> None:
 # In place of typer's own --help, for which it imports pydantic whatever the command.
 HELP = option("Show this message and exit.", "--help", is_eager=True, callback=_show)
 
+THREADS = option("CPU threads that torch computes with. [torch's choice]")
+
 
 def words(text: str) -> list[str]:
     """An option's words, separated by commas."""

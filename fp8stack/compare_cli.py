@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8stack.cli_options import option
+from fp8stack.cli_options import THREADS, option
 from fp8stack.errors import Interrupted
 
 
@@ -35,6 +35,7 @@ def compare(
     data: Annotated[str | None, option("As of pretrain. [Python's library]")] = None,
     lr: Annotated[float | None, option("Peak learning rate. [0.003]")] = None,
     device: Annotated[str | None, option("auto, cpu or cuda. [auto]")] = None,
+    threads: Annotated[int | None, THREADS] = None,
     backend: Annotated[
         str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
     ] = None,
@@ -49,7 +50,7 @@ def compare(
     """
     flags: dict[str, Any] = {"model": model, "steps": steps, "batch": batch, "context": context}
     flags |= {"data": data, "lr": lr, "device": device, "backend": backend}
-    flags |= {"compile": compile or None, "init_from": from_}
+    flags |= {"compile": compile or None, "init_from": from_, "threads": threads}
     from fp8stack.compare import comparison, settings
 
     asked = settings.prepare(recipes, seeds, out, baseline, flags, set or [])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli_options import option, words
+from fp8stack.cli_options import THREADS, option, words
 
 
 def evaluate(
@@ -30,11 +30,14 @@ def evaluate(
         str, option("Who computes: auto, te, torch, emulate, reference. [auto]")
     ] = "auto",
     device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
+    threads: Annotated[int | None, THREADS] = None,
     json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """Validation losses and bits per byte of trained models, in one recipe or several."""
     from fp8stack import evaluation
+    from fp8stack.threads import use_threads
 
+    use_threads(threads)
     request = evaluation.Request(
         runs=runs,
         recipes=words(recipes or ""),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli_options import option
+from fp8stack.cli_options import THREADS, option
 from fp8stack.errors import UserError, quoted
 
 
@@ -39,6 +39,7 @@ def generate(
         str | None, option("Of a run that does not know it: bytes, gpt2, or a tokenizer.json.")
     ] = None,
     device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
+    threads: Annotated[int | None, THREADS] = None,
 ) -> None:
     """Text that a trained model writes, on stdout as it comes; how fast, on stderr."""
     if prompt is not None and prompt_file is not None:
@@ -47,7 +48,9 @@ def generate(
         prompt = _read(prompt_file)
     from fp8stack.generate import Request, write
     from fp8stack.sampling import Sampling
+    from fp8stack.threads import use_threads
 
+    use_threads(threads)
     write(
         Request(
             run=run,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli_options import option, words
+from fp8stack.cli_options import THREADS, option, words
 from fp8stack.errors import Interrupted
 
 
@@ -79,6 +79,7 @@ def pretrain(
         option("Write checkpoints in the background.", "--checkpoint-async/--no-checkpoint-async"),
     ] = None,
     device: Annotated[str | None, option("auto, cpu or cuda. [auto]")] = None,
+    threads: Annotated[int | None, THREADS] = None,
     parallel: Annotated[
         str | None, option("Several ranks: ddp, or fsdp, which shares the model out. [ddp]")
     ] = None,

@@ -25,6 +25,8 @@ SETS = [
 WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
 WAITS += ("aten::equal",)
 
+PEAK = Peak(tflops=None, name="none")
+
 
 class SmallLoop:
     """A loop, its run and the tokens of its steps.
@@ -49,7 +51,7 @@ class SmallLoop:
         small = {"steps": 20, "batch": 4, "context": 32, "eval_every": 100, "save_every": 100}
         given = small | {"recipe": recipe, "out": str(folder)} | flags
         self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], resume)
-        self.loop = _Loop(self.run, PlainDisplay(20, Peak(tflops=None, name="none")), None)
+        self.loop = _Loop(self.run, PlainDisplay(20, PEAK), PEAK)
         self.tokens = batches(self.run)
 
     def tokens_of(self, step: int) -> Tensor:

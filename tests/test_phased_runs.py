@@ -406,7 +406,7 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(
     seen = []
     for _ in range(7):
         small.advance(1)
-        seen.append(small.loop.journal.peak_tflops)
+        seen.append(small.loop.journal.peak.tflops)
     assert seen[3:] == [1979] * 3 + [989]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TINY, Command, metrics
 from rich.console import Console
 from torch._inductor import config as inductor
 
@@ -24,7 +25,7 @@ from fp8stack.training.display import PlainDisplay, RichDisplay, describe
 from fp8stack.training.evaluate import sample, validation_loss
 from fp8stack.training.optimizer import build_optimizer, learning_rate
 from fp8stack.training.plot import loss_plot
-from fp8stack.training.throughput import Peak, peak_rate
+from fp8stack.training.throughput import Peak, best_tflops, peak_rate
 
 CPU = Hardware("cpu")
 SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
@@ -201,9 +202,71 @@ def test_mfu_divides_by_the_data_sheets_peak_or_by_none(
 
 
 def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "_measure_cpu", lambda: 0.2)
-    peak = peak_rate(CPU, resolve("fp32", CPU))
-    assert (peak.tflops, peak.name) == (0.2, "200 GFLOP/s measured fp32 matmul")
+    rates = {torch.float32: 0.2, torch.bfloat16: 0.5, torch.float16: 0.1}
+    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda dtype, threads: rates[dtype])
+    found = {
+        recipe: peak_rate(CPU, resolve(recipe, CPU)).name
+        for recipe in ("fp32", "tf32", "bf16", "fp16", "delayed")
+    }
+    assert found == {
+        "fp32": "200 GFLOP/s measured fp32 matmul",
+        "tf32": "200 GFLOP/s measured fp32 matmul",
+        "bf16": "500 GFLOP/s measured bf16 matmul",
+        "fp16": "100 GFLOP/s measured fp16 matmul",
+        "delayed": "200 GFLOP/s measured fp32 matmul",
+    }
+
+
+def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts() -> None:
+    now = 0.0
+    sizes: list[int] = []
+
+    def burst(size: int) -> float:
+        nonlocal now
+        sizes.append(size)
+        taken = 2 * size**3 / 1e11  # 100 GFLOP/s, but for what others take of it
+        taken *= 1.0 if len(sizes) in (2, 9) else 7.0
+        now += taken
+        return taken
+
+    assert best_tflops(burst, lambda: now) == pytest.approx(0.1)
+    assert set(sizes[3:]) == {512}  # whose 2.7 ms are enough
+    assert throughput.BURSTS_S <= now < throughput.BURSTS_S + 0.06
+
+
+def test_a_fast_cpus_peak_is_measured_of_larger_products() -> None:
+    now = 0.0
+
+    def burst(size: int) -> float:
+        nonlocal now
+        taken = 2 * size**3 / (1e13 if size >= 2048 else 3e12)
+        now += taken
+        return taken
+
+    assert best_tflops(burst, lambda: now) == pytest.approx(10.0)
+
+
+def test_a_step_that_is_faster_than_the_measured_peak_raises_it() -> None:
+    measured = Peak(tflops=0.1, name="100 GFLOP/s measured fp32 matmul", measured=True)
+    assert measured.at_least(0.09) is measured
+    assert measured.at_least(0.1) is measured
+    raised = measured.at_least(0.119)
+    assert (raised.mfu(0.119), raised.name) == (1.0, "119 GFLOP/s of the fastest step")
+    assert raised.at_least(0.2).mfu(0.1) == 0.5
+    assert measured.mfu(0.119) == 1.0
+    sheet = Peak(tflops=989.0, name="989 TFLOP/s half")
+    assert sheet.at_least(1000.0) is sheet
+    assert Peak(tflops=None, name="none").at_least(1.0).mfu(1.0) is None
+
+
+def test_no_row_of_a_run_has_an_mfu_above_one(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda *_: 1e-9)
+    assert command("pretrain", "--recipe", "fp32", "--out", "run", *TINY, "--device", "cpu") == 0
+    shares = [row["mfu"] for row in metrics(tmp_path / "run")]
+    assert len(shares) == 12
+    assert (shares[0], max(shares)) == (1.0, 1.0)
 
 
 ROW = {
@@ -264,8 +327,8 @@ def test_a_terminal_gets_a_bar_and_notes_as_they_are() -> None:
 def test_the_plot_is_a_picture_even_of_little() -> None:
     rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
     rows[-1]["val_loss"] = 0.2
-    for metrics in (rows, rows[:1], [{"step": 1, "loss": None}], []):
-        assert loss_plot(metrics, "title").startswith(b"\x89PNG")
+    for some in (rows, rows[:1], [{"step": 1, "loss": None}], []):
+        assert loss_plot(some, "title").startswith(b"\x89PNG")
 
 
 def test_the_allocator_is_left_alone_where_the_environment_sets_it(

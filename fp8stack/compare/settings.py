@@ -12,6 +12,7 @@ from typing import Any
 from fp8stack.errors import UserError, quoted
 from fp8stack.model import GPTConfig, load_config, plan_for
 from fp8stack.precision import load_recipe, probe
+from fp8stack.threads import use_threads
 from fp8stack.training.building import context_of
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig, parse_config
@@ -109,6 +110,7 @@ def prepare(
             "Add it to --recipes."
         )
     config = _shared(flags, sets)
+    use_threads(config.threads)  # refused here, and not by every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
     comparison = Comparison(
         out=Path(folder).resolve(),

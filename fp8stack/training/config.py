@@ -144,6 +144,8 @@ class RunConfig(BaseModel):
     temperature: PositiveFloat = 0.8
     workers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that read data ahead; batches are the same for any number."""
+    threads: PositiveInt | None = None
+    """CPU threads that torch computes with, at most the cores; torch's own choice if left out."""
     deterministic: bool = True
     """CUDA and compiled code: kernels that repeat to the bit, where there are any; maybe slower."""
     save_fp8: bool = False
@@ -262,6 +264,7 @@ FREE_ON_RESUME = frozenset(
             "rank_timeout",
             "activation_checkpointing",
         ),
+        "threads",
         "debug_steps",
         *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
         *("keep_every", "checkpoint_async"),

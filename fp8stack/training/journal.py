@@ -22,13 +22,13 @@ class Journal:
     Args:
         run: the run.
         display: where its progress is shown.
-        peak_tflops: of a rank's device, for the MFU; None if it is not known.
+        peak: of a rank's device, for the MFU.
     """
 
-    def __init__(self, run: Run, display: Display, peak_tflops: float | None) -> None:
+    def __init__(self, run: Run, display: Display, peak: Peak) -> None:
         self.run = run
         self.display = display
-        self.peak_tflops = peak_tflops and peak_tflops * run.ranks.count
+        self.peak = peak
         self._tokens_per_step = run.config.batch * run.context
         self._ready = time.perf_counter()  # the steps to be timed began
         self._timed = 0  # how many of them there were
@@ -36,8 +36,7 @@ class Journal:
 
     def divide_by(self, peak: Peak) -> None:
         """Have the MFU refer to another peak: another recipe trains from now on."""
-        self.peak_tflops = peak.tflops and peak.tflops * self.run.ranks.count
-        self.display.peak = peak
+        self.peak = self.display.peak = peak
 
     def step_done(self) -> None:
         """Count a step that was handed to the device."""
@@ -66,7 +65,10 @@ class Journal:
         run = self.run
         seconds = (time.perf_counter() - self._ready) / self._timed
         rate = self._tokens_per_step / seconds if seconds else 0.0
-        tflops = rate * run.model.config.flops_per_token(run.context) / 1e12
+        tflops = rate * run.model.config.flops_per_token(run.context) / 1e12 / run.ranks.count
+        if (peak := self.peak.at_least(tflops)) is not self.peak:
+            self.divide_by(peak)
+        mfu = self.peak.mfu(tflops)
         row = {
             "step": step,
             "loss": loss if math.isfinite(loss) else None,
@@ -74,7 +76,7 @@ class Journal:
             "grad_norm": norm if math.isfinite(norm) else None,
             "step_ms": round(1000 * seconds, 2),
             "tokens_per_s": round(rate, 1),
-            "mfu": round(tflops / self.peak_tflops, 4) if self.peak_tflops else None,
+            "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
             "precision": precision,
             "fp8_gemms": fp8_gemms,

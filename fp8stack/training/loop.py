@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8stack import data
 from fp8stack.errors import NumericFailure
 from fp8stack.terminal import say
+from fp8stack.threads import BusySteps
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.building import versions
 from fp8stack.training.display import Display, Silence, describe_run, open_display
@@ -36,7 +38,7 @@ from fp8stack.training.state import (
 )
 from fp8stack.training.step import Step
 from fp8stack.training.stop import NOTHING_DONE, StopRequests, stop_requests
-from fp8stack.training.throughput import peak_rate
+from fp8stack.training.throughput import Peak, peak_rate
 from fp8stack.training.watch import Watch
 
 DONE, PREEMPTED = 0, 75
@@ -64,7 +66,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if run.step == run.config.steps:
             say(f"all {run.step} steps are done")
         display = open_display(run.config.steps, peak, run.step)
-    loop = _Loop(run, display, peak.tflops, requested)
+    loop = _Loop(run, display, peak, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
     compiles = run.config.compile and run.step < run.config.steps and alone
@@ -109,14 +111,14 @@ class _Loop:
         self,
         run: Run,
         display: Display,
-        peak_tflops: float | None,
+        peak: Peak,
         stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run = run
         self.stops = stops
         self.config = run.config
         self.display = display
-        self.journal = Journal(run, display, peak_tflops)
+        self.journal = Journal(run, display, peak)
         self.watch = Watch(
             run.optimizer,
             run.config.guard,
@@ -146,6 +148,7 @@ class _Loop:
         if run.ranks.is_main:
             device = run.accelerator.device
             self.profiler = StepProfiler(run.config, run.step, device, run.folder.profile)
+        self.busy = BusySteps()
         self.fp8_gemms: int | None = None
         self.saved_at = run.step
         self.save_due = False
@@ -187,7 +190,10 @@ class _Loop:
         self.guard.before(step)
         tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
         profiles = self.profiler is not None and self.profiler.wants(step)
-        loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
+        with self.busy.step():
+            loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
+        if (told := self.busy.note(torch.get_num_threads())) is not None:
+            self.display.note(told)
         self.run.step = step
         self.journal.step_done()
         if not config.compile:  # compiled code does not count
@@ -215,9 +221,10 @@ class _Loop:
             self.journal.step_over(step)
 
     def refer_to_peak(self) -> None:
-        """Have the MFU refer to the peak of what trains now; a CPU has one for all."""
-        if self.run.hardware.device == "cuda":
-            self.journal.divide_by(peak_rate(self.run.hardware, self.run.plan))
+        """Have the MFU refer to the peak of what trains now."""
+        began = time.perf_counter()
+        self.journal.divide_by(peak_rate(self.run.hardware, self.run.plan))
+        self.journal.pause(time.perf_counter() - began)  # measuring is not training
 
     def leave_out(self, step: int, evaluates: bool) -> None:
         """Pass over a step whose batch went wrong before."""

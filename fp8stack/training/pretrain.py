@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from fp8stack.threads import adapting
 from fp8stack.training.loop import PREEMPTED, train
 from fp8stack.training.setup import set_up
 from fp8stack.training.stop import Preempted, StopRequests, stop_requests
@@ -35,7 +36,7 @@ def pretrain(
     file, again = (None if path is None else str(path) for path in (config, resume))
     keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
     heard = threading.current_thread() is threading.main_thread()  # others cannot take signals
-    with stop_requests() if heard else nullcontext(StopRequests()) as stop:
+    with adapting(), stop_requests() if heard else nullcontext(StopRequests()) as stop:
         run = set_up(keys, file, [], again, overwrite)
         if train(run, stop) == PREEMPTED:
             raise Preempted(f"Stopped after step {run.step}, saved. Go on with resume='auto'.")

@@ -11,6 +11,7 @@ import torch
 from fp8stack import data
 from fp8stack.errors import UserError
 from fp8stack.precision import probe
+from fp8stack.threads import use_threads
 from fp8stack.tokenizer import NAMED
 from fp8stack.training.allocator import expand_segments
 from fp8stack.training.building import build
@@ -76,6 +77,7 @@ def set_up(
         else:
             folder = found.folder
             config = _going_on(config, found)
+        use_threads(config.threads)
         if config.init_from and (found is None or found.checkpoint is None):
             source = find_source(config.init_from)
             config = with_source(config, source)
@@ -168,6 +170,10 @@ def _resume(run: Run, found: Resumption) -> None:
         if len(run.schedule.phases) > 1:
             follows = "the learning rate and the phases follow"
         note = f"steps {found.saved.steps} -> {run.config.steps}: {follows} the new"
+        run.notes = (*run.notes, note)
+    if run.config.threads != found.saved.threads:
+        before, now = (one.threads or "torch's choice" for one in (found.saved, run.config))
+        note = f"threads {before} -> {now}: sums may round differently"
         run.notes = (*run.notes, note)
     if info["versions"].get("torch") != torch.__version__:
         note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"

@@ -1,0 +1,261 @@
+"""How many CPU threads compute, and how they wait for each other on a busy machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Command, losses
+
+from fp8stack import threads
+
+ROOT = Path(__file__).parents[1]
+LIBGOMP = sys.platform == "linux" and threads._libgomp() is not None
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_run_computes_with_the_threads_that_were_asked_for_and_keeps_them(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--out", "run", "--recipe", "fp32", "--threads", "3", *TINY) == 0
+    assert torch.get_num_threads() == 3
+    assert tomllib.loads((tmp_path / "run" / "run.toml").read_text())["threads"] == 3
+    torch.set_num_threads(1)
+    longer = ["--steps", "14", "--out", "run", "--resume", "auto"]
+    assert command("pretrain", *longer) == 0
+    assert torch.get_num_threads() == 3
+    assert "threads 3 ->" not in capsys.readouterr().out
+    assert command("pretrain", *longer, "--steps", "15", "--threads", "2") == 0
+    assert torch.get_num_threads() == 2
+    assert "threads 3 -> 2: sums may round differently" in capsys.readouterr().out
+    for words in (["generate", "run", "--tokens", "2"], ["eval", "run", "--windows", "1"]):
+        assert command(*words, "--threads", "1") == 0
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_resumed_run_repeats_its_losses_with_the_same_threads(
+    command: Command, tmp_path: Path
+) -> None:
+    same = ["--recipe", "fp32", "--threads", "2", *TINY]
+    assert command("pretrain", "--out", "whole", *same) == 0
+    assert command("pretrain", "--out", "cut", *same) == 0
+    torch.set_num_threads(1)
+    saved = str(tmp_path / "cut" / "checkpoints" / "step-000008")
+    assert command("pretrain", "--resume", saved) == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize("count", ["0", "-1", "5", "two"])
+@pytest.mark.parametrize(
+    "words", [["pretrain"], ["compare"], ["generate", "run"], ["eval", "run"], ["bench", "step"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(
+    words: list[str], count: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*words, "--threads", count) == 2
+    said = capsys.readouterr().err
+    assert "threads" in said
+    assert count in said or "two" in count  # an option's own words are typer's
+    assert said.count("\n") == 1
+    if count == "5":
+        assert "this machine has 4 cores. Give 1 to 4" in said
+
+
+# How threads wait for each other
+
+
+def steps(shares: list[float], seconds: float = 1.0) -> list[str | None]:
+    """What is said after each step of so many seconds that waits for such a share of them."""
+    now = {"clock": 0.0, "waited": 100.0}
+    busy = threads.BusySteps(clock=lambda: now["clock"], waited=lambda: now["waited"])
+    said = []
+    for share in shares:
+        now["clock"] += 50.0  # an evaluation, or data: however long, and whatever it waits
+        now["waited"] += 40.0
+        with busy.step():
+            now["clock"] += seconds
+            now["waited"] += share * seconds
+        said.append(busy.note(2))
+    return said
+
+
+def test_a_run_whose_steps_wait_for_a_busy_machine_says_so_once_with_the_remedy() -> None:
+    said = steps([0.5] * 40)
+    assert [index for index, line in enumerate(said) if line] == [9]
+    assert said[9] == (
+        "this machine is busy: steps wait 50% of their time for a core that another process has. "
+        "Close other work, or try --threads 1"
+    )
+
+
+def test_a_run_that_becomes_slow_later_says_so_then() -> None:
+    assert [index for index, line in enumerate(steps([0.0] * 25 + [0.4] * 25)) if line] == [29]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.15])
+def test_a_run_on_a_quiet_machine_says_nothing(share: float) -> None:
+    assert steps([share] * 100) == [None] * 100
+
+
+def test_a_few_slow_steps_are_not_mentioned() -> None:
+    assert steps([0.9] * 9) == [None] * 9
+
+
+def test_a_system_that_does_not_count_waiting_is_never_called_busy() -> None:
+    ticks = iter(range(0, 10_000, 20))
+    busy = threads.BusySteps(clock=lambda: float(next(ticks)), waited=lambda: None)
+    for _ in range(20):
+        with busy.step():
+            pass
+        assert busy.note(2) is None
+    assert threads.waited_s("no-such-thread") is None
+
+
+def test_the_loop_shows_what_its_steps_wait(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threads.BusySteps, "LONG_S", 0.0)
+    monkeypatch.setattr(threads, "BUSY", -1.0)  # nothing is as quiet
+    assert command("pretrain", "--recipe", "fp32", *TINY) == 0
+    assert capsys.readouterr().out.count("this machine is busy: steps wait") == 1
+
+
+def test_threads_sleep_while_the_machine_is_busy_and_try_less_and_less_often_to_spin() -> None:
+    judge = threads.Judge()
+    assert all(judge.look(share) for share in (0.0, 0.2, 0.1))
+    spun = [judge.look(0.9) for _ in range(500)]
+    tries = [index for index, spins in enumerate(spun) if spins]
+    assert tries == [20, 61, 142, 303]  # 20 looks after the first, then 40, 80, 160; 240 at most
+
+
+def test_threads_spin_again_once_the_machine_is_quiet() -> None:
+    judge = threads.Judge()
+    busy = [judge.look(0.9) for _ in range(100)]
+    assert sum(busy) == 2
+    quiet = [judge.look(0.0) for _ in range(200)]
+    assert quiet.index(True) <= 42
+    assert all(quiet[quiet.index(True) :])
+    again = [judge.look(0.9) for _ in range(30)]
+    assert again.index(True) == 20  # what was learnt before is forgotten
+
+
+def test_of_several_threads_the_one_counts_that_waited_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = {"1": 5.0, "2": 7.0}
+    monkeypatch.setattr(threads.os, "listdir", lambda path: list(seen))
+    monkeypatch.setattr(threads, "waited_s", lambda name: seen[name.rpartition("/")[2]])
+    waits = threads.Waits()
+    seen |= {"1": 5.1, "2": 7.5, "3": 9.0}  # a new one waited before it was known
+    assert waits.longest_s() == pytest.approx(0.5)
+    assert waits.longest_s() == 0
+    del seen["2"]
+    seen["3"] = 9.25
+    assert waits.longest_s() == pytest.approx(0.25)
+
+
+PROGRAM = """
+import json, os, time
+import torch
+from fp8stack import threads
+
+x = torch.ones(1 << 20)
+torch.set_num_threads(2)
+
+def burnt():
+    start = time.process_time()
+    for _ in range(20):
+        x.add_(1)
+        time.sleep(0.01)  # what the other thread does meanwhile, its CPU time shows
+    return time.process_time() - start
+
+def figures():
+    return {"burnt_s": burnt(), "sum": (torch.arange(2.0**20) / 3).sum().item()}
+
+class Shares:
+    def __init__(self): pass
+    def longest_s(self): return busy * threads.LOOK_S
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+count = lambda: len(os.listdir("/proc/self/task"))
+threads.Waits, threads.LOOK_S, threads._FIRST_TRY = Shares, 0.02, 1
+busy, found = 0.0, {}
+found["alone"] = figures()
+before = count()
+with threads.adapting():
+    found["quiet"] = figures()
+    busy = 0.9
+    wait_for(lambda: count() > before + os.cpu_count())
+    threads.Judge.look = lambda *_: False
+    found["busy"] = figures()
+    threads.Judge.look = lambda *_: True
+    wait_for(lambda: count() <= before + 1)
+    found["quiet again"] = figures()
+wait_for(lambda: count() <= before)
+print(json.dumps(found))
+"""
+
+
+def run_program(code: str, **environment: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if key not in threads.OWN_SETTINGS}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(threads.cores() < 2, reason="one core: libgomp never spins")
+@pytest.mark.skipif(not LIBGOMP, reason="torch computes by another OpenMP here")
+def test_threads_that_wait_burn_no_time_of_a_busy_machine_and_give_the_same_sums() -> None:
+    found = json.loads(run_program(PROGRAM))
+    assert len({figures["sum"] for figures in found.values()}) == 1
+    burnt = {name: figures["burnt_s"] for name, figures in found.items()}
+    assert all(burnt["busy"] < burnt[name] / 2 for name in ("alone", "quiet", "quiet again"))
+
+
+NOTHING = """
+import threading
+from fp8stack import cli, threads
+seen = []
+cli.app = lambda *_, **__: seen.append(threading.active_count())
+try:
+    cli.main([])
+except SystemExit:
+    print(seen[0], threading.active_count())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing to adapt")
+def test_every_command_adapts_unless_the_user_says_how_threads_wait() -> None:
+    assert run_program(NOTHING).split() == ["2", "1"]
+    assert run_program(NOTHING, OMP_WAIT_POLICY="passive").split() == ["1", "1"]
+    assert run_program(NOTHING, GOMP_SPINCOUNT="1000").split() == ["1", "1"]
