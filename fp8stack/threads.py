@@ -10,7 +10,6 @@ it do so, by threads that do nothing, as long as threads wait for a core.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -18,8 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8stack.errors import UserError
+
+if TYPE_CHECKING:
+    import ctypes
 
 OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Environment variables by which a user says how threads wait."""
@@ -222,6 +225,8 @@ class _Sleeping:
 def _be_many(library: ctypes.CDLL, over: threading.Event) -> None:
     """Have a team of OpenMP threads, one more than cores, until it is `over`: they end with the
     thread that began the team."""
+    import ctypes
+
     nothing = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)  # run once by each
     library.GOMP_parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
     over.wait()
@@ -233,5 +238,7 @@ def _libgomp() -> ctypes.CDLL | None:
         return None
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         files = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
+    import ctypes
+
     own = sorted(files, key=lambda path: "torch" not in path)  # others bring their own
     return ctypes.CDLL(own[0]) if own else None

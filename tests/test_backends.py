@@ -260,25 +260,6 @@ def test_models_of_other_recipes_beside_it_do_not_influence_a_model(recipe):
     assert backend.fp8_gemms() == 3 * 3 * 8
 
 
-def test_a_tf32_model_beside_it_leaves_the_products_of_a_float32_model_exact():
-    before, seen = torch.get_float32_matmul_precision(), {}
-
-    def note(name):
-        return lambda *_: seen.update({name: torch.get_float32_matmul_precision()})
-
-    models = {}
-    try:
-        for name in ("fp32", "tf32"):
-            plan = resolve(name, AMPERE).for_layers(GPTConfig(**TINY).linear_shapes())
-            models[name] = GPT(GPTConfig(**TINY), build_backend(plan))
-            models[name].lm_head.register_forward_pre_hook(note(name))
-        for model in (*models.values(), *models.values()):
-            model(tokens())
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert seen == {"fp32": "highest", "tf32": "high"}
-
-
 # NaN and inf
 
 

@@ -126,8 +126,10 @@ def test_only_the_model_in_tf32_lets_torch_round_products_to_it():
         for recipe in ("tf32", "fp32", "delayed", "bf16"):
             plan = plan_for(config, recipe, Hardware("cuda", (8, 0)), "auto")
             model = GPT(config, build_backend(plan))
+            model.lm_head.register_forward_hook(
+                lambda *_, name=recipe: seen.update({name: torch.get_float32_matmul_precision()})
+            )
             model(torch.zeros(1, 4, dtype=torch.long))
-            seen[recipe] = torch.get_float32_matmul_precision()
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == {"tf32": "high", "fp32": "highest", "delayed": "highest", "bf16": "highest"}

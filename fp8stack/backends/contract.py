@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling, Slots
 from fp8stack.backends.linear import MasterLinear, no_autocast, plain_linear
+from fp8stack.backends.matmul_precision import MatmulPrecision
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.precision.plan import Plan
@@ -160,10 +160,9 @@ class Backend:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())
 
     def set_matmul_precision(self, model: nn.Module) -> None:
-        """Have `model` multiply float32 exactly, or as TF32 if that is the plan, whatever other
-        models here want."""
-        precision = "high" if self.plan.compute_dtype == "tf32" else "highest"
-        model.register_forward_pre_hook(partial(_set_precision, precision))
+        """Have `model` multiply float32 exactly, or as TF32 if that is the plan, in its forward and
+        backward passes, and leave other models here as they are."""
+        MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
 
     def count_gemms(self, count: int) -> None:
         """Note that GEMMs on FP8 operands run; compiled code is not counted."""
@@ -174,24 +173,6 @@ class Backend:
         """How many GEMMs on FP8 operands really ran since the last call."""
         count, self._gemms = self._gemms, 0
         return count
-
-
-@contextmanager
-def exact_matmul() -> Iterator[None]:
-    """Multiply float32 matrices exactly, not as TF32, for a while; compiled code cannot switch."""
-    if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _set_precision(precision: str, model: nn.Module, args: tuple[object, ...]) -> None:
-    torch.set_float32_matmul_precision(precision)
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:

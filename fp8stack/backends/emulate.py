@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8stack.backends.contract import Backend, exact_matmul
+from fp8stack.backends.contract import Backend
 from fp8stack.backends.delayed import DelayedScaling, Slots
 from fp8stack.backends.linear import MasterLinear, no_autocast
+from fp8stack.backends.matmul_precision import exact_matmul
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import BlockRecipe

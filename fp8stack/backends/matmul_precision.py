@@ -1,0 +1,126 @@
+"""torch's switch for float32 products, exact or rounded to TF32, held for a while.
+
+It is one for the whole process, so whoever turns it turns it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def exact_matmul() -> Iterator[None]:
+    """Multiply float32 matrices exactly, not as TF32, for a while; compiled code cannot switch."""
+    if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class MatmulPrecision:
+    """Has one precision in the forward and backward passes of models, and whatever was there before
+    in all else. It stays where torch.compile takes a whole model, for compiled code cannot switch,
+    and after a backward pass that failed on its way.
+
+    Args:
+        precision: see torch.set_float32_matmul_precision.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self._passes: list[_Pass] = []  # forward passes under way
+
+    def attach(self, model: nn.Module) -> None:
+        """Follow the passes of `model`."""
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            torch.set_float32_matmul_precision(self.precision)
+            return
+        self._passes.append(_Pass(self.precision))
+        self._passes[-1].enter()
+
+    def _end(self, model: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        ended = self._passes.pop()
+        if ended.leave():
+            ended.follow_backward(output)
+
+
+class _Pass:
+    """A forward pass, and the backward passes through what it computed."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.before: str | None = None  # what others have, within
+        self.first = torch._C._autograd._get_sequence_nr()  # of the nodes that it records
+
+    def enter(self, *_: object) -> None:
+        """Have the precision from now on."""
+        if self.before is None:
+            self.before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(self.precision)
+
+    def leave(self, *_: object) -> bool:
+        """Have what was there before; whether that is another precision."""
+        before, self.before = self.before, None
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
+        return before not in (None, self.precision)
+
+    def follow_backward(self, output: object) -> None:
+        """Enter with the first node of a backward pass that is of this pass, and leave after the
+        last. Autograd runs the latest recorded node first, so those of other models, recorded
+        before or after this pass, do not come in between."""
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        ends = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        nodes = self._nodes(ends)
+        if not nodes:
+            return
+        for end in ends & nodes:
+            end.register_prehook(self._begin_backward)
+        min(nodes, key=_number).register_hook(self.leave_after)
+
+    def _nodes(self, ends: set[Any]) -> set[Node]:
+        """What this pass recorded on the way to `ends`."""
+        found: set[Node] = set()
+        left = list(ends)
+        while left:
+            node = left.pop()
+            # A leaf's own node has the largest number of all; it adds, and multiplies nothing.
+            if node in found or _number(node) < self.first or not node.next_functions:
+                continue
+            found.add(node)
+            left += [other for other, _ in node.next_functions if other is not None]
+        return found
+
+    def _begin_backward(self, gradients: object) -> None:
+        self.enter()
+        # For a backward pass that does not come to the last node.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self.leave)
+
+    def leave_after(self, *_: object) -> None:
+        """A node's hook: `leave`."""
+        self.leave()
+
+
+def _number(node: Node) -> int:
+    """The place in which autograd recorded a node."""
+    number: int = node._sequence_nr()
+    return number

@@ -1,0 +1,177 @@
+"""TF32 is for the model that asked for it, forward and backward; a CPU shows the switch too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8stack import GPT, GPTConfig, Hardware, build_backend, convert, plan_for, resolve
+
+AMPERE = Hardware("cuda", (8, 0))
+CONFIG = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2)
+AMBIENT = ["highest", "high"]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+class Record(torch.autograd.Function):
+    """Passes values and gradients on, and notes what products would be rounded to then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Callable[[str], None]) -> Tensor:
+        ctx.note = note
+        note("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.note("backward")
+        return gradient.clone(), None
+
+
+class Seen(defaultdict[str, list[str]]):
+    """The switch's positions, by the place and the pass where it was looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def record(self, x: Tensor, name: str) -> Tensor:
+        def note(which: str) -> None:
+            self[f"{name} {which}"].append(torch.get_float32_matmul_precision())
+
+        return Record.apply(x, note)
+
+    def around(self, part: nn.Module, name: str) -> None:
+        part.register_forward_pre_hook(lambda _, args: (self.record(args[0], name), *args[1:]))
+        part.register_forward_hook(lambda _, args, out: self.record(out, name))
+
+
+def gpt(recipe: str, seen: Seen) -> GPT:
+    plan = plan_for(CONFIG, recipe, AMPERE)
+    model = GPT(CONFIG, build_backend(plan))
+    for part in (model.blocks[0].mlp.up, model.blocks[1].attention.output, model.lm_head):
+        seen.around(part, "ours")
+    return model
+
+
+class Other(nn.Module):
+    """A plain model of another kind."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        seen.around(self.layers, "other")
+
+    def forward(self) -> Tensor:
+        return self.layers(torch.ones(3, 16)).sum()
+
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+@pytest.mark.parametrize("ambient", AMBIENT)
+@pytest.mark.parametrize(("recipe", "wanted"), [("tf32", "high"), ("fp32", "highest")])
+@pytest.mark.parametrize("first", ["ours", "other"])
+def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(
+    recipe: str, wanted: str, ambient: str, first: str
+) -> None:
+    torch.set_float32_matmul_precision(ambient)
+    seen = Seen()
+    model, other = gpt(recipe, seen), Other(seen)
+    for _ in range(2):
+        losses = [lambda: model(TOKENS, TOKENS), other]
+        total = sum(make() for make in (losses if first == "ours" else losses[::-1]))
+        assert torch.get_float32_matmul_precision() == ambient
+        total.backward()
+        assert torch.get_float32_matmul_precision() == ambient
+    assert {name: set(found) for name, found in seen.items()} == {
+        "ours forward": {wanted}, "ours backward": {wanted},
+        "other forward": {ambient}, "other backward": {ambient},
+    }  # fmt: skip
+
+
+def test_layers_before_and_after_a_converted_model_keep_their_precision() -> None:
+    torch.set_float32_matmul_precision("highest")
+    seen = Seen()
+    inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    seen.around(inner[0], "ours")
+    seen.around(inner[2], "ours")
+    convert(inner, resolve("tf32", AMPERE))
+    before, after = nn.Linear(16, 16), nn.Linear(16, 16)
+    seen.around(before, "others")
+    seen.around(after, "others")
+    after(inner(before(torch.ones(3, 16)))).sum().backward()
+    assert {name: set(found) for name, found in seen.items()} == {
+        "ours forward": {"high"}, "ours backward": {"high"},
+        "others forward": {"highest"}, "others backward": {"highest"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["selective", "block"])
+def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute: Any) -> None:
+    torch.set_float32_matmul_precision("highest")
+    seen = Seen()
+    model = gpt("tf32", seen)
+    model.recompute = recompute
+    model(TOKENS, TOKENS).backward()
+    assert {name: set(found) for name, found in seen.items()} == {
+        "ours forward": {"high"}, "ours backward": {"high"},
+    }  # fmt: skip
+    assert len(seen["ours forward"]) > 6  # some were run again
+
+
+def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more() -> None:
+    torch.set_float32_matmul_precision("highest")
+    seen = Seen()
+    inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    seen.around(inner[2], "ours")
+    other = nn.Linear(16, 16)
+    seen.around(other, "other")
+    convert(inner, resolve("tf32", AMPERE))
+    checkpoint(inner, other(torch.ones(3, 16)), use_reentrant=False).sum().backward()
+    assert {name: set(found) for name, found in seen.items()} == {
+        "ours forward": {"high"}, "ours backward": {"high"},
+        "other forward": {"highest"}, "other backward": {"highest"},
+    }  # fmt: skip
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_backward_pass_that_ends_within_the_model_gives_the_precision_back() -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = gpt("tf32", Seen())
+    (_,) = torch.autograd.grad(model(TOKENS, TOKENS), [model.lm_head.weight])
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_forward_pass_that_fails_gives_the_precision_back() -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = gpt("tf32", Seen())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(TOKENS, TOKENS)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_without_gradients_only_the_forward_pass_switches() -> None:
+    torch.set_float32_matmul_precision("highest")
+    seen = Seen()
+    model = gpt("tf32", seen)
+    with torch.no_grad():
+        model(TOKENS)
+    assert set(seen["ours forward"]) == {"high"}
+    assert torch.get_float32_matmul_precision() == "highest"
