@@ -51,14 +51,18 @@ SETTINGS = {  # --set, as it stands there: what must be in the message
     "model_overrides.activation=[]": "activation = []", "recipe_overrides.head=true": "'head'",
     "recipe_overrides=x": "recipe_overrides = 'x'", "setps=1": "Did you mean 'steps'?",
     "a.b.c=1": "No key 'a'", "=1": "is not key=value", "steps": "is not key=value",
-    "steps.x=1": "steps", "model=''": "No model ''", "data=''": "data is empty",
+    "steps.x=1": "steps", "layers=2": "--set model.layers=VALUE",
+    "margin=1": "--set recipe.margin=VALUE", "learning_rate=1": "Did you mean 'lr'?",
+    "model.layres=2": "Did you mean 'layers'?", "model=''": "No model ''",
+    "data=''": "data is empty",
     "device=gpu": "device = 'gpu'", "backend=triton": "backend = 'triton'",
     "model_overrides.width=2147483648": "GiB",
 }  # fmt: skip
 FLAGS = {
     "--steps": "--steps", "--steps ''": "--steps", "--lr 1,5": "--lr", "--seed x": "--seed",
-    "--model gpt2": "No model 'gpt2'", "--model ./none.toml": "none.toml",
-    "--model folder.toml": "folder.toml", "--recipe fp8": "No recipe 'fp8'",
+    "--model gpt2": "Did you mean 'gpt2-124m'?", "--model ./none.toml": "none.toml",
+    "--model folder.toml": "folder.toml",
+    "--recipe fp8": "No recipe 'fp8'. Did you mean 'delayed'? Known: auto, bf16",
     "--recipe 'a\nb'": "a\\nb", "--recipe nested.toml": "nested", "--recipe utf16.toml": "utf16",
     "--recipe empty.toml": "scaling", "--recipe twice.toml": "twice.toml",
     "--config empty.toml --config none.toml": "none.toml", "--config bom.toml": "bom.toml",
@@ -71,18 +75,22 @@ FLAGS = {
     "--data large.bin": "token 60000", "--data mixed": "mixed mixes", "--data hollow": "hollow",
     "--data pipe": "not a regular file", "--data /dev/zero": "not a regular file",
     "--data 'a\0b'": "NUL", "--data loop": "loop", "--data link.txt": "nowhere.txt",
-    "--resume": "--resume", "--resume none": "--resume none", "--resume good.txt": "good.txt",
+    "--resume none": "--resume none", "--resume good.txt": "good.txt",
     "--resume folder.toml": "folder.toml", "--init-from none": "none",
     "--init-from ''": "init_from is empty",
     "--init-from folder.toml": "folder.toml", "--out good.txt": "good.txt is a file",
     "--what-if fp7": "fp7", "--what-if mxfp8 --telemetry-every 0":
     "what_if needs telemetry", "--device cuda": "CUDA", "--backend te --strict --recipe delayed":
-    "--strict", "--nonsense": "--nonsense", "extra": "extra", "--steps 1 2": "2",
+    "--strict", "--nonsense": "--nonsense", "--clip 1": "--set clip=VALUE",
+    "--layers 2": "--set model.layers=",
+    "--config shape.toml": "Give it as --model shape.toml", "extra": "extra", "--steps 1 2": "2",
 }  # fmt: skip
 OTHERS = {
     "prtrain": "prtrain", "report": "Missing argument", "report none": "No run in 'none'",
     "report good.txt": "No run in 'good.txt'", "report ''": "No run in", "report r --out": "--out",
     "doctor --capability 9": "no compute capability", "doctor --capability nan": "capability",
+    "doctor --capability 99.9": "No GPU has compute capability 99.9. Known: 3.0",
+    "estimate --memory 80XB": "80GB", "estimate --memory 0": "--memory 0 is no memory",
     "doctor extra": "extra", "compare --recipes ''": "empty name", "compare --seeds 0": "--seeds 0",
     "compare --recipes fp32,fp32": "twice", "compare --recipes fp32,fp9": "No recipe 'fp9'",
     "compare --baseline bf16 --recipes fp32": "--baseline bf16", "compare --set seed=1": "--seeds",
@@ -113,6 +121,7 @@ def make_files(folder: Path) -> None:
         "null.txt": "a\0b" * 99, "nested.toml": "steps = " + "[" * 9999, "empty.toml": "",
         "twice.toml": 'scaling = "none"\nscaling = "none"', "list.toml": "steps = [1]",
         "table.toml": "[steps]\nkey = 1", "bom.toml": "\ufeffstepz = 1", "mixed/a.txt": "text",
+        "shape.toml": "layers = 1\nwidth = 32",
         "folder.toml/x": "x", "mixed/b.bin": "text", "hollow/.hidden": "text",
     }  # fmt: skip
     for name, text in texts.items():

@@ -37,6 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.add_typer(bench)
 app.command()(pretrain)
@@ -111,13 +112,14 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
     try:
+        words = _completed(sys.argv[1:] if arguments is None else arguments)
         with adapting():
-            code = app(sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
+            code = app(words, standalone_mode=False)
     except UserError as error:
         _fail(str(error), error.exit_code)
     except _UsageError as error:
         message = " ".join(error.format_message().split()).rstrip(".?")
-        _fail(f"{message}. See --help.", 2)
+        _fail(_key_without_flag(error) or f"{message}. See --help.", 2)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
@@ -135,6 +137,35 @@ def main(arguments: list[str] | None = None) -> None:
     if code == Interrupted.exit_code:  # what typer 0.29 makes of Ctrl-C
         _fail("Interrupted.", code)
     _exit(code)
+
+
+def _completed(arguments: list[str]) -> list[str]:
+    """The arguments, with what is left out said: `--resume` alone is `--resume auto`, and `help
+    plan` is `plan --help`."""
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:], "--help"]
+    words: list[str] = []
+    for argument in [*arguments, "-"]:
+        words += ["auto"] if words[-1:] == ["--resume"] and argument.startswith("-") else []
+        words.append(argument)
+    return words[:-1]
+
+
+def _key_without_flag(error: Any) -> str | None:
+    """The message for an option that is a key of a run, a model or a recipe, if it is one."""
+    if not hasattr(error, "possibilities") or error.ctx is None:  # not a NoSuchOption
+        return None
+    option = error.option_name
+    if all(parameter.name != "set" for parameter in error.ctx.command.params):
+        return None
+    from fp8stack.training.config import owner_of
+
+    key = option.lstrip("-").replace("-", "_")
+    owner = owner_of(key)
+    if owner is None:
+        return None
+    name = key if owner == "run" else f"{owner}.{key}"
+    return f"No such option: {option}. It is a key without a flag: --set {name}=VALUE"
 
 
 # click's UsageError: from click or, in newer versions (0.29 is one), from typer's copy of it.

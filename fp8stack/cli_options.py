@@ -19,7 +19,7 @@ def _show(context: typer.Context, asked: bool) -> None:
 
 
 # In place of typer's own --help, for which it imports pydantic whatever the command.
-HELP = option("Show this message and exit.", "--help", is_eager=True, callback=_show)
+HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, callback=_show)
 
 THREADS = option("CPU threads that torch computes with. [torch's choice]")
 

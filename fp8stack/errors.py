@@ -53,14 +53,15 @@ def quoted(name: str) -> str:
     return shown if shown.isprintable() else repr(shown)[1:-1]
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not among `known`, with the nearest one suggested.
+def unknown(kind: str, name: str, known: Iterable[str], meant: str | None = None) -> UserError:
+    """The error for a name that is not among `known`, with `meant`, if that is, or the
+    nearest one suggested.
 
     >>> str(unknown("recipe", "mxpf8", ["mxfp8", "bf16"]))
     "No recipe 'mxpf8'. Did you mean 'mxfp8'? Known: bf16, mxfp8."
     """
     names = sorted(known)
     name = quoted(name)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [meant] if meant in names else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return UserError(f"No {kind} '{name}'.{hint} Known: {', '.join(names)}.")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli_options import option
 
 if TYPE_CHECKING:
-    from fp8stack.estimate import Estimate
     from fp8stack.estimate.answer import Answer
-    from fp8stack.model import GPTConfig, Recompute
+    from fp8stack.model import GPTConfig
     from fp8stack.precision import Hardware, Plan
     from fp8stack.training.config import RunConfig
+    from fp8stack.training.memory import Footprint
 
 
 def estimate(
@@ -31,7 +29,8 @@ def estimate(
         option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
     ] = None,
     memory: Annotated[
-        float | None, option("GiB of memory, for the largest batch. [the machine's, if known]")
+        str | None,
+        option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]"),
     ] = None,
     ranks: Annotated[int, option("How many ranks train together. [1]", min=1)] = 1,
     parallel: Annotated[str | None, option("Several ranks: ddp or fsdp. [ddp]")] = None,
@@ -73,31 +72,32 @@ def estimate(
         _show(made)
 
 
-def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float | None) -> Answer:
+def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
     """What a run with this configuration takes on `ranks` machines like `hardware`.
 
     Raises:
         UserError: what building the run would raise; a memory that is not above 0.
     """
     from fp8stack import presets
-    from fp8stack.estimate import largest_batch
     from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate
     from fp8stack.estimate.machine import memory_of
-    from fp8stack.head import chunk_rows
     from fp8stack.model import load_config
     from fp8stack.training.building import context_of
     from fp8stack.training.compiler import require_compilable
+    from fp8stack.training.config import for_ranks
+    from fp8stack.training.memory import Footprint
     from fp8stack.training.optimizer import require_optimizer
     from fp8stack.training.parallel import require_divisible, require_tested
     from fp8stack.training.variants import Decided, plan_phases
 
-    memory = memory_of(hardware) if memory_gib is None else _given(memory_gib)
+    memory = memory_of(hardware) if memory_given is None else _given(memory_given)
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
+    config = for_ranks(config, ranks)
     require_divisible(config, ranks)
     share = config.accumulate * ranks
     sequences = config.batch // share
-    asked = _Asked(config, model, context, ranks)
+    asked = Footprint(config, model, context, ranks)
     require_optimizer(config, hardware, ranks)
     if config.compile:
         require_compilable(config.activation_checkpointing)
@@ -107,10 +107,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     trained = [plans[place] for place in schedule.variants]
     largest = {}
     if memory is not None:
-        turn = chunk_rows(model.vocabulary) // context
-        for kind in CHECKPOINTING:
-            peak_of = partial(asked.peak, trained, kind)
-            largest[kind] = share * largest_batch(peak_of, memory[0], turn)
+        largest = {kind: share * asked.largest(trained, kind, memory[0]) for kind in CHECKPOINTING}
     own = config.activation_checkpointing
     recipes = {}
     for name in presets.names("recipes"):
@@ -127,7 +124,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
         for place, phase in enumerate(schedule.phases)
     )
     return Answer(
-        asked=asked.words(),
+        asked=_words(config, asked),
         checkpointing=own,
         phases=phases,
         reference=recipes["fp32"][1],
@@ -138,70 +135,39 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_gib: float 
     )
 
 
-def _given(memory_gib: float) -> tuple[int, str]:
-    from fp8stack.errors import UserError
+def _given(memory: str) -> tuple[int, str]:
+    """The bytes that `--memory` names, and whose they are. Without a unit it is in GiB."""
+    import re
 
-    if not 0 < memory_gib < 1e9:
-        raise UserError(f"--memory {memory_gib:g} is no memory. Give GiB, such as --memory 80.")
-    return round(memory_gib * 2**30), "--memory"
+    from fp8stack.errors import UserError, quoted
 
-
-@dataclass(frozen=True)
-class _Asked:
-    """The run that is asked about."""
-
-    config: RunConfig
-    model: GPTConfig
-    context: int
-    ranks: int
-
-    def estimates(self, plans: list[Plan], kind: Recompute, sequences: int) -> list[Estimate]:
-        """The estimates of phases that run `plans`, in order. A plan's FP8 weights and amax history
-        stay while a later one trains."""
-        from fp8stack.estimate import Setting, estimate
-
-        made: list[Estimate] = []
-        lasting: dict[int, Estimate] = {}  # of the plans met so far
-        for plan in plans:
-            setting = Setting(
-                config=self.model,
-                plan=plan,
-                sequences=sequences,
-                context=self.context,
-                micro_batches=self.config.accumulate,
-                optimizer=self.config.optimizer,
-                momentum=self.config.momentum,
-                checkpointing=kind,
-                save_fp8=self.config.save_fp8,
-                ranks=self.ranks,
-                parallel=self.config.parallel,
-            )
-            own = lasting[id(plan)] = estimate(setting)
-            weights = sum(one.fp8_weights for one in lasting.values())
-            buffers = sum(one.buffers for one in lasting.values())
-            made.append(replace(own, fp8_weights=weights, buffers=buffers))
-        return made
-
-    def peak(self, plans: list[Plan], kind: Recompute, sequences: int) -> int:
-        """That of the worst phase."""
-        return max(one.peak for one in self.estimates(plans, kind, sequences))
-
-    def words(self) -> dict[str, str | int]:
-        """The run in words and numbers."""
-        config = self.config
-        asked: dict[str, str | int] = {
-            "model": config.model,
-            "parameters": self.model.parameters(),
-            "recipe": config.recipe,
-            "batch": config.batch,
-            "context": self.context,
-            "accumulate": config.accumulate,
-            "optimizer": config.optimizer,
-            "activation_checkpointing": config.activation_checkpointing,
-        }
-        return asked | (
-            {"ranks": self.ranks, "parallel": config.parallel} if self.ranks > 1 else {}
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
+    size = 0
+    if found:
+        number, unit, prefix, binary = found.groups()
+        power = " MGT".index((prefix or "G").upper()) + 1
+        decimal = unit.upper().endswith("B") and not binary
+        size = round(float(number) * (1000 if decimal else 1024) ** power)
+    if not size:
+        raise UserError(
+            f"--memory {quoted(memory)} is no memory. Give GiB, such as 80, or a unit: 80GB, 80GiB."
         )
+    return size, "--memory"
+
+
+def _words(config: RunConfig, of: Footprint) -> dict[str, str | int]:
+    """The run in words and numbers."""
+    asked: dict[str, str | int] = {
+        "model": config.model,
+        "parameters": of.model.parameters(),
+        "recipe": config.recipe,
+        "batch": config.batch,
+        "context": of.context,
+        "accumulate": config.accumulate,
+        "optimizer": config.optimizer,
+        "activation_checkpointing": config.activation_checkpointing,
+    }
+    return asked | ({"ranks": of.ranks, "parallel": config.parallel} if of.ranks > 1 else {})
 
 
 def _plan_of(

@@ -46,13 +46,15 @@ def plan(
     if json:
         import json as encoder
 
-        print(encoder.dumps(planner.as_json(table), indent=2))
+        answer = planner.as_json(table) | {"training": asked.training_of(parsed)}
+        print(encoder.dumps(answer, indent=2))
         return
     from rich.console import Console
 
     console = Console()
     print(f"machine: {table.machine}")
     print(*table.plan.summary(), sep="\n")
+    print(asked.training_line(parsed))
     print()
     if console.is_terminal:
         console.print(planner.rich_table(table, console.width))

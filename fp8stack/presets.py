@@ -31,6 +31,22 @@ _MEANINGLESS = dict.fromkeys(("interval", "history_interval", "amax_history_inte
 LARGEST_BYTES = 2**20
 """Of a file with keys and values: a hundred times what anyone writes."""
 
+OTHER_NAMES = {
+    "gpt2": "gpt2-124m",
+    "gpt2-small": "gpt2-124m",
+    "gpt2-medium": "gpt2-350m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1.5b",
+    "fp8": "delayed",
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "max_steps": "steps",
+    "block_size": "context",
+    "grad_clip": "clip",
+    "gradient_accumulation_steps": "accumulate",
+}
+"""What presets and keys are called elsewhere, such as in transformers: to suggest ours."""
+
 
 def folder(kind: Kind) -> Path:
     """The folder that holds the presets of `kind`: inside the wheel, or beside the package."""
@@ -82,7 +98,8 @@ def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
             )
         return path.stem, read_toml(path)
     if name not in names(kind):
-        raise unknown(kind[:-1], name, names(kind))
+        rules = ["auto"] if kind == "recipes" and name != "auto" else []  # no file, but a recipe
+        raise unknown(kind[:-1], name, names(kind) + rules, OTHER_NAMES.get(name))
     return name, read_toml(folder(kind) / f"{name}.toml")
 
 
@@ -118,7 +135,8 @@ def _explain(error: ValidationError, schema: Any, where: str) -> str:
         within = f"{quoted('.'.join(outer))}: " if outer else ""
         if last in _MEANINGLESS:
             return f"{where}: {within}there is no key '{last}': {_MEANINGLESS[last]}."
-        return f"{where}: {within}{unknown('key', last, _keys(tree, outer))}"
+        known = _keys(tree, outer)
+        return f"{where}: {within}{unknown('key', last, known, OTHER_NAMES.get(last))}"
     key = ".".join(path)
     if problem["type"] == "missing":
         return f"{where}: key '{key}' is missing."

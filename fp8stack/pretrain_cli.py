@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli_options import THREADS, option, words
+from fp8stack.cli_options import THREADS, option
 from fp8stack.errors import Interrupted
 
 
@@ -35,14 +35,18 @@ def pretrain(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, option("Of data that do not say: bytes, gpt2 or a tokenizer.json.")
+        str | None, option("For text, and of .bin files: bytes, gpt2 or a tokenizer.json.")
     ] = None,
     steps: Annotated[int | None, option("Optimizer steps. [1200]")] = None,
     batch: Annotated[int | None, option("Sequences per step, globally. [8]")] = None,
     context: Annotated[int | None, option("Tokens per sequence. [the model's]")] = None,
     accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
-    lr: Annotated[float | None, option("Peak learning rate. [0.003]")] = None,
+    lr: Annotated[
+        float | None, option("Peak learning rate. [0.003]", "--lr", "--learning-rate")
+    ] = None,
     schedule: Annotated[str | None, option("cosine, wsd or constant. [cosine]")] = None,
+    warmup_steps: Annotated[int | None, option("Steps of linear warm-up. [50]")] = None,
+    weight_decay: Annotated[float | None, option("AdamW's, on matrices. [0.1]")] = None,
     optimizer: Annotated[
         str | None, option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
     ] = None,
@@ -69,7 +73,8 @@ def pretrain(
     save_every: Annotated[int | None, option("Steps between checkpoints. [400]")] = None,
     log_every: Annotated[int | None, option("Steps between log lines. [1]")] = None,
     resume: Annotated[
-        str | None, option("Go on: auto (the run in --out, if any), a run, or a checkpoint.")
+        str | None,
+        option("Go on: auto (the run in --out, if any), a run, or a checkpoint. Bare: auto."),
     ] = None,
     overwrite: Annotated[
         bool, option("Remove the run that is in --out first.", "--overwrite")
@@ -123,7 +128,6 @@ def pretrain(
         for key, value in locals().items()
         if key not in ("config", "set", "resume", "overwrite")
     }
-    flags["what_if"] = None if what_if is None else words(what_if)
     flags["guard"] = None if guard is None else {"enabled": guard}
     from fp8stack.training.stop import NOTHING_DONE, stop_requests
 

@@ -123,6 +123,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPT
         UserError: no such model or file, an unknown key, sizes that do not divide.
     """
     stem, table = presets.read("models", name)
+    table.pop("training", None)  # what it is trained with: training/config.py
     config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
     return config
 

@@ -44,7 +44,7 @@ CASES = {
     "newline": (["--resume", "a\nb"], "--resume a\\nb"),
     "too large": (
         ["--set", "model_overrides.vocabulary=2147483648", "--set", "model_overrides.width=1024"],
-        "this machine's memory has",
+        "for the weights, gradients and optimizer of",
     ),
     "schedule": (["--schedule", "cosin"], "schedule = 'cosin'"),
     "seed": (["--seed", "-1"], "seed = -1"),

@@ -339,8 +339,12 @@ def test_dropout_and_keys_without_meaning_here_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_tokenizer_that_is_not_that_of_the_data_is_told(
-    same: bool, llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
+def test_text_becomes_tokens_of_the_weights_and_other_tokens_are_refused(
+    same: bool,
+    llama: Path,
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = fp8stack.load_tokenizer("bytes").to_json()
     table = json.loads(text)
@@ -348,9 +352,16 @@ def test_a_tokenizer_that_is_not_that_of_the_data_is_told(
         vocabulary = table["model"]["vocab"]
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (llama / "tokenizer.json").write_text(json.dumps(table | {"padding": None}))
-    assert command("pretrain", "--init", "hf:llama", "--out", "a", *TRAIN) == 0
-    told = "the data's tokenizer, bytes, is not that of the weights"
-    assert (told in capsys.readouterr().out) == (not same)
+    (tmp_path / "text.txt").write_text("the cat sat on a mat\n" * 500)
+    begin = ["pretrain", "--init", "hf:llama", *TRAIN]
+    assert command(*begin, "--out", "a", "--data", "text.txt") == 0
+    sample = fp8stack.load_tokenizer(str(tmp_path / "a"))
+    assert sample.encode("a")[0] == (ord("a") if same else ord("b"))
+    assert command("prepare", "text.txt", "--tokenizer", "bytes", "--out", "tokens") == 0
+    capsys.readouterr()
+    assert command(*begin, "--out", "b", "--data", "tokens") == (0 if same else 2)
+    assert ("their ids mean other texts" in capsys.readouterr().err) == (not same)
+    assert command(*begin, "--out", "c", "--data", "tokens", "--tokenizer", "bytes") == 0
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def test_every_shipped_file_is_read_by_its_name_and_by_its_path(kind):
 @pytest.mark.parametrize(
     ("kind", "name", "near"),
     [
+        ("models", "gpt2", "gpt2-124m"),
         ("models", "gpt2-124", "gpt2-124m"),
         ("models", "gpt2-1.5B", "gpt2-1.5b"),
         ("models", "nano", "gpt-nano"),
@@ -107,7 +108,7 @@ def test_every_shipped_file_is_read_by_its_name_and_by_its_path(kind):
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(kind, name, near):
     message = refusal(lambda: presets.read(kind, name))
-    known = ", ".join(presets.names(kind))
+    known = ", ".join([*(["auto"] if kind == "recipes" else []), *presets.names(kind)])
     assert message == f"No {kind[:-1]} '{name}'. Did you mean '{near}'? Known: {known}."
 
 

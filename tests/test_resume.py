@@ -144,6 +144,40 @@ def test_a_new_run_does_not_overwrite_an_old_one(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_the_same_command_goes_on_with_a_run_that_was_cut(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = losses(run)
+    shutil.rmtree(run / "checkpoints" / "step-000012")
+    same = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY]
+    assert command(*same, "--lr", "0.1") == 2
+    error = capsys.readouterr().err
+    assert "r holds a run already, and another one: lr is 0.1 here and 0.003" in error
+    assert command(*same) == 0
+    assert "resumed from r/checkpoints/step-000008" in capsys.readouterr().out
+    assert losses(run) == whole
+
+
+def test_without_a_folder_the_run_that_was_cut_last_goes_on(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = ["pretrain", *TINY, "--set", "sample_tokens=0"]
+    assert command(*begin, "--recipe", "fp32") == 0
+    assert command(*begin, "--recipe", "bf16") == 0
+    cut = tmp_path / "runs/gpt-nano-bf16"
+    whole = losses(cut)
+    shutil.rmtree(cut / "checkpoints/step-000012")
+    capsys.readouterr()
+    assert command(*begin, "--resume", "--recipe", "fp32", "--seed", "5") == 0
+    told = capsys.readouterr().out
+    assert "runs/gpt-nano-bf16 was cut after step 8 of 12, and this is a new run" in told
+    assert "--resume runs/gpt-nano-bf16" in told
+    assert command("pretrain", "--resume") == 0
+    assert "resumed from runs/gpt-nano-bf16/checkpoints/step-000008" in capsys.readouterr().out
+    assert losses(cut) == whole
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
 def test_a_longer_run_says_that_the_schedule_follows(
     run: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:

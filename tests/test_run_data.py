@@ -9,10 +9,13 @@ import pytest
 import tokenizers
 import torch
 from conftest import TINY, Command, metrics
+from made_tokenizers import trained
 from torch import Tensor
 
 import fp8stack
+from fp8stack.data import encoded, load_corpora
 from fp8stack.errors import UserError
+from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import feed
 from fp8stack.training.reading import tokenizer_of_run
 from fp8stack.training.step import Step
@@ -59,7 +62,7 @@ def test_a_tokenizer_that_is_not_the_datas_is_refused(
     assert command("pretrain", "--data", tokens, "--tokenizer", "bytes", *TINY, *VOCABULARY) == 2
     assert "is not that of the data" in capsys.readouterr().err
     assert command("pretrain", "--data", tokens, *TINY) == 2
-    assert "--set model_overrides.vocabulary=300" in capsys.readouterr().err
+    assert "--set model.vocabulary=300" in capsys.readouterr().err
 
 
 def test_a_folder_of_tokens_is_no_place_for_a_run(
@@ -200,3 +203,89 @@ def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(
         assert found.vocabulary == 300
     with pytest.raises(UserError, match="was trained on tokens of"):
         tokenizer_of_run("runs/mine", "bytes")
+
+
+TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
+
+
+def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    assert command("pretrain", "--data", tokens, "--out", "bpe", *TINY, *VOCABULARY) == 0
+    (tmp_path / "text.txt").write_text(TEXT)
+    begin = ["--init-from", "bpe", "--data", "text.txt", "--steps", "2", "--context", "32"]
+    assert command("pretrain", *begin, "--batch", "4", "--out", "on") == 0
+    ours, theirs = (fp8stack.load_tokenizer(str(tmp_path / name)) for name in ("on", "bpe"))
+    assert ours.to_json() == theirs.to_json()
+    train, val = load_corpora(str(tmp_path / "text.txt"), 300, texts=theirs)
+    read = train.window(0, len(train)).tolist() + val.window(0, len(val)).tolist()
+    assert read == [*theirs.encode(TEXT), theirs.end_of_text]
+    # It goes on without them, and is evaluated on text as on what it was trained on.
+    (tmp_path / "bpe").rename(tmp_path / "gone")
+    assert command("pretrain", "--resume", "on", "--steps", "3") == 0
+    assert command("eval", "on", "--data", "text.txt", "--recipes", "fp32") == 0
+
+
+def test_text_is_no_bytes_to_a_model_with_many_tokens(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    asked = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
+    many = [*asked, "--set", "model.vocabulary=5000"]
+    assert command(*many) == 2
+    error = capsys.readouterr().err
+    assert "fp8stack prepare" in error
+    assert "--tokenizer bytes" in error
+    assert not (tmp_path / "r").exists()
+    assert command(*many, "--tokenizer", "bytes") == 0
+
+
+def test_text_becomes_tokens_of_the_models_own_tokenizer(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    shape = "vocabulary = 5000\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
+    own = tmp_path / tokens / "tokenizer.json"
+    (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{own}'\n")
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text(TEXT)
+    flags = ["--data", "texts", "--steps", "2", "--batch", "2", "--recipe", "fp32"]
+    masked = ["--document-mask", "--set", "eval_windows=2"]
+    assert command("pretrain", "--model", "mine.toml", *flags, *masked, "--out", "r") == 0
+    assert (tmp_path / "r/tokenizer.json").read_text() == own.read_text()
+    own.unlink()
+    assert command("pretrain", "--resume", "r", "--steps", "3") == 0
+
+
+def test_more_text_than_a_start_can_read_is_to_be_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    bpe = tokenizer_from_json(trained().to_str())
+    monkeypatch.setattr(encoded, "MOST_BYTES", len(TEXT) - 1)
+    with pytest.raises(UserError, match="fp8stack prepare"):
+        load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)
+
+
+def test_a_runs_files_may_move_and_so_may_the_run(command: Command, tmp_path: Path) -> None:
+    shape = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
+    (tmp_path / "mine.toml").write_text(shape)
+    for name, scaling in (("one", "current"), ("two", "block")):
+        (tmp_path / f"{name}.toml").write_text(f'scaling = "{scaling}"\n')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/one.toml").write_text('scaling = "none"\ncompute_dtype = "fp32"\n')
+    (tmp_path / "run.toml").write_text(
+        'phases = [{name = "first", recipe = "other/one.toml", until = 1}, {name = "rest"}]\n'
+    )
+    files = ["--model", "mine.toml", "--recipe", "one.toml", "--what-if", "two.toml"]
+    some = ["--config", "run.toml", "--steps", "3", "--batch", "2", "--set", "eval_windows=2"]
+    assert command("pretrain", *files, *some, "--out", "r", "--save-every", "1") == 0
+    for name in ("mine.toml", "one.toml", "two.toml", "other/one.toml"):
+        (tmp_path / name).unlink()
+    (tmp_path / "r").rename(tmp_path / "moved")
+    assert command("pretrain", "--resume", "moved", "--steps", "4") == 0
+    assert command("pretrain", "--config", "moved/run.toml", "--steps", "3", "--out", "s") == 0
+    assert losses(tmp_path / "s") == losses(tmp_path / "moved")[:3]
+    assert command("pretrain", "--init-from", "moved", "--steps", "1", "--out", "t") == 0
+    for run in ("moved", "s"):
+        assert str(tmp_path) not in (tmp_path / run / "run.toml").read_text().replace("out = ", "")

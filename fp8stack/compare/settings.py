@@ -164,7 +164,8 @@ def _contents(config: RunConfig, recipes: Mapping[str, str]) -> dict[str, Any]:
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     found = {name: _recipe(config, name, source, model) for name, source in recipes.items()}
-    found_data = read(config, model.vocabulary, context)
+    source = find_source(config.init_from).tokenizer if config.init_from else None
+    found_data = read(config, model.vocabulary, context, source)
     return {
         "model": model.model_dump(mode="json"),
         "data": {

@@ -6,7 +6,7 @@ Knows files, tokens and steps; knows nothing of models, precision or devices.
 from fp8stack.data.batches import Order, StepBatches, decode, describe, validation_windows
 from fp8stack.data.corpus import Corpus, DataError, Part
 from fp8stack.data.mixture import Mixture, absolute
-from fp8stack.data.sources import load_corpora, tokenizer_of
+from fp8stack.data.sources import holds_text, load_corpora, tokenizer_of
 
 __all__ = [
     "Corpus",
@@ -18,6 +18,7 @@ __all__ = [
     "absolute",
     "decode",
     "describe",
+    "holds_text",
     "load_corpora",
     "tokenizer_of",
     "validation_windows",

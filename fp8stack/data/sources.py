@@ -6,12 +6,14 @@ Knows files, not batches. No torch here.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from fp8stack.data import megatron
 from fp8stack.data.bins import bin_part, is_bin, named_splits
 from fp8stack.data.corpus import Corpus, Part
+from fp8stack.data.encoded import encoded
 from fp8stack.data.files import is_empty, is_folder, no_data, walk
 from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.parquet import is_parquet, parquet_parts
@@ -24,10 +26,32 @@ from fp8stack.data.prepared import (
 from fp8stack.data.texts import STANDARD_LIBRARY, joined, require_bytes_fit, standard_library, text
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.tokenizer.byte_level import ByteTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loader:
+    """What all sources of data are read with; see `load_corpora`."""
+
+    vocabulary: int
+    held_out: float
+    end_of_text: int | None
+    texts: Tokenizer | None
+
+    def text(self, name: str, parts: list[Part]) -> tuple[Part, ...]:
+        """Files of text or tables: their bytes one after the other, or their tokens."""
+        if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
+            return encoded(name, parts, self.texts)
+        return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
 
 
 def load_corpora(
-    data: str | None, vocabulary: int, held_out: float = 0.1, *, end_of_text: int | None = None
+    data: str | None,
+    vocabulary: int,
+    held_out: float = 0.1,
+    *,
+    end_of_text: int | None = None,
+    texts: Tokenizer | None = None,
 ) -> tuple[Corpus, Corpus]:
     """The training and the validation split of `data`.
 
@@ -43,30 +67,45 @@ def load_corpora(
         held_out: the share of the tokens, at the end, that is the validation split; without
             effect where the data have one.
         end_of_text: the token after each document in `.bin` files that do not say.
+        texts: what text becomes tokens with; None for its bytes.
 
     Raises:
         UserError: the data cannot be used; the message names the file and the remedy.
     """
     if not 0 < held_out < 1:
         raise UserError(f"Cannot hold out {held_out} of the data. Use a share between 0 and 1.")
+    loader = _Loader(vocabulary=vocabulary, held_out=held_out, end_of_text=end_of_text, texts=texts)
     if data is None:
-        return _split(STANDARD_LIBRARY, standard_library(vocabulary), held_out)
+        parts = loader.text(STANDARD_LIBRARY, standard_library(vocabulary))
+        return _split(STANDARD_LIBRARY, parts, held_out)
     pieces = weighted(data)
     if pieces is None:
-        return _one(data, vocabulary, held_out, end_of_text)
-    tokenizer_of(data)
-    found = [(weight, *_one(path, vocabulary, held_out, end_of_text)) for weight, path in pieces]
+        return _one(data, loader)
+    tokenizer_of(data, texts)
+    found = [(weight, *_one(path, loader)) for weight, path in pieces]
     return (
         mixture_of(f"{data} (training part)", [(weight, train) for weight, train, _ in found]),
         mixture_of(f"{data} (held-out part)", [(weight, val) for weight, _, val in found]),
     )
 
 
-def tokenizer_of(data: str | None) -> Tokenizer | None:
+def holds_text(data: str | None) -> bool:
+    """Whether `data`, or a source of the mixture, is text and not tokens.
+
+    Raises:
+        UserError: there are no such data.
+    """
+    pieces = weighted(data) if data is not None else None
+    if pieces is None:
+        return _is_text(data)
+    return any(_is_text(path) for _, path in pieces)
+
+
+def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer | None:
     """The tokenizer that the tokens of `data` are of; None where the data do not say.
 
-    It is that of bytes for text and parquet files, a prepared folder's own, and of a mixture the
-    one that all its sources have in common.
+    It is `texts`, or that of bytes, for text and parquet files, a prepared folder's own, and of a
+    mixture the one that all its sources have in common.
 
     Raises:
         UserError: there are no such data, a prepared folder's tokenizer is not the one that made
@@ -74,8 +113,8 @@ def tokenizer_of(data: str | None) -> Tokenizer | None:
     """
     pieces = weighted(data) if data is not None else None
     if pieces is None:
-        return _tokenizer_of_one(data)
-    found = [(path, _tokenizer_of_one(path)) for _, path in pieces]
+        return _tokenizer_of_one(data, texts)
+    found = [(path, _tokenizer_of_one(path, texts)) for _, path in pieces]
     for (path, one), (other_path, other) in pairwise(found):
         if (one and one.sha256) != (other and other.sha256):
             raise UserError(
@@ -91,31 +130,35 @@ def _tokens_of(tokenizer: Tokenizer | None) -> str:
     return f"of the tokenizer {tokenizer.name} ({tokenizer.sha256[:8]})"
 
 
-def _tokenizer_of_one(data: str | None) -> Tokenizer | None:
+def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | None:
+    if _is_text(data):
+        return texts or load_tokenizer("bytes")
+    folder = Path(str(data))
+    return tokenizer_of_prepared(folder) if is_prepared(folder) else None
+
+
+def _is_text(data: str | None) -> bool:
     if data is None:
-        return load_tokenizer("bytes")
+        return True
     folder = is_folder(data)
     if not folder:
         tokens = megatron.bin_of(data)
         if folder is None and tokens is None:
             raise no_data(data)
-        return None if tokens or is_bin(Path(data)) else load_tokenizer("bytes")
-    if is_prepared(Path(data)):
-        return tokenizer_of_prepared(Path(data))
-    return None if any(is_bin(path) for path in walk(Path(data))) else load_tokenizer("bytes")
+        return not tokens and not is_bin(Path(data))
+    return not is_prepared(Path(data)) and not any(is_bin(path) for path in walk(Path(data)))
 
 
-def _one(
-    data: str, vocabulary: int, held_out: float, end_of_text: int | None
-) -> tuple[Corpus, Corpus]:
+def _one(data: str, loader: _Loader) -> tuple[Corpus, Corpus]:
     """The splits of data that are no mixture."""
+    vocabulary, held_out, end_of_text = loader.vocabulary, loader.held_out, loader.end_of_text
     path = Path(data)
     folder = is_folder(data)
     if not folder:
         tokens = megatron.bin_of(data)
         if folder is None and tokens is None:
             raise no_data(data)
-        return _split(data, _file(tokens or path, vocabulary, end_of_text), held_out)
+        return _split(data, _file(tokens or path, loader), held_out)
     if is_prepared(path):
         train_parts, val_parts = prepared_parts(path, vocabulary)
         if not val_parts:
@@ -127,7 +170,7 @@ def _one(
             Corpus(name=str(train), parts=(bin_part(train, vocabulary, end_of_text),)),
             Corpus(name=str(val), parts=(bin_part(val, vocabulary, end_of_text),)),
         )
-    return _folder(data, vocabulary, held_out, end_of_text)
+    return _folder(data, loader)
 
 
 def _split(name: str, parts: tuple[Part, ...], held_out: float) -> tuple[Corpus, Corpus]:
@@ -142,21 +185,19 @@ def _named(name: str, train: tuple[Part, ...], val: tuple[Part, ...]) -> tuple[C
     )
 
 
-def _file(path: Path, vocabulary: int, end_of_text: int | None) -> tuple[Part, ...]:
+def _file(path: Path, loader: _Loader) -> tuple[Part, ...]:
     """The parts of one file that exists."""
     if is_bin(path):
-        return (bin_part(path, vocabulary, end_of_text),)
+        return (bin_part(path, loader.vocabulary, loader.end_of_text),)
     if is_parquet(path):
-        require_bytes_fit(vocabulary, str(path))
-        return parquet_parts([path])
-    return (text(path, vocabulary),)
+        require_bytes_fit(loader.vocabulary, str(path))
+        return loader.text(str(path), list(parquet_parts([path])))
+    return loader.text(str(path), [text(path, loader.vocabulary)])
 
 
-def _folder(
-    data: str, vocabulary: int, held_out: float, end_of_text: int | None
-) -> tuple[Corpus, Corpus]:
+def _folder(data: str, loader: _Loader) -> tuple[Corpus, Corpus]:
     """The splits of a folder whose files are all `.bin`, all parquet or all text."""
-    folder = Path(data)
+    folder, vocabulary, end_of_text = Path(data), loader.vocabulary, loader.end_of_text
     files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
     bins = [path for path in files if is_bin(path)]
     refuse_unfinished(folder, files)
@@ -173,13 +214,14 @@ def _folder(
         parts = tuple(bin_part(path, vocabulary, end_of_text) for path in bins)
     elif parquets:
         require_bytes_fit(vocabulary, data)
-        parts = parquet_parts(parquets)
+        parts = loader.text(data, list(parquet_parts(parquets)))
     else:
         # An empty text is nothing lost; an empty .bin is a shard that was not written.
-        parts = joined([text(path, vocabulary) for path in texts if not is_empty(path)])
+        found = [text(path, vocabulary) for path in texts if not is_empty(path)]
+        parts = loader.text(data, found)
     if not parts:
         raise UserError(f"{folder} holds no data. Put .bin or text files into it.")
-    return _split(data, parts, held_out)
+    return _split(data, parts, loader.held_out)
 
 
 def _require_one_kind(folder: Path, kinds: dict[str, list[Path]]) -> None:

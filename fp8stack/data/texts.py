@@ -87,8 +87,9 @@ def joined(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(whole)
 
 
-def standard_library(vocabulary: int) -> tuple[Part, ...]:
-    """The standard library's source, about 10 MB, in an order that only its paths decide.
+def standard_library(vocabulary: int) -> list[Part]:
+    """The standard library's source, about 10 MB, in an order that only its paths decide: a part
+    for each file.
 
     The order is that of the SHA-256 of each path, so the held-out end is a fair mix of packages.
     Left out is what a distribution may add or leave away, so that the contents depend on the
@@ -114,4 +115,4 @@ def standard_library(vocabulary: int) -> tuple[Part, ...]:
     parts = [_in_memory(path) for _, path in sorted(ordered) if not is_empty(path)]
     if not parts:
         raise UserError(f"No source of {STANDARD_LIBRARY} in {root}. Give text with --data.")
-    return joined(parts)
+    return parts

@@ -68,7 +68,8 @@ def windows_for(
     own = path == config.data or (
         path is not None and config.data is not None and data.absolute(path) == config.data
     )
-    found = data.tokenizer_of(path)
+    texts = tokenizer if data.holds_text(path) else None
+    found = data.tokenizer_of(path, texts)
     if found is not None and tokenizer is not None and found.sha256 != tokenizer.sha256:
         raise UserError(
             f"{quoted(str(path))} is read as tokens of {found.name}, and {quoted(run)} was trained "
@@ -77,7 +78,7 @@ def windows_for(
         )
     tokenizer = tokenizer or found
     end = None if tokenizer is None else tokenizer.end_of_text
-    train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end)
+    train, held_out = data.load_corpora(path, model.vocabulary, end_of_text=end, texts=texts)
     if not own and path is not None and os.path.isfile(path):
         held_out = Corpus(name=path, parts=(*train.parts, *held_out.parts))
     tokens = data.validation_windows(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fp8stack.model import load_config
 from fp8stack.planner.table import PrecisionTable, make_table
 from fp8stack.precision import Hardware
 from fp8stack.training.building import context_of
-from fp8stack.training.config import RunConfig
+from fp8stack.training.config import RunConfig, training_preset
 from fp8stack.training.variants import plan_recipe
 
 
@@ -37,3 +38,18 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
         return made
     note = f"this is the plan of recipe {recipe}; phases ask for {', '.join(others)} too"
     return replace(made, notes=(*made.notes, note))
+
+
+def training_of(config: RunConfig) -> dict[str, Any]:
+    """What the run trains with, by key: its own, its model's training preset's, or the default."""
+    keys = ("batch", "accumulate", "lr", "schedule", "warmup_steps", "steps", "weight_decay")
+    told = {key: getattr(config, key) for key in keys}
+    return told | {"source": training_preset(config.model).get("source", "")}
+
+
+def training_line(config: RunConfig) -> str:
+    """`training_of` in a line."""
+    told = training_of(config)
+    source = told.pop("source")
+    values = ", ".join(f"{key} {value}" for key, value in told.items())
+    return f"training: {values}" + (f"; preset: {source}" if source else "")

@@ -12,6 +12,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -112,9 +113,13 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
             f"'{quoted(capability)}' is no compute capability. "
             "Give one such as 8.0 or 9.0, or none."
         )
+    asked = (int(parts[0]), int(parts[1]))
+    if asked not in CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        raise UserError(f"No GPU has compute capability {capability}. Known: {known}.")
     return Hardware(
         "cuda",
-        (int(parts[0]), int(parts[1])),
+        asked,
         name="assumed GPU",
         has_te=has_te,
         cuda_version=(12, 9),
@@ -224,6 +229,12 @@ def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
     )
 
 
+# https://developer.nvidia.com/cuda-gpus, and the legacy list there.
+CAPABILITIES = (
+    *((3, 0), (3, 2), (3, 5), (3, 7), (5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2)),
+    *((7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0)),
+    *((10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1)),
+)
 TE_MINIMUM = (2, 20)
 TE_REMEDY = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
 _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Linear"
@@ -279,3 +290,53 @@ def _system_memory_gib() -> float:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError, AttributeError):
         return 0.0
+
+
+def available_memory(device: str, root: Path = Path("/")) -> int | None:
+    """The bytes that this process can still have: of its GPU, or of the system's memory and swap
+    within the limits of its control groups. None where the system does not say.
+
+    Args:
+        device: "cpu" or "cuda".
+        root: where `proc` and `sys` are.
+    """
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    try:
+        text = (root / "proc/meminfo").read_text(encoding="utf-8")
+        told = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines())}
+        left, swap = told["MemAvailable:"], told.get("SwapFree:", 0)
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return min([left, *_left_in_groups(root)]) + swap
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What each control group with a limit leaves this process, in bytes; pages of files that the
+    kernel can drop do not count as used."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":  # version 2
+            base, files = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        limit, usage, dropped = files
+        inner = Path(name.lstrip("/"))
+        for group in (inner, *inner.parents):
+            folder = root / base / group
+            try:
+                most, used = (int((folder / file).read_text()) for file in (limit, usage))
+                stat = (folder / "memory.stat").read_text().split()
+            except (OSError, ValueError):  # no such group in a container, or no limit ("max")
+                continue
+            pages = dict(zip(stat[::2], stat[1::2], strict=False))
+            yield max(0, most - used + int(pages.get(dropped, 0)))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fp8stack import presets
 from fp8stack.formats import AmaxAlgorithm, Fp8Name, ScaleRounding
@@ -52,6 +52,11 @@ class _Fp8(_Base):
     exclude: Annotated[tuple[str, ...], Field(strict=False)] = ()
     exclude_first_blocks: Annotated[int, Field(ge=0)] = 0
     exclude_last_blocks: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _listed(cls, exclude: object) -> object:
+        return (exclude,) if isinstance(exclude, str) else exclude
 
     def excluded(self, layer: str, block: Block | None, head: bool) -> str | None:
         """Why `layer` is not in FP8 by this recipe's own choice, or None.

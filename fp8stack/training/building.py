@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import accelerate
@@ -14,15 +13,16 @@ from accelerate.utils import ProjectConfiguration
 
 import fp8stack
 from fp8stack.errors import UserError
-from fp8stack.estimate import Setting, estimate
 from fp8stack.model import GPTConfig, load_config
 from fp8stack.precision import Hardware, Plan
+from fp8stack.precision.hardware import available_memory
 from fp8stack.telemetry import Telemetry
 from fp8stack.training.allocator import keep_freed_memory
 from fp8stack.training.compiler import require_compiler
 from fp8stack.training.config import RunConfig
 from fp8stack.training.initial import Source, begin_with, with_tokenizer
 from fp8stack.training.loss_scale import build_scaler
+from fp8stack.training.memory import Footprint, require_memory
 from fp8stack.training.optimizer import build_optimizer, require_optimizer
 from fp8stack.training.parallel import (
     DDP_OPTIONS,
@@ -57,7 +57,7 @@ def build(
         source: whose weights it begins with, if not its own.
     """
     with ranks.together():
-        run = _build_alone(config, folder, decided, hardware, ranks)
+        run = _build_alone(config, folder, decided, hardware, ranks, source)
         run.notes += nothing_to_compress(config, ranks.count) + without_effect(config, run)
         if source is not None:
             run.notes += (begin_with(run.model, source), *with_tokenizer(source, run.tokenizer))
@@ -77,6 +77,7 @@ def _build_alone(
     decided: Decided,
     hardware: Hardware,
     ranks: Ranks,
+    source: Source | None,
 ) -> Run:
     """What each rank makes by itself: the run, its model not spread over ranks yet."""
     require_divisible(config, ranks.count)
@@ -89,14 +90,17 @@ def _build_alone(
         if config.compile:
             require_compiler(plan, config.activation_checkpointing)
     require_optimizer(config, hardware, ranks.count)
+    footprint = Footprint(config, model_config, context, ranks.count)
+    left = available_memory(hardware.device)
+    require_memory(footprint, [plans[at] for at in schedule.variants], hardware, left)
     # The main rank's part of a batch is looked at.
     telemetry = Telemetry(plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main)
-    found = read(config, model_config.vocabulary, context)
+    theirs = None if source is None else source.tokenizer
+    found = read(config, model_config.vocabulary, context, theirs)
     if plans[0].device == "cpu":
         keep_freed_memory()
     if config.deterministic and (plans[0].device == "cuda" or config.compile):
         _be_deterministic()
-    _require_memory(config, model_config, plans, hardware, ranks)
     try:
         variants = build_variants(plans, model_config, config)
     except MemoryError as error:
@@ -178,32 +182,6 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
             f"Lower it, or --set model_overrides.context={context}"
         )
     return context
-
-
-def _require_memory(
-    config: RunConfig, model: GPTConfig, plans: Sequence[Plan], hardware: Hardware, ranks: Ranks
-) -> None:
-    """Refuse a model whose weights, gradients and moments alone exceed the machine's memory."""
-    settings = (
-        Setting(
-            config=model,
-            plan=plan,
-            sequences=1,
-            context=1,
-            optimizer=config.optimizer,
-            momentum=config.momentum,
-            ranks=ranks.count if hardware.device == "cuda" else 1,  # else they share one memory
-            parallel=config.parallel,
-        )
-        for plan in plans
-    )
-    needed_gib = max(estimate(setting).floor for setting in settings) / 2**30
-    if 0 < hardware.memory_gib < needed_gib:
-        raise UserError(
-            f"Model {config.model} needs {needed_gib:,.1f} GiB for the weights, gradients and "
-            f"optimizer of {model.parameters():,} parameters; this machine's memory has "
-            f"{hardware.memory_gib} GiB. Choose a smaller one."
-        )
 
 
 def _be_deterministic() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,8 +22,11 @@ from pydantic import (
 )
 
 from fp8stack import presets
-from fp8stack.errors import UserError
+from fp8stack.errors import UserError, unknown
 from fp8stack.precision.phases import PhaseConfig, overridden, preset
+from fp8stack.precision.recipe import Recipe
+from fp8stack.shape import GPTConfig
+from fp8stack.tokenizer import NAMED
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 LossScaleBound = Annotated[float, Field(ge=2.0**-126, le=2.0**126)]  # its inverse is normal, too
@@ -164,6 +169,8 @@ class RunConfig(BaseModel):
     """Compile the model with torch.compile: the first steps take long, the others less."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """compile: the mode of torch.compile, of those that record no CUDA graphs."""
+    check_memory: bool = True
+    """Refuse a run that by its estimate cannot fit into the memory that is left."""
     profile: bool = False
     """Profile some steps after warm-up into the run folder."""
     profile_step: PositiveInt | None = None
@@ -195,6 +202,13 @@ class RunConfig(BaseModel):
     @classmethod
     def _named(cls, phases: object) -> object:
         return preset(phases) if isinstance(phases, str) else phases
+
+    @field_validator("what_if", mode="before")
+    @classmethod
+    def _listed(cls, names: object) -> object:
+        if not isinstance(names, str):
+            return names
+        return [word for part in names.split(",") if (word := part.strip())]
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -256,7 +270,7 @@ FREE_ON_RESUME = frozenset(
     {
         *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
         *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
-        *("compile", "compile_mode", "profile", "profile_step", "profile_steps"),
+        *("compile", "compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
         *(
             "profile_shapes",
             "profile_memory",
@@ -275,35 +289,181 @@ FREE_ON_RESUME = frozenset(
 )
 
 
+PRESET_KEYS = frozenset(
+    {
+        *("batch", "accumulate", "lr", "schedule", "warmup_steps", "min_lr", "weight_decay"),
+        *("beta1", "beta2", "adam_eps", "clip"),
+    }
+)
+"""What the training preset of a model may set."""
+
+
 def parse_config(file: str | None, flags: Mapping[str, Any], sets: Sequence[str] = ()) -> RunConfig:
-    """The configuration from a run file, flags and `--set key=value`; the later one wins.
+    """The configuration from the model's training preset, a run file, `--set key=value` and flags;
+    the later one wins.
 
     Raises:
         UserError: an unknown key, a wrong value, a `--set` that is not key=value.
     """
-    table = presets.read_toml(Path(file)) if file else {}
+    table = at_home(presets.read_toml(Path(file)), Path(file).parent) if file else {}
     own = table.get("phases")
     where = f"run file '{file}'" if file else "flags"
     # The file is checked alone first, so that an error names where the key stands.
+    _require_run_keys(table, where, file)
     presets.parse(RunConfig, table, where)
     for item in sets:
         _set(table, item)
     if sets:  # before a flag of the same name hides what is wrong
+        _require_run_keys(table, "flags")
         presets.parse(RunConfig, table, "flags")
     for key, value in flags.items():
         if isinstance(value, dict):  # of a table's keys, those that were given
             table[key] = {**old, **value} if isinstance(old := table.get(key, {}), dict) else old
         elif value is not None:
             table[key] = value
+    filled = preset_for(table)
+    table = filled | table
     config: RunConfig = presets.parse(RunConfig, table, where if not (flags or sets) else "flags")
+    config.model_fields_set.difference_update(filled)  # nobody gave them
     if isinstance(own, list) and isinstance(table["phases"], str):  # a preset, and what it changes
         by = presets.parse(RunConfig, {"phases": own}, where).phases
         config = config.model_copy(update={"phases": overridden(config.phases, by)})
     return config
 
 
+def with_files(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
+    """`config` with the path of each model, recipe and tokenizer file as `change` has it."""
+    table = config.model_dump(include={"model", "recipe", "tokenizer", "phases", "what_if"})
+    changed = _changed_files(table, change)
+    if "phases" in changed:
+        changed["phases"] = tuple(PhaseConfig(**phase) for phase in changed["phases"])
+    return config.model_copy(update=changed)
+
+
+def at_home(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The keys of a run with the paths of files that are relative to `folder` and lie there, as a
+    run keeps its own, as whole paths."""
+
+    def found(path: str) -> str:
+        try:
+            inside = not os.path.isabs(path) and (folder / path).is_file()
+        except (OSError, ValueError):  # too long, or it holds a NUL
+            return path
+        return os.path.abspath(folder / path) if inside else path
+
+    return table | _changed_files(table, found)
+
+
+def _changed_files(table: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """The keys of `table` whose files `change` calls otherwise, with those names."""
+
+    def of(value: Any, ending: str = ".toml") -> Any:
+        return change(value) if isinstance(value, str) and value.endswith(ending) else value
+
+    found = {key: of(table[key]) for key in ("model", "recipe") if key in table}
+    if table.get("tokenizer") not in (None, *NAMED):
+        found["tokenizer"] = of(table["tokenizer"], "")
+    if isinstance(tried := table.get("what_if"), list | tuple):
+        found["what_if"] = type(tried)(of(name) for name in tried)
+    changed = {key: value for key, value in found.items() if value != table[key]}
+    phases = table.get("phases")
+    if isinstance(phases, list | tuple) and any(isinstance(phase, dict) for phase in phases):
+        named = [
+            phase | {"recipe": of(phase["recipe"])} if isinstance(phase, dict) and "recipe" in phase
+            else phase
+            for phase in phases
+        ]  # fmt: skip
+        if named != list(phases):
+            changed["phases"] = named
+    return changed
+
+
+def preset_for(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a run with the keys of `table` leaves to the training preset of its model, with
+    their values. Its warm-up takes a tenth of the steps at most.
+
+    Raises:
+        UserError: see `training_preset`.
+    """
+    if table.keys() >= PRESET_KEYS:
+        return {}
+    model = table.get("model", RunConfig.model_fields["model"].default)
+    preset = training_preset(model) if isinstance(model, str) else {}
+    left = {key: preset[key] for key in preset.keys() & PRESET_KEYS - table.keys()}
+    if "batch" in table:  # whose micro-batches those are not
+        left.pop("accumulate", None)
+    steps = table.get("steps", RunConfig.model_fields["steps"].default)
+    if "warmup_steps" in left and isinstance(steps, int):
+        left["warmup_steps"] = min(left["warmup_steps"], steps // 10)
+    return left
+
+
+def training_preset(model: str) -> dict[str, Any]:
+    """The table `[training]` of a model's file: keys of a run, and the `source` of their values;
+    empty if it has none. `tokenizer` is the one that texts are read with.
+
+    Raises:
+        UserError: no such model or file, an unknown key or a wrong value.
+    """
+    stem, table = presets.read("models", model)
+    preset = table.get("training", {})
+    where = f"model '{stem}': training"
+    if not isinstance(preset, dict):
+        raise UserError(f"{where} is no table. Write [training] and its keys below.")
+    for key in preset:
+        if key not in PRESET_KEYS | {"source", "tokenizer"}:
+            raise unknown(f"key of {where}", key, PRESET_KEYS | {"source", "tokenizer"})
+    presets.parse(RunConfig, {k: v for k, v in preset.items() if k != "source"}, where)
+    return preset
+
+
+def preset_note(config: RunConfig) -> str | None:
+    """What a run has of its model's training preset, in a line; None if nothing."""
+    preset = training_preset(config.model)
+    keys = [key for key in RunConfig.model_fields if key in PRESET_KEYS & preset.keys()]
+    told = [f"{key} {getattr(config, key)}" for key in keys if key not in config.given]
+    source = f" ({preset['source']})" if "source" in preset else ""
+    begin = f"training preset of {config.model}{source}"
+    return f"{begin}: {', '.join(told)}; --batch and the like change it" if told else None
+
+
+def for_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """`config` with the preset's micro-batches shared out, whose size stays, where it can."""
+    if "accumulate" in config.given:
+        return config
+    share = config.accumulate // math.gcd(config.accumulate, ranks)
+    shared = config.model_copy(update={"accumulate": share})
+    shared.model_fields_set.discard("accumulate")
+    return shared
+
+
+def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = None) -> None:
+    """See that no key is a model's or a recipe's. `file` is where the table is from.
+
+    Raises:
+        UserError: one is; the message says where it belongs.
+    """
+    for key in table:
+        owner = owner_of(key)
+        if owner in (None, "run"):
+            continue
+        if file is not None and {"width", "scaling"} & table.keys():
+            raise UserError(f"{where}: this is a {owner} file. Give it as --{owner} {file}.")
+        raise UserError(f"{where}: '{key}' is a key of the {owner}. Give --set {owner}.{key}=VALUE")
+
+
+def owner_of(key: str) -> str | None:
+    """What has a key of that name: "run", "model" or "recipe"; None if nothing has."""
+    if key in RunConfig.model_fields:
+        return "run"
+    if key in GPTConfig.model_fields:
+        return "model"
+    recipes = get_args(get_args(Recipe)[0])
+    return "recipe" if any(key in recipe.model_fields for recipe in recipes) else None
+
+
 def _set(table: dict[str, Any], item: str) -> None:
-    """Apply one `key=value`: `lr=0.001`, `model_overrides.layers=2`; a bare word is a string."""
+    """Apply one `key=value`: `lr=0.001`, `model.layers=2`; a bare word is a string."""
     key, equals, text = item.partition("=")
     if not equals or not key:
         raise UserError(f"--set {item!r} is not key=value. Example: --set lr=0.001")
@@ -315,6 +475,8 @@ def _set(table: dict[str, Any], item: str) -> None:
         raise UserError(f"--set {item!r} sets more than one key. Give each its own --set.")
     value = parsed["value"]
     *outer, last = key.split(".")
+    if outer and outer[0] in ("model", "recipe"):  # which are names themselves
+        outer[0] += "_overrides"
     for part in outer:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):

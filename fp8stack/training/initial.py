@@ -18,8 +18,8 @@ from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.hf import HF, found_in, from_hf, open_folder, path_in
 from fp8stack.model import GPT, GPTConfig, load_config
-from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
-from fp8stack.training.config import RunConfig
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.training.config import RunConfig, at_home, preset_for
 from fp8stack.training.load import find_checkpoint
 from fp8stack.training.sound import model_of
 from fp8stack.training.state import differences, restore_weights
@@ -39,7 +39,7 @@ class Source:
         overrides: and what it changes in it, to be of that shape.
         weights: float32, of every parameter.
         notes: what is to be told.
-        tokenizer: the path of a folder's `tokenizer.json`, if it has one.
+        tokenizer: the path of its `tokenizer.json`, if it has one.
     """
 
     name: str
@@ -63,7 +63,10 @@ def find_source(init_from: str) -> Source:
     if folder is not None:
         return _of_folder(folder)
     checkpoint, path, passed_over = find_checkpoint(init_from)
-    saved = presets.parse(RunConfig, checkpoint.info["config"], str(path))
+    in_run = path.parent.name == "checkpoints"
+    run = path.parent.parent if in_run else path
+    saved = presets.parse(RunConfig, at_home(checkpoint.info["config"], run), str(path))
+    tokenizer = run / TOKENIZER_FILE
     return Source(
         name=str(path.resolve()),
         shape=model_of(checkpoint),
@@ -71,6 +74,7 @@ def find_source(init_from: str) -> Source:
         overrides=saved.model_overrides,
         weights=checkpoint.tensors.get("model", {}),
         notes=tuple(f"passed over: {reason}" for reason in passed_over),
+        tokenizer=tokenizer if in_run and tokenizer.is_file() else None,
     )
 
 
@@ -120,6 +124,8 @@ def with_source(config: RunConfig, source: Source) -> RunConfig:
     if "model" not in config.given:
         overrides = {**source.overrides, **config.model_overrides}
         found |= {"model": source.model, "model_overrides": overrides}
+        if not overrides.keys() & {"layers", "width"}:  # it is that model
+            found |= preset_for(config.given | found)
     made = config.model_copy(update=found)
     ours = load_config(made.model, made.model_overrides)
     there, here = _beside(source.shape, ours), _beside(ours, source.shape)
@@ -171,18 +177,7 @@ def with_tokenizer(source: Source, tokenizer: Tokenizer | None) -> tuple[str, ..
     Args:
         source: of the weights; one without a tokenizer has nothing to tell.
         tokenizer: of the data, if it is known.
-
-    Raises:
-        UserError: the source's tokenizer is damaged.
     """
-    if source.tokenizer is None:
+    if source.tokenizer is None or tokenizer is not None:
         return ()
-    if tokenizer is None:
-        return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)
-    theirs = load_tokenizer(str(source.tokenizer))
-    if alike(theirs, tokenizer):
-        return ()
-    return (
-        f"the data's tokenizer, {tokenizer.name}, is not that of the weights, {source.tokenizer}: "
-        "their ids mean other texts",
-    )
+    return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)

@@ -365,7 +365,7 @@ class _Loop:
             return checkpoints.path_of(run.folder.checkpoints, run.step)
         info = {
             "identity": run.identity,
-            "config": self.config.model_dump(mode="json"),
+            "config": run.folder.portable(self.config).model_dump(mode="json"),
             "plan": run.main.plan.to_json(),
             "plans": [variant.plan.to_json() for variant in run.variants],
             "phases": self.phases.state(),

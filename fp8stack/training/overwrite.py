@@ -20,6 +20,7 @@ from fp8stack.training.storage import storage_errors
 _BESIDES = (
     "report.html",
     "report_files/*.png",
+    "presets/*.toml",
     "tensorboard/events.out.tfevents.*",
     f"profile/{TRACE}",
     f"profile/{TABLE}",

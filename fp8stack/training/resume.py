@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from fp8stack import presets
 from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config
+from fp8stack.training.config import FREE_ON_RESUME, RunConfig, at_home, parse_config
 from fp8stack.training.ranks import Ranks
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
@@ -23,23 +23,29 @@ from fp8stack.training.variants import ANY, Decided
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """Where a run goes on: its folder, its configuration as saved, and a checkpoint if any."""
+    """Where a run goes on: its folder, its configuration as saved, and a checkpoint if any;
+    `unasked` if the same command was given again, and no `--resume`."""
 
     folder: RunFolder
     saved: RunConfig
     checkpoint: Checkpoint | None
     notes: tuple[str, ...]
+    unasked: bool = False
 
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
-    """The run to go on with, or None for a new one.
+    """The run to go on with, or None for a new one. Without `resume` it is one in `--out` that was
+    not trained to its end.
 
     Raises:
         UserError: no run at the path given, or `--out` names another folder.
         NoUsableCheckpoint: the checkpoints are damaged, or the one that was named is.
     """
     if resume is None:
-        return None
+        if config.out is None or RunFolder(Path(config.out)).cut_at is None:
+            return None
+        found = find_resumption(config, "auto")
+        return None if found is None else replace(found, unasked=True)
     if resume == "auto":
         folder = choose_folder(config, resume=True)
         if not folder.holds_run:
@@ -92,7 +98,8 @@ def _from_checkpoint(
 ) -> Resumption:
     """Going on from the checkpoint at `path`, with what the run was made with then: run.toml may
     have been edited or damaged since."""
-    saved = presets.parse(RunConfig, checkpoint.info["config"], f"{path / 'checkpoint.json'}")
+    table = at_home(checkpoint.info["config"], folder.path)
+    saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
     why = "".join(f"; passed over: {reason}" for reason in passed_over)
     notes = [f"resumed from {path}{why}"]
     try:
@@ -166,6 +173,11 @@ def refuse_differences(found: Resumption, differing: list[str]) -> None:
         what = differing[0]
         if what.startswith("data."):
             what = "the data are not those that the run was trained on"
+        if found.unasked:
+            raise UserError(
+                f"{found.folder.path} holds a run already, and another one: {what}. Give the same "
+                "command to go on with it, another --out, or remove it by --overwrite."
+            )
         raise UserError(
             f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or start a "
             "new run in another --out."

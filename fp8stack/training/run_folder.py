@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,8 @@ from typing import Any, TextIO
 
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import TOKENIZER_FILE
-from fp8stack.training.config import RunConfig
+from fp8stack.training.checkpoint import candidates, step_of
+from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
 from fp8stack.training.storage import TEMPORARY, lock, storage_errors, write_atomically
 from fp8stack.training.writing import forget_after, sweep
 
@@ -34,6 +36,7 @@ class RunFolder:
         self.plot = path / "loss.png"
         self.sample = path / "sample.txt"
         self.profile = path / "profile"
+        self.presets = path / "presets"
         self.checkpoints = path / "checkpoints"
         self._lock: TextIO | None = None
 
@@ -41,6 +44,19 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run was started here."""
         return self.config.exists() or self.metrics.exists()
+
+    @property
+    def cut_at(self) -> tuple[int, int] | None:
+        """The step that a run which was not trained to its end goes on from, and its last one; None
+        if there is no such run."""
+        if not self.config.exists():
+            return None
+        try:
+            steps = parse_config(str(self.config), {}).steps
+        except UserError:
+            return None
+        done = max(map(step_of, candidates(self.checkpoints)), default=0)
+        return (done, steps) if done < steps else None
 
     @property
     def is_vacant(self) -> bool:
@@ -119,6 +135,40 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def keep_files(self, config: RunConfig) -> RunConfig:
+        """Copy the user's model and recipe files here, so that the run does not need them again.
+        Returns `config` with the copies, and the run's own tokenizer file, in their place.
+
+        Raises:
+            StorageError: a file cannot be copied.
+        """
+
+        def kept(path: str) -> str:
+            if not path.endswith(".toml"):
+                return os.path.abspath(self.tokenizer)
+            with storage_errors(self.presets):
+                content = Path(path).read_bytes()
+                self.presets.mkdir(exist_ok=True)
+                for number in itertools.count(1):
+                    name = f"{Path(path).stem}{f'-{number}' if number > 1 else ''}.toml"
+                    copy = self.presets / name
+                    if not copy.exists():
+                        write_atomically(copy, content)
+                    if copy.read_bytes() == content:
+                        return os.path.abspath(copy)
+            raise AssertionError
+
+        return with_files(config, kept)
+
+    def portable(self, config: RunConfig) -> RunConfig:
+        """`config` with the files of this folder named from it, so that it can be moved."""
+        home = os.path.abspath(self.path)
+
+        def inside(path: str) -> str:
+            return os.path.relpath(path, home) if path.startswith(home + os.sep) else path
+
+        return with_files(config, inside)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Save the plan, as JSON."""
@@ -200,10 +250,14 @@ def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
-    """`--out`, or `runs/<model>-<recipe>`, or that with a number: the first that is free, or to
-    resume the last that holds a run, if one does."""
+    """`--out`, or `runs/<model>-<recipe>`, or that with a number: the first that is free. To
+    resume, the last run in `runs` that was cut and that `config` may go on with; else the last of
+    that name."""
     if config.out:
         return RunFolder(Path(config.out))
+    cut = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
+    if resume and (found := next(cut, None)):
+        return found
     stem = f"{Path(config.model).stem}-{Path(config.recipe).stem}"
     used, folder, number = None, RunFolder(Path("runs") / stem), 1
     while folder.path.exists() and (resume or not folder.is_vacant):
@@ -211,3 +265,20 @@ def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
         number += 1
         folder = RunFolder(Path("runs") / f"{stem}-{number}")
     return used if resume and used else folder
+
+
+def cut_runs() -> Iterator[RunFolder]:
+    """The runs in `runs` that were not trained to their end, the last one first."""
+    folders = [path.parent for path in Path("runs").glob("*/run.toml")]
+    for path in sorted(folders, key=lambda path: (path / "run.toml").stat().st_mtime, reverse=True):
+        if RunFolder(path).cut_at is not None:
+            yield RunFolder(path)
+
+
+def _agree(saved: RunConfig, asked: RunConfig) -> bool:
+    """Whether what `asked` gives is of the run `saved`, as far as names tell."""
+    named = {"model", "recipe"} & asked.given.keys()
+    fixed = asked.given.keys() - FREE_ON_RESUME - {"init_from"}
+    return all(
+        Path(getattr(saved, key)).stem == Path(getattr(asked, key)).stem for key in named
+    ) and all(getattr(saved, key) == getattr(asked, key) for key in fixed)

@@ -15,7 +15,14 @@ from fp8stack.threads import use_threads
 from fp8stack.tokenizer import NAMED
 from fp8stack.training.allocator import expand_segments
 from fp8stack.training.building import build
-from fp8stack.training.config import RunConfig, parse_config, to_toml
+from fp8stack.training.config import (
+    RunConfig,
+    for_ranks,
+    parse_config,
+    preset_note,
+    to_toml,
+    with_files,
+)
 from fp8stack.training.initial import (
     absolute_source,
     find_source,
@@ -33,7 +40,7 @@ from fp8stack.training.resume import (
     refuse_differences,
 )
 from fp8stack.training.run import Run
-from fp8stack.training.run_folder import RunFolder, choose_folder
+from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.state import differences
 from fp8stack.training.storage import write_atomically
 from fp8stack.training.trackers import start_trackers
@@ -70,8 +77,10 @@ def set_up(
     with ranks.together():
         if overwrite:
             refuse_overwriting(config.out, resume, config.init_from)
-        found = find_together(config, "auto" if again else resume, ranks)
+        asked = "auto" if again else resume
+        found = None if overwrite else find_together(config, asked, ranks)
         if found is None:
+            config = for_ranks(config, ranks.count)
             folder = _new_folder(config, ranks, free=not overwrite)
             old = files_of_run(folder) if overwrite else []
         else:
@@ -89,17 +98,43 @@ def set_up(
             folder.claim()
         if found is not None:
             _resume(run, found)
+        else:
+            run.notes += tuple(filter(None, (preset_note(config), _cut_note(config))))
         if ranks.is_main:
             start_trackers(run.accelerator, folder.path, resumed=found is not None)
         removed = remove_run(folder, old) if overwrite and ranks.is_main else None
         goes_on = "torchrun started this again: going on as with --resume auto" if again else None
         run.notes += tuple(note for note in (goes_on, removed) if note)
         if ranks.is_main:
-            write_atomically(folder.config, to_toml(config).encode())
+            run.config = folder.keep_files(pinned(run))
+            write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
             if run.tokenizer is not None:
                 write_atomically(folder.tokenizer, run.tokenizer.to_json().encode())
     return run
+
+
+def pinned(run: Run) -> RunConfig:
+    """The run's configuration with the tokenizer that made tokens of its text, if one did."""
+    config, tokenizer = run.config, run.tokenizer
+    if config.tokenizer or tokenizer is None or not data.holds_text(config.data):
+        return config
+    if tokenizer.name == "bytes":
+        return config
+    name = tokenizer.name if tokenizer.name in NAMED else str(run.folder.tokenizer)
+    return config.model_copy(update={"tokenizer": name})
+
+
+def _cut_note(config: RunConfig) -> str | None:
+    """What a new run is told that nobody named a folder for, where another one was cut."""
+    cut = None if config.out else next(cut_runs(), None)
+    at = cut and cut.cut_at
+    if cut is None or at is None:
+        return None
+    return (
+        f"{cut.path} was cut after step {at[0]} of {at[1]}, and this is a new run; to go on with "
+        f"that one: --resume {cut.path}"
+    )
 
 
 def _new_folder(config: RunConfig, ranks: Ranks, free: bool) -> RunFolder:
@@ -128,26 +163,12 @@ def started_again() -> bool:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with files named from the root, so that the run can be resumed from anywhere."""
-    files: dict[str, Any] = {
-        key: os.path.realpath(value)
-        for key in ("model", "recipe", "tokenizer")
-        if key in config.given and (value := getattr(config, key))
-        if value.endswith(".toml") or (key == "tokenizer" and value not in NAMED)
-    }
+    config = with_files(config, os.path.realpath)
+    files: dict[str, Any] = {}
     if config.data is not None:
         files["data"] = data.absolute(config.data)
     if config.init_from is not None:
         files["init_from"] = absolute_source(config.init_from)
-    if config.phases:
-        files["phases"] = tuple(
-            phase.model_copy(update={"recipe": os.path.realpath(phase.recipe)})
-            if phase.recipe is not None and phase.recipe.endswith(".toml")
-            else phase
-            for phase in config.phases
-        )
-    tried = (os.path.realpath(name) if name.endswith(".toml") else name for name in config.what_if)
-    if config.what_if:
-        files["what_if"] = tuple(tried)
     return config.model_copy(update=files)
 
 
