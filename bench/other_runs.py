@@ -29,7 +29,7 @@ OTHERS = [
     ),
     Other({"model_overrides": {"vocabulary": 300}}, "model.vocabulary is 300 here and 256"),
     Other({"model_overrides": {"layers": 2}}, "model.layers is 2 here and 1"),
-    Other({"model_overrides": {"activation": "swiglu"}}, "model.activation is 'swiglu' here"),
+    Other({"model_overrides": {"activation": "gelu"}}, "model.activation is 'gelu' here"),
     Other({"data": "other.txt"}, "the data are not those that the run was trained on"),
     Other({"seed": 3}, "seed is 3 here and 0"),
     Other({"batch": 8}, "batch is 8 here and 4"),

@@ -168,7 +168,7 @@ def test_without_a_folder_the_run_that_was_cut_last_goes_on(
     whole = losses(cut)
     shutil.rmtree(cut / "checkpoints/step-000012")
     capsys.readouterr()
-    assert command(*begin, "--resume", "--recipe", "fp32", "--seed", "5") == 0
+    assert command(*begin, "--resume", "--recipe", "current") == 0
     told = capsys.readouterr().out
     assert "runs/gpt-nano-bf16 was cut after step 8 of 12, and this is a new run" in told
     assert "--resume runs/gpt-nano-bf16" in told

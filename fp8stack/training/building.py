@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -47,6 +48,7 @@ def build(
     hardware: Hardware,
     ranks: Ranks,
     source: Source | None,
+    tokenizer: Path | None,
 ) -> Run:
     """The run at its beginning: model, optimizer and data as `config` has them, on all `ranks`.
 
@@ -55,9 +57,10 @@ def build(
         hardware: this machine.
         ranks: who trains it.
         source: whose weights it begins with, if not its own.
+        tokenizer: the `tokenizer.json` of the weights, of a run that goes on its own; if known.
     """
     with ranks.together():
-        run = _build_alone(config, folder, decided, hardware, ranks, source)
+        run = _build_alone(config, folder, decided, hardware, ranks, tokenizer)
         run.notes += nothing_to_compress(config, ranks.count) + without_effect(config, run)
         if source is not None:
             run.notes += (begin_with(run.model, source), *with_tokenizer(source, run.tokenizer))
@@ -77,7 +80,7 @@ def _build_alone(
     decided: Decided,
     hardware: Hardware,
     ranks: Ranks,
-    source: Source | None,
+    tokenizer: Path | None,
 ) -> Run:
     """What each rank makes by itself: the run, its model not spread over ranks yet."""
     require_divisible(config, ranks.count)
@@ -95,8 +98,7 @@ def _build_alone(
     require_memory(footprint, [plans[at] for at in schedule.variants], hardware, left)
     # The main rank's part of a batch is looked at.
     telemetry = Telemetry(plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main)
-    theirs = None if source is None else source.tokenizer
-    found = read(config, model_config.vocabulary, context, theirs)
+    found = read(config, model_config.vocabulary, context, tokenizer)
     if plans[0].device == "cpu":
         keep_freed_memory()
     if config.deterministic and (plans[0].device == "cuda" or config.compile):

@@ -92,7 +92,18 @@ def set_up(
             config = with_source(config, source)
     checkpoint = found.checkpoint if found else None
     decided = decided_in(checkpoint.info) if checkpoint else Decided()
-    run = build(config, folder, decided, hardware=hardware, ranks=ranks, source=source)
+    tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
+    if source is not None:
+        tokenizer = source.tokenizer
+    run = build(
+        config,
+        folder,
+        decided,
+        hardware=hardware,
+        ranks=ranks,
+        source=source,
+        tokenizer=tokenizer,
+    )
     with ranks.together(), folder.released_on_error():
         if ranks.is_main:
             folder.claim()
@@ -128,7 +139,7 @@ def pinned(run: Run) -> RunConfig:
 def _cut_note(config: RunConfig) -> str | None:
     """What a new run is told that nobody named a folder for, where another one was cut."""
     cut = None if config.out else next(cut_runs(), None)
-    at = cut and cut.cut_at
+    at = None if cut is None else cut.cut_at
     if cut is None or at is None:
         return None
     return (
