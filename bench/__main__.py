@@ -9,6 +9,7 @@ import argparse
 
 from bench import runner
 from fp8stack.errors import UserError
+from fp8stack.threads import adapting
 
 
 def main() -> int:
@@ -22,9 +23,10 @@ def main() -> int:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see SCENARIO --help")
     chosen = parser.parse_args()
     try:
-        if chosen.scenario == "check":
-            return runner.check(chosen.options)
-        runner.run(chosen.scenario, chosen.options)
+        with adapting():
+            if chosen.scenario == "check":
+                return runner.check(chosen.options)
+            runner.run(chosen.scenario, chosen.options)
     except UserError as error:
         parser.exit(2, f"{error}\n")
     return 0

@@ -33,6 +33,7 @@ SCENARIOS = {
     "grid": "a training step by precision and size, with confidence intervals",
     "operations": "casts, scales, amax histories and the judging of a step by themselves",
     "startup": "how long the command takes to start, and how many modules it imports",
+    "busy": "steps and the first command on a machine that other processes use",
     "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
     "convergence": "whether every recipe trains as well as fp32 over some hundred steps",
     "telemetry": "what a look at every operand of a step costs",

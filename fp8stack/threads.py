@@ -29,7 +29,7 @@ OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 BUSY = 0.2
 """The share of its time that a thread waits for a core, from which the machine counts as busy."""
 LOOK_S = 0.25
-_FIRST_TRY, _LAST_TRY = 20, 240  # looks
+_FIRST_TRY, _LAST_TRY = 40, 240  # looks
 
 
 def cores() -> int:
@@ -141,7 +141,7 @@ class Waits:
 class Judge:
     """Decides, look by look, whether threads spin while they wait.
 
-    They stop when one had to wait for a core, and try again after 5 s, after twice as long each
+    They stop when one had to wait for a core, and try again after 10 s, after twice as long each
     time that it fails, up to a minute.
     """
 

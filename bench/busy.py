@@ -1,0 +1,336 @@
+"""Training on a machine that others use: steps and the first command beside busy loops.
+
+What is measured is kept in a file: the same command goes on where it was cut. A measurement that
+other processes disturbed is made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from bench import report
+from bench.report import Report, Row
+from fp8stack.benchmark import machine
+from fp8stack.benchmark_step import SMALL, Work, arms, build
+from fp8stack.errors import UserError
+from fp8stack.model import load_config
+from fp8stack.precision import probe
+from fp8stack.threads import OWN_SETTINGS, adapting
+from fp8stack.training.allocator import keep_freed_memory
+
+SHORT = ["--seconds", "1", "--steps", "4"]
+LOOPS = (0, 1, 2, 4)
+BEFORE, AFTER, ONE = "torch's own waiting", "fp8stack's", "fp8stack's, 1 thread"
+ARMS: dict[str, dict[str, str]] = {
+    BEFORE: {},
+    AFTER: {},
+    "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
+    "GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
+    "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
+    ONE: {},
+}
+STEPS = {"gpt-nano, delayed": "gpt-nano", "6 x 384, fp32": "small"}
+FIRST = "the first command"
+WAYS = {"alone": (1, 0), "beside two busy loops": (1, 2), "three side by side": (3, 0)}
+AT_MOST = {"beside two busy loops": 3.0, "three side by side": 5.0}
+LEAST_STEPS = 1 / 3
+DISTURBED = 0.2
+_TRIES = 4
+_LOOP = "while True: pass"
+_COMMAND = """
+import contextlib, sys
+import fp8stack.cli as cli
+
+if sys.argv[1] == "before":
+    cli.adapting = contextlib.nullcontext
+cli.main(sys.argv[2:])
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seconds", type=float, default=4, help="of steps at a time (default: %(default)s)")
+    add("--steps", type=int, default=60, help="of the first command (default: %(default)s)")
+    add("--limit", type=int, default=150, help="seconds for a command (default: %(default)s)")
+    add("--kept", type=Path, help="file with what was measured, to go on with (default: none)")
+    add("--minutes", type=float, default=1e9, help="begin nothing after so many (default: none)")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Every arm in a process of its own, with more and more busy loops beside; then the command."""
+    kept = arguments.kept or Path(tempfile.mkdtemp()) / "kept.jsonl"
+    known = _read(kept)
+    jobs: dict[str, Callable[[], Any]] = {
+        f"{case} | {arm}": lambda case=case, arm=arm: steps_of(case, arm, arguments.seconds)
+        for case in STEPS
+        for arm in ARMS
+    }
+    for arm in (BEFORE, AFTER):
+        for way in WAYS:
+            jobs[f"{FIRST} | {arm} | {way}"] = lambda arm=arm, way=way: first_command(
+                arm, way, arguments.steps, arguments.limit
+            )
+    began = time.monotonic()
+    for name, job in jobs.items():
+        if name in known:
+            continue
+        if time.monotonic() - began > 60 * arguments.minutes:
+            left = len(jobs) - len(known)
+            raise UserError(f"{left} of {len(jobs)} are left. The same command goes on with them.")
+        known[name] = undisturbed(job)
+        print(name, known[name], flush=True)
+        with kept.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"name": name, "found": known[name]}) + "\n")
+    rows = rows_of(known)
+    return {
+        "machine": machine(device="cpu"),
+        "settings": {
+            "cores": os.cpu_count(), "seconds of steps": arguments.seconds,
+            "steps of the first command": arguments.steps,
+        },
+        "results": rows,
+        "bars": bars(rows),
+    }  # fmt: skip
+
+
+def _read(kept: Path) -> dict[str, Any]:
+    if not kept.exists():
+        return {}
+    rows = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    return {row["name"]: row["found"] for row in rows}
+
+
+def undisturbed(job: Callable[[], Any]) -> Any:
+    """What `job`, which works in child processes, finds while others leave the cores alone.
+
+    Raises:
+        UserError: they never did.
+    """
+    for _ in range(_TRIES):
+        busy, own, began = _busy_s(), _children_s(), time.monotonic()
+        found = job()
+        others = _busy_s() - busy - (_children_s() - own)
+        if others / (time.monotonic() - began) < DISTURBED:
+            return found
+    raise UserError("Other processes take this machine's cores. Go on when it is quiet.")
+
+
+def _busy_s() -> float:
+    """The time that all processes had on all cores since the machine was started."""
+    with open("/proc/stat", encoding="ascii") as stat:
+        user, nice, system = map(int, stat.readline().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@contextmanager
+def loops(count: int) -> Iterator[None]:
+    """Within, so many processes are busy."""
+    running = [subprocess.Popen([sys.executable, "-c", _LOOP]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+# Steps
+
+
+def steps_of(case: str, arm: str, seconds: float) -> dict[str, float]:
+    """Steps per second beside each number of busy loops."""
+    code = f"from bench.busy import child; child({case!r}, {arm!r}, {seconds!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(ARMS[arm]), check=True, capture_output=True
+    )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    others = {*OWN_SETTINGS, "OMP_NUM_THREADS"}
+    return {key: value for key, value in os.environ.items() if key not in others} | more
+
+
+def child(case: str, arm: str, seconds: float) -> None:
+    """Print the steps per second of one arm as JSON, by the number of busy loops."""
+    if arm == ONE:
+        torch.set_num_threads(1)
+    keep_freed_memory()
+    hardware = probe("cpu")
+    model, recipe = STEPS[case], case.rpartition(" ")[2]
+    work = Work(model=model, config=SMALL, batch=8, context=256)
+    if model != "small":
+        config = load_config(model)
+        work = Work(model=model, config=config, batch=8, context=config.context)
+    step = build(arms(hardware, [recipe], ())[0], work, hardware).step
+    found = {}
+    with adapting() if arm in (AFTER, ONE) else nullcontext():
+        for _ in range(3):
+            step()
+        for count in LOOPS:
+            with loops(count):
+                time.sleep(1.0 if count else 0.0)
+                step()
+                found[count] = rate(step, seconds)
+    print(json.dumps(found))
+
+
+def rate(step: Callable[[], None], seconds: float) -> float:
+    """Steps per second, over so many seconds and two steps at least."""
+    began, done = time.perf_counter(), 0
+    while done < 2 or time.perf_counter() - began < seconds:
+        step()
+        done += 1
+    return round(done / (time.perf_counter() - began), 4)
+
+
+# The command
+
+
+def first_command(arm: str, way: str, steps: int, limit: int) -> float | None:
+    """The seconds that the README's command takes, of several the slowest, shortened to so many
+    steps; None: more than the limit."""
+    side_by_side, count = WAYS[way]
+    which = "before" if arm == BEFORE else "after"
+    with tempfile.TemporaryDirectory() as folder, loops(count):
+        began = time.perf_counter()
+        runs = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-c", _COMMAND, which, "pretrain", "--recipe", "delayed"),
+                    *("--steps", str(steps), "--out", f"{folder}/{number}"),
+                ],
+                env=_environment({}), stdout=subprocess.DEVNULL,
+            )
+            for number in range(side_by_side)
+        ]  # fmt: skip
+        try:
+            for run in runs:
+                left = limit - (time.perf_counter() - began)
+                if run.wait(max(left, 0.1)):
+                    raise UserError(f"The command ended with exit code {run.returncode}.")
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            for run in runs:
+                run.kill()
+                run.wait()
+        return round(time.perf_counter() - began, 2)
+
+
+# What is written
+
+
+def rows_of(known: dict[str, Any]) -> list[Row]:
+    """A row for each arm of steps and each of the command; `quiet_share` is the rate relative to
+    the quiet machine's, `times` the time relative to that of the command alone."""
+    rows = []
+    for case in STEPS:
+        for arm in ARMS:
+            rates = known[f"{case} | {arm}"]
+            shares = {count: round(rate / rates["0"], 3) for count, rate in rates.items()}
+            rows.append({"case": case, "arm": arm, "steps_per_s": rates, "quiet_share": shares})
+    for arm in (BEFORE, AFTER):
+        seconds = {way: known[f"{FIRST} | {arm} | {way}"] for way in WAYS}
+        times = {
+            way: None if taken is None else round(taken / seconds["alone"], 2)
+            for way, taken in seconds.items()
+        }
+        rows.append({"case": FIRST, "arm": arm, "seconds": seconds, "times": times})
+    return rows
+
+
+def bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What must hold of our own setting."""
+    judged = []
+    for row in rows:
+        if row["arm"] != AFTER:
+            continue
+        for way, most in AT_MOST.items() if row["case"] == FIRST else ():
+            found = row["times"][way]
+            said = f"{row['case']}, {way}: at most {most:g} times its time alone"
+            judged.append(
+                {"bar": said, "found": found, "holds": found is not None and found <= most}
+            )
+        if row["case"] != FIRST:
+            found = row["quiet_share"]["2"]
+            said = f"{row['case']}, two busy loops: at least a third of the quiet machine's steps"
+            judged.append({"bar": said, "found": found, "holds": found >= LEAST_STEPS})
+    return judged
+
+
+def table(found: Report) -> str:
+    """Rates, times and bars."""
+    text = (
+        "Steps per second, forward, backward and AdamW, with so many endless loops beside; in "
+        f"brackets the share of the quiet machine's. Then the README's first command, shortened, "
+        "from its start to its end; of three side by side, the slowest. A measurement during "
+        f"which other processes had more than {DISTURBED:g} cores was made again."
+    )
+    of_steps = [row for row in found["results"] if row["case"] != FIRST]
+    lines = [
+        [row["case"], row["arm"]]
+        + [f"{row['steps_per_s'][n]:.2f} ({row['quiet_share'][n]:.2f})" for n in map(str, LOOPS)]
+        for row in of_steps
+    ]
+    header = ["case", "threads wait by", *(f"{count} loops" for count in LOOPS)]
+    limit = "too long"
+    commands = [
+        [row["arm"]]
+        + [
+            limit if row["seconds"][way] is None
+            else f"{row['seconds'][way]:.1f} s ({row['times'][way]:.2f})"
+            for way in WAYS
+        ]
+        for row in found["results"] if row["case"] == FIRST
+    ]  # fmt: skip
+    judged = [
+        [bar["bar"], limit if bar["found"] is None else f"{bar['found']:.2f}",
+         "yes" if bar["holds"] else "no"]
+        for bar in found["bars"]
+    ]  # fmt: skip
+    return (
+        report.heading(found, "A busy machine", text)
+        + report.markdown(header, lines) + "\n"
+        + report.markdown(["threads wait by", *WAYS], commands) + "\n"
+        + report.markdown(["bar", "found", "holds"], judged)
+    )  # fmt: skip
+
+
+def figure(found: Report) -> Figure:
+    """Steps per second over the number of busy loops."""
+    rows = [
+        {
+            "case": row["case"],
+            "arm": row["arm"],
+            "busy loops": count,
+            "steps/s": row["steps_per_s"][str(count)],
+        }
+        for row in found["results"] if row["case"] != FIRST
+        for count in LOOPS
+    ]  # fmt: skip
+    made = report.line_figure(rows, "A busy machine", "busy loops", "steps/s")
+    for panel in made.axes:
+        panel.set_yscale("log")
+        panel.set_xlabel("busy loops")
+    return made
