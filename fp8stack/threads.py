@@ -233,8 +233,10 @@ def _be_many(library: ctypes.CDLL, over: threading.Event) -> None:
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """The libgomp that torch computes with, None if there is none, or torch is not loaded."""
-    if "torch" not in sys.modules:
+    """The libgomp that torch computes with; None if there is none, if torch is not loaded, or
+    computes with one thread, which waits for no other."""
+    count = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    if count is None or count() == 1:
         return None
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         files = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
