@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,14 @@ def measure(arguments: argparse.Namespace) -> Report:
     kept = arguments.kept or Path(tempfile.mkdtemp()) / "kept.jsonl"
     known = _read(kept)
     jobs: dict[str, Callable[[], Any]] = {
-        f"{case} | {arm}": lambda case=case, arm=arm: steps_of(case, arm, arguments.seconds)
+        f"{case} | {arm}": partial(steps_of, case, arm, arguments.seconds)
         for case in STEPS
         for arm in ARMS
     }
     for arm in (BEFORE, AFTER):
         for way in WAYS:
-            jobs[f"{FIRST} | {arm} | {way}"] = lambda arm=arm, way=way: first_command(
-                arm, way, arguments.steps, arguments.limit
+            jobs[f"{FIRST} | {arm} | {way}"] = partial(
+                first_command, arm, way, arguments.steps, arguments.limit
             )
     began = time.monotonic()
     for name, job in jobs.items():
