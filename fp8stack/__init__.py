@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
     from fp8stack.tokenizer import Tokenizer, load_tokenizer
     from fp8stack.training.load import load
+    from fp8stack.training.loss_scale import LossScaler
     from fp8stack.training.pretrain import pretrain
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ _HOMES = {
     "GPT": "model",
     "GPTConfig": "model",
     "Hardware": "precision",
+    "LossScaler": "training.loss_scale",
     "Plan": "precision",
     "Recipe": "precision",
     "Tokenizer": "tokenizer",
@@ -47,6 +49,7 @@ __all__ = [
     "GPT",
     "GPTConfig",
     "Hardware",
+    "LossScaler",
     "Plan",
     "Recipe",
     "Tokenizer",

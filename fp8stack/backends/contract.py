@@ -185,7 +185,7 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     return {
         f"{prefix}{name}": tensor
         for prefix, delayed in _delayed_scalings(module).items()
-        for name, tensor in delayed.state().items()
+        for name, tensor in delayed.state_dict().items()
     }
 
 
@@ -202,7 +202,7 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             for name, tensor in state.items()
             if name.startswith(prefix)
         }
-        delayed.load_state(part)
+        delayed.load_state_dict(part)
     stray = next((name for name in state if not name.startswith(tuple(found))), None)
     if stray is not None:
         raise UserError(

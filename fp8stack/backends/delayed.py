@@ -16,6 +16,7 @@ reduced to its maximum over them, in one collective.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -98,6 +99,7 @@ class DelayedScaling:
         self._compiled = False
         self._backward_task: int | None = None
         self._again = False
+        self._agreed = False  # whether the ranks were found to have the same slots
         self._formats: dict[str, str] = {}
         self._slots: list[Slot] = []
         self._no_weights: dict[tuple[str, ...], Tensor] = {}
@@ -199,17 +201,18 @@ class DelayedScaling:
     def distribute(self) -> None:
         """Take scales to where casts read them, if that is not `scale`."""
 
-    def state(self) -> dict[str, Tensor]:
-        """The state with the update that is due, which is not made: a backward pass may follow."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `fp8_state` gives, with the update that is due; that is not made, because a backward
+        pass may follow."""
         self.collect()
         history = copy.deepcopy(self.history)
         history.update(self._due())
         return history.state_dict()
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises what `AmaxHistory.load_state_dict` raises."""
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave. Raises what `AmaxHistory.load_state_dict` raises."""
         self.collect()  # and have it overwritten
-        self.history.load_state_dict(state)
+        self.history.load_state_dict(state_dict)
         self._forward_due = self._pending = False
         self.weights.mark()
 
@@ -315,10 +318,30 @@ class DelayedScaling:
         """Move what all ranks recorded for `slots` into the history; None is all slots."""
         # Only after a pass that trains, which all ranks made: one may evaluate by itself.
         if self.group is not None and several_ranks() and self._pending:
+            if not self._agreed and not torch.compiler.is_compiling():
+                self._require_same_slots()
             group = None if self.group == "world" else self.group.group_name
             _reduce_amaxes(self.history.all_recorded, group)
         self._pending = False
         self.history.update(slots)
+
+    def _require_same_slots(self) -> None:
+        """Once, of all ranks that share the history: else they would wait for each other for ever.
+
+        Raises:
+            UserError: they have not the same layers.
+        """
+        slots = zlib.crc32("\n".join(self._formats).encode())
+        extremes = torch.tensor([slots, -slots], device=self.history.history.device)
+        group = None if self.group == "world" else self.group
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        if extremes[0] != -extremes[1]:
+            raise UserError(
+                "Delayed scaling: the ranks that are to share amaxes have different layers, as in "
+                "pipeline parallelism. Pass convert the group of the ranks that train the same "
+                "layers as `amax_group`, such as mesh.get_group('dp'), or None if there is one."
+            )
+        self._agreed = True
 
     def move(self, device: torch.device) -> None:
         """Have the state on `device`, if it is not."""

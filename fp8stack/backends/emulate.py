@@ -113,7 +113,7 @@ class _Multiply(torch.autograd.Function):
             else:
                 ctx.save_for_backward(*x_saved, *w_saved)
             ctx.layer, ctx.record = layer, record
-            ctx.has_bias = bias is not None
+            ctx.weight_dtype, ctx.has_bias = weight.dtype, bias is not None
         return y
 
     @staticmethod
@@ -130,9 +130,9 @@ class _Multiply(torch.autograd.Function):
                 dx = layer.gemm(dy_operand, layer.saved(w_values, w_scales, "weight"), dy.dtype)
             if dy_over_rows is not None:
                 x_operand = layer.saved(x_values, x_scales, "input")
-                dw = layer.gemm(dy_over_rows, x_operand, layer.weight.dtype, turn="a")
+                dw = layer.gemm(dy_over_rows, x_operand, ctx.weight_dtype, turn="a")
             if ctx.has_bias:
-                db = dy.sum(0, dtype=layer.weight.dtype)
+                db = dy.sum(0, dtype=ctx.weight_dtype)
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
         return dx, dw, db, None, None, None

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.errors import UserError
 
 
 class MasterLinear(nn.Linear):
@@ -25,6 +27,7 @@ class MasterLinear(nn.Linear):
     transposed = False
     keeps_dtype = False
     in_fp8 = True
+    ran = False  # whether it was called yet, by code that is not compiled
 
     def __init__(
         self,
@@ -45,7 +48,18 @@ class MasterLinear(nn.Linear):
         return self.weight.t() if self.transposed else self.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] in any dtype -> [..., out], see `keeps_dtype`."""
+        """[..., in] in any floating dtype -> [..., out], see `keeps_dtype`.
+
+        Raises:
+            RuntimeError: an input of integers, as `nn.Linear` has it.
+            UserError: in FP8 under tensor parallelism or a transform of torch.func.
+        """
+        if not input.is_floating_point():
+            return F.linear(input, self.matrix, self.bias)  # torch says what is wrong
+        if not torch.compiler.is_compiling() and not self.ran:
+            self.ran = True
+        if self.in_fp8:
+            _require_plain(input, self._parameters.get("weight"))
         dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
@@ -66,6 +80,19 @@ class MasterLinear(nn.Linear):
         """`multiply` without FP8."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         return F.linear(x, self.matrix.to(self.compute_dtype), bias)
+
+
+def _require_plain(x: Tensor, weight: Tensor | None) -> None:
+    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+        raise UserError(
+            "FP8 layers do not take the DTensors of tensor parallelism: leave the layers that it "
+            "shards out of FP8 (convert(..., exclude=...)), or use FSDP2 or DDP."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(
+            "FP8 layers cannot run under torch.func's grad, vmap or jacrev: call backward(), which "
+            "torch.func.functional_call serves as well."
+        )
 
 
 def _dtype_of_linear(x: Tensor) -> torch.dtype:

@@ -24,7 +24,7 @@ from fp8stack.backends.kernels import cast_transpose
 from fp8stack.backends.linear import MasterLinear, no_autocast
 from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.backends.scaling import Name, PerTensor, build_scaling
-from fp8stack.backends.weights import Version, version_of
+from fp8stack.backends.weights import Version, own_weight, version_of
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
@@ -136,7 +136,11 @@ class ScaledLinear(MasterLinear):
         """Quantize the weight, to be used until it changes."""
         along, across = self.quantize(self.matrix, "weight", record, True)
         assert across is not None
-        self._kept = (along, across), version_of(self.weight)
+        self._kept = (along, across), version_of(own_weight(self))
+
+    def forget_weight(self) -> None:
+        """Quantize the weight at each call from now on."""
+        self._kept = None
 
     def quantized_weight(
         self, weight: Tensor, record: bool, across: bool
@@ -152,7 +156,7 @@ class ScaledLinear(MasterLinear):
         if (
             kept is not None
             and self.backend.weights.copied
-            and (torch.compiler.is_compiling() or version == version_of(self.weight))
+            and (torch.compiler.is_compiling() or version == version_of(own_weight(self)))
         ):
             return kept[0], kept[1] if across else None
         return self.quantize(weight, "weight", record, across)
@@ -295,6 +299,9 @@ class TorchBackend(Backend):
         # Else they could not be saved for a backward pass (and this switches gradients on).
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
-                if layer.in_fp8 and not isinstance(layer.weight, DTensor):  # it is not whole here
+                weight = own_weight(layer)
+                if layer.in_fp8 and weight is not None and not isinstance(weight, DTensor):
                     layer.keep_weight(self.weights.first)
+                else:  # it is not whole here
+                    layer.forget_weight()
         self.weights.copied = True

@@ -18,10 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 Version = tuple[object, ...]
 
 
-def version_of(weight: Tensor) -> Version:
-    """What differs once `weight` was changed in place, replaced, or moved."""
+def own_weight(layer: nn.Module) -> Tensor | None:
+    """The weight that a linear owns, as it is outside its call; None where it is computed at each
+    call (pruning, parametrizations), or is a part of it (FSDP1 between its calls)."""
+    weight = layer._parameters.get("weight")
+    return weight if weight is not None and weight.ndim == 2 else None
+
+
+def version_of(weight: Tensor | None) -> Version:
+    """What differs once `weight` was changed in place, replaced, or moved; None never differs."""
+    if weight is None:
+        return ()
     if weight.is_inference():
         return (object(),)  # torch counts no operations on it: it may have changed
+    if isinstance(weight._base, nn.Parameter):  # FSDP1 makes a new view of it for each pass
+        return (id(weight._base), weight._base._version)
     # torch counts up at each operation in place, but not at one on `weight.data`.
     address = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
     return (id(weight), weight.device, address, weight._version)
@@ -59,7 +70,7 @@ class WeightChanges:
         self.mark()
 
     def watch(self, layers: Iterable[nn.Module]) -> None:
-        """Watch the parameter `weight` of each of `layers`."""
+        """Watch the `own_weight` of each of `layers`; of others, optimizers' steps tell."""
         self._layers = list(layers)
 
     def mark(self) -> None:
@@ -73,8 +84,7 @@ class WeightChanges:
         if torch.compiler.is_compiling():
             self.copied = False  # it cannot look, so it quantizes in its graph
             return
-        weights = [layer.get_parameter("weight") for layer in self._layers]
-        versions = [version_of(weight) for weight in weights]
+        versions = [version_of(own_weight(layer)) for layer in self._layers]
         if versions != self._versions:
             self._versions = versions
             self.mark()

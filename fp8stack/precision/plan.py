@@ -136,7 +136,7 @@ class Plan:
             reason = (left_out or {}).get(name) or ""
             if not isinstance(recipe, PlainRecipe):
                 reason = reason or recipe.excluded(name, blocks.get(name), name in heads) or ""
-                reason = reason or self._unserved(name, shape)
+                reason = reason or self.unserved(name, shape)
                 if tokens is not None and not reason:
                     reason = self._unprofitable((tokens, *shape), measured or {})
             layer = self._layer(name, shape, reason)
@@ -199,7 +199,7 @@ class Plan:
             return 128
         return 32 if self.scaling == "mxfp8" else 16
 
-    def _unserved(self, name: str, shape: tuple[int, int]) -> str:
+    def unserved(self, name: str, shape: tuple[int, int]) -> str:
         """Why the hardware cannot run a layer of this shape in FP8; "" if it can.
 
         Raises:

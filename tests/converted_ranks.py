@@ -1,0 +1,104 @@
+"""What each of two ranks does with converted models; a module that is quick to import."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import distribute_tensor
+
+from fp8stack import Hardware, UserError, convert, fp8_state, resolve
+
+# use_orig_params of FSDP1, or None for FSDP2; the backend; whether each block is a unit of its own
+WRAPS = [(True, "torch", False), (False, "torch", True), (False, "torch", False),
+         (True, "emulate", True), (None, "torch", True)]  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def converted(*parts: nn.Module, backend: str = "emulate", **options: Any) -> nn.Sequential:
+    return convert(nn.Sequential(*parts), resolve("delayed", Hardware("cpu"), backend), **options)
+
+
+def x(seed: int = 0) -> Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def fsdp(rank: int, keep: bool | None, backend: str, nested: bool) -> list[float]:
+    """The losses of three steps of two micro-batches under FSDP, then those of its twin, whose
+    gradients are averaged by hand."""
+    torch.manual_seed(0)
+    model = converted(Block(), Block(), backend=backend)
+    twin = copy.deepcopy(model)
+    if keep is None:
+        for part in (*model, model):
+            fully_shard(part, mesh=dist.init_device_mesh("cpu", (2,)))
+        wrapped = model
+    else:
+        policy = ModuleWrapPolicy({Block}) if nested else None
+        cpu = torch.device("cpu")
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=keep, auto_wrap_policy=policy, device_id=cpu
+        )
+    losses = []
+    for each in (wrapped, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(3):
+            for part in range(2):
+                loss = each(x(10 * step + 2 * part + rank)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            for p in twin.parameters() if each is twin else ():
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def stage(rank: int, group: Any) -> str:
+    """Two passes of a rank whose layers are not the other's: what is said, or "it runs"."""
+    before = [nn.Identity() for _ in range(rank)]  # so that the layers have other names
+    model = converted(*before, Block(), amax_group=group)
+    try:
+        for _ in range(2):
+            model(x()).sum().backward()
+    except UserError as error:
+        return str(error)
+    return "it runs" if all(v.any() for v in fp8_state(model).values()) else "no amaxes"
+
+
+def tensor_parallel(rank: int) -> str:
+    """What is said of a weight that ranks share out."""
+    model = converted(Block())
+    rows = distribute_tensor(model[0].up.weight.detach(), dist.init_device_mesh("cpu", (2,)))
+    model[0].up.weight = nn.Parameter(rows)
+    try:
+        model(x())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def all_of(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    return {
+        "fsdp": [fsdp(rank, *each) for each in WRAPS],
+        "stages": stage(rank, "world"),
+        "own group": stage(rank, alone),
+        "tensor parallel": tensor_parallel(rank),
+    }
