@@ -201,12 +201,23 @@ def _decided(
         fresh = replace(fresh, asked=plan.recipe.name)
     fresh = fresh.for_layers(shapes, _heads(module, linears), left_out, UNCHANGED)
     if fresh.is_fp8 and not fresh.runs_fp8:
-        (why,) = (line for line in fresh.summary() if line.startswith("FP8 layers"))
-        raise UserError(f"Nothing to convert: {why}.")
+        why = "; ".join(_reasons(fresh.layers))
+        raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({why}).")
     if fresh.is_fp8 or fresh.compute_dtype in ("bf16", "fp16"):
         return fresh
     unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
     return replace(fresh, layers=tuple(unchanged))
+
+
+def _reasons(layers: Iterable[LayerPlan]) -> list[str]:
+    """Why layers are not in FP8, each reason once."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.reason, []).append(layer.name)
+    return [
+        f"{first}{f' and {len(others)} more' if others else ''}: {reason}"
+        for reason, (first, *others) in names.items()
+    ]
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:

@@ -1051,7 +1051,7 @@ def test_a_model_without_linears_has_nothing_to_convert():
     with pytest.raises(UserError, match="Nothing to convert: no linear layer"):
         convert(model, plan())
     assert convert(model, plan("fp32")) is model
-    with pytest.raises(UserError, match=r"0/1 \(out_proj: unchanged, nn\.MultiheadAttention"):
+    with pytest.raises(UserError, match=r"in FP8 \(out_proj: nn\.MultiheadAttention"):
         convert(nn.MultiheadAttention(32, 2), plan())
     assert in_fp8(convert(nn.ModuleList([nn.LSTM(8, 8), nn.Linear(8, 8)]), plan())) == ["1"]
 

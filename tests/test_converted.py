@@ -119,9 +119,9 @@ def test_their_linears_stay_what_they_are_also_in_copies() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (lambda: nn.Sequential(Plain(32, 32)), {}, r"FP8 layers 0/1 .*also=\(Plain,\)"),
-        (MLP, {"exclude": "*"}, "FP8 layers 0/2 .*excluded by the pattern"),
-        (lambda: MLP(20, 24), {}, "FP8 layers 0/2 .*not divisible by 16"),
+        (lambda: nn.Sequential(Plain(32, 32)), {}, r"in FP8 \(0: a Plain .*also=\(Plain,\)"),
+        (MLP, {"exclude": "*"}, r"in FP8 \(up and 1 more: excluded by the pattern"),
+        (lambda: MLP(20, 24), {}, r"in FP8 \(up: 20 in features, not divisible by 16; down: 24"),
         (lambda: nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), {}, "head = false"),
         (of_others, {"also": (Scratch, nn.Conv2d)}, "also: no layer of this model is a Conv2d"),
         (lambda: nn.Sequential(nn.LayerNorm(32)), {"also": nn.LayerNorm}, r"no parameter `weight`"),
