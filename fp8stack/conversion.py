@@ -7,7 +7,6 @@ hooks and state dicts do not notice.
 from __future__ import annotations
 
 import fnmatch
-import functools
 import logging
 import math
 from collections.abc import Iterable
@@ -168,7 +167,7 @@ def _left_out(
             )
         elif computed:
             reasons[name] = f"its {computed[0]} is computed and no parameter"
-        elif is_lazy(part.weight):
+        elif is_lazy(part.get_parameter("weight")):
             reasons[name] = "it has no size before its first pass"
     return reasons
 
@@ -312,14 +311,20 @@ def _become(part: nn.Module, like: MasterLinear) -> None:
     part.__class__ = type(like) if exact else _subclass(type(like), type(part))
 
 
-@functools.cache
 def _subclass(ours: type[MasterLinear], theirs: type[nn.Module]) -> type[nn.Module]:
-    """A class that computes as `ours` and is else `theirs`, so that their code knows it."""
+    """The class that computes as `ours` and is else `theirs`, so that their code knows it."""
+    if (ours, theirs) in _SUBCLASSES:
+        return _SUBCLASSES[ours, theirs]
 
     def reduce(self: nn.Module, protocol: object) -> tuple[object, ...]:
-        return _blank, (ours, theirs), self.__getstate__()
+        return _blank, (ours, theirs), self.__getstate__()  # type: ignore[no-untyped-call]
 
-    return type(f"{ours.__name__}[{theirs.__name__}]", (ours, theirs), {"__reduce_ex__": reduce})
+    name = f"{ours.__name__}[{theirs.__name__}]"
+    made = type(name, (ours, theirs), {"__reduce_ex__": reduce})
+    return _SUBCLASSES.setdefault((ours, theirs), made)
+
+
+_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def _blank(ours: type[MasterLinear], theirs: type[nn.Module]) -> nn.Module:

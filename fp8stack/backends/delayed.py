@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     GroupName,
+    _get_default_store,
     _resolve_process_group,
 )
 
@@ -76,6 +78,9 @@ Group = dist.ProcessGroup | Literal["world"] | None
 """The ranks that share a history: all, or none but this one if None."""
 
 
+_ANNOUNCED: Counter[str] = Counter()  # how many models told their slots, by group
+
+
 class DelayedScaling:
     """The amax history of one model and the moments at which it is updated."""
 
@@ -99,7 +104,8 @@ class DelayedScaling:
         self._compiled = False
         self._backward_task: int | None = None
         self._again = False
-        self._agreed = False  # whether the ranks were found to have the same slots
+        self._announced = False
+        self._key: str | None = None  # where the ranks tell their slots, until those were compared
         self._formats: dict[str, str] = {}
         self._slots: list[Slot] = []
         self._no_weights: dict[tuple[str, ...], Tensor] = {}
@@ -285,6 +291,10 @@ class DelayedScaling:
         self._forward_due = self._again = False
         self._records = model.training and torch.is_grad_enabled()
         self._pending = self._records or self._pending
+        if self._records and not self._announced and not torch.compiler.is_compiling():
+            self._announced = True
+            if self.group is not None and several_ranks():
+                self._announce()
         self._follow_weights()
         self.distribute()
         if not torch.compiler.is_compiling():
@@ -318,30 +328,38 @@ class DelayedScaling:
         """Move what all ranks recorded for `slots` into the history; None is all slots."""
         # Only after a pass that trains, which all ranks made: one may evaluate by itself.
         if self.group is not None and several_ranks() and self._pending:
-            if not self._agreed and not torch.compiler.is_compiling():
+            if self._key is not None and not torch.compiler.is_compiling():
                 self._require_same_slots()
             group = None if self.group == "world" else self.group.group_name
             _reduce_amaxes(self.history.all_recorded, group)
         self._pending = False
         self.history.update(slots)
 
+    def _announce(self) -> None:
+        """Tell the other ranks, before the first pass that trains, which slots are here. By the
+        store and in no collective: stages of a pipeline wait for each other's passes."""
+        group = dist.group.WORLD if self.group == "world" else self.group
+        assert isinstance(group, dist.ProcessGroup)
+        self._key = f"fp8stack/{group.group_name}/{_ANNOUNCED[group.group_name]}"
+        _ANNOUNCED[group.group_name] += 1
+        slots = zlib.crc32("\n".join(self._formats).encode())
+        _get_default_store().set(f"{self._key}/{dist.get_rank()}", str(slots))
+
     def _require_same_slots(self) -> None:
-        """Once, of all ranks that share the history: else they would wait for each other for ever.
+        """Once, before the first collective: else different ranks would wait for ever.
 
         Raises:
-            UserError: they have not the same layers.
+            UserError: the ranks that share the history have not the same layers.
         """
-        slots = zlib.crc32("\n".join(self._formats).encode())
-        extremes = torch.tensor([slots, -slots], device=self.history.history.device)
-        group = None if self.group == "world" else self.group
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        if extremes[0] != -extremes[1]:
+        ranks = dist.get_process_group_ranks(None if self.group == "world" else self.group)
+        slots = _get_default_store().multi_get([f"{self._key}/{rank}" for rank in ranks])
+        self._key = None
+        if len(set(slots)) > 1:
             raise UserError(
                 "Delayed scaling: the ranks that are to share amaxes have different layers, as in "
                 "pipeline parallelism. Pass convert the group of the ranks that train the same "
                 "layers as `amax_group`, such as mesh.get_group('dp'), or None if there is one."
             )
-        self._agreed = True
 
     def move(self, device: torch.device) -> None:
         """Have the state on `device`, if it is not."""
