@@ -402,6 +402,27 @@ def test_what_is_not_finite_in_an_amax_history_is_cleared_and_told(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(
+    algorithm: str, tmp_path: Path
+) -> None:
+    keys = {"amax_algorithm": algorithm, "history_length": 4}
+    small = SmallLoop(tmp_path / "r", "delayed", recipe_overrides=keys)
+    delayed = small.run.backend.delayed
+    assert delayed is not None
+    small.advance(3)
+    history, column = delayed.history, delayed.history.column("blocks.0.mlp.up.input")
+    right = history.scales.clone()
+    history.scales[column] *= 1.01
+    small.loop.watch.begin()
+    assert torch.equal(history.scales, right)
+    small.advance()
+    (event,) = [row for row in metrics(tmp_path / "r") if "event" in row]
+    assert (event["event"], event["layer"], event["operand"]) == (
+        "clear_amax", "blocks.0.mlp.up", "input",
+    )  # fmt: skip
+
+
 def scale_of(small: SmallLoop, scale: float, **options: int) -> None:
     """Have fp16 go on with a loss scale."""
     scaler = small.run.scaler

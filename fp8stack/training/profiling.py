@@ -77,18 +77,24 @@ class StepProfiler:
         with torch.profiler.record_function(f"step {step}"):
             yield
         self._steps.append(step)
-        if step == config.steps or not self.wants(step):
-            self.close()
+        if self._is_over and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what it waits for is of the step
+
+    @property
+    def _is_over(self) -> bool:
+        last = self._steps[-1]
+        return not self.wants(last) or last == self.config.steps
 
     def close(self) -> None:
         """Stop recording, also where not all steps came to pass."""
         self._open.close()
 
     def written(self) -> str | None:
-        """What `write` gave, once the last of the steps is over; None before it, and after."""
+        """What `write` gives, if the last of the steps is over; else None."""
         recorded = self._recorded
-        if recorded is None or recorded.wall_s is None:
+        if recorded is None or not self._is_over:
             return None
+        self.close()
         self._recorded, self.first = None, None
         return write(recorded, self.folder, *self._steps)
 
@@ -207,7 +213,7 @@ def table(recorded: Recording, *steps: int) -> str:
         ("share", [f"{100 * own(event, 'time_total') / total_us:.0f} %" for event in found]),
     ]
     if recorded.lists_memory:
-        held = [f"{own(event, 'memory_usage') / 2**20:.1f}" for event in found]
+        held = [f"{round(own(event, 'memory_usage') / 2**20, 1) + 0.0:.1f}" for event in found]
         columns.append(("MiB", held))
     if shapes:
         columns.append(("shapes", [_shown(event.input_shapes) for event in found]))
