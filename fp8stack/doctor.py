@@ -72,13 +72,15 @@ def show(hardware: Hardware, console: Console) -> None:
     unused = " (of no use on a CPU)" if hardware.te_version and hardware.capability is None else ""
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
     console.print(f"software: {', '.join(software)}", highlight=False, markup=False)
-    if remedy := _te_remedy(hardware):
+    for remedy in filter(None, (hardware.gpu_problem, _te_remedy(hardware))):
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)
     console.print()
     every_plan = plans(hardware)
     console.print(_recipe_table(every_plan))
     for asked, plan in every_plan.items():
         for reason in plan.reasons:
+            if hardware.gpu_problem and reason.startswith(hardware.gpu_problem):
+                continue  # said above, once
             console.print(f"{asked}: {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(_format_table())

@@ -16,46 +16,12 @@ from typing import TYPE_CHECKING
 
 from fp8stack.precision.gpus import Gpu
 from fp8stack.precision.plan import Plan
+from fp8stack.precision.profit import CAST_BYTES, Efficiency, Rates, achievable
 
 if TYPE_CHECKING:
     from fp8stack.model import GPTConfig
 
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """Which share of its peak rates a GPU is assumed to reach.
-
-    The default is our estimate for an H200: GEMMs at 700 (bf16) and 1300 TFLOP/s (FP8), attention
-    at 400, 4.1 TB/s. No measurement of this project stands behind it.
-    """
-
-    half: float = 700 / 989
-    fp8: float = 1300 / 1979
-    attention: float = 400 / 989
-    memory: float = 4.1 / 4.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What a GPU is assumed to do per second: operations in GEMMs and in attention, and bytes."""
-
-    half: float
-    fp8: float
-    attention: float
-    memory: float
-
-
-def achievable(gpu: Gpu, efficiency: Efficiency) -> Rates:
-    """The rates that `gpu` is assumed to reach; without FP8 units those GEMMs run at bf16's."""
-    half = gpu.half_tflops * 1e12 * efficiency.half
-    return Rates(
-        half=half,
-        fp8=gpu.fp8_tflops * 1e12 * efficiency.fp8 if gpu.fp8_tflops else half,
-        attention=gpu.half_tflops * 1e12 * efficiency.attention,
-        memory=gpu.memory_tb_per_s * 1e12 * efficiency.memory,
-    )
 
 
 def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[int, int], rates: Rates) -> float:
@@ -101,17 +67,6 @@ def attention_s(config: GPTConfig, batch: int, context: int, rates: Rates) -> fl
     return max(flops / rates.attention, moved / rates.memory)
 
 
-# Bytes moved per element of x and of dy, whose casts make two copies of 1 byte, and per element of
-# w, which is float32: read it, for current scaling once more for the amax, and write both copies.
-# Block scaling quantizes x and dy in two passes, mxfp8 w as well, and writes 4 bytes of scale per
-# 128 elements or 1 per 32, for each copy.
-_SCALES = 2 * 4 / 128
-CAST_BYTES = {
-    "delayed": (2 + 1 + 1, 4 + 1 + 1),
-    "current": (2 + 2 + 1 + 1, 4 + 4 + 1 + 1),
-    "block": (2 * (2 + 1) + _SCALES, 4 + 1 + 1),
-    "mxfp8": (2 * (2 + 1) + _SCALES, 2 * (4 + 1) + _SCALES),
-}
 PLAIN_CAST_BYTES = (4 + 2) + (2 + 4)
 """bf16 casts the float32 weight, and the gradient back: bytes per element of w."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.model import GPTConfig, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe, probe, resolve
 from fp8stack.precision.gpus import Gpu, find_gpu, gpu_named, gpu_of_capability
-from fp8stack.roofline import PARTS, Efficiency, Prediction, achievable, predict
+from fp8stack.precision.profit import Efficiency, achievable
+from fp8stack.roofline import PARTS, Prediction, predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:
         if found is None:
             raise UserError(f"No data on a GPU of compute capability {capability}. Give --gpu.")
     assert found is not None
-    return found, assumed("{}.{}".format(*found.capability))
+    return found, replace(assumed("{}.{}".format(*found.capability)), name=found.name)
 
 
 def predict_all(
@@ -77,15 +78,14 @@ def predict_all(
 ) -> Roofline:
     """Predictions for bf16 and for every FP8 recipe that `hardware` runs natively.
 
-    With `ceiling`, the head is in FP8 too, casts take no time and no layer is left out because FP8
-    does not pay for it.
+    With `ceiling`, the head is in FP8 too, and casts take no time.
     """
     if context > config.context:
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     predictions, left_out = [], {}
     fp8 = [name for name in presets.names("recipes") if load_recipe(name).is_fp8]
     for name in ["bf16", *fp8]:
-        plan = _plan(config, name, hardware, ceiling, batch * context)
+        plan = _plan(config, name, hardware, ceiling)
         if plan.is_fp8 == (name != "bf16") and (plan.native or name == "bf16"):
             predictions.append(
                 predict(config, plan, gpu, batch=batch, context=context, free_casts=ceiling)
@@ -107,13 +107,13 @@ def predict_all(
     )
 
 
-def _plan(config: GPTConfig, name: str, hardware: Hardware, ceiling: bool, tokens: int) -> Plan:
+def _plan(config: GPTConfig, name: str, hardware: Hardware, ceiling: bool) -> Plan:
     recipe = load_recipe(name)
     if ceiling and recipe.is_fp8:
         recipe = recipe.model_copy(update={"head": True})
     plan = resolve(recipe, hardware)
     shapes = config.linear_shapes(padded_vocabulary(config, plan.vocabulary_multiple))
-    return plan.for_layers(shapes, tokens=None if ceiling else tokens)
+    return plan.for_layers(shapes)
 
 
 def find_results(gpu: Gpu) -> Path | None:

@@ -19,7 +19,7 @@ from fp8stack.benchmark import Arm, Timing, interleaved
 from fp8stack.errors import UserError
 from fp8stack.model import GPTConfig, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, resolve
-from fp8stack.precision.plan import Shape
+from fp8stack.precision.profit import Shape
 from fp8stack.precision.shapes import save_measured
 from fp8stack.training.compiler import require_compiler
 

@@ -15,9 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
+from fp8stack import doctor
 from fp8stack.errors import UserError
-from fp8stack.precision import Hardware, assumed, hardware, probe, rules
+from fp8stack.precision import Hardware, assumed, hardware, probe, resolve, rules
+from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
 
 XEON = """processor\t: 0
@@ -63,6 +66,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch):
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(hardware, "find_te", lambda: (te, problem))
 
@@ -250,7 +254,9 @@ from types import SimpleNamespace as Some
 from torch import version
 __version__ = version.__version__
 gpu = Some(name="a GPU", major=9, minor=0, total_memory=80 * 2**30)
-cuda = Some(is_available=lambda: {available}, get_device_properties=lambda index: gpu)
+cuda = Some(
+    is_available=lambda: {available}, get_device_properties=lambda index: gpu, get_arch_list=list
+)
 """
 
 
@@ -598,9 +604,67 @@ def test_an_assumed_gpu_has_current_software(text, capability):
     found = assumed(text)
     assert (found.device, found.capability) == ("cuda", capability)
     assert (found.has_te, found.te_version, found.te_problem) == (True, LEAST, "")
-    assert found.cuda_version is not None
-    assert found.cuda_version >= (12, 9)
+    assert found.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
     assert text in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("9.0", "H200"), ("8.9", "L40S"), ("12.0", "RTX 5090"), ("7.0", "V100"), ("8.7", "GPU")],
+)
+def test_an_assumed_gpu_is_a_usual_one_of_its_generation_and_says_which(text, name):
+    assert str(assumed(text)) == f"assumed {name} (compute capability {text})"
+    assert (find_gpu(assumed(text).name) is None) == (name == "GPU")
+
+
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "cuda", "runs"),
+    [
+        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"], (12, 6), True),
+        ((7, 0), CUDA_13, (13, 0), False),
+        ((7, 2), ["sm_70"], (12, 6), True),
+        ((7, 5), CUDA_13, (13, 0), True),
+        ((8, 9), CUDA_13, (13, 0), True),
+        ((8, 0), ["sm_86"], (13, 0), False),
+        ((10, 3), CUDA_13, (13, 0), True),
+        ((11, 0), CUDA_13, (13, 0), False),
+        ((13, 0), CUDA_13, (13, 0), True),  # by PTX
+        ((10, 0), ["sm_90", "sm_90a"], (12, 4), False),
+        ((7, 0), [], (13, 0), False),
+        ((7, 0), [], (12, 6), True),
+        ((7, 0), [], None, True),
+    ],
+)
+def test_a_torch_runs_on_the_gpus_that_it_was_built_for(capability, built_for, cuda, runs):
+    assert hardware.has_kernels(capability, built_for, cuda) == runs
+
+
+def test_a_v100_is_planned_for_only_with_a_torch_that_has_code_for_it(fake_gpu, monkeypatch):
+    fake_gpu("Tesla V100-SXM2-16GB", (7, 0), 16, "12.6", None)
+    assert resolve("delayed", probe()).compute_dtype == "fp16"
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_13)
+    here = probe()
+    assert (here.device, here.capability) == ("cpu", None)
+    remedy = (
+        "pip install --force-reinstall --index-url https://download.pytorch.org/whl/cu126 torch"
+    )
+    assert here.gpu_problem.startswith(f"torch {torch.__version__} has no kernels for Tesla V100")
+    assert here.gpu_problem.endswith(remedy)
+    plan = resolve("fp32", here)
+    assert plan.reasons == (f"{here.gpu_problem}; until then the CPU runs",)
+    with pytest.raises(UserError, match="has no kernels for Tesla V100"):
+        resolve("fp32", here, strict=True)
+    with pytest.raises(UserError, match=r"cu126 torch, or use --device cpu\.$"):
+        probe("cuda")
+
+
+def test_doctor_says_once_why_the_gpu_cannot_be_used(capsys):
+    problem = "torch 2.13.0+cu130 has no kernels for Tesla V100: pip install another"
+    doctor.show(Hardware("cpu", gpu_problem=problem), Console(width=200))
+    assert capsys.readouterr().out.count(problem) == 1
 
 
 def test_an_assumed_gpu_can_be_without_te():

@@ -15,6 +15,8 @@ from gemm_oracle import assert_all_close, normal, oracle, run
 
 import fp8stack
 from fp8stack.precision import Hardware, resolve
+from fp8stack.precision.gpus import gpu_named
+from fp8stack.precision.profit import least_ratio
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
@@ -41,6 +43,16 @@ def test_the_predicted_speeds_are_those_that_the_command_prints(
             (row,) = re.findall(rf"^\| {recipe} \|.*\| ([\d.]+) \|$", said, re.M)
             cells.append(row)
     assert f"| {model} | {' | '.join(cells)} |" in _text("docs/choosing_a_recipe.md")
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current", "block, mxfp8"])
+def test_where_fp8_pays_is_what_plans_go_by(scaling: str) -> None:
+    text = _text("docs/performance.md")
+    (names,) = re.findall(r"^\| scaling \| [^|]*c \| (.*) \|$", text, re.M)
+    (bounds,) = re.findall(rf"^\| {scaling} \| [^|]* read[^|]*\| (.*) \|$", text, re.M)
+    for one in scaling.split(", "):
+        found = [least_ratio(gpu_named(name), one) for name in names.split(" | ")]
+        assert [f"{bound:.0f}" for bound in found] == bounds.split(" | ")
 
 
 def test_the_memory_that_the_faq_tells_is_the_estimate(

@@ -10,7 +10,17 @@ import torch
 from pydantic import ValidationError
 
 from fp8stack.errors import UserError
-from fp8stack.precision import Hardware, Plan, auto_recipe, load_recipe, resolve, rules
+from fp8stack.model import load_config, plan_for
+from fp8stack.precision import (
+    Hardware,
+    Plan,
+    assumed,
+    auto_recipe,
+    load_recipe,
+    resolve,
+    rules,
+)
+from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import Block
@@ -188,39 +198,47 @@ def test_every_recipe_runs_on_every_machine_as_the_table_says(expected):
     assert made.device == MACHINES[expected.machine].device
     assert made.is_fp8 == (expected.recipe in FP8)
     assert made.scaling == (expected.recipe if expected.recipe in FP8 else "none")
-
-
-@pytest.mark.parametrize("expected", EVERY_CELL)
-def test_a_plan_has_reasons_exactly_where_the_table_says(expected):
-    made = resolve(expected.asked, expected.hardware)
+    suffix = "-emulated" if made.backend == "emulate" else ""
+    assert made.precision == expected.recipe + suffix
+    assert made.loss_scaling == (expected.compute_dtype == "fp16")
+    multiple = VOCABULARY_MULTIPLES.get(expected.recipe, 1)
+    by_torch = made.backend == "torch" and expected.recipe == "block"
+    assert made.vocabulary_multiple == (128 if by_torch else multiple)
     assert bool(made.reasons) == expected.reason, made.reasons
+    check_substitution(expected, made)
+    layered = made.for_layers(shapes())
+    lines = layered.summary()
+    assert all("\n" not in line for line in lines)
+    assert all(any(reason in line for line in lines) for reason in layered.reasons)
+    assert any(line.startswith("FP8 layers") for line in lines) == made.is_fp8
 
 
-@pytest.mark.parametrize("expected", [p for p in EVERY_CELL if p.values[0].substituted])
-def test_every_substitution_names_the_cause_and_what_runs_instead(expected):
-    made = resolve(expected.asked, expected.hardware)
+VOCABULARY_MULTIPLES = {
+    "delayed": 16,
+    "current": 16,
+    "block": 16,
+    "mxfp8": 32,
+    "bf16": 8,
+    "fp16": 8,
+}
+
+
+def check_substitution(expected: Cell, made: Plan) -> None:
+    """What runs instead of what was asked names its cause; --strict refuses that alone."""
+    if not expected.substituted:
+        strict = resolve(expected.asked, expected.hardware, strict=True)
+        assert strict == dataclasses.replace(made, strict=True)
+        return
     reasons = sentences(made)
     assert reasons.count(expected.cause) == 1
     assert ("emulated" if made.backend == "emulate" else expected.recipe) in reasons
-    if made.loss_scaling:
-        assert "loss scaling" in reasons
-
-
-@pytest.mark.parametrize("expected", EVERY_CELL)
-def test_strict_refuses_substitutions_and_nothing_else(expected):
-    machine = expected.hardware
-    if expected.substituted:
-        with pytest.raises(UserError, match="--strict") as caught:
-            resolve(expected.asked, machine, strict=True)
-        message = str(caught.value)
-        assert f"'{expected.asked}'" in message
-        assert resolve(expected.asked, machine).reasons[0] in message
-        assert "\n" not in message
-    else:
-        lenient = resolve(expected.asked, machine)
-        assert resolve(expected.asked, machine, strict=True) == dataclasses.replace(
-            lenient, strict=True
-        )
+    assert not made.loss_scaling or "loss scaling" in reasons
+    with pytest.raises(UserError, match="--strict") as caught:
+        resolve(expected.asked, expected.hardware, strict=True)
+    message = str(caught.value)
+    assert f"'{expected.asked}'" in message
+    assert made.reasons[0] in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -236,26 +254,6 @@ def test_te_and_the_version_of_torch_matter_to_fp8_on_a_gpu_alone(asked, machine
     here = MACHINES[machine]
     plans = {software: resolve(asked, having(here, software)) for software in SOFTWARE}
     assert plans == dict.fromkeys(SOFTWARE, resolve(asked, here))
-
-
-@pytest.mark.parametrize("expected", TE_CELLS)
-def test_loss_scaling_is_for_fp16_alone(expected):
-    made = resolve(expected.asked, expected.hardware)
-    assert made.loss_scaling == (expected.compute_dtype == "fp16")
-
-
-@pytest.mark.parametrize("expected", TE_CELLS)
-def test_the_vocabulary_is_padded_to_what_the_heads_gemm_needs(expected):
-    multiples = {"delayed": 16, "current": 16, "block": 16, "mxfp8": 32, "bf16": 8, "fp16": 8}
-    made = resolve(expected.asked, expected.hardware)
-    assert made.vocabulary_multiple == multiples.get(expected.recipe, 1)
-
-
-@pytest.mark.parametrize("expected", EVERY_CELL)
-def test_the_active_precision_says_whether_it_is_emulated(expected):
-    made = resolve(expected.asked, expected.hardware)
-    suffix = "-emulated" if made.backend == "emulate" else ""
-    assert made.precision == expected.recipe + suffix
 
 
 @pytest.mark.parametrize(
@@ -588,6 +586,39 @@ def test_torch_runs_fp8_from_2_10_on_and_a_version_not_known_counts_as_current(v
     made = resolve("delayed", here)
     assert (made.backend, made.native) == (("reference", False) if old else ("torch", True))
     assert (f"needs torch 2.10 or later, this is {version}" in sentences(made)) == old
+
+
+NOT_COMPILED = {"te": "TE cannot be compiled"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "machine", "software", "runs", "said"),
+    [
+        ("delayed", "auto", H100, "te", "torch", ("TE cannot be compiled: torch runs",)),
+        ("auto", "auto", B200, "te", "torch", ("TE cannot be compiled: torch runs",)),
+        ("delayed", "auto", H100, "no te", "torch", ()),
+        ("delayed", "auto", H100, "old te", "torch", ()),
+        ("delayed", "torch", H100, "te", "torch", ()),
+        ("delayed", "te", H100, "te", "te", ()),
+        ("block", "auto", B200, "te", "bf16!", ("TE cannot be compiled", f"{NO_BLOCK}: bf16")),
+        ("delayed", "auto", H100, "te, old torch", "bf16!", ("TE cannot", f"{OLD}: bf16")),
+        ("bf16", "auto", H100, "te", "bf16", ()),
+        ("mxfp8", "auto", CPU, "te", "emulate!", ("this is a CPU",)),
+    ],
+)
+def test_where_te_cannot_do_what_else_is_asked_torch_runs_and_the_plan_says_so(
+    asked, backend, machine, software, runs, said
+):
+    made = resolve(asked, having(machine, software), backend, without=NOT_COMPILED)
+    assert (made.recipe.name if made.backend == "reference" else made.backend) == runs.rstrip("!")
+    assert len(made.reasons) == bool(said)
+    assert all(piece in made.reasons[0] for piece in said)
+    given = {"strict": True, "without": NOT_COMPILED}
+    if runs.endswith("!"):
+        with pytest.raises(UserError, match="--strict"):
+            resolve(asked, having(machine, software), backend, **given)
+    else:
+        resolve(asked, having(machine, software), backend, **given)
 
 
 # Recipes that not every FP8 unit multiplies
@@ -1013,82 +1044,126 @@ def test_layers_decided_twice_are_the_same():
 # What FP8 pays for
 
 SQUARE = {"blocks.0.attention.output": (768, 768)}  # K N / (K + N) = 384
-SMALL = {"blocks.0.attention.output": (512, 512)}  # 256
-TINY = {"blocks.0.attention.output": (496, 512)}  # 251.9
+TINY = {"blocks.0.attention.output": (480, 512)}  # 248; on an H200 FP8 pays from 247 on
 
 
-def decided(layers, asked="delayed", machine=H100, backend="auto", strict=False, **given) -> Plan:
+def on(name: str) -> Hardware:
+    """A machine with a GPU whose data sheet is known, as its driver names it."""
+    return Hardware("cuda", gpu_named(name).capability, has_te=True, name=f"NVIDIA {name}")
+
+
+H200 = on("H200")
+
+
+def decided(layers, asked="auto", machine=H200, backend="auto", strict=False, **given) -> Plan:
     return resolve(asked, machine, backend, strict).for_layers(layers, heads=(), **given)
 
 
-@pytest.mark.parametrize("backend", ["te", "torch"])
 @pytest.mark.parametrize(
-    ("asked", "machine", "least"),
-    [("delayed", H100, 255), ("current", H100, 380), ("block", H100, 380), ("mxfp8", B200, 380)],
+    ("asked", "name", "least"),
+    [
+        ("delayed", "H200", 247),
+        ("current", "H200", 370),
+        ("block", "H200", 374),
+        ("delayed", "H100", 353),
+        ("delayed", "L4", 481),
+        ("delayed", "RTX 4090", 196),
+        ("mxfp8", "B200", 530),
+    ],
 )
-def test_a_layer_too_narrow_for_fp8_to_pay_stays_out_with_the_figure(
-    asked, machine, least, backend
-):
-    wide = 128 * (2 * least // 128 + 1)  # K = N: K N / (K + N) is half of it
-    narrow = wide - 128
-    assert narrow / 2 < least < wide / 2
-    layers = {"a": (wide, wide), "b": (narrow, narrow)}
-    made = decided(layers, asked, machine, backend, tokens=2**16)
-    assert left_out(made) == {"b"}
-    assert made.layer("b").precision == "bf16"
-    assert made.layer("b").reason == (
-        f"FP8 does not pay for 65536 x {narrow} -> {narrow}: "
-        f"K N / (K + N) = {narrow / 2:.0f}, below {least}"
+def test_a_layer_pays_by_its_own_gpus_rates(asked, name, least):
+    """Computed anew: what three GEMMs save per row against the bytes of the casts."""
+    moved = {"delayed": 4, "current": 6, "block": 6 + 2 / 32, "mxfp8": 6 + 2 / 32}[asked]
+    gpu = gpu_named(name)
+    half, fp8 = gpu.half_tflops * 700 / 989, gpu.fp8_tflops * 1300 / 1979  # assumed: reached
+    bound = moved / (gpu.memory_tb_per_s * 4.1 / 4.8) / (6 / half - 6 / fp8)
+    assert bound == pytest.approx(least, rel=0.01)
+    size = int(bound) // 16 * 32  # K = N: K N / (K + N) is half of it
+    layers = {"wide": (size + 64, size + 64), "narrow": (size - 32, size - 32)}
+    made = decided(layers, asked, on(name), tokens=2**16)
+    assert left_out(made) == set()
+    assert made.layer("wide").doubt == ""
+    assert made.layer("narrow").doubt == (
+        f"65536 x {size - 32} -> {size - 32} on {name}: K N / (K + N) = {size / 2 - 16:.0f}, "
+        f"below {bound:.0f}"
     )
-    assert sentences(made).count(made.layer("b").reason) == 1
+
+
+@pytest.mark.parametrize(("tokens", "pays"), [(4096, False), (6700, False), (6800, True)])
+def test_a_layer_with_too_little_work_does_not_pay(tokens, pays):
+    made = decided(SQUARE | {"wide": (4096, 4096)}, tokens=tokens)
+    assert left_out(made) == (set() if pays else set(SQUARE))
+    if tokens == 4096:
+        reason = "FP8 does not pay for 4096 x 768 -> 768 on H200: M K N = 2.4e+09, below 4e+09"
+        assert made.layers[0].reason == reason
 
 
 def test_the_narrow_side_of_a_layer_decides_which_side_it_is_on_does_not():
-    layers = {"up": (256, 2**14), "down": (2**14, 256), "square": (512, 512)}
-    assert left_out(decided(layers, tokens=2**16)) == {"up", "down"}  # 252, and 256
+    layers = {"up": (240, 2**14), "down": (2**14, 240), "square": (512, 512)}
+    assert left_out(decided(layers, tokens=2**16)) == {"up", "down"}  # 237, and 256
 
 
-@pytest.mark.parametrize(("tokens", "pays"), [(4096, False), (6781, False), (6782, True)])
-def test_a_layer_with_too_little_work_for_fp8_to_pay_stays_out_with_the_figure(tokens, pays):
-    made = decided(SQUARE, tokens=tokens)  # 4e9 / 768 / 768 = 6781.7
-    assert left_out(made) == (set() if pays else set(SQUARE))
-    if tokens == 4096:
-        reason = "FP8 does not pay for 4096 x 768 -> 768: M K N = 2.4e+09, below 4e+09"
-        assert made.layers[0].reason == reason
+@pytest.mark.parametrize("model", ["gpt-nano", "gpt2-124m"])
+@pytest.mark.parametrize("asked", ["delayed", "current", "block"])
+@pytest.mark.parametrize("backend", ["te", "torch"])
+def test_a_recipe_asked_for_by_name_runs_in_every_layer_that_the_hardware_serves(
+    model, asked, backend
+):
+    config = load_config(model)
+    made = plan_for(config, asked, assumed("9.0"), backend, tokens=config.context)
+    assert left_out(made) == {"lm_head"}
+    assert made == plan_for(config, made.recipe, assumed("9.0"), backend, tokens=config.context)
+    (note,) = made.notes
+    assert note.startswith("FP8 may not pay in ")
+    assert "on H200: K N / (K + N) = " in note or "on H200: M K N = " in note
+    assert f"note: {note}" in made.summary()
+    assert made.to_json()["notes"] == [note]
+    assert note not in sentences(made)
+
+
+def test_a_gpu_that_is_not_known_is_never_judged_by_another_ones_rates():
+    unknown = dataclasses.replace(H200, name="NVIDIA H900")
+    assert decided(TINY, "auto", unknown, tokens=8) == decided(TINY, "auto", unknown)
+    assert decided(TINY, "delayed", unknown, tokens=8).notes == []
 
 
 @pytest.mark.parametrize(
     ("ratio", "said"),
     [
-        (0.93, "FP8 measured at 0.93 of bf16's speed for 8192 x 768 -> 768"),
-        (0.99999, "FP8 measured at 0.999 of bf16's speed for 8192 x 768 -> 768"),
+        (0.93, "8192 x 768 -> 768 measured at 0.93 of bf16's speed"),
+        (0.99999, "8192 x 768 -> 768 measured at 0.999 of bf16's speed"),
         (1.0, ""),
         (1.3, ""),
     ],
 )
 def test_what_was_measured_decides(ratio, said):
-    made = decided(SQUARE, tokens=8192, measured={(8192, 768, 768): ratio})
-    assert made.layers[0].reason == said
+    given = {"tokens": 8192, "measured": {(8192, 768, 768): ratio}}
+    layers = SQUARE | {"wide": (4096, 4096)}
+    made = decided(layers, **given)
+    assert made.layers[0].reason == (said and f"FP8 does not pay for {said}")
     assert made.layers[0].fp8 == (not said)
+    named = decided(layers, "delayed", **given)
+    assert left_out(named) == set()
+    assert named.layers[0].doubt == said
 
 
 def test_what_was_measured_overrules_the_estimate_for_that_shape_alone():
-    layers = TINY | {"b": (496, 496)}
-    measured = {(8192, 496, 512): 1.2, (8192, 512, 496): 0.5, (4096, 496, 496): 1.2}
-    assert left_out(decided(TINY, tokens=8192)) == set(TINY)
+    layers = {"a": (400, 512), "b": (400, 400), "wide": (4096, 4096)}
+    measured = {(8192, 400, 512): 1.2, (8192, 512, 400): 0.5, (4096, 400, 400): 1.2}
+    assert left_out(decided(layers, tokens=8192)) == {"a", "b"}
     assert left_out(decided(layers, tokens=8192, measured=measured)) == {"b"}
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"measured": {(8192, 496, 512): 0.5}}], ids=["nothing", "no tokens"]
-)
-def test_shapes_alone_say_nothing_of_what_pays(given):
-    assert left_out(decided(TINY, **given)) == set()
+@pytest.mark.parametrize("asked", ["auto", "delayed"])
+def test_shapes_alone_say_nothing_of_what_pays(asked):
+    made = decided(TINY, asked, measured={(8192, 480, 512): 0.5})
+    assert (left_out(made), made.notes) == (set(), [])
 
 
-def test_under_strict_fp8_runs_where_it_does_not_pay():
-    given = {"tokens": 8, "measured": {(8, 496, 512): 0.5}}
-    assert left_out(decided(TINY, strict=True, **given)) == set()
+def test_strict_changes_nothing_where_nothing_is_substituted():
+    for asked in ("auto", "delayed"):
+        lenient, strict = (decided(TINY, asked, strict=on, tokens=8) for on in (False, True))
+        assert strict == dataclasses.replace(lenient, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -1096,35 +1171,38 @@ def test_under_strict_fp8_runs_where_it_does_not_pay():
     [
         ("delayed", CPU, "auto"),
         ("delayed", CPU, "torch"),
-        ("delayed", H100, "emulate"),
-        ("mxfp8", H100, "auto"),
+        ("delayed", H200, "emulate"),
+        ("auto", H200, "emulate"),
+        ("mxfp8", H200, "auto"),
     ],
-    ids=["CPU", "scaled_mm on a CPU", "emulated", "mxfp8 on Hopper"],
+    ids=["CPU", "scaled_mm on a CPU", "emulated", "auto emulated", "mxfp8 on Hopper"],
 )
-def test_what_is_not_native_stays_in_fp8_whether_it_pays_or_not(asked, machine, backend):
-    given = {"tokens": 8, "measured": {(8, 496, 512): 0.5}}
-    assert left_out(decided(TINY, asked, machine, backend, **given)) == set()
+def test_what_is_not_native_is_for_its_numerics_and_has_no_doubts(asked, machine, backend):
+    made = decided(TINY, asked, machine, backend, tokens=8, measured={(8, 480, 512): 0.5})
+    assert (left_out(made), made.notes) == (set(), [])
 
 
-def test_a_shape_that_the_hardware_cannot_serve_says_that_first():
-    made = decided({"a": (100, 100)}, tokens=8)
+def test_what_is_left_out_anyway_is_not_doubted():
+    made = decided({"a": (100, 100)}, "delayed", tokens=8)
     assert made.layers[0].reason == "100 in features, not divisible by 16"
-
-
-def test_the_plans_own_choice_comes_after_what_the_recipe_leaves_out():
-    made = resolve("delayed", H100).for_layers({"lm_head": (64, 64)}, tokens=8)
-    assert made.layers[0].reason == "the recipe says head = false"
+    head = resolve("delayed", H200).for_layers({"lm_head": (64, 64)}, tokens=8)
+    assert head.layers[0].reason == "the recipe says head = false"
+    assert made.notes + head.notes == []
 
 
 def test_the_summary_says_once_what_is_the_same_in_many_blocks():
-    made = resolve("delayed", H100).for_layers(shapes(6), tokens=4096)
-    line = (
-        "FP8 layers 18/25 (6 layers blocks.*.attention.output: bf16, FP8 does not pay for "
-        "4096 x 768 -> 768: M K N = 2.4e+09, below 4e+09; lm_head: bf16, the recipe says "
-        "head = false)"
-    )
-    assert made.summary()[1:] == [line]
+    figure = "4096 x 768 -> 768 on H200: M K N = 2.4e+09, below 4e+09"
+    made = resolve("auto", H200).for_layers(shapes(6), tokens=4096)
+    assert made.summary()[1:] == [
+        f"FP8 layers 18/25 (6 layers blocks.*.attention.output: bf16, FP8 does not pay for {figure}"
+        "; lm_head: bf16, the recipe says head = false)"
+    ]
     assert len(made.reasons) == 7
+    named = resolve("delayed", H200).for_layers(shapes(6), tokens=4096)
+    assert named.summary()[1:] == [
+        "FP8 layers 24/25 (lm_head: bf16, the recipe says head = false)",
+        f"note: FP8 may not pay in 6/25 layers: 6 layers blocks.*.attention.output, {figure}",
+    ]
 
 
 def test_blocks_that_differ_in_their_reason_are_told_apart():
@@ -1134,7 +1212,9 @@ def test_blocks_that_differ_in_their_reason_are_told_apart():
     assert "blocks.2.mlp.up: bf16, excluded by the pattern 'blocks.2.*'" in line
 
 
-@pytest.mark.parametrize(("machine", "recipe"), [(H100, "delayed"), (B200, "mxfp8")], ids=str)
+@pytest.mark.parametrize(
+    ("machine", "recipe"), [(H200, "delayed"), (on("B200"), "mxfp8")], ids=["H200", "B200"]
+)
 def test_auto_is_bf16_where_fp8_pays_for_no_layer(machine, recipe):
     made = resolve("auto", machine).for_layers(shapes(6), tokens=1024)
     assert (made.asked, made.recipe.name, made.backend) == ("auto", "bf16", "reference")
@@ -1156,7 +1236,7 @@ def test_auto_is_bf16_where_fp8_pays_for_no_layer(machine, recipe):
 
 def test_auto_stays_in_fp8_if_it_pays_for_one_layer():
     layers = SQUARE | {"blocks.0.mlp.up": (768, 3072)}
-    made = resolve("auto", H100).for_layers(layers, tokens=4096)
+    made = resolve("auto", H200).for_layers(layers, tokens=4096)
     assert made.recipe.name == "delayed"
     assert left_out(made) == set(SQUARE)
 
@@ -1168,14 +1248,14 @@ def test_auto_is_bf16_where_the_hardware_can_serve_no_layer():
 
 
 def test_a_recipe_asked_for_by_name_stays_the_plan_though_no_layer_runs_in_it():
-    made = resolve("delayed", H100).for_layers(shapes(6), tokens=1024)
+    made = resolve("delayed", H100).for_layers({"a": (7, 7), "b": (9, 9)})
     assert (made.recipe.name, made.backend, made.is_fp8) == ("delayed", "te", True)
-    assert left_out(made) == set(shapes(6))
+    assert left_out(made) == {"a", "b"}
     assert not made.runs_fp8
     assert made.precision == "bf16"
     first, second = made.summary()
     assert first == "plan: delayed, with no layer in FP8, on cuda"
-    assert second.startswith("FP8 layers 0/25 (6 layers blocks.*.attention.qkv: bf16, FP8 does not")
+    assert second.startswith("FP8 layers 0/2 (a: bf16, 7 in features, not divisible by 16")
 
 
 @pytest.mark.parametrize(("machine", "word"), [(H100, "delayed"), (CPU, "delayed-emulated")])
@@ -1200,7 +1280,7 @@ def test_what_the_caller_leaves_out_has_its_reason_with_and_without_fp8(asked, o
 
 def test_auto_that_turns_to_bf16_keeps_what_the_caller_left_out():
     layers = TINY | {"mine": (64, 64)}
-    plan = resolve("auto", H100)
+    plan = resolve("auto", H200)
     made = plan.for_layers(layers, (), {"mine": "it is mine"}, "unchanged", tokens=8)
     assert made.recipe.name == "bf16"
     assert [layer.precision for layer in made.layers] == ["bf16", "unchanged"]
@@ -1245,16 +1325,6 @@ def test_the_summary_has_no_parenthesis_when_all_layers_are_in_fp8():
 )
 def test_the_summary_starts_with_what_was_asked_and_what_runs(asked, machine, backend, first):
     assert resolve(asked, machine, backend).summary()[0] == f"plan: {first}"
-
-
-@pytest.mark.parametrize("expected", EVERY_CELL)
-def test_the_summary_holds_every_reason_in_lines_of_their_own(expected):
-    made = resolve(expected.asked, expected.hardware).for_layers(shapes())
-    lines = made.summary()
-    assert all("\n" not in line for line in lines)
-    for reason in made.reasons:
-        assert any(reason in line for line in lines)
-    assert any(line.startswith("FP8 layers") for line in lines) == made.is_fp8
 
 
 @pytest.mark.parametrize("expected", TE_CELLS)

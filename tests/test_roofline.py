@@ -14,16 +14,8 @@ from fp8stack.errors import UserError
 from fp8stack.model import GPTConfig, load_config, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
-from fp8stack.roofline import (
-    PARTS,
-    Efficiency,
-    Prediction,
-    Rates,
-    achievable,
-    casts_s,
-    gemm_s,
-    predict,
-)
+from fp8stack.precision.profit import Efficiency, Rates, achievable
+from fp8stack.roofline import PARTS, Prediction, casts_s, gemm_s, predict
 
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")
@@ -219,7 +211,16 @@ def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("Tesla V100-SXM2-16GB", "V100"),
         ("Tesla T4", "T4"),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 5080", "RTX 5080"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4080 SUPER", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A10G", None),
         ("NVIDIA GB200", None),
         ("NVIDIA H1000", None),
         ("", None),
@@ -239,6 +240,11 @@ def test_the_data_of_a_gpu_are_in_its_units_and_found_by_its_own_name(gpu):
     if gpu.fp8_tflops:
         assert gpu.fp8_tflops / gpu.half_tflops == pytest.approx(2, rel=0.02)
     assert gpu.source.startswith("NVIDIA")
+    assert (gpu.tf32_tflops is None) == (gpu.capability < (8, 0))
+    if gpu.tf32_tflops:
+        assert gpu.half_tflops / gpu.tf32_tflops == pytest.approx(2, rel=0.03)
+        assert gpu.fp32_tflops <= gpu.tf32_tflops
+    assert 5 < gpu.fp32_tflops < 130
 
 
 @pytest.mark.parametrize(
@@ -249,6 +255,9 @@ def test_the_data_of_a_gpu_are_in_its_units_and_found_by_its_own_name(gpu):
         (None, "h100 pcie", "H100 PCIe"),
         ("10.0", None, "B200"),
         ("8.0", None, "A100"),
+        ("8.6", None, "A40"),
+        ("8.9", None, "L40S"),
+        ("12.0", None, "RTX 5090"),
     ],
 )
 def test_a_gpu_is_chosen_by_name_or_capability(capability, gpu, name):
@@ -311,9 +320,9 @@ def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_sa
     assert all("compute capability" in why for why in made.left_out.values())
 
 
-def test_the_plans_own_choices_are_part_of_the_prediction_but_not_of_the_ceiling():
+def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
     rows = {row.precision: row for row in table(model="gpt2-124m", batch=4).predictions}
-    assert rows["delayed"].fp8_layers == 36  # at 4096 tokens, not the attention's output
+    assert rows["delayed"].fp8_layers == 48
     bound = {
         row.precision: row for row in table(model="gpt2-124m", batch=4, ceiling=True).predictions
     }

@@ -341,7 +341,7 @@ def test_what_was_measured_is_saved_for_plans_of_that_backend_and_scaling() -> N
     measured = load_measured(H200, "torch", "delayed")
     assert measured == {shape: 0.5}
     made = plan.for_layers({"a": (768, 768)}, tokens=8192, measured=measured)
-    assert made.layers[0].reason.startswith("FP8 measured at 0.5 of bf16's speed for 8192 x 768")
+    assert made.layers[0].doubt == "8192 x 768 -> 768 measured at 0.5 of bf16's speed"
 
 
 def test_the_table_has_a_row_per_shape_with_medians_and_their_intervals() -> None:

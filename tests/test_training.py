@@ -188,8 +188,12 @@ def test_with_what_compiling_needs_there_is_no_error(
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA L4", "bf16", 121),
         ("NVIDIA L40S", "bf16", 362),
-        ("NVIDIA L40", "bf16", None),
-        ("NVIDIA H200", "fp32", None),
+        ("NVIDIA H900", "bf16", None),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA H200", "tf32", 494),
+        ("NVIDIA H200", "delayed", 1979),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71),
+        ("NVIDIA A10", "tf32", 62.5),
     ],
 )
 def test_mfu_divides_by_the_data_sheets_peak_or_by_none(

@@ -10,16 +10,19 @@ from fp8stack.errors import unknown
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's peak rates, without structured sparsity.
+    """A GPU's peak rates in 10^12 operations per second, without structured sparsity.
 
-    `half_tflops` is the rate of bf16 (fp16 on Volta and Turing) with float32 accumulation,
-    `fp8_tflops` that of FP8, None without FP8 units; `memory_tb_per_s` is the memory's bandwidth in
+    `fp32_tflops` is the rate outside of tensor cores. Those of tensor cores are with float32
+    accumulation: `tf32_tflops` (None before Ampere), `half_tflops` of bf16 (of fp16 on Volta and
+    Turing), `fp8_tflops` (None without FP8 units). `memory_tb_per_s` is the memory's bandwidth in
     10^12 bytes per second, `memory_gb` its size in 10^9 bytes, of two sizes the smaller. `source`
     names the data sheet; where that gives rates with sparsity, these are half of them.
     """
 
     name: str
     capability: tuple[int, int]
+    fp32_tflops: float
+    tf32_tflops: float | None
     half_tflops: float
     fp8_tflops: float | None
     memory_tb_per_s: float
@@ -27,34 +30,43 @@ class Gpu:
     source: str
 
 
+_ADA = "NVIDIA Ada GPU architecture white paper"
+_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
+_GA102 = "NVIDIA Ampere GA102 GPU architecture white paper"
+
 # The longer of two names that begin alike comes first; of a capability, the usual GPU.
 GPUS = (
-    Gpu("B200", (10, 0), 2250, 4500, 7.7, 180, "NVIDIA Blackwell data sheet, HGX B200"),
-    Gpu("H200", (9, 0), 989, 1979, 4.8, 141, "NVIDIA H200 data sheet, SXM"),
-    Gpu("H100 PCIe", (9, 0), 756, 1513, 2.0, 80, "NVIDIA H100 data sheet, PCIe"),
-    Gpu("H100 NVL", (9, 0), 835, 1671, 3.9, 94, "NVIDIA H100 data sheet, NVL"),
-    Gpu("H100", (9, 0), 989, 1979, 3.35, 80, "NVIDIA H100 data sheet, SXM"),
-    Gpu("L40S", (8, 9), 362, 733, 0.864, 48, "NVIDIA L40S data sheet"),
-    Gpu("L4", (8, 9), 121, 242, 0.3, 24, "NVIDIA L4 data sheet"),
-    Gpu("RTX 4090", (8, 9), 165, 330, 1.008, 24, "NVIDIA Ada GPU architecture white paper"),
-    Gpu(
-        "RTX 5090",
-        (12, 0),
-        209,
-        419,
-        1.792,
-        32,
-        "NVIDIA RTX Blackwell GPU architecture white paper",
-    ),
-    Gpu("A100", (8, 0), 312, None, 2.039, 80, "NVIDIA A100 data sheet, SXM, 80 GB"),
-    Gpu("V100", (7, 0), 125, None, 0.9, 16, "NVIDIA V100 data sheet, SXM2"),
-    Gpu("T4", (7, 5), 65, None, 0.3, 16, "NVIDIA T4 data sheet"),
+    Gpu("B200", (10, 0), 75, 1125, 2250, 4500, 7.7, 180, "NVIDIA Blackwell data sheet, HGX B200"),
+    Gpu("H200", (9, 0), 67, 494, 989, 1979, 4.8, 141, "NVIDIA H200 data sheet, SXM"),
+    Gpu("H100 PCIe", (9, 0), 51, 378, 756, 1513, 2.0, 80, "NVIDIA H100 data sheet, PCIe"),
+    Gpu("H100 NVL", (9, 0), 60, 417, 835, 1671, 3.9, 94, "NVIDIA H100 data sheet, NVL"),
+    Gpu("H100", (9, 0), 67, 494, 989, 1979, 3.35, 80, "NVIDIA H100 data sheet, SXM"),
+    Gpu("GH200", (9, 0), 67, 494, 989, 1979, 4.0, 96, "NVIDIA GH200 data sheet, HBM3"),
+    Gpu("L40S", (8, 9), 91.6, 183, 362, 733, 0.864, 48, "NVIDIA L40S data sheet"),
+    Gpu("L40", (8, 9), 90.5, 90.5, 181, 362, 0.864, 48, "NVIDIA L40 data sheet"),
+    Gpu("L4", (8, 9), 30.3, 60, 121, 242, 0.3, 24, "NVIDIA L4 data sheet"),
+    Gpu("RTX 6000 Ada", (8, 9), 91.1, 182, 364, 728, 0.96, 48, "NVIDIA RTX 6000 Ada data sheet"),
+    Gpu("RTX 4090", (8, 9), 82.6, 82.6, 165, 330, 1.008, 24, _ADA),
+    Gpu("RTX 4080", (8, 9), 48.7, 48.7, 97.5, 195, 0.717, 16, _ADA),
+    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209, 419, 1.792, 32, _RTX_BLACKWELL),
+    Gpu("RTX 5080", (12, 0), 56.3, 56.3, 113, 225, 0.96, 16, _RTX_BLACKWELL),
+    Gpu("A100", (8, 0), 19.5, 156, 312, None, 2.039, 80, "NVIDIA A100 data sheet, SXM, 80 GB"),
+    Gpu("A30", (8, 0), 10.3, 82, 165, None, 0.933, 24, "NVIDIA A30 data sheet"),
+    Gpu("A40", (8, 6), 37.4, 74.8, 149.7, None, 0.696, 48, "NVIDIA A40 data sheet"),
+    Gpu("A10", (8, 6), 31.2, 62.5, 125, None, 0.6, 24, "NVIDIA A10 data sheet"),
+    Gpu("RTX A6000", (8, 6), 38.7, 77.4, 154.8, None, 0.768, 48, _GA102),
+    Gpu("RTX 3090", (8, 6), 35.6, 35.6, 71, None, 0.936, 24, _GA102),
+    Gpu("V100", (7, 0), 15.7, None, 125, None, 0.9, 16, "NVIDIA V100 data sheet, SXM2"),
+    Gpu("T4", (7, 5), 8.1, None, 65, None, 0.3, 16, "NVIDIA T4 data sheet"),
 )
+
+# What behind a name makes it that of another card.
+_OTHER_CARD = r"(?! *(ti|super|d|laptop|max-q)\b)"
 
 
 def find_gpu(name: str) -> Gpu | None:
     """The GPU that a device's full name, such as "NVIDIA H100 80GB HBM3", speaks of, if known."""
-    found = (gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b", name, re.IGNORECASE))
+    found = (gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b{_OTHER_CARD}", name, re.I))
     return next(found, None)
 
 

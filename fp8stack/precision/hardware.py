@@ -12,14 +12,15 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.precision.gpus import gpu_of_capability
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Hardware:
     `capability` is CUDA's compute capability, None on a CPU. `cuda_version` is the one torch was
     built for. `cpu_bf16` says whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or
     Arm's BF16 instructions). `has_te` says whether Transformer Engine can be used, `te_problem` why
-    one that is installed cannot, and the remedy.
+    one that is installed cannot, and the remedy; `gpu_problem` why the GPU that is there cannot, so
+    that this is the CPU, and the remedy.
     """
 
     device: str = "cpu"
@@ -42,6 +44,7 @@ class Hardware:
     torch_version: str = field(default="", kw_only=True)
     te_version: str | None = field(default=None, kw_only=True)
     te_problem: str = field(default="", kw_only=True)
+    gpu_problem: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.capability is None:
@@ -71,21 +74,26 @@ def probe(device: str = "auto") -> Hardware:
     if device == "cuda" and not has_cuda:
         raise UserError("No CUDA GPU is usable by this torch. Use --device cpu.")
     if not has_cuda:
-        return Hardware(
-            "cpu",
-            name=_cpu_name(),
-            cpu_bf16=_cpu_multiplies_bf16(),
-            memory_gib=round(_system_memory_gib(), 1),
-            torch_version=_torch_build()["__version__"],
-            te_version=_te_version(),
-        )
+        return _probe_cpu()
     import torch
 
     properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    if not has_kernels(capability, torch.cuda.get_arch_list(), version_pair(torch.version.cuda)):
+        old = " --force-reinstall --index-url https://download.pytorch.org/whl/cu126"
+        problem = (
+            f"torch {_torch_build()['__version__']} has no kernels for {properties.name} (compute "
+            "capability {}.{}): pip install{} torch".format(
+                *capability, old if capability < TURING else " --upgrade"
+            )
+        )
+        if device == "cuda":
+            raise UserError(f"{problem}, or use --device cpu.")
+        return replace(_probe_cpu(), gpu_problem=problem)
     version, problem = find_te()
     return Hardware(
         "cuda",
-        (properties.major, properties.minor),
+        capability,
         name=properties.name,
         has_te=version is not None and not problem,
         cuda_version=version_pair(torch.version.cuda),
@@ -96,8 +104,49 @@ def probe(device: str = "auto") -> Hardware:
     )
 
 
+def _probe_cpu() -> Hardware:
+    return Hardware(
+        "cpu",
+        name=_cpu_name(),
+        cpu_bf16=_cpu_multiplies_bf16(),
+        memory_gib=round(_system_memory_gib(), 1),
+        torch_version=_torch_build()["__version__"],
+        te_version=_te_version(),
+    )
+
+
+TURING = (7, 5)
+"""The least compute capability of CUDA 13, and of torch 2.11 and later for CUDA 12.8."""
+
+
+def has_kernels(
+    capability: tuple[int, int], built_for: Sequence[str], cuda: tuple[int, int] | None
+) -> bool:
+    """Whether a torch runs on GPUs of a compute capability.
+
+    Args:
+        capability: of the GPU.
+        built_for: what `torch.cuda.get_arch_list()` gives, such as "sm_90" and "compute_120": code
+            for one generation runs on later ones of the same major number, PTX on all later ones.
+        cuda: the CUDA that torch was built for, which decides where `built_for` is empty.
+    """
+    if not built_for:
+        return capability >= TURING or cuda is None or cuda < (13, 0)
+    for name in built_for:
+        found = re.match(r"(sm|compute)_(\d+)(\d)", name)
+        if found is None:
+            continue
+        had = (int(found[2]), int(found[3]))
+        if had <= capability and (found[1] == "compute" or had[0] == capability[0]):
+            return True
+    return False
+
+
 def assumed(capability: str, has_te: bool = True) -> Hardware:
     """A machine that is not here, with current software: torch for CUDA 12.9 or later, TE 2.20.
+
+    Its GPU is a usual one of that compute capability, by whose data sheet plans go where one is
+    known. GPUs before Turing get torch for CUDA 12.6, the last that is built for them.
 
     Args:
         capability: "9.0" for a GPU of that compute capability, "none" for a CPU.
@@ -117,12 +166,13 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     if asked not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
         raise UserError(f"No GPU has compute capability {capability}. Known: {known}.")
+    gpu = gpu_of_capability(asked)
     return Hardware(
         "cuda",
         asked,
-        name="assumed GPU",
+        name=f"assumed {gpu.name if gpu else 'GPU'}",
         has_te=has_te,
-        cuda_version=(12, 9),
+        cuda_version=(12, 9) if asked >= TURING else (12, 6),
         torch_version=_torch_build()["__version__"],
         te_version="2.20" if has_te else None,
     )

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fp8stack.errors import UserError
+from fp8stack.precision.gpus import find_gpu
+from fp8stack.precision.profit import Shape, doubt
 from fp8stack.precision.recipe import Block, ComputeDtype, PlainRecipe, Recipe, plain
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
-Shape = tuple[int, int, int]
-"""The GEMM of a linear's forward pass: M rows (tokens), K in features, N out features."""
-
-# Where native FP8 stops paying, by our estimate (docs/performance.md has the figures). Per row,
-# what three FP8 GEMMs save is proportional to K N and what the casts of x and dy move to K + N, so
-# FP8 pays from some K N / (K + N) on: one value at 4 bytes moved per element, where the amax comes
-# for free with the cast, another at 6, where it does not or where two casts make the two copies.
-# Below LEAST_WORK, M K N, a GEMM does not fill a GPU.
-LEAST_RATIO = {"delayed": 255, "current": 380, "block": 380, "mxfp8": 380}
-LEAST_WORK = 4e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """How one linear layer runs: `precision` is the recipe's name or a compute dtype."""
+    """How one linear layer runs: `precision` is the recipe's name or a compute dtype, `reason` says
+    why it is not in FP8, `doubt` why one that is may gain nothing by it."""
 
     name: str
     in_features: int
@@ -34,6 +27,7 @@ class LayerPlan:
     fp8: bool
     precision: str
     reason: str = ""
+    doubt: str = ""
 
     @property
     def sentence(self) -> str:
@@ -46,8 +40,8 @@ class Plan:
     """What runs, decided before the model is built.
 
     `asked` is the recipe's name as given ("auto" included), `recipe` the one that runs. `native`
-    says whether the recipe as asked runs on the hardware's own units. `layers` is filled by
-    `for_layers`.
+    says whether the recipe as asked runs on the hardware's own units. `gpu` is the name of the GPU,
+    whose rates say where FP8 pays. `layers` is filled by `for_layers`.
     """
 
     asked: str
@@ -58,6 +52,7 @@ class Plan:
     compute_dtype: ComputeDtype
     reasons: tuple[str, ...] = ()
     strict: bool = False
+    gpu: str = ""
     layers: tuple[LayerPlan, ...] = field(default=())
 
     @property
@@ -118,10 +113,11 @@ class Plan:
             heads: which of them give logits; they run in FP8 only if the recipe says so.
             left_out: those that stay out of it for a reason of the caller's.
             otherwise: how a layer runs that is not in FP8, if not in the compute dtype.
-            tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, a layer for
-                which native FP8 on a GPU does not pay is not in FP8, unless `strict`.
+            tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
+                the layers in which native FP8 does not seem to pay on this GPU; where "auto" chose
+                the recipe, they are not in FP8.
             measured: bf16's time / FP8's time on this machine, by the shape of the forward GEMM;
-                what is not in it goes by `LEAST_RATIO` and `LEAST_WORK`.
+                what is not in it goes by the GPU's data sheet, if that is known.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer that the hardware
@@ -133,13 +129,15 @@ class Plan:
             self._check_exclusions(shapes, blocks)
         layers = []
         for name, shape in shapes.items():
-            reason = (left_out or {}).get(name) or ""
+            reason, doubted = (left_out or {}).get(name) or "", ""
             if not isinstance(recipe, PlainRecipe):
                 reason = reason or recipe.excluded(name, blocks.get(name), name in heads) or ""
                 reason = reason or self.unserved(name, shape)
                 if tokens is not None and not reason:
-                    reason = self._unprofitable((tokens, *shape), measured or {})
-            layer = self._layer(name, shape, reason)
+                    doubted = self._doubt((tokens, *shape), measured or {})
+            if doubted and self.asked == "auto":
+                reason, doubted = f"FP8 does not pay for {doubted}", ""
+            layer = replace(self._layer(name, shape, reason), doubt=doubted)
             if reason and otherwise is not None:
                 layer = replace(layer, precision=otherwise)
             layers.append(layer)
@@ -215,23 +213,18 @@ class Plan:
                 return why
         return ""
 
-    def _unprofitable(self, shape: Shape, measured: Mapping[Shape, float]) -> str:
-        """Why FP8 does not pay for a GEMM of this shape; "" if it does, or if that is no matter."""
-        if self.strict or self.device != "cuda" or self.backend not in ("te", "torch"):
-            return ""
-        rows, inputs, outputs = shape
-        what = f"{rows} x {inputs} -> {outputs}"
-        if shape in measured:
-            # 0.9996 is not to read as "1".
-            speed = min(round(measured[shape], 3), 0.999)
-            slower = measured[shape] < 1.0
-            return f"FP8 measured at {speed:g} of bf16's speed for {what}" if slower else ""
-        ratio, least = inputs * outputs / (inputs + outputs), LEAST_RATIO[self.scaling]
-        if ratio < least:
-            return f"FP8 does not pay for {what}: K N / (K + N) = {ratio:.0f}, below {least}"
-        if (work := rows * inputs * outputs) < LEAST_WORK:
-            return f"FP8 does not pay for {what}: M K N = {work:.2g}, below {LEAST_WORK:.0e}"
-        return ""
+    def _doubt(self, shape: Shape, measured: Mapping[Shape, float]) -> str:
+        """Why native FP8 does not seem to pay for a GEMM of this shape; "" if it does."""
+        if self.device != "cuda" or self.backend not in ("te", "torch"):
+            return ""  # emulated: it is for the numerics, not for speed
+        return doubt(shape, self.scaling, find_gpu(self.gpu), measured)
+
+    @property
+    def notes(self) -> list[str]:
+        """Where FP8 runs as asked and may gain nothing; what is the same in many blocks once."""
+        count = sum(bool(layer.doubt) for layer in self.layers)
+        kinds = "; ".join(f"{what}, {ones[0].doubt}" for what, ones in _alike(self.layers, "doubt"))
+        return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
 
     def layer(self, name: str) -> LayerPlan:
         """The decision for the layer called `name`."""
@@ -258,6 +251,7 @@ class Plan:
             lines.append(f"FP8 layers {count}/{len(self.layers)}{told}")
         else:
             lines += [f"  {sentence}" for sentence in why]
+        lines += [f"note: {note}" for note in self.notes]
         if self.attention != self.compute_dtype:
             lines.append(f"attention: {self.attention}, the recipe says so")
         return lines
@@ -274,23 +268,26 @@ class Plan:
             "attention": self.attention,
             "loss_scaling": self.loss_scaling,
             "reasons": list(self.reasons),
+            "notes": self.notes,
             "layers": [asdict(layer) for layer in self.layers],
         }
 
 
-def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
-    """Why layers are not in FP8; what is the same in many blocks is said once."""
+def _alike(layers: Iterable[LayerPlan], word: str) -> Iterator[tuple[str, list[LayerPlan]]]:
+    """The layers that have a `word`, "reason" or "doubt", those that are the same in many blocks
+    together, and how these are called."""
     same: dict[tuple[str, str, str], list[LayerPlan]] = {}
     for layer in layers:
-        if layer.reason:
+        if why := getattr(layer, word):
             pattern = re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", layer.name)
-            same.setdefault((pattern, layer.precision, layer.reason), []).append(layer)
-    return [
-        group[0].sentence
-        if len(group) == 1
-        else f"{len(group)} layers {pattern}: {precision}, {reason}"
-        for (pattern, precision, reason), group in same.items()
-    ]
+            same.setdefault((pattern, layer.precision, why), []).append(layer)
+    for (pattern, *_), group in same.items():
+        yield (group[0].name if len(group) == 1 else f"{len(group)} layers {pattern}"), group
+
+
+def _grouped(layers: Iterable[LayerPlan]) -> list[str]:
+    """Why layers are not in FP8; what is the same in many blocks is said once."""
+    return [replace(group[0], name=what).sentence for what, group in _alike(layers, "reason")]
 
 
 def block_indices(names: Iterable[str]) -> dict[str, Block]:

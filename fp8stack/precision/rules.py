@@ -6,6 +6,7 @@ recipe that is not native and every layer that is not in FP8 adds a sentence to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
 
@@ -31,7 +32,12 @@ TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
 
 
 def resolve(
-    recipe: str | Recipe, hardware: Hardware, backend: str = "auto", strict: bool = False
+    recipe: str | Recipe,
+    hardware: Hardware,
+    backend: str = "auto",
+    strict: bool = False,
+    *,
+    without: Mapping[str, str] | None = None,
 ) -> Plan:
     """What runs when `recipe` is asked for on `hardware`.
 
@@ -40,6 +46,8 @@ def resolve(
         hardware: a machine, this one (`probe()`) or any other.
         backend: "auto", or who is to run it: te, torch, emulate, reference.
         strict: refuse to run another recipe or backend than asked, instead of saying so.
+        without: backends that run only where they are named, since they cannot do something else
+            that is asked, with the reason.
 
     Raises:
         UserError: an unknown recipe or backend; under `strict`, a substitution.
@@ -58,12 +66,17 @@ def resolve(
     if isinstance(chosen, PlainRecipe):
         plan, substitutions = _resolve_plain(asked, chosen, hardware, backend)
     else:
-        plan, substitutions = _resolve_fp8(asked, chosen, hardware, backend)
+        unwanted = {name: why for name, why in (without or {}).items() if name != backend}
+        plan, substitutions = _resolve_fp8(asked, chosen, hardware, backend, unwanted)
+    if hardware.gpu_problem:
+        notes = (f"{hardware.gpu_problem}; until then the CPU runs", *notes)
+        substitutions = [notes[0], *substitutions]
     if strict and substitutions:
         raise UserError(f"--strict: '{asked}' does not run as asked: {substitutions[0]}.")
     # Whatever runs instead, attention stays what was asked for.
     runs = plan.recipe.model_copy(update={"attention": chosen.attention})
-    return replace(plan, recipe=runs, strict=strict, reasons=notes + plan.reasons)
+    gpu = hardware.name if hardware.device == "cuda" else ""
+    return replace(plan, recipe=runs, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
 
 
 def auto_recipe(hardware: Hardware) -> str:
@@ -134,7 +147,7 @@ _NEEDS = {
 
 
 def _resolve_fp8(
-    asked: str, recipe: Recipe, hardware: Hardware, backend: str
+    asked: str, recipe: Recipe, hardware: Hardware, backend: str, without: Mapping[str, str]
 ) -> tuple[Plan, list[str]]:
     """The plan for an FP8 recipe: native, emulated, or without FP8; and what was substituted."""
     capability = hardware.capability
@@ -169,7 +182,8 @@ def _resolve_fp8(
         return planned("emulate", False, reason), [reason]
     problem = _lacking_hardware(recipe, hardware)
     unable: dict[str, str] = {
-        name: problem or _unable(name, recipe, hardware) for name in PREFERENCE
+        name: problem or _unable(name, recipe, hardware) or without.get(name, "")
+        for name in PREFERENCE
     }
     able = [name for name in PREFERENCE if not unable[name]]
     if not able:
@@ -184,11 +198,14 @@ def _resolve_fp8(
     if backend not in ("auto", chosen):  # only a backend that was asked for is a substitution
         reason = f"{unable[backend]}; {chosen} runs instead"
         return planned(chosen, True, reason), [reason]
-    # One that auto would have preferred, and that is there, but does not work.
+    # One that auto would have preferred, and that is there, but does not work or may not be used.
     mended = replace(hardware, has_te=True, te_problem="")
     better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable("te", recipe, mended)
-    if backend == "auto" and hardware.te_problem and better:
-        return planned(chosen, True, f"{hardware.te_problem}; until then {chosen} runs"), []
+    if backend == "auto" and better:
+        if hardware.has_te:
+            return planned(chosen, True, f"{without['te']}: {chosen} runs"), []
+        if hardware.te_problem and "te" not in without:
+            return planned(chosen, True, f"{hardware.te_problem}; until then {chosen} runs"), []
     return planned(chosen, True), []
 
 

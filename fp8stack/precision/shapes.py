@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8stack.errors import StorageError, quoted
 from fp8stack.precision.hardware import Hardware
-from fp8stack.precision.plan import Shape
+from fp8stack.precision.profit import Shape
 
 log = logging.getLogger("fp8stack")
 

@@ -57,10 +57,12 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
         told = f"{1000 * rates[fastest]:.0f} GFLOP/s measured {fastest} matmul"
         return Peak(tflops=rates[fastest], name=told, measured=True)
     gpu = find_gpu(hardware.name)
-    if gpu is not None and plan.compute_dtype not in ("fp32", "tf32"):
-        if plan.runs_fp8 and plan.native and gpu.fp8_tflops:
-            return Peak(tflops=gpu.fp8_tflops, name=f"{gpu.fp8_tflops:.0f} TFLOP/s fp8")
-        return Peak(tflops=gpu.half_tflops, name=f"{gpu.half_tflops:.0f} TFLOP/s half")
+    if gpu is not None:
+        units = "fp8" if plan.runs_fp8 and plan.native else plan.compute_dtype
+        rates = {"fp32": gpu.fp32_tflops, "tf32": gpu.tf32_tflops, "fp8": gpu.fp8_tflops}
+        if rate := rates.get(units, gpu.half_tflops):
+            name = units if units in rates else "half"
+            return Peak(tflops=rate, name=f"{rate:g} TFLOP/s {name}")
     return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
 
 
