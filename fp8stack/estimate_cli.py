@@ -87,7 +87,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.training.config import for_ranks
     from fp8stack.training.memory import Footprint
     from fp8stack.training.optimizer import require_optimizer
-    from fp8stack.training.parallel import require_divisible, require_tested
+    from fp8stack.training.parallel import require_divisible, require_possible
     from fp8stack.training.variants import Decided, plan_phases
 
     memory = memory_of(hardware) if memory_given is None else _given(memory_given)
@@ -99,11 +99,11 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     sequences = config.batch // share
     asked = Footprint(config, model, context, ranks)
     require_optimizer(config, hardware, ranks)
-    if config.compile:
-        require_compilable(config.activation_checkpointing)
     plans, schedule = plan_phases(config, model, hardware, Decided(), sequences * context)
     for plan in plans:
-        require_tested(plan, config, ranks)
+        require_possible(plan, config, ranks)
+        if config.compile:
+            require_compilable(plan, config.activation_checkpointing)
     trained = [plans[place] for place in schedule.variants]
     largest = {}
     if memory is not None:
@@ -175,8 +175,10 @@ def _plan_of(
 ) -> Plan:
     """The plan of another recipe, whatever is substituted for it."""
     from fp8stack.model import plan_for
+    from fp8stack.training.variants import unwanted_backends
 
-    return plan_for(model, name, hardware, config.backend, tokens=tokens)
+    without = unwanted_backends(config)
+    return plan_for(model, name, hardware, config.backend, tokens=tokens, without=without)
 
 
 def _show(made: Answer) -> None:

@@ -142,6 +142,7 @@ def plan_for(
     tokens: int | None = None,
     left_out: Mapping[str, str] | None = None,
     vocabulary_multiple: int = 1,
+    without: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
 
@@ -151,11 +152,12 @@ def plan_for(
         hardware: see `resolve`.
         backend: see `resolve`.
         strict: see `resolve`.
-        tokens: of a micro-batch; if known, layers in which FP8 does not pay are left out.
+        tokens: of a micro-batch; if known, the plan says in which layers FP8 may not pay.
         left_out: layers to leave out, with the reason.
         vocabulary_multiple: what the vocabulary is padded to at least.
+        without: see `resolve`.
     """
-    plan = resolve(recipe, hardware, backend, strict)
+    plan = resolve(recipe, hardware, backend, strict, without=without)
     measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     vocabulary = padded_vocabulary(config, multiple)

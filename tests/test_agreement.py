@@ -14,10 +14,13 @@ from bench.twins import SMALL, TEXT
 from bench.whole_ranks import run_ranks
 from bench.whole_runs import checkpoints, last_step
 from fp8stack.errors import UserError
-from fp8stack.precision import Hardware, resolve
+from fp8stack.model import load_config
+from fp8stack.precision import Hardware
+from fp8stack.training.compiler import require_compilable
 from fp8stack.training.config import RunConfig
-from fp8stack.training.parallel import require_tested
+from fp8stack.training.parallel import require_possible
 from fp8stack.training.ranks import ALONE
+from fp8stack.training.variants import plan_recipe
 
 WORDS = ["pretrain", *SMALL, "--data", "text.txt", "--recipe", "fp32", "--set", "sample_tokens=0"]
 WORDS += ["--steps", "4", "--save-every", "2", "--set", "rank_timeout=30"]
@@ -135,31 +138,26 @@ def test_an_error_within_two_agreements_is_told_once() -> None:
         raise UserError("once")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend", "parallel", "compiled", "said"),
-    [
-        ("delayed", "emulate", "fsdp", True, ""),
-        ("delayed", "emulate", "fsdp", False, ""),
-        ("fp16", "reference", "ddp", False, ""),
-        ("fp16", "reference", "ddp", True, "--compile is not tested on several ranks with fp16"),
-        ("block", "emulate", "fsdp", True, "with block, backend emulate and --parallel fsdp"),
-    ],
-)
-def test_what_no_test_has_trained_is_refused_by_name(
-    recipe: str, backend: str, parallel: Literal["ddp", "fsdp"], compiled: bool, said: str
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "emulate", "reference"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "block", "mxfp8"])
+def test_whatever_can_be_compiled_may_be_in_several_ranks(
+    recipe: str, backend: Literal["auto"], parallel: Literal["ddp", "fsdp"]
 ) -> None:
-    plan = resolve(recipe, Hardware("cpu"), backend)
-    config = RunConfig(parallel=parallel, compile=compiled)
-    require_tested(plan, config, 1)
-    if not said:
-        require_tested(plan, config, 2)
-        return
+    config = RunConfig(parallel=parallel, compile=True, recipe=recipe, backend=backend)
+    for hardware in (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True)):
+        plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
+        require_possible(plan, config, 2)
+        require_compilable(plan)
+
+
+def test_transformer_engine_by_name_is_not_shared_out_by_rows() -> None:
+    config = RunConfig(parallel="fsdp", recipe="delayed", backend="te")
+    hardware = Hardware("cuda", (9, 0), has_te=True)
+    plan = plan_recipe("delayed", config, load_config("gpt-nano"), hardware, 1024)
+    assert plan.backend == "te"
+    require_possible(plan, config, 1)
+    require_possible(plan, RunConfig(parallel="ddp"), 2)
+    said = "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
     with pytest.raises(UserError, match=said):
-        require_tested(plan, config, 2)
-
-
-def test_transformer_engine_is_not_shared_out_by_rows() -> None:
-    plan = resolve("delayed", Hardware("cuda", (9, 0), has_te=True), "te")
-    require_tested(plan, RunConfig(parallel="ddp"), 2)
-    with pytest.raises(UserError, match="--parallel fsdp with backend te is not tested"):
-        require_tested(plan, RunConfig(parallel="fsdp"), 2)
+        require_possible(plan, config, 2)

@@ -403,8 +403,11 @@ def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(
         (["--batch", "9", "--accumulate", "2"], "batch 9 is not divisible by accumulate 2"),
         (["--batch", "9", "--ranks", "2"], "cannot be shared equally by 2 ranks"),
         (
-            ["--ranks", "2", "--parallel", "fsdp", "--capability", "9.0", "--recipe", "delayed"],
-            "--parallel fsdp with backend te is not tested",
+            [
+                *("--ranks", "2", "--parallel", "fsdp"),
+                *("--capability", "9.0", "--recipe", "delayed", "--backend", "te"),
+            ],
+            "--parallel fsdp cannot share out Transformer Engine's layers",
         ),
         (["--context", "4096"], "--context 4096 is more than the 128"),
         (["--memory", "-3"], "--memory -3 is no memory"),

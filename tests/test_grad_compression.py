@@ -160,10 +160,10 @@ def test_with_fsdp_it_is_refused_by_name() -> None:
     plan = resolve("fp32", Hardware("cpu"))
     config = RunConfig(grad_compression="bf16", parallel="fsdp")
     with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
-        parallel.require_tested(plan, config, 2)
-    parallel.require_tested(plan, RunConfig(grad_compression="bf16"), 2)
-    parallel.require_tested(plan, RunConfig(parallel="fsdp"), 2)
-    parallel.require_tested(plan, config, 1)
+        parallel.require_possible(plan, config, 2)
+    parallel.require_possible(plan, RunConfig(grad_compression="bf16"), 2)
+    parallel.require_possible(plan, RunConfig(parallel="fsdp"), 2)
+    parallel.require_possible(plan, config, 1)
 
 
 def test_one_rank_is_told_that_it_changes_nothing() -> None:

@@ -248,7 +248,7 @@ ARGUMENTS = ("plan", "--model", "gpt2-124m", "--recipe", "delayed", "--capabilit
 def test_the_command_prints_the_plan_of_a_gpu_that_is_not_here(command: Command, capsys):
     assert command(*ARGUMENTS, "--batch", "32", "--accumulate", "2") == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("machine: assumed GPU (compute capability 9.0)\nplan: delayed,")
+    assert printed.startswith("machine: assumed H200 (compute capability 9.0)\nplan: delayed,")
     assert "blocks.0-11.mlp.down" in printed
     assert "e5m2 x e4m3" in printed
     assert "casts per optimizer step of 2 micro-batches:" in printed
@@ -281,9 +281,34 @@ def test_a_run_file_and_set_are_read_as_a_run_reads_them(command: Command, capsy
 
 
 @pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (
+            "compile=true",
+            "--compile: Transformer Engine's layers cannot be compiled into one graph",
+        ),
+        ("parallel=fsdp", "--parallel fsdp cannot share out Transformer Engine's layers"),
+    ],
+)
+def test_torch_runs_where_te_is_installed_and_cannot_do_what_else_is_asked(
+    command: Command, capsys, key, why
+):
+    assert command(*ARGUMENTS, "--strict", "--set", key) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "plan: delayed, FP8 GEMMs by torch's scaled_mm, on cuda"
+    assert lines[2] == f"  because {why}: torch runs"
+    assert command(*ARGUMENTS) == 0
+    assert "by Transformer Engine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--recipe", "mxpf8"), "Did you mean 'mxfp8'"),
+        (
+            (*ARGUMENTS[3:], "--backend", "te", "--set", "compile=true"),
+            "into one graph. Leave --compile out, or choose --backend torch.",
+        ),
         (("--set", "recipe_overrides.attention=fp16", "--recipe", "bf16"), "attention"),
         (("--set", "recipe_overrides.attention=fp32"), "recipe_overrides needs a recipe by name"),
         (("--capability", "nine"), "no compute capability"),

@@ -21,6 +21,7 @@ from fp8stack.training.reading import read
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup import with_absolute_paths
 from fp8stack.training.state import differences
+from fp8stack.training.variants import unwanted_backends
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 """Keys of a run that differ between the runs, and what to give in place of them."""
@@ -183,7 +184,10 @@ def _recipe(config: RunConfig, name: str, source: str, model: GPTConfig) -> dict
     asked = source if source == "auto" else load_recipe(source, config.recipe_overrides)
     tokens = config.batch // config.accumulate * context_of(config, model)
     hardware = probe(config.device)
-    plan = plan_for(model, asked, hardware, config.backend, config.strict, tokens=tokens)
+    without = unwanted_backends(config)
+    plan = plan_for(
+        model, asked, hardware, config.backend, config.strict, tokens=tokens, without=without
+    )
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
     return plan.recipe.model_dump(mode="json", exclude={"description"})

@@ -9,6 +9,7 @@ from fp8stack.model import load_config
 from fp8stack.planner.table import PrecisionTable, make_table
 from fp8stack.precision import Hardware
 from fp8stack.training.building import context_of
+from fp8stack.training.compiler import require_compilable
 from fp8stack.training.config import RunConfig, training_preset
 from fp8stack.training.variants import plan_recipe
 
@@ -23,6 +24,8 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
     recipe = config.recipe
     tokens = config.batch // config.accumulate * context_of(config, shape)
     plan = plan_recipe(recipe, config, shape, hardware, tokens)
+    if config.compile:
+        require_compilable(plan, config.activation_checkpointing)
     made = make_table(
         shape,
         plan,

@@ -29,7 +29,7 @@ from fp8stack.training.parallel import (
     DDP_OPTIONS,
     nothing_to_compress,
     require_divisible,
-    require_tested,
+    require_possible,
     spread,
 )
 from fp8stack.training.ranks import Ranks, losing_ranks
@@ -89,7 +89,7 @@ def _build_alone(
     tokens = config.batch // (config.accumulate * ranks.count) * context
     plans, schedule = plan_phases(config, model_config, hardware, decided, tokens)
     for plan in plans:
-        require_tested(plan, config, ranks.count)
+        require_possible(plan, config, ranks.count)
         if config.compile:
             require_compiler(plan, config.activation_checkpointing)
     require_optimizer(config, hardware, ranks.count)

@@ -13,6 +13,8 @@ from fp8stack.errors import UserError
 from fp8stack.model import SELECTIVE_COMPILED
 from fp8stack.precision import Plan
 
+TE_COMPILED = "--compile: Transformer Engine's layers cannot be compiled into one graph"
+
 
 def require_compiler(plan: Plan, recompute: str = "none") -> None:
     """See that a model with this plan can be compiled, before anything is built or written.
@@ -25,21 +27,18 @@ def require_compiler(plan: Plan, recompute: str = "none") -> None:
         UserError: the backend or the checkpointing cannot be compiled, or a compiler or its headers
             are missing.
     """
-    require_compilable(recompute)
-    if plan.backend == "te":
-        raise UserError(
-            "--compile: Transformer Engine's layers cannot be compiled into one graph. Leave "
-            "--compile out, or choose --backend torch."
-        )
+    require_compilable(plan, recompute)
     require_tools(plan.device, "--compile", "leave --compile out")
 
 
-def require_compilable(recompute: str) -> None:
-    """See that activation checkpointing of this kind works in compiled code.
+def require_compilable(plan: Plan, recompute: str = "none") -> None:
+    """See that this backend and this activation checkpointing work in compiled code.
 
     Raises:
-        UserError: it does not.
+        UserError: one does not.
     """
+    if plan.backend == "te":
+        raise UserError(f"{TE_COMPILED}. Leave --compile out, or choose --backend torch.")
     if recompute == "selective":
         raise UserError(SELECTIVE_COMPILED)
 

@@ -30,26 +30,7 @@ from fp8stack.training.config import RunConfig
 # Gradients are views of the buckets that DDP reduces: no copy of them.
 DDP_OPTIONS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
 
-TESTED = {
-    "ddp": ("reference", "emulate", "torch", "te"),
-    "fsdp": ("reference", "emulate", "torch"),
-}
-"""The backends that tests/test_ranks.py trains in several ranks, eager, every recipe that they run
-on a CPU (te: on a stand-in)."""
-
-COMPILED = frozenset(
-    {
-        ("fp32", "reference", "ddp"),
-        ("bf16", "reference", "fsdp"),
-        ("delayed", "emulate", "ddp"),
-        ("delayed", "emulate", "fsdp"),
-        ("delayed", "torch", "ddp"),
-        ("current", "torch", "fsdp"),
-        ("block", "emulate", "ddp"),
-        ("mxfp8", "emulate", "fsdp"),
-    }
-)
-"""What its slow tests train compiled: scaling or compute dtype, backend, parallelism."""
+TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
 
 
 def require_divisible(config: RunConfig, ranks: int) -> None:
@@ -66,27 +47,18 @@ def require_divisible(config: RunConfig, ranks: int) -> None:
         )
 
 
-def require_tested(plan: Plan, config: RunConfig, ranks: int) -> None:
-    """Refuse what no test has trained in several ranks.
+def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
+    """Refuse what several ranks cannot do.
 
     Raises:
         UserError: with what to choose instead.
     """
-    if ranks > 1 and plan.backend not in TESTED[config.parallel]:
-        raise UserError(
-            f"--parallel {config.parallel} with backend {plan.backend} is not tested. Choose "
-            "--parallel ddp, or --backend torch."
-        )
+    if ranks > 1 and plan.backend == "te" and config.parallel == "fsdp":
+        raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
     if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":
         raise UserError(
             f"--grad-compression {config.grad_compression} with --parallel {config.parallel} is "
-            "not tested. Choose --parallel ddp, or leave --grad-compression out."
-        )
-    kind = plan.scaling if plan.is_fp8 else plan.compute_dtype
-    if ranks > 1 and config.compile and (kind, plan.backend, config.parallel) not in COMPILED:
-        raise UserError(
-            f"--compile is not tested on several ranks with {kind}, backend {plan.backend} and "
-            f"--parallel {config.parallel}. Leave it out, or see the table in docs/distributed.md."
+            "not possible: DDP alone has it. Choose --parallel ddp, or leave it out."
         )
 
 

@@ -16,7 +16,9 @@ from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.phases import Phase, evaluation_recipe, phases_of
+from fp8stack.training.compiler import TE_COMPILED
 from fp8stack.training.config import RunConfig
+from fp8stack.training.parallel import TE_SHARDED
 from fp8stack.training.run import Run, Schedule, Variant
 
 ANY = ""
@@ -164,7 +166,15 @@ def plan_recipe(
         tokens=None if left_out is not None else tokens,
         left_out=left_out,
         vocabulary_multiple=vocabulary_multiple,
+        without=unwanted_backends(config),
     )
+
+
+def unwanted_backends(config: RunConfig) -> dict[str, str]:
+    """The backends that cannot do something else that a run asks for, and what that is."""
+    if config.parallel == "fsdp":
+        return {"te": TE_SHARDED}
+    return {"te": TE_COMPILED} if config.compile else {}
 
 
 def _runs_alike(plan: Plan, other: Plan) -> bool:
