@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state
     from fp8stack.conversion import convert
     from fp8stack.errors import UserError
+    from fp8stack.estimate.savings import savings
     from fp8stack.model import GPT, GPTConfig, load_config, plan_for
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
+    from fp8stack.precision.phases import precision_for_phase
     from fp8stack.tokenizer import Tokenizer, load_tokenizer
     from fp8stack.training.load import load
     from fp8stack.training.loss_scale import LossScaler
@@ -40,9 +42,11 @@ _HOMES = {
     "load_recipe": "precision",
     "load_tokenizer": "tokenizer",
     "plan_for": "model",
+    "precision_for_phase": "precision.phases",
     "pretrain": "training.pretrain",
     "probe": "precision",
     "resolve": "precision",
+    "savings": "estimate.savings",
 }
 
 __all__ = [
@@ -64,9 +68,11 @@ __all__ = [
     "load_tokenizer",
     "numerics",
     "plan_for",
+    "precision_for_phase",
     "pretrain",
     "probe",
     "resolve",
+    "savings",
 ]
 
 

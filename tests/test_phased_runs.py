@@ -18,6 +18,7 @@ from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.display import describe_run
 from fp8stack.training.feed import batches
 from fp8stack.training.run import Variant
+from fp8stack.training.variants import plan_of
 from tests.conftest import TINY, Command, metrics
 from tests.small_loop import SmallLoop
 
@@ -341,8 +342,49 @@ def test_a_recipe_of_a_phase_without_steps_must_exist_all_the_same(tmp_path: Pat
 
 
 def test_a_phase_without_steps_is_told(tmp_path: Path) -> None:
-    run = SmallLoop(tmp_path / "r", "delayed", phases="default", steps=4, warmup_steps=3).run
+    run = SmallLoop(tmp_path / "r", "delayed", phases="default", steps=4, decay_fraction=1.0).run
     assert any("stable has no steps" in line for line in describe_run(run))
+    why = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
+    assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", why)
+    with pytest.raises(UserError, match=f"--strict: {why}. Give more --steps"):
+        SmallLoop(
+            *(tmp_path / "s", "delayed"),
+            **{"phases": "default", "steps": 4, "decay_fraction": 1.0},
+            **{"strict": True, "backend": "emulate"},
+        )
+
+
+def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path: Path) -> None:
+    keys = {"phases": "default", "steps": 30, "warmup_steps": 50, "decay_fraction": 0.2}
+    run = SmallLoop(tmp_path / "r", "delayed", **keys, strict=True, backend="emulate").run
+    assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
+        ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
+    ]  # fmt: skip
+    told = plan_of(run)
+    assert (told["asked"], told["recipe"]["name"]) == ("delayed", "delayed")
+    assert [one["precision"] for one in told["phases"]] == ["bf16", "delayed-emulated", "bf16"]
+
+
+def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path: Path) -> None:
+    phases = (
+        {"name": "a", "until": 2, "recipe_overrides": {"exclude": ["*qkv"]}},
+        {"name": "b", "until": 4},
+        {"name": "c", "recipe": "bf16", "recipe_overrides": {"attention": "fp32"}},
+    )
+    small = SmallLoop(tmp_path / "r", "current", phases=phases, steps=6, save_every=3)
+    small.advance(3)
+    first, second, third = (small.run.variants[n].plan for n in small.run.schedule.variants)
+    assert {layer.name for layer in first.layers if layer.fp8} == {
+        layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
+    }
+    assert (third.precision, third.attention) == ("bf16", "fp32")
+    told = [one["overrides"] for one in plan_of(small.run)["phases"]]
+    assert told == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), steps=6)
+    assert resumed.run.schedule == small.run.schedule
+    resumed.advance(3)
+    assert resumed.run.plan.attention == "fp32"
 
 
 def test_keys_that_change_nothing_are_told(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+import fp8stack
 from fp8stack.errors import UserError
+from fp8stack.precision import Hardware
 from fp8stack.precision.phases import (
     Phase,
     PhaseConfig,
-    evaluation_recipe,
+    evaluation_in,
     overridden,
     phases_of,
     preset,
 )
 from fp8stack.training.config import parse_config, to_toml
 
+H100 = Hardware("cuda", (9, 0))
 RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}
 
 
@@ -27,7 +30,7 @@ def test_without_phases_the_run_is_one() -> None:
     assert phases_of((), "delayed", **RUN) == (  # type: ignore[arg-type]
         Phase(name="all", recipe="delayed", first=1, last=100),
     )
-    assert evaluation_recipe((), "delayed") is None
+    assert evaluation_in((), "delayed", 100) is None
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,8 @@ def test_presets_follow_the_schedule_of_the_learning_rate(
         ("stable", middle, 11, 80),
         ("decay", edge, 81, 100),
     ]
-    assert evaluation_recipe(preset(name), "mine") == edge
+    found = evaluation_in(preset(name), "mine", 100)
+    assert found == Phase(name="evaluation", recipe=edge, first=1, last=100)
 
 
 def test_an_unknown_preset_is_named_with_the_nearest() -> None:
@@ -62,11 +66,58 @@ def test_a_phase_ends_at_a_step_or_at_a_share_of_all() -> None:
 
 def test_phases_without_steps_are_left_out() -> None:
     assert [name for name, *_ in spans(*preset("default"), warmup_steps=0)] == ["stable", "decay"]
-    long = spans(*preset("default"), warmup_steps=95)
+    long = spans(*preset("default"), decay_fraction=0.95)
     assert [(name, first, last) for name, _, first, last in long] == [
-        ("warmup", 1, 95), ("decay", 96, 100),
+        ("warmup", 1, 10), ("decay", 11, 100),
     ]  # fmt: skip
-    assert spans(*preset("default"), warmup_steps=500) == [("warmup", "bf16", 1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "stable"), [(30, 8, 24), (10, 2, 8), (200, 50, 160), (4000, 50, 3200)]
+)
+def test_the_warm_up_phase_is_a_quarter_of_the_run_at_most(
+    steps: int, warmup: int, stable: int
+) -> None:
+    assert spans(*preset("default"), steps=steps, warmup_steps=50) == [
+        ("warmup", "bf16", 1, warmup),
+        ("stable", "delayed", warmup + 1, stable),
+        ("decay", "bf16", stable + 1, steps),
+    ]
+    mine = [PhaseConfig(name="warmup", until=0.5), PhaseConfig(name="stable")]
+    assert spans(*mine, steps=steps, warmup_steps=50)[0][2:] == (1, steps // 2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "phases", "hardware", "precision"),
+    [
+        ("warmup", "default", H100, "bf16"),
+        ("stable", "default", H100, "delayed"),
+        ("evaluation", "default", H100, "bf16"),
+        ("warmup", "aggressive", H100, "delayed"),
+        ("warmup", "aggressive", Hardware("cuda", (8, 0)), "bf16"),
+        ("stable", "conservative", H100, "fp32"),
+        ("stable", "default", Hardware("cpu"), "delayed-emulated"),
+        ("mine", [PhaseConfig(name="mine", recipe="current")], H100, "current"),
+    ],
+)
+def test_the_precision_of_a_phase_is_a_plan_for_loops_of_ones_own(
+    phase: str, phases: str, hardware: Hardware, precision: str
+) -> None:
+    found = fp8stack.precision_for_phase(phase, "delayed", phases, hardware)
+    assert found.precision == precision
+
+
+def test_the_precision_of_a_phase_has_its_overrides_and_refuses_other_names() -> None:
+    phases = [PhaseConfig(name="mine", recipe_overrides={"margin": 2})]
+    found = fp8stack.precision_for_phase("mine", "delayed", phases, H100)
+    assert found.recipe.margin == 2  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"No phase 'warmpu'.*Did you mean 'warmup'"):
+        fp8stack.precision_for_phase("warmpu", hardware=H100)
+
+
+def test_savings_are_told_as_an_average_and_as_the_peak() -> None:
+    found = fp8stack.savings([(10, 4), (20, 4), (60, 2), (10, 4)], 4)
+    assert (found.average, found.peak) == (pytest.approx(0.70), 1.0)
 
 
 def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
@@ -101,6 +152,27 @@ def test_an_override_wins_and_leaves_the_rest() -> None:
     ]
     with pytest.raises(UserError, match="'end' is none of the preset's"):
         overridden(preset("default"), [PhaseConfig(name="end")])
+
+
+def test_what_a_phase_sets_otherwise_is_part_of_what_it_asks_for() -> None:
+    one = PhaseConfig(name="a", until=5, recipe_overrides={"margin": 1, "exclude": ["*.up"]})
+    first, second = phases_of([one, PhaseConfig(name="b")], "delayed", **RUN)  # type: ignore[arg-type]
+    assert first.asked == 'delayed with exclude = ["*.up"], margin = 1'
+    assert second.asked == "delayed"
+
+
+def test_overrides_of_a_phase_are_read_and_written(tmp_path) -> None:
+    text = '[[phases]]\nname = "a"\nuntil = 0.5\n[phases.recipe_overrides]\nmargin = 1\n'
+    text += 'exclude = ["*.up", "x"]\n[[phases]]\nname = "b"\nrecipe_overrides.head = true\n'
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    config = parse_config(str(file), {"recipe": "delayed"})
+    assert [phase.recipe_overrides for phase in config.phases] == [
+        {"margin": 1, "exclude": ["*.up", "x"]},
+        {"head": True},
+    ]
+    file.write_text(to_toml(config))
+    assert parse_config(str(file), {}) == config
 
 
 def test_a_preset_by_flag_is_overridden_by_the_run_file_and_saved_phase_by_phase(tmp_path) -> None:

@@ -1,22 +1,31 @@
 """Phases: which recipe is asked for at which steps of a run. Pure; no torch here.
 
 A run without phases has one recipe throughout. `warmup`, `stable` and `decay` end where the
-schedule of the learning rate has it, other phases where they say; `evaluation` is the recipe in
-which validation losses are computed.
+schedule of the learning rate has it, the first after a quarter of the run at the latest; other
+phases where they say. `evaluation` is the recipe in which validation losses are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fp8stack.errors import UserError, unknown
+from fp8stack.precision.hardware import Hardware, probe
+from fp8stack.precision.plan import Plan
+from fp8stack.precision.recipe import load_recipe
+from fp8stack.precision.rules import resolve
 
 PresetName = Literal["conservative", "default", "aggressive"]
 EVALUATION = "evaluation"
+LONGEST_WARMUP = 0.25
+"""The share of a run that the phase `warmup` takes at most, so that short runs have others too."""
+
+Override = bool | int | float | str | list[str]
 
 
 class PhaseConfig(BaseModel):
@@ -30,6 +39,8 @@ class PhaseConfig(BaseModel):
     until: int | float | None = None
     """Its last step, or as a fraction the share of all steps that is then done; left out, the
     schedule's for warmup, stable and decay, and the run's end for the last phase."""
+    recipe_overrides: dict[str, Override] = {}
+    """Keys of the recipe that this phase sets otherwise."""
 
     @field_validator("until")
     @classmethod
@@ -43,12 +54,20 @@ class PhaseConfig(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The steps `first` to `last`, from 1, both included, and the recipe that they ask for."""
+    """The steps `first` to `last`, from 1, both included, and the recipe that they ask for, with
+    what the phase sets otherwise in it."""
 
     name: str
     recipe: str
     first: int
     last: int
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> str:
+        """The recipe with its overrides in a word, the same for phases that ask for the same."""
+        changed = (f"{key} = {json.dumps(value)}" for key, value in sorted(self.overrides.items()))
+        return " with ".join(filter(None, (self.recipe, ", ".join(changed))))
 
 
 def preset(name: str) -> tuple[PhaseConfig, ...]:
@@ -99,7 +118,7 @@ def phases_of(
         phases: as configured; none is one phase in the run's recipe.
         recipe: the run's.
         steps: of the run.
-        warmup_steps: while the learning rate rises.
+        warmup_steps: while the learning rate rises; of them, those of the run's first quarter.
         decay_fraction: the share of the steps in which it falls at the end.
 
     Raises:
@@ -110,7 +129,8 @@ def phases_of(
     trained = [phase for phase in phases if phase.name != EVALUATION]
     if not trained:
         return (Phase(name="all", recipe=recipe, first=1, last=steps),)
-    ends = {"warmup": warmup_steps, "stable": round(steps * (1 - decay_fraction)), "decay": steps}
+    warm = min(warmup_steps, round(LONGEST_WARMUP * steps))
+    ends = {"warmup": warm, "stable": round(steps * (1 - decay_fraction)), "decay": steps}
     made: list[Phase] = []
     first = 1
     for phase in trained:
@@ -128,8 +148,7 @@ def phases_of(
                 f"{first - 1}. Put 'until' in rising order, within the run's {steps} steps."
             )
         if first <= last:
-            name = phase.recipe or recipe
-            made.append(Phase(name=phase.name, recipe=name, first=first, last=last))
+            made.append(_spanning(phase, recipe, first, last))
         first = last + 1
     if first <= steps:
         raise UserError(
@@ -139,10 +158,45 @@ def phases_of(
     return tuple(made)
 
 
-def evaluation_recipe(phases: Sequence[PhaseConfig], recipe: str) -> str | None:
-    """The recipe of validation losses; None is that of training."""
+def evaluation_in(phases: Sequence[PhaseConfig], recipe: str, steps: int) -> Phase | None:
+    """The phase of validation losses, all `steps`; None is that of training."""
     found = next((phase for phase in phases if phase.name == EVALUATION), None)
-    return None if found is None else found.recipe or recipe
+    return None if found is None else _spanning(found, recipe, 1, steps)
+
+
+def precision_for_phase(
+    phase: str,
+    recipe: str = "auto",
+    phases: str | Sequence[PhaseConfig] = "default",
+    hardware: Hardware | None = None,
+) -> Plan:
+    """What a phase runs in, for a training loop of your own; its `precision` is that in a word.
+
+    Args:
+        phase: its name: warmup, stable, decay, evaluation, or one of `phases`.
+        recipe: that of the run, for phases that name none.
+        phases: a preset's name (see `preset`), or phases of your own.
+        hardware: a machine; this one if left out.
+
+    Raises:
+        UserError: no such preset, phase or recipe.
+    """
+    known = {one.name: one for one in (preset(phases) if isinstance(phases, str) else phases)}
+    if phase not in known:
+        raise unknown("phase", phase, list(known))
+    asked = _spanning(known[phase], recipe, 1, 1)
+    chosen = load_recipe(asked.recipe, asked.overrides) if asked.overrides else asked.recipe
+    return resolve(chosen, hardware or probe())
+
+
+def _spanning(phase: PhaseConfig, recipe: str, first: int, last: int) -> Phase:
+    return Phase(
+        name=phase.name,
+        recipe=phase.recipe or recipe,
+        first=first,
+        last=last,
+        overrides=phase.recipe_overrides,
+    )
 
 
 def _last_step(phase: PhaseConfig, steps: int) -> int | None:

@@ -23,14 +23,13 @@ from pydantic import (
 
 from fp8stack import presets
 from fp8stack.errors import UserError, unknown
-from fp8stack.precision.phases import PhaseConfig, overridden, preset
+from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.precision.recipe import Recipe
 from fp8stack.shape import GPTConfig
 from fp8stack.tokenizer import NAMED
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 LossScaleBound = Annotated[float, Field(ge=2.0**-126, le=2.0**126)]  # its inverse is normal, too
-Override = bool | int | float | str | list[str]
 
 
 class GuardConfig(BaseModel):
@@ -502,10 +501,12 @@ def to_toml(config: RunConfig) -> str:
 
 
 def toml_lines(table: Mapping[str, Any]) -> list[str]:
-    """The lines of a TOML table; keys without a value are left out."""
-    return [f"{key} = {_literal(value)}" for key, value in table.items() if value is not None]
+    """The lines of a TOML table; keys without a value, and empty tables, are left out."""
+    return [f"{key} = {_literal(value)}" for key, value in table.items() if value not in (None, {})]
 
 
 def _literal(value: Any) -> str:
     """One TOML value; TOML's strings, numbers and booleans read as JSON's, DEL apart."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(toml_lines(value))} }}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

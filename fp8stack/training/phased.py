@@ -44,10 +44,13 @@ class Phases:
             Whether another variant trained before.
         """
         switches = self.take_up(step)
-        name = self._at(step)[0].name
-        if name != self.entered and len(self.run.schedule.phases) > 1 and self.ended_at is None:
-            self._announce(step, name, self.run.active)
-        self.entered = name
+        phase = self._at(step)[0]
+        several = len(self.run.schedule.phases) > 1
+        if phase.name != self.entered and several and self.ended_at is None:
+            asked = phase.asked.replace(phase.recipe, self.run.plan.asked, 1)  # not a whole path
+            why = f"{asked} was asked for from this step on"
+            self._announce(step, phase.name, self.run.active, why)
+        self.entered = phase.name
         return switches
 
     def take_up(self, step: int) -> bool:
@@ -166,8 +169,7 @@ class Phases:
             variant = run.variants[schedule.reference]
         return schedule.phases[place], variant
 
-    def _announce(self, step: int, name: str, variant: Variant, why: str | None = None) -> None:
+    def _announce(self, step: int, name: str, variant: Variant, why: str) -> None:
         plan = variant.plan
-        why = why or f"{plan.asked} was asked for from this step on"
         row = {"step": step, "event": "phase", "phase": name, "why": why}
         self.announce(row | {"recipe": plan.recipe.name, "precision": plan.precision})

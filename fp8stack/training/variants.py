@@ -15,7 +15,7 @@ from fp8stack.backends import build_backend
 from fp8stack.errors import UserError
 from fp8stack.model import GPT, GPTConfig, plan_for
 from fp8stack.precision import Hardware, Plan, load_recipe
-from fp8stack.precision.phases import Phase, evaluation_recipe, phases_of
+from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
 from fp8stack.training.compiler import TE_COMPILED
 from fp8stack.training.config import RunConfig
 from fp8stack.training.parallel import TE_SHARDED
@@ -62,18 +62,22 @@ def plan_phases(
         if name != "auto":  # whether or not a phase has steps
             load_recipe(name)
     phases = phases_in(config)
-    evaluation = evaluation_recipe(config.phases, config.recipe)
+    if config.strict and (why := never_asked_for(config, phases)):
+        raise UserError(f"--strict: {why}. Give more --steps, or phases that leave it some.")
+    evaluation = evaluation_in(config.phases, config.recipe, config.steps)
     compares = bool(config.phases and config.guard.enabled and config.guard.quality)
     compares = compares or decided.needs_reference
-    asked = [phase.recipe for phase in phases]
-    asked += [recipe for recipe in (evaluation, "fp32" if compares else None) if recipe]
+    reference = Phase(name="reference", recipe="fp32", first=1, last=config.steps)
+    wanted = [*phases, *([evaluation] if evaluation else []), *([reference] if compares else [])]
 
     def made(multiple: int) -> tuple[list[Plan], dict[str, int]]:
         plans: list[Plan] = []
         places: dict[str, int] = {}
-        for name in dict.fromkeys(asked):
+        for name, phase in {phase.asked: phase for phase in wanted}.items():
             known = decided.left_out.get(name, decided.left_out.get(ANY))
-            plan = plan_recipe(name, config, model, hardware, tokens, known, multiple)
+            plan = plan_recipe(
+                phase.recipe, config, model, hardware, tokens, known, multiple, phase.overrides
+            )
             alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
             places[name] = next(alike, len(plans))
             plans += [plan] * (places[name] == len(plans))
@@ -85,12 +89,20 @@ def plan_phases(
         plans, places = made(max(plan.vocabulary_multiple for plan in plans))
     schedule = Schedule(
         phases=phases,
-        variants=tuple(places[phase.recipe] for phase in phases),
+        variants=tuple(places[phase.asked] for phase in phases),
         places=places,
-        evaluation=None if evaluation is None else places[evaluation],
-        reference=places["fp32"] if compares else None,
+        evaluation=None if evaluation is None else places[evaluation.asked],
+        reference=places[reference.asked] if compares else None,
     )
     return plans, schedule
+
+
+def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
+    """That no phase with steps asks for the run's own recipe; "" if one does, or none is named."""
+    if config.recipe in ("auto", *(phase.recipe for phase in phases)):
+        return ""
+    spans = (f"{one.name} {one.first} to {one.last} in {one.recipe}" for one in phases)
+    return f"recipe '{config.recipe}' runs in no step: phases {', '.join(spans)}"
 
 
 def phases_in(config: RunConfig) -> tuple[Phase, ...]:
@@ -138,23 +150,25 @@ def plan_recipe(
     tokens: int,
     left_out: Mapping[str, str] | None = None,
     vocabulary_multiple: int = 1,
+    overrides: Mapping[str, Override] | None = None,
 ) -> Plan:
     """The plan of one recipe that a run asks for. Raises what `plan_for` raises.
 
     Args:
-        recipe: by name or path; the overrides are those of the run's own.
+        recipe: by name or path; the run's own has the run's overrides.
         config: of the run.
         model: its shape.
         hardware: this machine.
         tokens: of a micro-batch and rank.
         left_out: the layers that are not in FP8, if that was decided before.
         vocabulary_multiple: see `plan_for`.
+        overrides: what a phase sets otherwise.
     """
     is_own = recipe == config.recipe
-    overrides = config.recipe_overrides if is_own else {}
-    if overrides and recipe == "auto":
+    changed = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
+    if changed and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
-    asked = recipe if recipe == "auto" else load_recipe(recipe, overrides)
+    asked = recipe if recipe == "auto" else load_recipe(recipe, changed)
     # --backend is about FP8; a phase without it is not to be called a substitution.
     backend = config.backend if is_own or isinstance(asked, str) or asked.is_fp8 else "auto"
     return plan_for(
@@ -192,11 +206,11 @@ def _require_possible(
     plans: Sequence[Plan],
     places: Mapping[str, int],
     phases: Sequence[Phase],
-    evaluation: str | None,
+    evaluation: Phase | None,
     config: RunConfig,
 ) -> None:
-    begins_with = plans[places[phases[0].recipe]]
-    evaluates = begins_with if evaluation is None else plans[places[evaluation]]
+    begins_with = plans[places[phases[0].asked]]
+    evaluates = begins_with if evaluation is None else plans[places[evaluation.asked]]
     if (
         evaluates.scaling == "delayed"
         and begins_with.scaling != "delayed"
@@ -216,10 +230,12 @@ def _require_possible(
 
 
 def plan_of(run: Run) -> dict[str, Any]:
-    """The plan of a run as JSON data: that of its FP8 layers and, if it has several recipes, which
-    of them runs when."""
-    made = run.main.plan.to_json()
-    if len(run.variants) > 1:
+    """The plan of a run as JSON data: that of its FP8 layers, what the run asked for and, if it has
+    phases, which recipe runs when."""
+    made = run.main.plan.to_json() | {"asked": run.config.recipe}
+    if why := never_asked_for(run.config, run.schedule.phases):
+        made["reasons"] = [why, *made["reasons"]]
+    if run.config.phases:
         made["phases"] = [
             asdict(phase) | {"precision": run.variants[place].plan.precision}
             for phase, place in zip(run.schedule.phases, run.schedule.variants, strict=True)
