@@ -14,6 +14,9 @@ def plan(
         str | None,
         option("Plan for a GPU of this compute capability (9.0), or a CPU (none). [this machine]"),
     ] = None,
+    gpu: Annotated[
+        str | None, option("Plan for this GPU, by its data sheet (H100, L4, RTX 4090).")
+    ] = None,
     te: Annotated[
         bool | None,
         option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
@@ -42,7 +45,7 @@ def plan(
     from fp8stack.training.config import parse_config
 
     parsed = parse_config(config, flags, set or [])
-    table = asked.table_for(parsed, machine_for(capability, te, parsed.device))
+    table = asked.table_for(parsed, machine_for(capability, te, parsed.device, gpu))
     if json:
         import json as encoder
 

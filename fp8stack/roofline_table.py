@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
 from fp8stack.model import GPTConfig, padded_vocabulary
-from fp8stack.precision import Hardware, Plan, assumed, load_recipe, probe, resolve
-from fp8stack.precision.gpus import Gpu, find_gpu, gpu_named, gpu_of_capability
+from fp8stack.precision import Hardware, Plan, load_recipe, probe, resolve
+from fp8stack.precision.gpus import Gpu, find_gpu
+from fp8stack.precision.hardware import machine_for
 from fp8stack.precision.profit import Efficiency, achievable
 from fp8stack.roofline import PARTS, Prediction, predict
 
@@ -49,20 +50,11 @@ def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:
         if found is None:
             raise UserError(f"No data on this machine's {here}. Give a GPU, such as --gpu H200.")
         return found, here
-    found = gpu_named(gpu) if gpu is not None else None
-    if capability is not None:
-        machine = assumed(capability)
-        if found is not None and found.capability != machine.capability:
-            raise UserError(
-                f"--gpu {found.name} has compute capability {'{}.{}'.format(*found.capability)}, "
-                f"not {capability}. Leave --capability out."
-            )
-        if found is None and machine.capability is not None:
-            found = gpu_of_capability(machine.capability)
-        if found is None:
-            raise UserError(f"No data on a GPU of compute capability {capability}. Give --gpu.")
-    assert found is not None
-    return found, replace(assumed("{}.{}".format(*found.capability)), name=found.name)
+    machine = machine_for(capability, None, gpu=gpu)
+    found = find_gpu(machine.name)
+    if found is None:
+        raise UserError(f"No data on a GPU of compute capability {capability}. Give --gpu.")
+    return found, machine
 
 
 def predict_all(

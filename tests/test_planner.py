@@ -257,6 +257,20 @@ def test_the_command_prints_the_plan_of_a_gpu_that_is_not_here(command: Command,
     assert "│" not in printed  # no frames where it is piped
 
 
+def test_auto_goes_by_the_rates_of_the_gpu_that_is_named(command: Command, capsys):
+    words = ("plan", "--model", "gpt2-124m", "--gpu")
+    for gpu, layers in (("RTX 4090", 48), ("L4", 36)):
+        assert command(*words, gpu) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"machine: assumed {gpu} (compute capability 8.9)\nplan: auto ->")
+        assert f"FP8 layers {layers}/49" in printed
+
+
+def test_phases_without_the_runs_recipe_are_noted(command: Command, capsys):
+    assert command(*ARGUMENTS, "--set", "phases=conservative") == 0
+    assert "note: recipe 'delayed' runs in no step: phases" in capsys.readouterr().out
+
+
 def test_the_json_has_every_layer(command: Command, capsys):
     assert command(*ARGUMENTS, "--no-te", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -312,6 +326,12 @@ def test_torch_runs_where_te_is_installed_and_cannot_do_what_else_is_asked(
         (("--set", "recipe_overrides.attention=fp16", "--recipe", "bf16"), "attention"),
         (("--set", "recipe_overrides.attention=fp32"), "recipe_overrides needs a recipe by name"),
         (("--capability", "nine"), "no compute capability"),
+        (("--gpu", "H201"), "No GPU 'H201'. Did you mean 'H200'?"),
+        (("--gpu", "L4", "--capability", "9.0"), "--gpu L4 has compute capability 8.9, not 9.0"),
+        (
+            (*ARGUMENTS[3:], "--strict", "--set", "phases=conservative"),
+            "--strict: recipe 'delayed' runs in no step: phases warmup 1 to 50 in fp32, stable",
+        ),
         (("--recipe", "delayed", "--strict", "--capability", "8.0"), "--strict"),
         (("--context", "100000"), "--context 100000 is more than"),
     ],

@@ -11,7 +11,7 @@ from fp8stack.precision import Hardware
 from fp8stack.training.building import context_of
 from fp8stack.training.compiler import require_compilable
 from fp8stack.training.config import RunConfig, training_preset
-from fp8stack.training.variants import plan_recipe
+from fp8stack.training.variants import never_asked_for, phases_in, plan_recipe
 
 
 def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
@@ -21,6 +21,7 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
         UserError: what planning the run would raise.
     """
     shape = load_config(config.model, config.model_overrides)
+    unasked = never_asked_for(config, phases_in(config))
     recipe = config.recipe
     tokens = config.batch // config.accumulate * context_of(config, shape)
     plan = plan_recipe(recipe, config, shape, hardware, tokens)
@@ -37,6 +38,8 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
         activation_checkpointing=config.activation_checkpointing,
     )
     others = sorted({phase.recipe for phase in config.phases if phase.recipe} - {recipe})
+    if unasked:
+        return replace(made, notes=(*made.notes, unasked))
     if not others:
         return made
     note = f"this is the plan of recipe {recipe}; phases ask for {', '.join(others)} too"

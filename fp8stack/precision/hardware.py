@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.precision.gpus import gpu_of_capability
+from fp8stack.precision.gpus import gpu_named, gpu_of_capability
 
 
 @dataclass(frozen=True)
@@ -178,17 +178,30 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     )
 
 
-def machine_for(capability: str | None, te: bool | None, device: str = "auto") -> Hardware:
-    """The machine that a command's `--capability` and `--te/--no-te` mean.
+def machine_for(
+    capability: str | None, te: bool | None, device: str = "auto", gpu: str | None = None
+) -> Hardware:
+    """The machine that a command's `--capability`, `--te/--no-te` and `--gpu` mean.
 
     Args:
         capability: see `assumed`; None is this machine.
         te: whether Transformer Engine is installed on a GPU that is not here; it is if left out.
         device: see `probe`.
+        gpu: the name of a GPU whose data sheet is known; a usual one of `capability` if left out.
 
     Raises:
-        UserError: what `probe` and `assumed` raise; `te` was given for this machine.
+        UserError: what `probe` and `assumed` raise; `te` was given for this machine; no such GPU,
+            or it has another compute capability.
     """
+    if gpu is not None:
+        found = gpu_named(gpu)
+        own = "{}.{}".format(*found.capability)
+        if capability not in (None, own):
+            raise UserError(
+                f"--gpu {found.name} has compute capability {own}, not {capability}. Leave "
+                "--capability out."
+            )
+        return replace(assumed(own, has_te=te is not False), name=f"assumed {found.name}")
     if te is not None and capability is None:
         raise UserError(
             f"--{'' if te else 'no-'}te is about a GPU that is not here; this machine is asked "

@@ -62,8 +62,6 @@ def plan_phases(
         if name != "auto":  # whether or not a phase has steps
             load_recipe(name)
     phases = phases_in(config)
-    if config.strict and (why := never_asked_for(config, phases)):
-        raise UserError(f"--strict: {why}. Give more --steps, or phases that leave it some.")
     evaluation = evaluation_in(config.phases, config.recipe, config.steps)
     compares = bool(config.phases and config.guard.enabled and config.guard.quality)
     compares = compares or decided.needs_reference
@@ -106,14 +104,21 @@ def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
 
 
 def phases_in(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a run, in order. Raises what `phases_of` raises."""
-    return phases_of(
+    """The phases of a run, in order.
+
+    Raises:
+        UserError: what `phases_of` raises; under `strict`, none asks for the run's own recipe.
+    """
+    phases = phases_of(
         config.phases,
         config.recipe,
         steps=config.steps,
         warmup_steps=config.warmup_steps,
         decay_fraction=config.decay_fraction,
     )
+    if config.strict and (why := never_asked_for(config, phases)):
+        raise UserError(f"--strict: {why}. Give more --steps, or phases that leave it some.")
+    return phases
 
 
 def build_variants(
