@@ -237,7 +237,9 @@ def _require_possible(
 def plan_of(run: Run) -> dict[str, Any]:
     """The plan of a run as JSON data: that of its FP8 layers, what the run asked for and, if it has
     phases, which recipe runs when."""
-    made = run.main.plan.to_json() | {"asked": run.config.recipe}
+    recipe = run.config.recipe
+    asked = recipe if recipe == "auto" else load_recipe(recipe).name
+    made = run.main.plan.to_json() | {"asked": asked}
     if why := never_asked_for(run.config, run.schedule.phases):
         made["reasons"] = [why, *made["reasons"]]
     if run.config.phases:
