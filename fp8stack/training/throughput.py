@@ -59,9 +59,9 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
     gpu = find_gpu(hardware.name)
     if gpu is not None:
         units = "fp8" if plan.runs_fp8 and plan.native else plan.compute_dtype
-        rates = {"fp32": gpu.fp32_tflops, "tf32": gpu.tf32_tflops, "fp8": gpu.fp8_tflops}
-        if rate := rates.get(units, gpu.half_tflops):
-            name = units if units in rates else "half"
+        peaks = {"fp32": gpu.fp32_tflops, "tf32": gpu.tf32_tflops, "fp8": gpu.fp8_tflops}
+        if rate := peaks.get(units, gpu.half_tflops):
+            name = units if units in peaks else "half"
             return Peak(tflops=rate, name=f"{rate:g} TFLOP/s {name}")
     return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
 
