@@ -272,7 +272,7 @@ def test_phases_without_the_runs_recipe_are_noted(command: Command, capsys):
 
 
 def test_the_json_has_every_layer(command: Command, capsys):
-    assert command(*ARGUMENTS, "--no-te", "--json") == 0
+    assert command(*ARGUMENTS, "--no-te", "--accumulate", "1", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["backend"] == "torch"
     paths = {one["path"] for one in found["operations"] if one["name"] == "fprop"}
