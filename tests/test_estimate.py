@@ -344,6 +344,14 @@ def test_one_sequence_more_than_the_largest_batch_does_not_fit(
         assert not asked("--batch", str(largest + 1), *with_kind)["fits"]
 
 
+def test_a_run_in_fp32_casts_no_weight(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "gpt2-124m", "--recipe", "fp32", "--capability", "9.0", "--batch", "8"]
+    found = of(*arguments, command=command, capsys=capsys)
+    for kind in found["phases"][0]["estimates"].values():
+        assert kind["parts"]["weight_copies"] == 0
+        assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
+
+
 def test_a_billion_parameters_do_not_fit_into_12_gib(
     command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -195,7 +195,7 @@ def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
     found = findings(tmp_path)
     assert not [one for one in found if one.startswith(("Dead", "Vanishing", "Exploding"))]
     if recipe in ("fp32", "fp16"):
-        assert verdict(judge(read_run(tmp_path / "r"))) == "Nothing stands out."
+        assert verdict(judge(read_run(tmp_path / "r"))).startswith("Nothing")
 
 
 def series(norms: dict[str, list[float]]) -> list[Gradient]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -22,11 +23,50 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 GPUS = {"9.0": ["delayed", "current", "block"], "8.9": ["delayed", "current"]}
 GPUS["10.0"] = ["delayed", "mxfp8"]
+WORDS = {"parallel", "resumable", "bytes", "names"}  # of the list of rooms, that name no module
+MADE_UP = {"fp8stack/backends/exact.py"}  # or another project's
+MADE_UP |= {"compressed_tensors_w8a8_fp8.py", "quantization/quant_scheme.py"}
+MADE_UP |= {"quantization/lifecycle/initialize.py"}
 MODELS = ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-8b"]
 
 
 def _text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_module_that_the_list_of_rooms_names_is_there() -> None:
+    rooms = re.search(r"## Rooms\n\n```\n(.*?)```", _text("docs/architecture.md"), re.S)
+    assert rooms is not None
+    gone = []
+    for room, told in re.findall(r"^  (\w+)/ +(.*(?:\n {12,}.*)*)", rooms[1], re.M):
+        plain = re.sub(r"\([^)]*\)", "", " ".join(told.split())).partition(":")
+        for word in re.split(r"[,;]|\band\b", plain[2] or plain[0]):
+            name = word.strip()
+            if re.fullmatch(r"[a-z_0-9]+", name) and name not in WORDS:
+                gone += [f"{room}/{name}"] * (
+                    not (ROOT / "fp8stack" / room / f"{name}.py").exists()
+                )
+    assert gone == []
+
+
+def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    files = ["/" + name for name in listed.stdout.split()]
+    texts = {name: _text(name) for name in PAGES}
+    for path in sorted((ROOT / "fp8stack").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        told = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+        texts[str(path.relative_to(ROOT))] = "\n".join(told)
+    gone = []
+    for name, text in texts.items():
+        text = re.sub(r"https?://\S+|Source:[^.]*\.", "", text)
+        for found in re.findall(r"(?<![\w*/.-])(?:\w+/)*\w+\.py\b", text):
+            if found not in MADE_UP and not any(file.endswith(f"/{found}") for file in files):
+                gone.append(f"{name}: {found}")
+    assert gone == []
 
 
 @pytest.mark.parametrize("model", MODELS)

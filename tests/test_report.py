@@ -17,7 +17,7 @@ from conftest import Command
 from made_runs import KINDS, make_run, metric_rows, operand_rows, outlier, write_lines
 from rich.console import Console
 
-from fp8stack.report import page
+from fp8stack.report import page, summary
 from fp8stack.report import text as terminal
 from fp8stack.report.attention import Judged, judge, verdict
 from fp8stack.report.drawing import MOST_POINTS, thinned
@@ -25,6 +25,7 @@ from fp8stack.report.events import folded
 from fp8stack.report.grids import joined
 from fp8stack.report.read import read_run
 from fp8stack.report.summary import headline, what_if
+from fp8stack.training.plot import view_range
 
 ATTENTION = ("alarm", "warning")
 
@@ -119,6 +120,60 @@ def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
     assert "</html>" in html_of(run)
 
 
+def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path, capsys):
+    run = make_run(tmp_path / "r")
+    assert headline(judged(run))["began"] == "unknown"
+    versions = {"fp8stack": "0.1.0", "torch": "2.13.0"}
+    begin = {"event": "begin", "time": "2026-03-01T08:30:00+00:00", "step": 0, "versions": versions}
+    end = {"event": "end", "step": 90, "seconds": 3600.4, "how": "stopped by a signal, and saved"}
+    again = begin | {"time": "2026-03-02T08:30:00+00:00", "step": 90}
+    write_lines(run / "sessions.jsonl", [begin, end, again])
+    told = headline(judged(run))
+    assert told["began"] == "2026-03-01 08:30 UTC"
+    assert told["took"] == "at least 1:00:00, in 2 sessions"
+    assert told["with"] == "fp8stack 0.1.0, torch 2.13.0"
+    html = html_of(run)
+    assert "stopped by a signal, and saved" in html
+    assert "killed, or still running" in html
+
+
+def test_notes_are_announced_as_notes(tmp_path):
+    run = make_run(tmp_path / "r")
+    (run / "plan.json").unlink()
+    judgement = judged(run)
+    assert {finding.level for finding in judgement.findings} == {"note"}
+    assert verdict(judgement) == "Nothing alarming: 2 notes."
+
+
+def test_telemetry_that_holds_nothing_is_not_said_to_be_missing(tmp_path):
+    run = make_run(tmp_path / "r", telemetry=[])
+    (run / "telemetry.jsonl").write_text('{"event": "plan", "plan": {}}\n')
+    assert summary.without_telemetry(read_run(run)) == (
+        "No telemetry yet: telemetry.jsonl holds no sample."
+    )
+    (run / "telemetry.jsonl").unlink()
+    assert "there is no telemetry.jsonl" in summary.without_telemetry(read_run(run))
+
+
+def test_the_axis_of_the_loss_holds_every_step_that_is_no_spike():
+    low, high = view_range([3.0, 2.0], [4.0, 3.9, 1.5, 40.0, 0.1])
+    assert low < 1.5 < 4.0 < high < 5.0
+    assert low > 1.0
+
+
+def test_no_plot_has_formulas_for_numbers_and_none_is_wider_than_a_telephone(tmp_path):
+    rows = [
+        {"gradient": f"blocks.{at}.a", "step": step, "norm": 10.0**-at, "ratio": 1.0, "zeros": 0.0}
+        for step in (10, 20, 30)
+        for at in range(2)
+    ]
+    html = html_of(make_run(tmp_path / "r", telemetry=[*operand_rows(4, [10, 20, 30]), *rows]))
+    assert "Gradient by part of the model" in html
+    assert "mathdefault" not in html
+    narrow = html[html.index("@media (max-width: 600px)") :]
+    assert ".plot svg, .plot.wide svg { min-width: 0; }" in narrow[:400]
+
+
 # What stands out
 
 CLEAN = ["delayed", "current", "block", "mxfp8"]
@@ -130,7 +185,7 @@ def test_nothing_stands_out_in_a_clean_run(tmp_path, recipe, seed):
     rows = operand_rows(6, [1, *range(20, 401, 20)], recipe, seed)
     run = make_run(tmp_path / "r", 400, 6, recipe, telemetry=rows)
     assert told(run) == []
-    assert verdict(judged(run)) == "Nothing stands out."
+    assert verdict(judged(run)).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
 
 
 def test_scales_that_have_not_settled_are_no_alarm(tmp_path):

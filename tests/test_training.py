@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from fp8stack.training.display import PlainDisplay, RichDisplay, describe
 from fp8stack.training.evaluate import sample, validation_loss
 from fp8stack.training.optimizer import build_optimizer, learning_rate
 from fp8stack.training.plot import loss_plot
+from fp8stack.training.stop import STOPPING, StopRequests
 from fp8stack.training.throughput import Peak, best_tflops, peak_rate
 
 CPU = Hardware("cpu")
@@ -326,6 +329,45 @@ def test_a_terminal_gets_a_bar_and_notes_as_they_are() -> None:
     assert "3/10" in printed
     assert "loss 1.2346" in printed
     assert "sample: [bold] stays" in printed
+
+
+def on_screen(written: str) -> list[str]:
+    """The rows of a terminal after `written`: of what moves its cursor, what rich writes."""
+    rows, at = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if part == "\n":
+            at += 1
+            rows += [""] * (at + 1 - len(rows))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            at -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            rows[at] = ""
+        elif part[0] not in "\x1b\r":
+            rows[at] += part
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_terminal_shows_all_figures_and_in_the_end_notes_alone(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width)
+    shown = RichDisplay(10, PEAK, 2, console)
+    shown.step(ROW, 61.0)
+    shown.progress.refresh()
+    now = on_screen(screen.getvalue())
+    assert now[0].startswith("step")
+    assert all(len(row) <= width for row in now)
+    assert " | ".join(now[1:]) == describe(ROW, 10, PEAK).partition(" | ")[2]
+    requests = StopRequests()
+    requests.tell = shown.tell
+    requests._handle(signal.SIGINT, None)
+    shown.progress.refresh()
+    assert on_screen(screen.getvalue())[-1] == STOPPING
+    shown.step(ROW | {"step": 10}, 0.0)
+    shown.note("done")
+    shown.close()
+    last = describe(ROW | {"step": 10}, 10, PEAK)
+    assert on_screen(screen.getvalue()) == [STOPPING, last, "done"]
 
 
 def test_the_plot_is_a_picture_even_of_little() -> None:

@@ -130,7 +130,7 @@ def kept_by_loss(of: Pass) -> Kept:
     if rows <= chunk_rows(of.config.vocabulary):
         return of.linear(layer) + Kept(4 * rows * of.config.vocabulary + targets + 4)
     if not layer.fp8 and c == 4:
-        return Kept(4 * rows * inputs, 4 * inputs * outputs)
+        return Kept(4 * inputs * (rows + outputs))
     if layer.fp8 and (c == 4 or of.plan.backend == "emulate"):
         return Kept(4 * rows * inputs + targets + TOKEN)
     kept = of.linear(layer) + Kept(c * rows * outputs)

@@ -1,4 +1,4 @@
-"""What the machine is. The only file that asks it; everything else is handed a `Hardware`.
+"""What the machine is. Decisions about precision are made from a `Hardware`, never by asking again.
 
 torch is imported only where it may find a GPU: it takes seconds.
 """

@@ -1,4 +1,5 @@
-"""The rows of parquet files and of `datasets`. The only file that imports pyarrow and datasets."""
+"""The rows of parquet files and of `datasets`. The only file of this package that
+imports pyarrow and datasets."""
 
 from __future__ import annotations
 

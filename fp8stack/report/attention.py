@@ -81,11 +81,13 @@ def verdict(judged: Judged) -> str:
         parts = [f"{count} {word}{'s' * (count > 1)}" for count, word in
                  ((alarms, "alarm"), (warnings, "warning")) if count]  # fmt: skip
         return f"Needs attention: {' and '.join(parts)}."
+    if judged.findings:
+        return f"Nothing alarming: {times(len(judged.findings), 'note', 'notes')}."
     if judged.run.operands and not judged.operands:
         return "Nothing stands out so far; the scales had not settled at the only sample."
     if judged.operands or judged.run.gradients:
         return "Nothing stands out."
-    return "Nothing stands out in the metrics; there is no telemetry to look at."
+    return "Nothing stands out in the metrics; there is no telemetry of operands to look at."
 
 
 def _state(run: Run, done: int, total: int | None) -> str:

@@ -22,6 +22,7 @@ from fp8stack.report.drawing import (
     whole_steps,
 )
 from fp8stack.report.read import Operand, Run, column
+from fp8stack.report.words import times
 from fp8stack.training.plot import smoothed, view_range
 
 FEW = 3  # runs of which each step is drawn; of more the mean alone
@@ -34,6 +35,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
         figure = new_figure(7.4, 3.6)
         axes = figure.add_subplot()
         seen: list[float] = []
+        each: list[float] = []
         told = []
         for at, (run, called) in enumerate(zip(runs, names, strict=True)):
             color = COLORS[at % len(COLORS)]
@@ -43,6 +45,7 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
                 smooth = smoothed(losses)
                 seen += smooth
                 if len(runs) <= FEW:
+                    each += losses
                     axes.plot(*thinned(steps, losses), color=color, alpha=0.28, linewidth=0.8,
                               label=None if prefix else "training, each step")  # fmt: skip
                 axes.plot(*thinned(steps, smooth), color=color, linewidth=1.7,
@@ -60,7 +63,10 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
             return None
         if len(runs) == 1:
             mark_events(axes, runs[0].events)
-        axes.set_ylim(*view_range(seen))
+        low, high = axes.set_ylim(*view_range(seen, each))
+        beyond = sum(not low <= value <= high for value in each)
+        if beyond:
+            told.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)
         legend_above(figure, axes)

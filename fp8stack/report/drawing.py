@@ -137,10 +137,15 @@ def _inline(figure: Figure, name: str) -> str:
 def plain_log(axes: Any, values: Sequence[float]) -> None:
     """A logarithmic y axis, labelled with numbers and not with formulas."""
     axes.set_yscale("log")
+    plain_log_ticks(axes.yaxis, values)
+
+
+def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Label a logarithmic axis of such values with numbers."""
     narrow = max(values) / 100 < min(values)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def whole_steps(axes: Any) -> None:

@@ -10,7 +10,14 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
 
-from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, picture, style
+from fp8stack.report.drawing import (
+    EVENT_COLORS,
+    Picture,
+    new_figure,
+    picture,
+    plain_log_ticks,
+    style,
+)
 from fp8stack.report.flow import leaves, norms
 from fp8stack.report.grids import joined, kinds_of, layers_by_steps
 from fp8stack.report.read import Figures, Run
@@ -58,6 +65,7 @@ def gradient_map(run: Run, prefix: str) -> Picture | None:
         _label(axes, [one.part for one in parts], steps)
         _mark(axes, run, steps)
         bar: Any = figure.colorbar(image, ax=axes, label="norm", pad=0.01, aspect=30)
+        plain_log_ticks(bar.ax.yaxis, [low, max(high, 1.001 * low)])
         bar.solids.set_rasterized(True)
         bar.outline.set_visible(False)
         caption = "The norm before clipping, without fp16's scale. Red: exactly zero."

@@ -183,5 +183,6 @@ def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
         "not_fp8": summary.not_fp8(run),
         "has_plan": bool(run.plan),
         "events": folded(run.events),
+        "sessions": run.sessions,
         "config": run.config_text,
     }

@@ -69,6 +69,23 @@ class Gradient:
     figures: dict[str, Figures]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One process that trained the run.
+
+    `began` is a date and time in UTC, `first` the step that it went on after, `last` its last one,
+    `seconds` how long it took; None where it was killed and nobody wrote that. `how` says how it
+    ended.
+    """
+
+    began: str
+    first: int
+    last: int | None
+    seconds: float | None
+    how: str
+    versions: str
+
+
 @dataclass(kw_only=True)
 class Run:
     """What a run folder says.
@@ -76,7 +93,8 @@ class Run:
     `rows` has a row per step, the last one written; `events` has all of them, in order. `operands`
     are those of the run's recipe, `what_if` those of the recipes tried, by name. `gradients` are
     those of the parts, as the model has them in order. `models` are the rows of telemetry about
-    the whole model. `notes` are sentences about files that are cut, damaged or missing.
+    the whole model. `sessions` are in the order of time. `notes` are sentences about
+    files that are cut, damaged or missing.
     """
 
     path: Path
@@ -90,6 +108,8 @@ class Run:
     what_if: dict[str, list[Operand]] = field(default_factory=dict)
     gradients: list[Gradient] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    has_telemetry: bool = False
     written: datetime | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -142,6 +162,8 @@ def read_run(path: Path) -> Run:
         rows=rows,
         events=events,
         written=written,
+        sessions=_sessions(path / "sessions.jsonl", notes),
+        has_telemetry=(path / "telemetry.jsonl").exists(),
         notes=notes,
     )
     _read_telemetry(path / "telemetry.jsonl", run)
@@ -215,6 +237,34 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
             told = {key: value for key, value in row.items() if value is not None}
             rows[step] = rows.get(step, {"loss": None}) | told if "event" in row else row
     return [rows[step] for step in sorted(rows)], events
+
+
+def _sessions(path: Path, notes: list[str]) -> list[Session]:
+    """The processes that trained the run, from what each wrote when it began and ended."""
+    found: list[Session] = []
+    began: dict[str, Any] | None = None
+    for row in [*_lines(path, notes), {"event": "begin"}]:
+        if row.get("event") == "begin":
+            if began is not None:
+                found.append(_session(began, {}))
+            began = row
+        elif row.get("event") == "end" and began is not None:
+            found.append(_session(began, row))
+            began = None
+    return found
+
+
+def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
+    seconds = number(ended.get("seconds"))
+    versions = table(began.get("versions")).items()
+    return Session(
+        began=str(began.get("time", "unknown")).replace("T", " ")[:16],
+        first=_step(began) or 0,
+        last=_step(ended),
+        seconds=None if math.isnan(seconds) else seconds,
+        how=str(ended.get("how", "killed, or still running")),
+        versions=", ".join(f"{name} {version}" for name, version in versions),
+    )
 
 
 def _read_telemetry(path: Path, run: Run) -> None:

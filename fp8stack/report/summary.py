@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def headline(judged: Judged) -> dict[str, str]:
         shown_state = f"unfinished, last row of {run.written:%Y-%m-%d %H:%M}"
     return {
         "state": shown_state,
+        **_times(run),
         "model": str(run.config.get("model", "unknown")),
         "recipe": f"{asked or 'unknown'} → {ran or 'unknown'}",
         "runs on": ", ".join(where) or "unknown",
@@ -40,6 +42,21 @@ def headline(judged: Judged) -> dict[str, str]:
         "validation loss": f"{losses[-1]:.4f} at step {steps[-1]}" if losses else "not evaluated",
         "tokens/s": f"{np.median(rates):,.0f} (median)" if rates else "not measured",
         "FP8 layers": f"{fp8} of {len(layers(run.plan))}" if layers(run.plan) else "unknown",
+    }
+
+
+def _times(run: Run) -> dict[str, str]:
+    """When it ran, how long, how often it was begun, and with which versions."""
+    if not run.sessions:
+        return {"began": "unknown", "took": "unknown", "with": "unknown"}
+    took = sum(session.seconds or 0.0 for session in run.sessions)
+    least = "at least " if any(session.seconds is None for session in run.sessions) else ""
+    several = f", in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
+    versions = dict.fromkeys(session.versions for session in run.sessions)
+    return {
+        "began": f"{run.sessions[0].began} UTC",
+        "took": f"{least}{timedelta(seconds=round(took))}{several}",
+        "with": "; then ".join(versions),
     }
 
 
@@ -141,4 +158,8 @@ def without_telemetry(run: Run) -> str:
         return f"No operands to show: no layer of this run is in FP8 ({recipe})."
     if run.config.get("telemetry_every") == 0:
         return "No telemetry: it was switched off (telemetry_every = 0)."
-    return "No telemetry: there is no telemetry.jsonl with samples of operands in the run folder."
+    if run.models:
+        return "No operands to show: telemetry.jsonl has samples, and no operand in them."
+    if run.has_telemetry:
+        return "No telemetry yet: telemetry.jsonl holds no sample."
+    return "No telemetry: there is no telemetry.jsonl in the run folder."

@@ -64,6 +64,9 @@ def _run(judged: Judged, console: Console) -> None:
     tried = summary.what_if(judged)
     if tried is not None:
         _what_if(tried, console)
+    for one in run.sessions[1:] and run.sessions:
+        to = "" if one.last is None else f" to {one.last}"
+        console.print(_text(f"session: {one.began} UTC, after step {one.first}{to}: {one.how}"))
     for reason in summary.reasons(run):
         console.print(_text(f"plan: {reason}"))
     for layer, why in summary.not_fp8(run)[:MOST_LAYERS]:

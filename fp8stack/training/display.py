@@ -175,7 +175,8 @@ class PlainDisplay:
 
 
 class RichDisplay:
-    """A bar with the latest step's figures below it; notes scroll by above."""
+    """A bar with the latest step's figures below it; notes scroll by above. Once closed, only notes
+    are left, and the figures of the last step."""
 
     def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
         self.steps = steps
@@ -187,6 +188,7 @@ class RichDisplay:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
+            transient=True,
         )
         self.progress.line = ""
         self.task = self.progress.add_task("", total=steps, completed=start)
@@ -194,16 +196,34 @@ class RichDisplay:
 
     def note(self, text: str) -> None:
         """See `Display.note`."""
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._keep_told()
+        self._print(text)
+
+    def tell(self, text: str) -> None:
+        """Show a line below the bar, which becomes a note when the next one comes. For a signal
+        handler: whatever it interrupted may be printing."""
+        self.progress.urgent = text
 
     def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
-        self.progress.line = describe(row, self.steps, self.peak).partition(" | ")[2]
+        told = describe(row, self.steps, self.peak)
+        self.progress.line = told.partition(" | ")[2]
+        if row["step"] >= self.steps:
+            self.note(told)
         self.progress.update(self.task, completed=row["step"])
 
     def close(self) -> None:
         """See `Display.close`."""
+        self._keep_told()
         self.progress.stop()
+
+    def _keep_told(self) -> None:
+        told, self.progress.urgent = self.progress.urgent, None
+        if told is not None:
+            self._print(told)
+
+    def _print(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def open_display(steps: int, peak: Peak, start: int) -> Display:

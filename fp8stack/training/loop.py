@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fp8stack.terminal import say
 from fp8stack.threads import BusySteps
 from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.building import versions
-from fp8stack.training.display import Display, Silence, describe_run, open_display
+from fp8stack.training.display import Display, RichDisplay, Silence, describe_run, open_display
 from fp8stack.training.ending import finish
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.feed import batches
@@ -66,12 +66,14 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         if run.step == run.config.steps:
             say(f"all {run.step} steps are done")
         display = open_display(run.config.steps, peak, run.step)
+        if isinstance(display, RichDisplay):
+            requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
     compiles = run.config.compile and run.step < run.config.steps and alone
     try:
-        with losing_ranks(), loop.saver:
+        with losing_ranks(), loop.session() as ended, loop.saver:
             loop.catch_up()
             while run.step < run.config.steps:
                 for step, tokens_BT in loop.batches():
@@ -82,6 +84,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
                     if run.config.checkpoint_async and run.ranks.any(loop.saver.failed):
                         loop.wait()
                     if run.ranks.any(requested()):
+                        ended["how"] = "stopped by a signal, and saved"
                         path = loop.stop()
                         display.note(f"stopped after step {run.step}, saved {path}. Go on with:")
                         display.note(f"  {go_on}")
@@ -91,6 +94,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             loop.wait()
             at_end = f"Stopped at the end, all is saved. Go on with: {go_on}"
             if not alone and run.ranks.any(requested()):
+                ended["how"] = "stopped by a signal, and saved"
                 display.note(at_end)
                 return PREEMPTED
             with requested.at_once(at_end) if alone else nullcontext():
@@ -304,6 +308,12 @@ class _Loop:
             f"Step {step}: {why}. The last checkpoint is {saved}. Lower --lr, or try a recipe with "
             "more range."
         )
+
+    def session(self) -> AbstractContextManager[dict[str, str]]:
+        """See `RunFolder.session`; of several ranks the main one tells."""
+        if not self.run.ranks.is_main:
+            return nullcontext({})
+        return self.run.folder.session(lambda: self.run.step, versions())
 
     def catch_up(self) -> None:
         """Do the evaluation that a stop cut short."""

@@ -60,6 +60,7 @@ def files_of_run(folder: RunFolder) -> list[Path]:
         folder.debug,
         folder.plot,
         folder.sample,
+        folder.sessions,
     ]
     besides = [file for pattern in _BESIDES for file in sorted(folder.path.glob(pattern))]
     # Those that make it a run come last: cut short, it still is one, without checkpoints.

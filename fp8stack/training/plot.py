@@ -22,7 +22,8 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
         axes.plot(steps, smoothed(losses), color="C0", label="training, running mean")
-        axes.set_ylim(*view_range([*smoothed(losses), *(loss for _, loss in validation)]))
+        usual = [*smoothed(losses), *(loss for _, loss in validation)]
+        axes.set_ylim(*view_range(usual, losses))
     if validation:
         steps, losses = zip(*validation, strict=True)
         axes.plot(steps, losses, "o-", color="C1", markersize=4, label="validation")
@@ -58,8 +59,11 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return result
 
 
-def view_range(values: Sequence[float]) -> tuple[float, float]:
-    """The least and the largest of `values`, with a little room."""
-    low, high = min(values), max(values)
+def view_range(usual: Sequence[float], each: Sequence[float]) -> tuple[float, float]:
+    """The least and the largest loss, with a little room. Of the losses of single steps, those that
+    are more than twice the largest of the `usual` ones, or less than half, would hide the rest."""
+    low, high = min(usual), max(usual)
+    low = min([low, *(loss for loss in each if loss >= low / 2)])
+    high = max([high, *(loss for loss in each if loss <= 2 * high)])
     room = 0.08 * (high - low) or 0.1
     return low - room, high + room

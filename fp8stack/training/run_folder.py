@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from fp8stack.errors import UserError
+from fp8stack.errors import StorageError, UserError
 from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.checkpoint import candidates, step_of
 from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
@@ -33,6 +35,7 @@ class RunFolder:
         self.debug = path / "debug.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.telemetry = path / "telemetry.jsonl"
+        self.sessions = path / "sessions.jsonl"
         self.plot = path / "loss.png"
         self.sample = path / "sample.txt"
         self.profile = path / "profile"
@@ -87,7 +90,7 @@ class RunFolder:
             )
         self.require_folder()
         own = (self.plan, self.tokenizer, self.telemetry, self.plot, self.sample, self.debug)
-        found = [path for path in (*own, self.profile) if path.exists()]
+        found = [path for path in (*own, self.sessions, self.profile) if path.exists()]
         found += [] if self._has_no_checkpoints else [self.checkpoints]
         if found:
             raise UserError(f"{found[0]} is in the way: it is no run's. Give another --out.")
@@ -178,6 +181,28 @@ class RunFolder:
         """Add one line to the metrics; it is on its way to the disk when this returns."""
         _append(self.metrics, [row])
 
+    @contextmanager
+    def session(
+        self, step: Callable[[], int], versions: Mapping[str, str]
+    ) -> Iterator[dict[str, str]]:
+        """Within, the run is trained: when that began and ended, after which `step`, and how, is in
+        `sessions.jsonl`. What kills a process writes no end. `how` in what this gives is "done"
+        until something else is put there."""
+        started = time.monotonic()
+        row = {"event": "begin", "time": _now(), "step": step(), "versions": dict(versions)}
+        _append(self.sessions, [row])
+        ended = {"how": "done"}
+        try:
+            yield ended
+        except BaseException as error:
+            ended["how"] = str(error).partition("\n")[0] or type(error).__name__
+            raise
+        finally:
+            seconds = round(time.monotonic() - started, 1)
+            row = {"event": "end", "time": _now(), "step": step(), "seconds": seconds} | ended
+            with suppress(StorageError):  # what ended it is the news
+                _append(self.sessions, [row])
+
     def append_telemetry(self, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> None:
         """Add the rows of a sample to the telemetry, which begins with the `plan`."""
         header = [] if self.telemetry.exists() else [{"event": "plan", "plan": plan}]
@@ -212,6 +237,10 @@ class RunFolder:
         if self.telemetry.exists():
             rows = read_rows(self.telemetry, {"step": 0})
             write_atomically(self.telemetry, _lines(_up_to(step, rows)))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -15,6 +15,7 @@ from fp8stack.errors import UserError
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """Ctrl-C; what kill and schedulers send; a terminal that closes; Slurm's --signal=USR1@120."""
+STOPPING = "stopping after this step; Ctrl-C again to quit at once"
 NOTHING_DONE = (
     "Stopped before a step was done; nothing is lost. Start it again with --resume auto to go on."
 )
@@ -30,10 +31,21 @@ class _AtOnce(BaseException):
     """Leaves whatever is under way; no `except Exception` holds it up."""
 
 
+def _tell(text: str) -> None:
+    # Unbuffered: the signal may have come in the middle of a print. The terminal may be gone.
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+
+
 class StopRequests:
-    """Whether a signal asked for a stop: call it."""
+    """Whether a signal asked for a stop: call it.
+
+    Attributes:
+        tell: says that a request was heard, from within a signal handler.
+    """
 
     def __init__(self) -> None:
+        self.tell: Callable[[str], None] = _tell
         self._asked = False
         self._said: str | None = None
         self._process = os.getpid()
@@ -64,9 +76,7 @@ class StopRequests:
         self._asked = True
         if self._said is not None:
             raise _AtOnce(self._said)
-        # Unbuffered: the signal may have come in the middle of a print. The terminal may be gone.
-        with suppress(OSError):
-            os.write(2, b"\nstopping after this step; Ctrl-C again to quit at once\n")
+        self.tell(STOPPING)
 
 
 @contextmanager
