@@ -7,6 +7,7 @@ with it. What was found so far is on disk at any moment.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import tempfile
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from bench import gpu_casts, gpu_histories, gpu_layers, gpu_losses, gpu_report
-from bench.gpu_cases import TIME_IS_UP, Case, Context, Facts, run_case, this_machine
+from bench import gpu_casts, gpu_histories, gpu_layers, gpu_losses, gpu_report, gpu_visit
+from bench.gpu_cases import TIME_IS_UP, Case, Context, Facts, run_case
 from bench.gpu_report import Report
+from fp8stack.precision import probe
 
 # Seconds. The last section gets what is left of the whole.
 WHOLE = 455.0
@@ -54,9 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"some of {','.join(SECTIONS)} (default: all)",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="20 steps instead of 200, one shape of layers"
+    add = parser.add_argument
+    add("--quick", action="store_true", help="20 steps instead of 200, one shape of layers")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
+    add("--cases", type=int, metavar="N", help="the first N cases of each section (default: all)")
+    add(
+        "--part",
+        type=int,
+        choices=list(gpu_visit.PARTS),
+        help="a part of the first half hour on a new GPU instead, see docs/new_gpu.md",
     )
+    add("--dry-run", action="store_true", help="such parts on a CPU, with tiny sizes; all if none")
 
 
 def _sections(text: str) -> list[str]:
@@ -68,11 +78,17 @@ def _sections(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the sections and write what they found; exits with 1 if something does not hold."""
-    if not torch.cuda.is_available():
+    on_gpu = arguments.device == "cuda" and not arguments.dry_run
+    if on_gpu and not torch.cuda.is_available():
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
         raise SystemExit(2)
+    if arguments.part or arguments.dry_run:
+        gpu_visit.run(arguments.part, arguments.out, arguments.dry_run)
+        return
     start = time.monotonic()
-    context = Context(this_machine().hardware, quick=arguments.quick)
+    hardware = probe(arguments.device)
+    compiler = "inductor" if on_gpu else "eager"
+    context = Context(hardware, arguments.quick, compiler, arguments.cases)
     report = gpu_report.new_report(context.hardware, arguments.quick)
     folder: Path = arguments.out / gpu_report.slug(context.hardware.name)
     gpu_report.write(report, folder)
@@ -122,7 +138,7 @@ def in_a_process(target: Callable[[], None], seconds: float) -> str:
 def work(name: str, context: Context, folder: Path, budget: float, path: Path) -> None:
     """Run a section's cases here, each row written as soon as it is known."""
     deadline = time.monotonic() + budget
-    for case in SECTIONS[name](context, folder, deadline):
+    for case in itertools.islice(SECTIONS[name](context, folder, deadline), context.cases):
         _append(path, {"starting": case.name})
         if time.monotonic() > deadline:
             row: Facts = {"case": case.name, "skipped": TIME_IS_UP}

@@ -31,12 +31,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Context:
     """Where cases run: the GPU, or a CPU where tests try the same functions.
 
-    `compiler` is torch.compile's backend in the cases that compile.
+    `compiler` is torch.compile's backend in the cases that compile. `cases` is how many of each
+    section are run, all if None.
     """
 
     hardware: Hardware
     quick: bool = False
     compiler: str = "inductor"
+    cases: int | None = None
 
     @property
     def device(self) -> str:

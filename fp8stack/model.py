@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activations import ACTIVATIONS
+from fp8stack.backends.attention import Mask, dense_mask, document_mask
 from fp8stack.backends.cache import KVCache, LayerCache
 from fp8stack.backends.selective import contexts
 from fp8stack.errors import UserError
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         self,
         qkv_BTF: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cached: tuple[LayerCache, int] | None = None,
     ) -> Tensor:
         """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype.
@@ -78,7 +79,6 @@ class Attention(nn.Module):
             k_BGTE,
             v_BGTE,
             dropout=config.dropout if self.training else 0.0,
-            grouped=groups != config.heads,
             mask=mask,
         )
         y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
@@ -133,7 +133,7 @@ class Block(Compilable):
         self,
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cached: tuple[LayerCache, int] | None = None,
     ) -> Tensor:
         """[B, T, D] float32 -> [B, T, D] float32; for the rest see `Attention.forward`."""
@@ -264,26 +264,31 @@ class GPT(nn.Module):
 
     def _mask(
         self, T: int, documents_BT: Tensor | None, cache: KVCache | None, device: torch.device
-    ) -> Tensor | None:
+    ) -> Mask | None:
         """What attention needs to be told, once for all blocks; None where it is causal as is."""
         if cache is None:
             if documents_BT is None:
                 return None
-            same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-            return self.backend.attention_mask(same_BTT.tril()[:, None])
+            drops = self.training and self.config.dropout > 0
+            return document_mask(
+                documents_BT,
+                self.backend.attention_dtype,
+                head_width=self.config.head_width,
+                all=drops or self.recompute == "selective",
+            )
         if documents_BT is not None or torch.is_grad_enabled():
             raise ValueError("A cache serves generation alone: torch.no_grad() and no documents.")
         if cache.length == 0 or T == 1:
             return None
         shape = (1, 1, T, cache.length + T)
         allowed = torch.ones(shape, dtype=torch.bool, device=device).tril(cache.length)
-        return self.backend.attention_mask(allowed)
+        return dense_mask(allowed, self.backend.attention_dtype)
 
     def _through_blocks(
         self,
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
+        mask: Mask | None,
         cache: KVCache | None,
     ) -> Tensor:
         """The residual stream after all blocks: [B, T, D] float32, as it comes in."""

@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(threads)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import no other tests: a machine with a GPU may lack what they need."""
+    others = collection_path.is_file() and collection_path.parent.name != "gpu"
+    return True if config.option.markexpr == "gpu" and others else None
+
+
 @pytest.fixture(autouse=True)
 def _same_random_state() -> None:
     torch.manual_seed(0)

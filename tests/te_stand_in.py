@@ -12,6 +12,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import os
 import pickle
 import sys
 import types
@@ -379,12 +380,18 @@ class Module(nn.Module):
         return y
 
     def between(self, dtype: torch.dtype) -> torch.dtype:
-        """In what norms and activations go to the cast: where it is fused they are not rounded."""
+        """In what activations go to the cast: where it is fused they are not rounded
+        (`activation_helper` in csrc/extensions/activation.cpp)."""
         return torch.float32 if NOW.recipe.delayed() or NOW.recipe.mxfp8() else dtype
 
     def normalize(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The norm of an input rounded to `dtype`, computed in float32."""
-        return _normalize(self, "layer_norm_", x, dtype, self.given["eps"]).to(self.between(dtype))
+        """The norm of an input rounded to `dtype`, computed in float32, and rounded unless its
+        kernel casts to FP8 (`layernorm_fwd` in csrc/extensions/normalization.cpp)."""
+        by_cudnn = os.environ.get("NVTE_NORM_FWD_USE_CUDNN", "0") != "0"
+        tiles = len(x) % 128 == 0 and x.shape[1] % 128 == 0
+        fused = NOW.recipe.delayed() or (NOW.recipe.mxfp8() and by_cudnn and tiles)
+        normed = _normalize(self, "layer_norm_", x, dtype, self.given["eps"])
+        return normed if fused else normed.to(dtype)
 
 
 class Linear(Module):

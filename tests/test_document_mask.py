@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from test_model import MODERN, assert_close, backend_for, build, tokens
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8stack.backends import build_backend
+from fp8stack.backends import attention, build_backend
 from fp8stack.model import GPT, GPTConfig
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training.run import Switch
@@ -187,6 +189,95 @@ def test_other_documents_compile_nothing_anew() -> None:
         found = model(tokens(seed=i), tokens(seed=i + 1), documents().roll(i, 0))
         assert found.item() == pytest.approx(loss.item(), rel=1e-6)
     assert len(graphs) == 2  # a block, for both of them, and the loss
+
+
+# On a GPU
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention goes the ways of a GPU. Flex attention has no kernel for CPUs: torch computes the
+    same by parts, gradients too if it is not kept from it."""
+    real = attention.kernels_for_masks
+    monkeypatch.setattr(attention, "kernels_for_masks", lambda device: real(torch.device("cuda")))
+    monkeypatch.setattr(attention, "skips_blocks", lambda device: True)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
+WIDE = {"width": 64, "heads": 4}  # heads of 16, the narrowest that flex attention takes
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_blocks_of_scores_give_the_dense_masks_losses_and_gradients(
+    shape: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = shape | WIDE | {"init_std": 0.2}
+    dense, sparse, graphs = build(**shape), build(**shape), []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    if compiled:
+        torch._dynamo.reset()
+        sparse.compile_blocks(compiler)
+    for step in range(2):
+        given = tokens(seed=step), tokens(seed=step + 1), documents().roll(step, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "skips_blocks", lambda device: False)
+            expected = dense(*given)
+        found = sparse(*given)
+        assert_close(found, expected, 1e-5)
+        expected.backward()
+        found.backward()
+        for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
+            assert_close(one.grad, other.grad, 1e-4)
+    assert len(graphs) == (2 if compiled else 0)  # other documents compile nothing anew
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "blocks"),
+    [({}, True), ({"dropout": 0.1}, False), ({"heads": 8}, False), ("selective", False)],
+    ids=str,
+)
+def test_scores_are_skipped_where_flex_attention_serves(change: Any, blocks: bool) -> None:
+    selective = change == "selective"
+    model = build(**WIDE | ({} if selective else change))
+    model.recompute = "selective" if selective else "none"
+    mask = model._mask(16, documents(), None, torch.device("cpu"))
+    assert isinstance(mask, flex_attention.BlockMask) == blocks
+    model(tokens(), tokens(seed=2), documents()).backward()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_cudnn_gets_no_mask(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "skips_blocks", lambda device: False)
+    asked, real = [], F.scaled_dot_product_attention
+
+    def listen(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
+
+    class Run(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return super().call_function(listen if target is real else target, args, kwargs)
+
+    model = build()
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_blocks(lambda graph, inputs: Run(graph).run)
+    else:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", listen)
+    for given in ((tokens(), tokens(), documents()), (tokens(), tokens())):
+        with torch.no_grad():
+            model(*given)
+    assert asked == [False, False, True, True]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_the_switch_between_variants_passes_documents_on() -> None:

@@ -6,6 +6,7 @@ Where Transformer Engine is needed, its stand-in is asked.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,9 @@ from bench import (
     gpu_layers,
     gpu_losses,
     gpu_report,
+    gpu_visit,
     te_raw,
+    wheels,
 )
 from bench.gpu_cases import (
     TIME_IS_UP,
@@ -79,6 +83,101 @@ def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks() -> None:
+    lacks = "torchao,transformer_engine,tiktoken,gfloat,datasets,pyarrow,zstandard,transformers"
+    lacks += ",compressed_tensors,tensorboard,wandb,trackio"
+    environment = os.environ | {"PRETEND_WITHOUT": lacks, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only"]
+    command += ["-p", "pretend_gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(found) > 150
+    assert all(line.startswith("tests/gpu/") for line in found)
+
+
+def dry_run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", "gpu", "--dry-run", "--out", str(out), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path: Path) -> None:
+    done = dry_run(tmp_path, "--part", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "part-4.json").read_text())
+    assert report["dry_run"]
+    assert [task["ended"] for task in report["tasks"]] == ["done"] * 3
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(row["recipe"], row["head"]) for row in rows] == [
+        ("bf16", False), ("delayed", False), ("current", False),
+        ("delayed", True), ("current", True),
+    ]  # fmt: skip
+    assert all(row["median_ms"] > 0 for row in rows)
+    assert "lm_head" not in str(rows[3]["plan"])
+    assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
+    assert "==== linears of llama-8b" in (tmp_path / "part-4.log").read_text()
+
+
+@pytest.mark.slow
+def test_all_parts_run_through_on_a_cpu(tmp_path: Path) -> None:
+    done = dry_run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number, part in gpu_visit.PARTS.items():
+        report = json.loads((tmp_path / f"part-{number}.json").read_text())
+        assert [task["ended"] for task in report["tasks"]] == ["done"] * len(part.tasks)
+
+
+def test_each_part_is_shorter_than_nine_minutes() -> None:
+    assert gpu_visit.WHOLE < 540
+    assert {number: part.what for number, part in gpu_visit.PARTS.items()}.keys() == {1, 2, 3, 4, 5}
+
+
+def python(code: str, seconds: float = 60.0) -> gpu_visit.Task:
+    return gpu_visit.Task(code, f"timeit -n 1 -r 1 '{code}'", seconds)
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> gpu_visit.Part:
+    tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 3), python("print(2)"))
+    made = gpu_visit.Part("four tasks", tasks)
+    monkeypatch.setitem(gpu_visit.PARTS, 1, made)
+    return made
+
+
+def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(
+    part: gpu_visit.Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        gpu_visit.run(1, tmp_path, False)
+    assert exit.value.code == 1
+    report = json.loads((tmp_path / "part-1.json").read_text())
+    ended = ["done", "failed with exit code 1", "stopped after 3 s", "done"]
+    assert [task["ended"] for task in report["tasks"]] == ended
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    log = (tmp_path / "part-1.log").read_text()
+    assert log.index("\n1\n") < log.index("ZeroDivisionError") < log.index("\n2\n")
+
+
+KILLED = """
+from pathlib import Path
+from bench import gpu_visit
+codes = ("print(1)", "import os; os.kill(os.getppid(), 9)", "print(2)")
+tasks = [gpu_visit.Task(code, f"timeit -n 1 -r 1 '{code}'", 60.0) for code in codes]
+gpu_visit.PARTS[1] = gpu_visit.Part("three tasks", tasks)
+gpu_visit.run(1, Path(), False)
+"""
+
+
+def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == -9
+    report = json.loads((tmp_path / "part-1.json").read_text())
+    assert [task["ended"] for task in report["tasks"]] == ["done", "under way"]
+    assert "\n1\n" in (tmp_path / "part-1.log").read_text()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_transformer_engine_no_golden_file_is_captured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -96,6 +195,7 @@ def test_without_transformer_engine_no_golden_file_is_captured(
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
     gpu.add_arguments(parser)
     return parser.parse_args(words)
 
@@ -374,9 +474,9 @@ def test_what_does_not_hold_ends_in_exit_code_1(
         made["sections"][name] = {"seconds": 0.0, "problem": "", "cases": [row]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "this_machine", lambda: CPU)
+    monkeypatch.setattr(gpu, "probe", lambda device: CPU.hardware)
     monkeypatch.setattr(gpu, "add_section", add)
-    arguments = argparse.Namespace(out=tmp_path, quick=True, sections=list(gpu.SECTIONS))
+    arguments = parsed("--quick", "--out", str(tmp_path))
     if holds:
         gpu.run(arguments)
     else:
@@ -387,3 +487,43 @@ def test_what_does_not_hold_ends_in_exit_code_1(
     data = json.loads((tmp_path / "a-cpu" / "gpu.json").read_text())
     assert list(data["sections"]) == list(gpu.SECTIONS)
     assert bool(data["problems"]) == (not holds)
+
+
+# Bringing what a machine lacks
+
+
+def test_what_is_missing_is_named_with_what_installed_packages_want() -> None:
+    installed = {
+        "torch": ["typing-extensions>=4.10", "triton==3; platform_system == 'Linux'"],
+        "typing-extensions": [],
+        "typer": ["Rich>=13", "shellingham", "old; python_version < '3.8'"],
+        "rich": ["pygments", "ipywidgets; extra == 'jupyter'", "colorama; sys_platform == 'win32'"],
+    }
+
+    def requires(name: str) -> list[str]:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    found = wheels.missing(["torch>=2.10", "typer", "pydantic>=2.10", "ml_dtypes"], requires)
+    assert list(found) == ["pydantic", "ml-dtypes", "triton", "shellingham", "pygments"]
+    assert list(wheels.missing(wheels.dependencies())) == []  # these tests run
+    assert any(name.startswith("pydantic") for name in wheels.dependencies())
+
+
+def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path: Path) -> None:
+    command = wheels.download(tmp_path, wheels.USUALLY_MISSING, "3.12")
+    assert command[1:4] == ["-m", "pip", "download"]
+    given = dict(itertools.pairwise(command))
+    assert given["--python-version"] == "3.12"
+    assert (given["-c"], given["-d"]) == (str(ROOT / "constraints.txt"), str(tmp_path))
+    assert command[-1] == "pydantic"
+
+
+def test_what_is_missing_is_told_where_nothing_can_be_imported() -> None:
+    script = ROOT / "bench" / "wheels.py"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(script), "missing"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert {"torch", "pydantic", "typer"} <= set(done.stdout.split())

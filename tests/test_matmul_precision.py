@@ -175,3 +175,22 @@ def test_without_gradients_only_the_forward_pass_switches() -> None:
         model(TOKENS)
     assert set(seen["ours forward"]) == {"high"}
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("recipe", ["tf32", "fp32", "delayed"])
+def test_what_a_user_set_by_torchs_newer_switch_stays(recipe: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError):  # the reason why this is a case of its own
+            torch.get_float32_matmul_precision()
+        found = []
+        hardware = AMPERE if recipe == "tf32" else Hardware("cpu")
+        model = GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, hardware)))
+        model.lm_head.register_forward_hook(lambda *_: found.append(matmul.fp32_precision))
+        model(TOKENS, TOKENS).backward()
+        assert found == ["tf32" if recipe == "tf32" else "ieee"]
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before

@@ -317,6 +317,34 @@ def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: None) -> No
     assert compared == 20
 
 
+@pytest.mark.parametrize("norm_by", ["TE", "cuDNN", "cuDNN, but for whole tiles alone"])
+def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
+    te: None, norm_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown is what Transformer Engine casts, to the bit: by its rule, of its source."""
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", str(int("cuDNN" in norm_by)))
+    cast: list[Tensor] = []
+    real = te_stand_in.Module.quantize
+
+    def noted(module: Any, x: Tensor, gemm: int, kind: str) -> Any:
+        if kind == "input" and type(module) is not te_stand_in.Linear and gemm == 1:
+            cast.append(x.float())
+        return real(module, x, gemm, kind)
+
+    monkeypatch.setattr(te_stand_in.Module, "quantize", noted)
+    model, seen = gpt("mxfp8", "te"), []
+    sequences = 3 if "alone" in norm_by else 4  # of 32 tokens
+    tokens = torch.randint(64, (sequences, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), observing(model, keep(seen)):
+        model(tokens)
+    normed = ("attention.qkv", "mlp.up")
+    shown = [x.float() for path, operand, x in seen if operand == "input" and path[9:] in normed]
+    assert len(shown) == len(cast) == 4
+    assert all(torch.equal(a, b) for a, b in zip(shown, cast, strict=True))
+    rounded = all(torch.equal(x, x.bfloat16().float()) for x in cast)
+    assert rounded == (norm_by != "cuDNN")
+
+
 def test_a_backend_is_observed_by_the_inner_context_and_then_the_outer(te: None) -> None:
     model = gpt("current", "te")
     outer: Seen = []
@@ -366,7 +394,7 @@ def test_recomputing_between_fused_linears_gives_the_gradient_of_the_activation(
     seen: Seen = []
     observer = Observer(keep(seen), {"up": up, "down": down}, False)
     shown = y.detach().requires_grad_()
-    observer.fused_mlp(up, down, "gelu_tanh", x, shown)
+    observer.fused_mlp(up, down, "gelu_tanh", x, shown, torch.float32)
     shown.backward(dy)
     found = {(path, operand): tensor for path, operand, tensor in seen}
     torch.testing.assert_close(found["up", "grad_output"], hidden.grad)

@@ -276,7 +276,7 @@ def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_withou
     made = {}
     for asked in ("compute", "fp32"):
         backend = build_backend(plan_of(GPT2, "fp16", "auto", None, attention=asked))
-        made[asked] = backend.attention(q, k, v, dropout=0.0, grouped=False)
+        made[asked] = backend.attention(q, k, v, dropout=0.0)
         assert made[asked].dtype == torch.float16
     assert not made["compute"].isfinite().any()
     # A float32 logit of 113137 is known to 113137 x 2**-23, and sums of eight terms to a few times
@@ -302,7 +302,7 @@ def test_float32_attention_is_closer_to_the_oracle(style, recipe):
     errors = {}
     for attention in ("compute", "fp32"):
         backend = build_backend(plan_of(config, recipe, "auto", None, attention=attention))
-        y = backend.attention(q, k, v, dropout=0.0, grouped=repeats > 1)
+        y = backend.attention(q, k, v, dropout=0.0)
         errors[attention] = float((y.double() - oracle).square().mean().sqrt())
     assert errors["fp32"] < 0.7 * errors["compute"]
 

@@ -333,6 +333,30 @@ def test_a_model_compiles_without_a_graph_break_and_trains_as_in_eager_mode(reci
         assert same(fp8_state(plain), fp8_state(fast))
 
 
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mxfp8_compiles_though_inductor_cannot_take_its_gemm(cuda_gemm, monkeypatch, mode):
+    torch._dynamo.reset()
+    gemm = torch.compiler.disable(F.scaled_mm)  # a graph that meets it breaks
+    monkeypatch.setattr(F, "scaled_mm", gemm)
+    ours, _ = linear("mxfp8", 64, 32, hardware=B200)
+    forward = compiled(ours, mode)
+    x, dy = normal(32, 64).bfloat16(), normal(32, 32, seed=1).bfloat16()
+    expected = run_with(ours, ours, x, dy)
+    assert same(dict(enumerate(run_with(forward, ours, x, dy))), dict(enumerate(expected)))
+    assert len(cuda_gemm) == 6
+
+
+def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
+    operands = []
+    for rows in (48, 32):
+        data, scales = numerics.quantize_mxfp8(normal(rows, 64, seed=rows))
+        operands += [data, pack_scales(scales, Scales.MX)]
+    a, scale_a, b, scale_b = operands
+    operator = torch.ops.fp8stack.mx_gemm.default
+    checks = ("test_faketensor", "test_aot_dispatch_static")  # the others would add up float8
+    torch.library.opcheck(operator, (a, b, scale_a, scale_b, torch.bfloat16), test_utils=checks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", PER_TENSOR)
 def test_a_model_compiled_by_inductor_learns_as_well(recipe):

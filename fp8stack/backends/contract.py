@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8stack.backends.attention import Mask, attend
 from fp8stack.backends.delayed import DelayedScaling, Slots
 from fp8stack.backends.linear import MasterLinear, no_autocast, plain_linear
 from fp8stack.backends.matmul_precision import MatmulPrecision
@@ -95,8 +94,7 @@ class Backend:
         v: Tensor,
         *,
         dropout: float,
-        grouped: bool,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
         """Attention in the dtype that the plan has for it; causal if there is no `mask`.
 
@@ -105,38 +103,17 @@ class Backend:
             k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
             v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
             dropout: the probability for an attention weight to be dropped.
-            grouped: whether G is not H.
-            mask: see `attention_mask`; S may be any number then.
+            mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
+                then.
 
         Returns:
             [B, H, T, E] in the dtype of `v`.
         """
-        attend = partial(
-            F.scaled_dot_product_attention,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None and q.shape[2] > 1,  # a single query is the last: it sees all
-            enable_gqa=grouped,
-        )
+        options: Any = {"mask": mask, "dropout": dropout}
         if self.plan.recipe.attention == "compute":
-            return attend(q.to(v.dtype), k.to(v.dtype), v)
+            return attend(q.to(v.dtype), k.to(v.dtype), v, **options)
         with no_autocast(v.device.type):
-            return attend(q.float(), k.float(), v.float()).to(v.dtype)
-
-    def attention_mask(self, allowed: Tensor) -> Tensor:
-        """The form in which `attention` takes which keys a query may attend to.
-
-        Torch would make the same of booleans in every layer, and keep it for the backward pass.
-
-        Args:
-            allowed: bool [B or 1, 1, T, S]; every query has one key or more.
-
-        Returns:
-            What is added to the scores, 0 or minus infinity: the shape of `allowed`, in the dtype
-            that attention computes in.
-        """
-        mask = torch.zeros(allowed.shape, dtype=self.attention_dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, -torch.inf)
+            return attend(q.float(), k.float(), v.float(), **options).to(v.dtype)
 
     def attach(self, model: nn.Module) -> None:
         """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""

@@ -14,19 +14,38 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
+Position = str | tuple[str, str]
+"""Of the switch: the name that torch.set_float32_matmul_precision takes; where it was set by
+torch.backends.*.fp32_precision, of which that knows nothing, those of CUDA and of oneDNN."""
+
+
+def _position() -> Position:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch's answer to a mix of both ways
+        backends: Any = torch.backends
+        return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
+def _turn(position: Position) -> None:
+    if isinstance(position, str):
+        torch.set_float32_matmul_precision(position)
+    else:
+        backends: Any = torch.backends
+        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = position
+
 
 @contextmanager
 def exact_matmul() -> Iterator[None]:
     """Multiply float32 matrices exactly, not as TF32, for a while; compiled code cannot switch."""
-    if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
+    if torch.compiler.is_compiling() or (before := _position()) == "highest":
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    _turn("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        _turn(before)
 
 
 class MatmulPrecision:
@@ -67,20 +86,20 @@ class _Pass:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self.before: str | None = None  # what others have, within
+        self.before: Position | None = None  # what others have, within
         self.first = torch._C._autograd._get_sequence_nr()  # of the nodes that it records
 
     def enter(self, *_: object) -> None:
         """Have the precision from now on."""
         if self.before is None:
-            self.before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(self.precision)
+            self.before = _position()
+            _turn(self.precision)
 
     def leave(self, *_: object) -> bool:
         """Have what was there before; whether that is another precision."""
         before, self.before = self.before, None
         if before is not None:
-            torch.set_float32_matmul_precision(before)
+            _turn(before)
         return before not in (None, self.precision)
 
     def follow_backward(self, output: object) -> None:

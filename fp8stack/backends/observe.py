@@ -143,7 +143,13 @@ class Observer:
         self._follow(linear, y)
 
     def fused_mlp(
-        self, up: nn.Linear, down: nn.Linear, activation: str, x: Tensor, y: Tensor
+        self,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: str,
+        x: Tensor,
+        y: Tensor,
+        inner_dtype: torch.dtype,
     ) -> None:
         """Show an MLP that ran together with the norm before it; what is inside is recomputed.
 
@@ -153,12 +159,13 @@ class Observer:
             activation: the name of what is between them, see `ACTIVATIONS`.
             x: the input of `up`, [..., in], in the dtype that is cast.
             y: the output of `down`, [..., out].
+            inner_dtype: the dtype in which the activation's values are cast.
         """
         dtype = y.dtype
         with torch.no_grad(), no_autocast(x.device.type):
             bias = None if up.bias is None else up.bias.to(dtype)
             hidden = F.linear(x.to(dtype), _matrix(up).to(dtype), bias).float()
-            inner = ACTIVATIONS[activation](hidden).to(x.dtype)
+            inner = ACTIVATIONS[activation](hidden).to(inner_dtype)
         if not _recomputes():
             self._show(up, "input", x)
             self._show(up, "weight", _matrix(up))

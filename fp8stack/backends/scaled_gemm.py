@@ -31,7 +31,6 @@ class Scales(Enum):
 # What a GEMM's reduction and its other dimensions must be divisible by, per kind of scale.
 MULTIPLES = {Scales.PER_TENSOR: 16, Scales.MX: 32, Scales.ROWS: 128, Scales.SQUARES: 128}
 _TORCHS_NAMES = {
-    Scales.MX: ScalingType.BlockWise1x32,
     Scales.ROWS: ScalingType.BlockWise1x128,
     Scales.SQUARES: ScalingType.BlockWise128x128,
 }
@@ -108,19 +107,47 @@ def scaled_gemm(
             use_fast_accum=fast_accumulation,
         )
         return y
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.kind is Scales.MX else SwizzleType.NO_SWIZZLE
-    y = F.scaled_mm(
-        a.data,
-        b.data.t(),
-        a.inv_scale,
-        _TORCHS_NAMES[a.kind],
-        b.inv_scale,
-        _TORCHS_NAMES[b.kind],
+    if a.kind is Scales.MX:
+        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype)
+    else:
+        y = F.scaled_mm(
+            a.data,
+            b.data.t(),
+            a.inv_scale,
+            _TORCHS_NAMES[a.kind],
+            b.inv_scale,
+            _TORCHS_NAMES[b.kind],
+            swizzle_a=SwizzleType.NO_SWIZZLE,
+            swizzle_b=SwizzleType.NO_SWIZZLE,
+            output_dtype=out_dtype,
+        )
+    return y if bias is None else y + bias.to(out_dtype)
+
+
+# To be deleted when inductor takes scaled_mm with swizzled scales: those of torch 2.11 and 2.13 do
+# not ("does not yet support non-trivial swizzles").
+@torch.library.custom_op("fp8stack::mx_gemm", mutates_args=())
+def _mx_gemm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Float8 [M, K] times the transpose of [N, K], scales as `pack_scales` gives them: [M, N]."""
+    kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    return F.scaled_mm(
+        a,
+        b.t(),
+        scale_a,
+        kind,
+        scale_b,
+        kind,
         swizzle_a=swizzle,
         swizzle_b=swizzle,
         output_dtype=out_dtype,
     )
-    return y if bias is None else y + bias.to(out_dtype)
+
+
+@_mx_gemm.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import fp8stack.backends.emulate  # noqa: F401  (it registers fp8stack::cpu_gemm)
+import fp8stack.backends.emulate
+import fp8stack.backends.scaled_gemm  # noqa: F401  (it registers fp8stack::mx_gemm)
 
 _ATEN: Any = torch.ops.aten
 
@@ -25,7 +26,7 @@ GEMMS: frozenset[Any] = frozenset(
     if (packet := getattr(_ATEN, name, None)) is not None  # torch 2.11 has not all of them
     for overload in ("default", "dtype")
     if overload in packet.overloads()
-) | {torch.ops.fp8stack.cpu_gemm.default}
+) | {torch.ops.fp8stack.cpu_gemm.default, torch.ops.fp8stack.mx_gemm.default}
 """Operators that multiply what a linear takes. `bmm` is none of them: it is attention by its parts,
 whose scores, T x T for each head, are what running it again saves."""
 

@@ -12,6 +12,7 @@ activation checkpointing runs again in the backward pass.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -352,14 +353,19 @@ class TEBackend(Backend):
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
         y = self.run(core, x, lent, [up, down])
         if self.observer is not None:
+            # TE computes these recipes' activations and casts them in one kernel.
+            fused = isinstance(self.plan.recipe, DelayedRecipe | Mxfp8Recipe)
+            inner = torch.float32 if fused else self.compute_dtype
             normed = self._normed(x, norm)
-            self.observer.fused_mlp(up, down, str(mlp.activation), normed, y)
+            self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
         return y
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """What a norm hands to the cast within a fused module, computed once more."""
         # Where TE fuses norm and cast, the values are not rounded in between.
-        fused = isinstance(self.plan.recipe, DelayedRecipe | Mxfp8Recipe)
+        fused = isinstance(self.plan.recipe, DelayedRecipe) or (
+            isinstance(self.plan.recipe, Mxfp8Recipe) and _cudnn_norms(x)
+        )
         with torch.no_grad(), no_autocast(x.device.type):
             normed: Tensor = norm(x.detach().to(self.compute_dtype))
             return normed.to(torch.float32 if fused else self.compute_dtype)
@@ -411,6 +417,13 @@ class _RMSNorm(te.RMSNorm):  # type: ignore[misc]
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+
+def _cudnn_norms(x: Tensor) -> bool:
+    """Whether TE lets cuDNN norm `x` and cast it to MXFP8 in one kernel, which takes whole tiles
+    (csrc/extensions/normalization.cpp of TE 2.20)."""
+    rows, width = x[..., 0].numel(), x.shape[-1]
+    return os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == "1" and rows % 128 == width % 128 == 0
 
 
 def _is_fp8(part: object) -> TypeGuard[TELinear]:

@@ -93,7 +93,8 @@ def tensor_scale(
         ValueError: an unknown format.
     """
     largest = torch.as_tensor(amax, dtype=torch.float32)
-    limit = largest.new_tensor(fp8_format(format).max * 2.0**-margin)
+    # Filled on the device: new_tensor would copy from the host, and a GPU be waited for.
+    limit = torch.full_like(largest, fp8_format(format).max * 2.0**-margin)
     # A comparison with NaN is false: a NaN amax passes and gives 1 below.
     largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)
     scale = _quotient(limit, largest)

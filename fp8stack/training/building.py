@@ -190,7 +190,8 @@ def _be_deterministic() -> None:
     """Ask for results that repeat, of CUDA and of compiled code, which else adds up an embedding's
     gradient in any order; a CPU's eager ones do already, for the same number of threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not with warn_only: attention's kernels repeat without it alone, and cuDNN's is left out.
+    torch.use_deterministic_algorithms(True)
     # Else every buffer would be written twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -151,7 +151,7 @@ class RunConfig(BaseModel):
     threads: PositiveInt | None = None
     """CPU threads that torch computes with, at most the cores; torch's own choice if left out."""
     deterministic: bool = True
-    """CUDA and compiled code: kernels that repeat to the bit, where there are any; maybe slower."""
+    """CUDA and compiled code: operations that repeat to the bit; they may be slower."""
     save_fp8: bool = False
     """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
     parallel: Literal["ddp", "fsdp"] = "ddp"

@@ -1,0 +1,96 @@
+"""Training steps of one model in some recipes, one after the other, the head in FP8 if wanted.
+
+A recipe's row is written as soon as it is known; one that fails does not take the others with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8stack.backends import build_backend
+from fp8stack.benchmark import interleaved
+from fp8stack.benchmark_step import Work, chosen, figures, free_memory, training_step
+from fp8stack.cli_options import words
+from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.precision import Hardware, load_recipe, probe
+from fp8stack.training import profiling
+from fp8stack.training.config import RunConfig
+from fp8stack.training.optimizer import build_optimizer
+from fp8stack.training.throughput import peak_rate
+
+TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
+
+
+def measured(
+    work: Work, recipe: str, hardware: Hardware, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """One recipe's row: what runs, and its time; `arguments` are the command's."""
+    asked = load_recipe(recipe)
+    if arguments.head and asked.scaling != "none":
+        asked = asked.model_copy(update={"head": True})
+    plan = plan_for(work.config, asked, hardware, arguments.backend, tokens=work.tokens)
+    model = GPT(work.config, build_backend(plan)).to(hardware.device)
+    compiled = hardware.device == "cuda" and plan.backend != "te"
+    if compiled:
+        model.compile_blocks()
+    batch = work.batch_of(hardware.device)
+    step = training_step(model, build_optimizer(model, RunConfig(lr=1e-4)), batch)
+    options = {"rounds": arguments.rounds, "warm_up": 2, "budget_s": arguments.budget}
+    timing = interleaved({recipe: step}, device=hardware.device, **options)[recipe]
+    row = {"recipe": recipe, "compiled": compiled, "plan": plan.summary()}
+    row |= figures(work, timing, timing, peak_rate(hardware, plan))
+    for key in ("ratio", "speedup"):  # to itself
+        del row[key]
+    if arguments.profile:
+        name = f"{work.model}-{recipe}{'-head' if arguments.head else ''}"
+        folder = arguments.out.parent / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with profiling.recording(torch.device(hardware.device)) as recorded:
+            step()
+        print(profiling.write(recorded, folder, 1))
+    return row
+
+
+def main() -> int:
+    """Measure, print and append to a file; 1 if a recipe failed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_steps", description=__doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="a file, one JSON object per line")
+    add("--model", default="gpt2-124m", help="of those that steps are measured of")
+    add("--recipes", type=words, default=["bf16", "delayed"], metavar="A,B")
+    add("--backend", default="auto", help="compute backend (default: %(default)s)")
+    add("--head", action="store_true", help="the head in FP8 as well")
+    add("--profile", action="store_true", help="a table and a trace of one step, beside the file")
+    add("--rounds", type=int, default=30, help="timed steps at most (default: %(default)s)")
+    add("--budget", type=float, default=40.0, help="seconds for a recipe, after compiling")
+    add("--tiny", action="store_true", help="a tiny model on a CPU, to see that it runs")
+    arguments = parser.parse_args()
+    hardware = probe("cpu" if arguments.tiny else "cuda")
+    if arguments.tiny:
+        work = Work(model=arguments.model, config=TINY, batch=2, context=64)
+    else:
+        (work,) = chosen([arguments.model], hardware.device)
+    failed = False
+    for recipe in arguments.recipes:
+        try:
+            row = measured(work, recipe, hardware, arguments)
+            told = f"{row['median_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"
+        except Exception as error:  # whatever it is, the next recipe is to be measured
+            failed, told = True, f"failed: {type(error).__name__}: {error}"
+            row = {"model": work.model, "recipe": recipe, "traceback": traceback.format_exc()}
+        with arguments.out.open("a") as file:
+            file.write(json.dumps(row | {"head": arguments.head}) + "\n")
+        print(f"{work.model} in {recipe}{', head in FP8' if arguments.head else ''}: {told}")
+        free_memory(hardware.device)
+        torch._dynamo.reset()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""A pytest plugin: `-p pretend_gpu` collects the tests for GPUs where there is none, which imports
+all that they import. PRETEND_WITHOUT names modules, by commas, that are then not installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+MISSING = set(filter(None, os.environ.get("PRETEND_WITHOUT", "").split(",")))
+
+
+class _Without:
+    """A finder of modules that does not find those."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+    def find_spec(self, name: str, *where: Any) -> Any:
+        return None if name.partition(".")[0] in MISSING else self._finder.find_spec(name, *where)
+
+
+if MISSING:
+    sys.meta_path[:] = [_Without(finder) for finder in sys.meta_path]
+H200: Any = SimpleNamespace(
+    major=9, minor=0, name="NVIDIA H200", total_memory=150_000_000_000, multi_processor_count=132
+)
+fakes: dict[str, Any] = {
+    "is_available": lambda: True,
+    "get_device_properties": lambda device=None: H200,
+    "get_device_capability": lambda device=None: (H200.major, H200.minor),
+    "get_device_name": lambda device=None: H200.name,
+}
+for name, fake in fakes.items():
+    setattr(torch.cuda, name, fake)
