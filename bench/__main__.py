@@ -26,10 +26,11 @@ def main() -> int:
         with adapting():
             if chosen.scenario == "check":
                 return runner.check(chosen.options)
-            runner.run(chosen.scenario, chosen.options)
+            return runner.run(chosen.scenario, chosen.options)
     except UserError as error:
         parser.exit(2, f"{error}\n")
-    return 0
+    except KeyboardInterrupt:
+        parser.exit(130, "\nInterrupted. The same command continues after what is measured.\n")
 
 
 if __name__ == "__main__":

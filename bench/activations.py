@@ -35,7 +35,6 @@ LLAMA = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "kv_heads": 2,
     "tied": False,
 }  # fmt: skip
-BATCH, CONTEXT = 8, 128
 
 
 class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,7 +79,7 @@ def configs(tiny: bool = False) -> dict[str, GPTConfig]:
 
 def rows(tiny: bool = False) -> list[Row]:
     """Every model, arm and mode, on the CPU: counts, so that one of each is enough."""
-    batch, context = (1, 16) if tiny else (BATCH, CONTEXT)
+    batch, context = (1, 16) if tiny else (8, 128)
     found: list[Row] = []
     for case, config in configs(tiny).items():
         for arm, (recipe, backend, save_fp8) in ARMS.items():
@@ -94,6 +93,7 @@ def rows(tiny: bool = False) -> list[Row]:
             found += [
                 {
                     "case": case, "arm": arm, "recompute": mode, "bytes": kept[mode],
+                    "batch": batch, "context": context,
                     "share": round(kept[mode] / kept["none"], 4),
                 }
                 for mode in MODES
@@ -103,8 +103,9 @@ def rows(tiny: bool = False) -> list[Row]:
 
 def table(found: Report) -> str:
     """MiB, and the share of what is kept without running anything again."""
+    first = found["activations"][0]
     title = "\nWhat a forward pass keeps for the backward pass, in MiB, on a CPU "
-    title += f"({BATCH} x {CONTEXT} tokens), by `activation_checkpointing`:\n\n"
+    title += f"({first['batch']} x {first['context']} tokens), by `activation_checkpointing`:\n\n"
     cells: dict[tuple[str, str], list[str]] = {}
     for row in found["activations"]:
         cells.setdefault((row["case"], row["arm"]), []).append(

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Report, Row
+from bench.runner import add_device_argument
 from fp8stack.backends import build_backend
 from fp8stack.benchmark import machine, summarize, wait_for
 from fp8stack.benchmark_step import Work, training_step
@@ -40,7 +41,7 @@ INFO: dict[str, object] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rounds", type=int, default=8, help="checkpoints of each kind (default: %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add_device_argument(parser)
     add("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
 

@@ -8,20 +8,20 @@ eager, as all are, and to fp32 compiled.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from bench import peers, report
+from bench import cells, peers, report
 from bench.report import Bar, Report, Row
-from bench.runner import add_timing_arguments, timing_options
+from bench.runner import add_timing_arguments, timing_options, timing_settings
 from fp8stack.backends import build_backend
 from fp8stack.benchmark import Timing, interleaved, machine, ratio
-from fp8stack.benchmark_step import FP8, StepArm, Work, arms, build, works
+from fp8stack.benchmark_step import FP8, StepArm, Work, arms, build_step, works
 from fp8stack.cli_options import words
 from fp8stack.model import GPTConfig, allow_many_compilations
 from fp8stack.precision import probe, resolve
@@ -93,18 +93,16 @@ def measure(arguments: argparse.Namespace) -> Report:
     if "linear" in arguments.parts:
         compiled = FP8 if arguments.compiled is None else arguments.compiled
         for shape in [(32, 64, 32)] if arguments.tiny else SHAPES:
-            timings = interleaved(linear_arms(*shape, compiled), **options)
-            rows += _rows(case_of(*shape), timings)
-            print(f"{rows[-1]['case']}: {rows[-1]['rounds']} rounds", flush=True)
+            rows += _timed(case_of(*shape), linear_arms(*shape, compiled), options, arguments)
     if "step" in arguments.parts:
         compiled = STEP_COMPILED if arguments.compiled is None else arguments.compiled
         work = tiny_work() if arguments.tiny else works("cpu")["small"]
         # A round takes some 20 s.
         options |= {"budget_s": 3.5 * arguments.budget, "warm_up": min(2, arguments.warm_up)}
-        rows += _rows(step_case(work), interleaved(step_arms(work, compiled), **options))
+        rows += _timed(step_case(work), step_arms(work, compiled), options, arguments)
     return {
         "machine": machine("torchao", "transformers", device="cpu"),
-        "settings": {"rounds": arguments.rounds, "budget_s": arguments.budget, "ratio": "fastest"},
+        "settings": timing_settings(arguments) | {"ratio": "fastest"},
         "results": rows,
         "bars": report.judged(BARS, rows),
     }
@@ -114,6 +112,20 @@ def tiny_work() -> Work:
     """A step that takes no time, to see that it runs."""
     config = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
     return Work(model="tiny", config=config, batch=2, context=32)
+
+
+def _timed(
+    case: str,
+    builders: Mapping[str, Callable[[], Arm]],
+    options: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> list[Row]:
+    def timed() -> list[Row]:
+        arms, failed = cells.runnable(case, builders)
+        return _rows(case, interleaved(arms, **options)) + failed
+
+    rows: list[Row] = arguments.cells.rows(case, builders, timed)
+    return rows
 
 
 def _rows(case: str, timings: dict[str, Timing]) -> list[Row]:
@@ -131,9 +143,9 @@ def _rows(case: str, timings: dict[str, Timing]) -> list[Row]:
 
 def linear_arms(
     tokens: int, inputs: int, outputs: int, compiled: Collection[str]
-) -> dict[str, Arm]:
-    """A forward and backward pass of every linear, eager, and compiled for the recipes named; with
-    them fp32 and torchao tensorwise are compiled too."""
+) -> dict[str, Callable[[], Arm]]:
+    """What builds a forward and backward pass of every linear, eager, and compiled for the recipes
+    named; with them fp32 and torchao tensorwise are compiled too."""
     torch.manual_seed(0)
     x = torch.randn(tokens, inputs, requires_grad=True)
     dy = torch.randn(tokens, outputs) * 1e-3
@@ -142,18 +154,12 @@ def linear_arms(
     for recipe in ("tensorwise", "mxfp8"):
         layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
     also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
-    made: dict[str, Arm] = {}
+    made: dict[str, Callable[[], Arm]] = {}
     for name, layer in layers.items():
-        made[name] = linear_arm(layer(), x, dy)
+        made[name] = partial(linear_arm, layer, x, dy)
         if name in also:
-            made[name + COMPILED] = linear_arm(compiled_linear(layer()), x, dy)
+            made[name + COMPILED] = partial(linear_arm, layer, x, dy, compiled=True)
     return made
-
-
-def compiled_linear(layer: nn.Module) -> nn.Module:
-    """The layer compiled as one graph, hooks included."""
-    allow_many_compilations()
-    return cast(nn.Module, torch.compile(layer, fullgraph=True, dynamic=False))
 
 
 def ours(
@@ -167,11 +173,19 @@ def ours(
     return layer
 
 
-def linear_arm(layer: nn.Module, x: Tensor, dy: Tensor) -> Arm:
-    """One forward and backward pass, gradients dropped after."""
+def linear_arm(
+    build: Callable[[], nn.Module], x: Tensor, dy: Tensor, compiled: bool = False
+) -> Arm:
+    """One forward and backward pass, gradients dropped after; compiled as one graph, hooks
+    included."""
+    layer = build()
+    called = layer
+    if compiled:
+        allow_many_compilations()
+        called = cast(nn.Module, torch.compile(layer, fullgraph=True, dynamic=False))
 
     def once() -> None:
-        layer(x).backward(dy)
+        called(x).backward(dy)
         x.grad = None
         for parameter in layer.parameters():
             parameter.grad = None
@@ -182,17 +196,19 @@ def linear_arm(layer: nn.Module, x: Tensor, dy: Tensor) -> Arm:
 # A step
 
 
-def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Arm]:
-    """A training step in every recipe, of torchao's and of transformers' GPT-2."""
+def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
+    """What builds a training step in every recipe, of torchao's and of transformers' GPT-2."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
     own: list[StepArm] = arms(hardware, ["fp32", *FP8], also)
-    made: dict[str, Arm] = {arm.name: build(arm, work, hardware).step for arm in own}
-    made["torchao tensorwise"] = peers.step(work, "cpu", "tensorwise", compiled=False)
+    made: dict[str, Callable[[], Arm]] = {
+        arm.name: partial(build_step, arm, work, hardware) for arm in own
+    }
+    made["torchao tensorwise"] = partial(peers.step, work, "cpu", "tensorwise", False)
     if compiled:
-        made["torchao tensorwise compiled"] = peers.step(work, "cpu", "tensorwise")
-    made["torchao mxfp8"] = peers.step(work, "cpu", "mxfp8", compiled=False)
-    made["transformers GPT-2, fp32"] = peers.transformers_step(work)
+        made["torchao tensorwise compiled"] = partial(peers.step, work, "cpu", "tensorwise")
+    made["torchao mxfp8"] = partial(peers.step, work, "cpu", "mxfp8", False)
+    made["transformers GPT-2, fp32"] = partial(peers.transformers_step, work)
     return made
 
 

@@ -12,22 +12,17 @@ from matplotlib.figure import Figure
 
 from bench import report
 from bench.report import Report, Row
-from bench.runner import add_timing_arguments, timing_options
-from fp8stack.benchmark import interleaved, machine
-from fp8stack.benchmark_step import (
-    FP8,
-    Work,
-    arms,
-    baseline,
-    build,
-    figures,
-    free_memory,
-    works,
+from bench.runner import (
+    add_device_argument,
+    add_recipes_argument,
+    add_timing_arguments,
+    timing_settings,
 )
-from fp8stack.cli_options import words
-from fp8stack.model import GPTConfig, plan_for
-from fp8stack.precision import Hardware, probe
-from fp8stack.training.throughput import peak_rate
+from bench.step import in_turns
+from fp8stack.benchmark import machine
+from fp8stack.benchmark_step import PRECISIONS, Work, works
+from fp8stack.model import GPTConfig
+from fp8stack.precision import probe
 
 SHORT = ["--rounds", "20", "--budget", "15"]
 WIDTHS = (128, 256, 384)
@@ -36,10 +31,8 @@ GPU_MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1.5b")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=600.0, warm_up=10)
-    add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    recipes = ["bf16", *FP8]
-    add("--recipes", type=words, default=recipes, metavar="A,B", help="(default: bf16 and FP8)")
+    add_device_argument(parser)
+    add_recipes_argument(parser, PRECISIONS)
 
 
 def sizes(device: str, tiny: bool) -> list[Work]:
@@ -64,51 +57,30 @@ def sizes(device: str, tiny: bool) -> list[Work]:
 def measure(arguments: argparse.Namespace) -> Report:
     """Every size: its arms in turn."""
     hardware = probe(arguments.device)
-    first = baseline(hardware)
     rows: list[Row] = []
     for work in sizes(hardware.device, arguments.tiny):
-        rows += _measured(work, hardware, arguments)
-        free_memory(hardware.device)
+        rows += in_turns(work, arguments.recipes, hardware, arguments)
     return {
         "machine": machine(device=hardware.device),
-        "settings": {
-            "rounds": arguments.rounds, "warm_up": arguments.warm_up, "budget_s": arguments.budget,
-        },
+        "settings": timing_settings(arguments),
         "results": rows,
         "bars": [],
-        "ratio_to": first,
-    }  # fmt: skip
-
-
-def _measured(work: Work, hardware: Hardware, arguments: argparse.Namespace) -> list[Row]:
-    first = baseline(hardware)
-    found = arms(hardware, dict.fromkeys([first, *arguments.recipes]), ())
-    steps = {arm.name: build(arm, work, hardware).step for arm in found}
-    options = timing_options(arguments) | {"device": hardware.device}
-    timings = interleaved(steps, **options)
-    rate = peak_rate(hardware, plan_for(work.config, first, hardware))
-    return [
-        {
-            "case": work.model,
-            "arm": name,
-            **figures(work, timing, timings[first], rate),
-            **report.paired(timing, timings[first]),
-            "ratio_to": first,
-        }
-        for name, timing in timings.items()
-    ]
+    }
 
 
 def table(found: Report) -> str:
     """The ratios as a grid of precisions and sizes, then every timing."""
-    rows, first = found["results"], found["ratio_to"]
+    rows = found["results"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     cell = {(row["arm"], row["case"]): report.paired_cell(row) for row in rows}
+    for row in found["left_out"]:
+        cell[row["arm"], row["case"]] = row["left_out"].partition(":")[0]
     grid = (
         [arm, *(cell.get((arm, case), "") for case in cases)]
-        for arm in dict.fromkeys(row["arm"] for row in rows)
+        for arm in dict.fromkeys(arm for arm, _ in cell)
     )
-    text = f"A training step, its time relative to {first} in the same round: the median over the\n"
+    text = f"A training step, its time relative to {rows[0]['ratio_to']} in the same round: the "
+    text += "median over the\n"
     text += "rounds, and its 95 % confidence interval."
     extra = {"tokens/s": report.number("tokens_per_s", 0), "relative time": report.paired_cell}
     return (

@@ -13,9 +13,14 @@ from functools import partial
 import torch
 from matplotlib.figure import Figure
 
-from bench import emulation, peers, report
+from bench import cells, emulation, peers, report
 from bench.report import Report, Row
-from bench.runner import add_timing_arguments, timing_options
+from bench.runner import (
+    add_device_argument,
+    add_timing_arguments,
+    timing_options,
+    timing_settings,
+)
 from fp8stack.benchmark import Timing, interleaved, machine
 from fp8stack.benchmark_step import FP8, baseline, served
 from fp8stack.precision import Hardware, probe
@@ -32,9 +37,7 @@ GEMMS = {"bf16 GEMMs": torch.bfloat16, "FP8 GEMMs": torch.float8_e4m3fn}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=60.0)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)"
-    )
+    add_device_argument(parser)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -43,13 +46,18 @@ def measure(arguments: argparse.Namespace) -> Report:
     shapes = CPU_SHAPES if hardware.device == "cpu" else GPU_SHAPES
     rows: list[Row] = []
     for shape in [(32, 64, 32)] if arguments.tiny else shapes:
-        arms = dict(arms_of(shape, hardware))
-        options = timing_options(arguments) | {"device": hardware.device}
-        rows += _rows(emulation.case_of(*shape), interleaved(arms, **options), hardware)
-    settings = {"rounds": arguments.rounds, "budget_s": arguments.budget}
+        case = emulation.case_of(*shape)
+        builders = dict(arms_of(shape, hardware))
+
+        def timed(case: str, builders: dict[str, Callable[[], Arm]]) -> list[Row]:
+            arms, failed = cells.runnable(case, builders)
+            return _rows(case, interleaved(arms, **timing_options(arguments)), hardware) + failed
+
+        rows += arguments.cells.rows(case, builders, partial(timed, case, builders))
+    mode = {"mode": "compiled but te" if _gpu(hardware) else "eager"}
     return {
         "machine": machine("torchao", device=hardware.device),
-        "settings": settings | {"mode": "compiled but te" if _gpu(hardware) else "eager"},
+        "settings": timing_settings(arguments) | mode,
         "results": rows,
         "bars": [],
     }
@@ -59,8 +67,11 @@ def _gpu(hardware: Hardware) -> bool:
     return hardware.device == "cuda"
 
 
-def arms_of(shape: tuple[int, int, int], hardware: Hardware) -> Iterator[tuple[str, Arm]]:
-    """A forward and backward pass of every linear: eager on a CPU, compiled on a GPU except te."""
+def arms_of(
+    shape: tuple[int, int, int], hardware: Hardware
+) -> Iterator[tuple[str, Callable[[], Arm]]]:
+    """What builds a forward and backward pass of every linear: eager on a CPU, compiled on a GPU
+    except te."""
     tokens, inputs, outputs = shape
     device = hardware.device
     dtype = torch.bfloat16 if _gpu(hardware) else torch.float32
@@ -70,21 +81,18 @@ def arms_of(shape: tuple[int, int, int], hardware: Hardware) -> Iterator[tuple[s
     plain = list(dict.fromkeys([baseline(hardware), "bf16"]))
     for recipe in [*plain, *FP8]:
         for number, backend in enumerate(served(recipe, hardware)):
-            layer = emulation.ours(recipe, inputs, outputs, device, backend)
             name = recipe if number == 0 else f"{recipe} by {backend}"
-            called = (
-                emulation.compiled_linear(layer) if _gpu(hardware) and backend != "te" else layer
-            )
-            yield name, emulation.linear_arm(called, x, dy)
+            layer = partial(emulation.ours, recipe, inputs, outputs, device, backend)
+            compiled = _gpu(hardware) and backend != "te"
+            yield name, partial(emulation.linear_arm, layer, x, dy, compiled)
     theirs = ("tensorwise", "rowwise") if _gpu(hardware) else ("tensorwise", "mxfp8")
     for recipe in theirs:
-        layer = peers.linear(recipe, inputs, outputs, device).to(dtype)
-        called = emulation.compiled_linear(layer) if _gpu(hardware) else layer
-        yield f"torchao {recipe}", emulation.linear_arm(called, x, dy)
+        layer = partial(peers.linear, recipe, inputs, outputs, device, dtype)
+        yield f"torchao {recipe}", partial(emulation.linear_arm, layer, x, dy, _gpu(hardware))
     if _gpu(hardware):
         for name, gemm_dtype in GEMMS.items():
             if gemm_dtype == torch.bfloat16 or served("current", hardware)[0] != "emulate":
-                yield name, gemms(shape, gemm_dtype)
+                yield name, partial(gemms, shape, gemm_dtype)
 
 
 def gemms(shape: tuple[int, int, int], dtype: torch.dtype) -> Arm:

@@ -11,17 +11,18 @@ import argparse
 import multiprocessing
 import resource
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 
-from bench import activations, emulation, report
+from bench import activations, cells, emulation, report
 from bench.report import Report, Row
-from bench.runner import add_models_argument
+from bench.runner import add_device_argument, add_models_argument, add_recipes_argument
 from fp8stack.benchmark import machine
-from fp8stack.benchmark_step import FP8, StepArm, Work, arms, baseline, build, chosen
+from fp8stack.benchmark_step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.allocator import keep_freed_memory
 
@@ -30,10 +31,12 @@ STEPS = 3  # in the first, moments are made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add_device_argument(parser)
     add_models_argument(parser)
-    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+    add_recipes_argument(parser, PRECISIONS)
+    parser.add_argument(
+        "--tiny", action="store_true", help="the smallest sizes, to see that it runs"
+    )
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -42,20 +45,17 @@ def measure(arguments: argparse.Namespace) -> Report:
     tiny = arguments.tiny
     works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
     first = baseline(hardware)
+    recipes = list(dict.fromkeys([first, *arguments.recipes]))
     rows: list[Row] = []
     for work in works:
-        found = {arm.name: in_a_process(arm, work, hardware) for arm in _arms(hardware, first)}
-        for name, gib in found.items():
-            rows.append(
-                {
-                    "case": work.model,
-                    "arm": name,
-                    "peak_gib": round(gib, 4),
-                    "floor_gib": round(floor_gib(work), 4),
-                    "ratio": round(gib / found[first], 4),
-                    "ratio_to": first,
-                }
-            )
+        found: list[Row] = []
+        for arm in arms(hardware, recipes, ()):
+            one = partial(_measured, arm, work, hardware)
+            found += arguments.cells.rows(work.model, [arm.name], one)
+        (base,) = [row["peak_gib"] for row in found if row["arm"] == first]
+        for row in found:
+            rows.append(row | {"ratio": round(row["peak_gib"] / base, 4), "ratio_to": first})
+        arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
     return {
         "machine": machine(device=hardware.device),
         "settings": {"steps": STEPS},
@@ -65,8 +65,15 @@ def measure(arguments: argparse.Namespace) -> Report:
     }
 
 
-def _arms(hardware: Hardware, first: str) -> list[StepArm]:
-    return arms(hardware, [first, *FP8], ())
+def _measured(arm: StepArm, work: Work, hardware: Hardware) -> list[Row]:
+    try:
+        gib = in_a_process(arm, work, hardware)
+    except RuntimeError as error:
+        if arm.name == baseline(hardware):
+            raise
+        return [cells.failure(work.model, arm.name, error)]
+    floor = round(floor_gib(work), 4)
+    return [{"case": work.model, "arm": arm.name, "peak_gib": round(gib, 4), "floor_gib": floor}]
 
 
 def floor_gib(work: Work) -> float:
@@ -105,9 +112,9 @@ def _measure_here(arm: StepArm, work: Work, hardware: Hardware, sender: Connecti
     else:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 2**30
-    built = build(arm, work, hardware)
+    step = build_step(arm, work, hardware)
     for _ in range(STEPS):
-        built.step()
+        step()
     if hardware.device == "cpu":
         after = peak_resident_gib()
     else:

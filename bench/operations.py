@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from bench import report
 from bench.report import Report, Row
-from bench.runner import add_timing_arguments, timing_options
+from bench.runner import (
+    add_device_argument,
+    add_timing_arguments,
+    timing_options,
+    timing_settings,
+)
 from fp8stack.benchmark import Timing, interleaved, machine
 from fp8stack.numerics import (
     AmaxHistory,
@@ -45,36 +50,38 @@ Arm = Callable[[], object]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=120.0, warm_up=10)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)"
-    )
+    add_device_argument(parser)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
     """Every part, one after the other; its arms in turn."""
     device, tiny = probe(arguments.device).device, arguments.tiny
-    options = timing_options(arguments) | {"device": device}
     rows: list[Row] = []
+
+    def add(
+        case: str, arms: dict[str, Arm], to_rows: Callable[..., list[Row]], *of: object
+    ) -> None:
+        def timed() -> list[Row]:
+            return to_rows(case, interleaved(arms, **timing_options(arguments)), *of)
+
+        rows.extend(arguments.cells.rows(case, arms, timed))
+
     for edge in (16,) if tiny else EDGES:
         x = torch.randn(edge, edge, generator=torch.Generator().manual_seed(0)).to(device)
-        case = f"cast, {edge} x {edge}"
-        rows += _cast_rows(case, x.numel(), interleaved(casts(x), **options))
-        timings = interleaved(scaled_casts(x), **options)
-        rows += report.rows_of(f"scaling, {edge} x {edge}", timings, BARE)
+        add(f"cast, {edge} x {edge}", casts(x), _cast_rows, x.numel())
+        add(f"scaling, {edge} x {edge}", scaled_casts(x), report.rows_of, BARE)
     for slots, length in ((3, 4), (6, 4)) if tiny else HISTORIES:
-        timings = interleaved(updates(slots, length, device), **options)
-        rows += report.rows_of(f"history, {slots} x {length}", timings, "record")
+        arms = updates(slots, length, device)
+        add(f"history, {slots} x {length}", arms, report.rows_of, "record")
     for width in (16,) if tiny else WIDTHS:
-        timings = interleaved(judging(width, device), **options)
-        rows += report.rows_of(f"judging, {4 * width * width:,} parameters", timings, ALONE)
+        case = f"judging, {4 * width * width:,} parameters"
+        add(case, judging(width, device), report.rows_of, ALONE)
     return {
         "machine": machine(device=device),
-        "settings": {
-            "rounds": arguments.rounds, "warm_up": arguments.warm_up, "budget_s": arguments.budget,
-        },
+        "settings": timing_settings(arguments),
         "results": rows,
         "bars": [],
-    }  # fmt: skip
+    }
 
 
 def casts(x: Tensor) -> dict[str, Arm]:
@@ -91,7 +98,7 @@ def casts(x: Tensor) -> dict[str, Arm]:
     }
 
 
-def _cast_rows(case: str, elements: int, timings: dict[str, Timing]) -> list[Row]:
+def _cast_rows(case: str, timings: dict[str, Timing], elements: int) -> list[Row]:
     rows = report.rows_of(case, timings, COPY)
     for row in rows:
         moved = elements * (4 + WRITTEN[row["arm"]])

@@ -1,80 +1,22 @@
-"""Other libraries' way to the same numbers: torchao's FP8 and MXFP8, transformers' GPT-2.
+"""Training steps of other libraries: a plain GPT, with torchao's linears, and transformers' GPT-2.
 
-Nothing of fp8stack multiplies here; the models are `bench.plain_gpt`'s, with linears replaced.
+Nothing of fp8stack multiplies here. torchao and transformers are imported by what needs them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-from torchao.prototype.mx_formats.config import (
-    MXFP8Dim0CastKernelChoice,
-    MXFP8Dim1CastKernelChoice,
-    ScaleCalculationMode,
-)
-from torchao.quantization.quantize_.common import KernelPreference
 
 from bench.plain_gpt import PlainGPT, Shape, optimizer_for
 from fp8stack.benchmark_step import Work, training_step
 from fp8stack.model import GPTConfig, allow_many_compilations
 
 Step = Callable[[], None]
-
-
-class TorchaoMxfp8(nn.Linear):
-    """torchao's emulated MXFP8 linear, with the casts that run without CUDA."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = mx_mm.apply(
-            x.reshape(-1, self.in_features),
-            self.weight,
-            torch.float8_e4m3fn,
-            torch.float8_e4m3fn,
-            torch.float8_e4m3fn,
-            32,
-            KernelPreference.EMULATED,
-            MXFP8Dim0CastKernelChoice.TORCH,
-            MXFP8Dim1CastKernelChoice.TORCH,
-            ScaleCalculationMode.RCEIL,
-            False,
-        )
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
-
-
-def with_torchao(model: nn.Module, recipe: str, device: str) -> nn.Module:
-    """`model` with its linears, the head apart, replaced by torchao's: recipe tensorwise, rowwise
-    or mxfp8; emulated on a CPU. MXFP8 is emulated everywhere."""
-    if recipe == "mxfp8":
-        for parent in list(model.modules()):
-            for name, child in parent.named_children():
-                if type(child) is nn.Linear and name != "lm_head":
-                    child.__class__ = TorchaoMxfp8  # same parameters, another forward pass
-        return model
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    if device == "cpu":
-        config = dataclasses.replace(config, emulate=True)
-    converted: nn.Module = convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: name != "lm_head"
-    )
-    return converted
-
-
-def linear(recipe: str, inputs: int, outputs: int, device: str) -> nn.Module:
-    """torchao's linear by itself."""
-    made = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)
-    return made.to(device)
-
-
-# Whole models
 
 
 def shape_of(config: GPTConfig, multiple: int = 1) -> Shape:
@@ -94,12 +36,24 @@ def shape_of(config: GPTConfig, multiple: int = 1) -> Shape:
     )
 
 
+def linear(
+    recipe: str, inputs: int, outputs: int, device: str, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """torchao's linear by itself."""
+    from bench.peers_torchao import with_torchao
+
+    made = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)
+    return made.to(device, dtype)
+
+
 def step(work: Work, device: str, torchao: str = "", compiled: bool = True) -> Step:
     """A training step of the plain GPT, its linears torchao's if a recipe of it is named: bf16
     autocast on a GPU, float32 on a CPU."""
     # On a GPU the head is aligned, as nanoGPT does with its 50304 tokens.
     model: nn.Module = PlainGPT(shape_of(work.config, 64 if device == "cuda" else 1)).to(device)
     if torchao:
+        from bench.peers_torchao import with_torchao
+
         model = with_torchao(model, torchao, device)
     optimizer = optimizer_for(model)
     called = _compiled(model) if compiled else model
@@ -125,6 +79,8 @@ def _autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tenso
 
 def transformers_step(work: Work) -> Step:
     """A training step of transformers' GPT-2 of the same shape, eager, float32, on the CPU."""
+    import transformers
+
     config = work.config
     sizes: dict[str, Any] = {
         "vocab_size": config.vocabulary,

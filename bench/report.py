@@ -102,8 +102,30 @@ def heading(report: Report, title: str, text: str) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in report["settings"].items())
     return (
         f"# {title}\n\n{text}\n\nMade by `{report['command']}` on {report['machine']['machine']}: "
-        f"{facts}.\nSettings: {settings}.\n\n"
+        f"{facts}.\nSettings: {settings}.\n{form(report)}\n{left_out_list(report)}"
     )
+
+
+def form(report: Report) -> str:
+    """Whether all rounds that were asked for were timed; "" where there is no budget."""
+    if "budget_s" not in report["settings"] or not report["results"]:
+        return ""
+    asked, counts = report["settings"]["rounds"], [row["rounds"] for row in report["results"]]
+    if min(counts) >= asked:
+        return f"All {asked} rounds of every arm were timed.\n"
+    return (
+        f"Short form: {min(counts)} to {max(counts)} rounds of an arm instead of {asked}, as the "
+        "budget allowed.\n"
+    )
+
+
+def left_out_list(report: Report) -> str:
+    """What was not measured and why, a line for each arm; "" if nothing was left out."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in report.get("left_out", ()):
+        cases.setdefault((row["arm"], row["left_out"]), []).append(row["case"])
+    lines = [f"- {arm} ({', '.join(of)}): {why}" for (arm, why), of in cases.items()]
+    return "\n".join(["Not measured:", "", *lines, "", ""]) if lines else ""
 
 
 def timing_cells(row: Row) -> list[str]:

@@ -17,12 +17,15 @@ from typing import Any, Protocol, cast
 from matplotlib.figure import Figure
 
 from bench import report as reports
+from bench.cells import Cells
 from bench.report import Report, Row
-from fp8stack.benchmark import slug
+from fp8stack.benchmark import machine, slug
 from fp8stack.cli_options import words
-from fp8stack.precision import probe
+from fp8stack.errors import UserError
+from fp8stack.precision import Hardware, probe
 
 RESULTS = Path(__file__).parent / "results"
+CHOOSING = ("out", "recipes", "models", "parts", "compiled", "profile")  # options that time nothing
 TOLERANCE = 0.15
 SCENARIOS = {
     "emulation": "the cost of emulated FP8 on a CPU: a linear and a step, with peers beside",
@@ -75,6 +78,19 @@ def add_timing_arguments(
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
 
 
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of the scenarios that run on a GPU as well."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)"
+    )
+
+
+def add_recipes_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """The option of the scenarios that measure several recipes."""
+    what = f"(default: {','.join(default)})"
+    parser.add_argument("--recipes", type=words, default=[*default], metavar="A,B", help=what)
+
+
 def add_models_argument(parser: argparse.ArgumentParser) -> None:
     """The option of the scenarios that measure several models."""
     parser.add_argument(
@@ -88,6 +104,11 @@ def add_models_argument(parser: argparse.ArgumentParser) -> None:
 
 def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `interleaved` takes of these options."""
+    return timing_settings(arguments) | {"device": _hardware(arguments).device}
+
+
+def timing_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """These options as a report's settings."""
     names = {"rounds": "rounds", "warm_up": "warm_up", "budget": "budget_s"}
     return {key: getattr(arguments, name) for name, key in names.items()}
 
@@ -104,29 +125,70 @@ def parse(scenario: Scenario, name: str, words: Sequence[str]) -> argparse.Names
     return parser.parse_args(words)
 
 
-def run(name: str, words: Sequence[str]) -> None:
-    """Run one scenario with these options: print its table, write its results."""
-    # Imported by name: one scenario's peers need not be installed for another to run.
-    module: Any = import_module(f"bench.{name}")
+def run(name: str, words: Sequence[str]) -> int:
+    """Run one scenario with these options: print its table, write its results. Returns 1 if an arm
+    failed, else 0."""
+    module: Any = imported(name)
     arguments = parse(module, name, words)
     if hasattr(module, "run"):  # it writes for itself
         arguments.out = arguments.out or RESULTS
         arguments.out.mkdir(parents=True, exist_ok=True)
         module.run(arguments)
-        return
-    report = measured(cast(Scenario, module), name, words)
-    folder = arguments.out or RESULTS / report["machine"]["slug"]
+        return 0
+    folder = arguments.out or RESULTS / slug(_hardware(arguments))
+    cells = Cells(folder / f"{name}.partial.jsonl", _conditions(arguments))
+    report = measured(cast(Scenario, module), name, words, cells)
     text = module.table(report)
     reports.write(report, text, module.figure(report), folder)
     print(text)
     print(f"written: {folder}/{name}.json, {name}.md and {name}.png")
+    return int(cells.finish() > 0)
 
 
-def measured(scenario: Scenario, name: str, words: Sequence[str]) -> Report:
-    """What the scenario finds with these options, and the command that it was run by."""
+def imported(name: str) -> Any:
+    """The module of a scenario. Imported by name: what one needs another does without.
+
+    Raises:
+        UserError: it needs a package that is not installed.
+    """
+    try:
+        return import_module(f"bench.{name}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "bench").partition(".")[0]
+        if package in ("bench", "fp8stack"):
+            raise
+        raise UserError(
+            f"bench {name} needs {package}, which is not installed: pip install -e '.[test]'"
+        ) from None
+
+
+def measured(
+    scenario: Scenario, name: str, words: Sequence[str], cells: Cells | None = None
+) -> Report:
+    """What the scenario finds with these options, and the command that it was run by.
+
+    Args:
+        scenario: its module.
+        name: the scenario's.
+        words: its options.
+        cells: where rows are kept as they are measured; in memory alone by default.
+    """
     command = shlex.join(["python", "-m", "bench", name, *words])
-    found = scenario.measure(parse(scenario, name, words))
-    return {"scenario": name, "command": command, **found}
+    arguments = parse(scenario, name, words)
+    arguments.cells = cells or Cells()
+    found = scenario.measure(arguments)
+    left_out = arguments.cells.left_out
+    return {"scenario": name, "command": command, **found, "left_out": left_out}
+
+
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    return probe(getattr(arguments, "device", "cpu"))
+
+
+def _conditions(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a row depends on beside its case and arm."""
+    options = {key: value for key, value in vars(arguments).items() if key not in CHOOSING}
+    return {"machine": machine(device=_hardware(arguments).device), "options": options}
 
 
 # Against what was committed
@@ -153,7 +215,7 @@ def check(words: Sequence[str]) -> int:
             return 2
     worse: list[str] = []
     for name in names:
-        module = cast(Scenario, import_module(f"bench.{name}"))
+        module = cast(Scenario, imported(name))
         committed = json.loads((folder / f"{name}.json").read_text())
         worse += regressions(committed, measured(module, name, module.SHORT), arguments.tolerance)
     print(*worse, sep="\n")
@@ -172,19 +234,27 @@ def regressions(committed: Report, found: Report, tolerance: float) -> list[str]
     these overlap.
 
     Raises:
-        ValueError: the two have no arm in common.
+        UserError: the two have no arm in common, or their ratios are to different arms.
     """
+    name = found["scenario"]
     before = {(row["case"], row["arm"]): row for row in committed["results"]}
     both = [row for row in found["results"] if (row["case"], row["arm"]) in before]
     if not both:
-        raise ValueError(f"{found['scenario']}: no arm was measured that has a committed result.")
+        raise UserError(f"{name}: no arm was measured that has a committed result.")
+    for row in both:
+        known = before[row["case"], row["arm"]]
+        if known["ratio_to"] != row["ratio_to"]:
+            raise UserError(
+                f"{name}: the committed ratios are to {known['ratio_to']}, those of this machine "
+                f"to {row['ratio_to']}. Measure it here first: python -m bench {name}"
+            )
     lines = []
     for row in both:
         known = before[row["case"], row["arm"]]
         was, now = known["ratio"], row["ratio"]
         if now > was * (1 + tolerance) and not _may_be_noise(known, row):
             lines.append(
-                f"{found['scenario']}, {row['case']}: {row['arm']} takes {now:.3f} of "
+                f"{name}, {row['case']}: {row['arm']} takes {now:.3f} of "
                 f"{row['ratio_to']}, committed {was:.3f} ({now / was - 1:+.0%})"
             )
     return lines

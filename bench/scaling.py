@@ -8,13 +8,17 @@ from matplotlib.figure import Figure
 
 from bench import emulation, report
 from bench.report import Report, Row
-from bench.runner import add_timing_arguments, timing_options
-from fp8stack.benchmark import interleaved, machine
-from fp8stack.benchmark_step import SMALL, Work, arms, baseline, build, figures
-from fp8stack.cli_options import words
-from fp8stack.model import GPTConfig, load_config, plan_for
+from bench.runner import (
+    add_device_argument,
+    add_recipes_argument,
+    add_timing_arguments,
+    timing_settings,
+)
+from bench.step import in_turns
+from fp8stack.benchmark import machine
+from fp8stack.benchmark_step import SMALL, Work
+from fp8stack.model import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.throughput import peak_rate
 
 SHORT = ["--rounds", "6", "--budget", "8"]
 AXES: dict[str, dict[str, list[int]]] = {
@@ -32,35 +36,23 @@ TINY = {"batch": [1, 2], "context": [16, 32], "layers": [1, 2]}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=60.0, warm_up=10)
-    add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add("--recipes", type=words, default="delayed", metavar="A,B", help="(default: %(default)s)")
+    add_device_argument(parser)
+    add_recipes_argument(parser, ["delayed"])
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every axis, the others held at where they are in `works_along`."""
+    """Every axis, the others held at where they are in `work_at`."""
     hardware = probe(arguments.device)
-    first = baseline(hardware)
-    own = arms(hardware, dict.fromkeys([first, *arguments.recipes]), ())
-    options = timing_options(arguments) | {"device": hardware.device}
-    rate = peak_rate(hardware, plan_for(SMALL, first, hardware))
     rows: list[Row] = []
     for axis, values in (TINY if arguments.tiny else AXES[hardware.device]).items():
         for value in values:
             work = work_at(axis, value, hardware, arguments.tiny)
-            steps = {arm.name: build(arm, work, hardware).step for arm in own}
-            timings = interleaved(steps, **options)
-            for name, timing in timings.items():
-                facts = figures(work, timing, timings[first], rate)
-                rows.append(
-                    {"case": f"{axis} {value}", "axis": axis, "value": value, "arm": name}
-                    | facts
-                    | {"ratio_to": first, "layers": work.config.layers}
-                )
-            del steps
+            facts = {"axis": axis, "value": value, "layers": work.config.layers}
+            found = in_turns(work, arguments.recipes, hardware, arguments)
+            rows += [row | facts for row in found]
     return {
         "machine": machine(device=hardware.device),
-        "settings": {"rounds": arguments.rounds, "budget_s": arguments.budget, "ranks": 1},
+        "settings": timing_settings(arguments) | {"ranks": 1},
         "results": rows,
         "bars": [],
     }

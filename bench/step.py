@@ -8,24 +8,31 @@ to fit and no more; the ratio is to the baseline's own rounds beside it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from matplotlib.figure import Figure
 
-from bench import emulation, peers, report
+from bench import cells, emulation, peers, report
 from bench.report import Bar, Report, Row
-from bench.runner import RESULTS, add_models_argument, add_timing_arguments, timing_options
+from bench.runner import (
+    RESULTS,
+    add_device_argument,
+    add_models_argument,
+    add_timing_arguments,
+    timing_options,
+    timing_settings,
+)
 from fp8stack.benchmark import interleaved, machine, slug
 from fp8stack.benchmark_step import (
     FP8,
-    StepArm,
     Work,
     arms,
     baseline,
-    build,
+    build_step,
     chosen,
     figures,
     free_memory,
@@ -49,7 +56,7 @@ OVER_TORCHAO = 1.10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=100, budget_s=120.0)
     add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add_device_argument(parser)
     add_models_argument(parser)
     add("--recipes", type=words, metavar="A,B", help=f"(default: the baseline and {','.join(FP8)})")
     add(
@@ -70,12 +77,17 @@ def measure(arguments: argparse.Namespace) -> Report:
     works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
     rows: list[Row] = []
     for work in works:
-        rows += measure_work(work, hardware, arguments)
-    settings = {"rounds": arguments.rounds, "budget_s": arguments.budget, "ratio": "fastest"}
+        theirs = dict(peer_arms(work, hardware, bool(arguments.compiled)))
+        after = None
+        if arguments.profile:
+            after = partial(profile, work=work, hardware=hardware, out=arguments.out)
+        rows += in_turns(
+            work, arguments.recipes or FP8, hardware, arguments, arguments.compiled, theirs, after
+        )
     return {
         "machine": machine("torchao", device=hardware.device),
-        "settings": settings
-        | {"precision_of_peers": "bf16 autocast" if _gpu(hardware) else "fp32"},
+        "settings": timing_settings(arguments)
+        | {"ratio": "fastest", "precision_of_peers": "bf16 autocast" if _gpu(hardware) else "fp32"},
         "results": rows,
         "bars": report.judged(bars(rows), rows),
     }
@@ -85,38 +97,64 @@ def _gpu(hardware: Hardware) -> bool:
     return hardware.device == "cuda"
 
 
-def measure_work(work: Work, hardware: Hardware, arguments: argparse.Namespace) -> list[Row]:
-    """The rows of one model, the baseline first."""
+def in_turns(
+    work: Work,
+    recipes: Iterable[str],
+    hardware: Hardware,
+    arguments: argparse.Namespace,
+    also_compiled: Collection[str] = (),
+    theirs: Mapping[str, Callable[[], Step]] = MappingProxyType({}),
+    after: Callable[[cells.Arm, str], None] | None = None,
+) -> list[Row]:
+    """The rows of one model's arms, the baseline first, from `arguments.cells` as far as they are
+    there.
+
+    Args:
+        work: the model and its batch.
+        recipes: those of our arms; the baseline is added. One that does not run here is left out.
+        hardware: the machine.
+        arguments: the scenario's, with `cells` and the timing options.
+        also_compiled: the recipes that a CPU runs compiled as well.
+        theirs: what builds the peers' steps, by name.
+        after: called with each step and its name when it was timed.
+    """
     first = baseline(hardware)
-    also = arguments.compiled
-    own = arms(hardware, dict.fromkeys([first, *(arguments.recipes or FP8)]), also)
-    builders: dict[str, Callable[[], Step]] = {}
-    for arm in own:
-        builders[arm.name] = partial(_own, arm, work, hardware)
-    builders |= dict(peer_arms(work, hardware, bool(also)))
-    rates = {arm.name: _peak(arm, work, hardware) for arm in own}
-    options = timing_options(arguments) | {"device": hardware.device}
-    rows: list[Row] = []
-    steps: dict[str, Step] = {}
+    recipes = list(dict.fromkeys([first, *recipes]))
+    own = {arm.name: arm for arm in arms(hardware, recipes, also_compiled)}
     held: dict[str, float] = {}
-    for group in groups(list(builders), hardware):
-        for name in group:
-            if name not in steps:
-                steps[name] = _build(builders[name], name, hardware, held)
-        timings = interleaved(steps, **options)
-        for name in group:
-            if name in [row["arm"] for row in rows]:
-                continue
-            facts = figures(work, timings[name], timings[first], rates.get(name, rates[first]))
+    peaks: dict[object, Peak] = {}
+    builders: dict[str, Callable[[], Step]] = {
+        name: partial(build_step, arm, work, hardware) for name, arm in own.items()
+    }
+    builders |= theirs
+    builders = {name: partial(_build, of, name, hardware, held) for name, of in builders.items()}
+    builders[first] = cache(builders[first])  # it takes turns with every group
+
+    def timed(group: list[str]) -> list[Row]:
+        steps, failed = cells.runnable(work.model, {name: builders[name] for name in group})
+        timings = interleaved(steps, **timing_options(arguments))
+        rows = []
+        for name, timing in timings.items():
+            plan = plan_of(own.get(name, own[first]), work, hardware)
+            kind = (plan.compute_dtype, plan.runs_fp8)
+            if kind not in peaks:
+                peaks[kind] = peak_rate(hardware, plan)
+            facts = figures(work, timing, timings[first], peaks[kind])
             if facts["peak_memory_gib"] is not None:
                 facts["step_memory_gib"] = round(held[name] + facts["peak_memory_gib"], 3)
-            rows.append({"case": work.model, "arm": name, **facts, "ratio_to": first})
-            print(f"{work.model}, {name}: {facts['median_ms']:.1f} ms", flush=True)
-            if arguments.profile:
-                profile(steps[name], name, work, hardware, arguments.out)
-        steps = {first: steps[first]}  # the others' memory is needed
-        free_memory(hardware.device)
-    return rows
+            paired = report.paired(timing, timings[first])
+            rows.append({"case": work.model, "arm": name, **facts, **paired, "ratio_to": first})
+            if after is not None:
+                after(steps[name], name)
+        return rows + failed
+
+    rows: dict[str, Row] = {}
+    for group in groups(list(builders), hardware):
+        for row in arguments.cells.rows(work.model, group, partial(timed, group)):
+            rows.setdefault(row["arm"], row)
+        free_memory(hardware.device)  # the others' memory is needed
+    arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
+    return list(rows.values())
 
 
 def groups(names: list[str], hardware: Hardware) -> list[list[str]]:
@@ -124,10 +162,6 @@ def groups(names: list[str], hardware: Hardware) -> list[list[str]]:
     if not _gpu(hardware) or len(names) == 1:
         return [names]
     return [[names[0], name] for name in names[1:]]
-
-
-def _own(arm: StepArm, work: Work, hardware: Hardware) -> Step:
-    return build(arm, work, hardware).step
 
 
 def _build(
@@ -138,10 +172,6 @@ def _build(
         return builder()
     step, held[name] = resident_gib(builder)
     return step
-
-
-def _peak(arm: StepArm, work: Work, hardware: Hardware) -> Peak:
-    return peak_rate(hardware, plan_of(arm, work, hardware))
 
 
 def peer_arms(
@@ -182,7 +212,7 @@ def bars(rows: list[Row]) -> list[Bar]:
     return made
 
 
-def profile(step: Step, name: str, work: Work, hardware: Hardware, out: Path | None) -> None:
+def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Path | None) -> None:
     """Profile one step: a table of the operators that take longest, and a trace."""
     folder = (out or RESULTS / slug(hardware)) / "profiles" / work.model / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,17 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from bench import emulation, report
+from bench import cells, emulation, report
 from bench.report import Bar, Report, Row
-from bench.runner import add_timing_arguments, timing_options
+from bench.runner import (
+    add_device_argument,
+    add_recipes_argument,
+    add_timing_arguments,
+    timing_options,
+    timing_settings,
+)
 from fp8stack.benchmark import interleaved, machine
 from fp8stack.benchmark_step import FP8, Built, StepArm, Work, build, served
-from fp8stack.cli_options import words
 from fp8stack.model import load_config
 from fp8stack.precision import Hardware, probe
 from fp8stack.telemetry import Telemetry
@@ -30,9 +35,8 @@ PLAIN, SAMPLED, TRIED = "not sampled", "sampled", "sampled, mxfp8 tried"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timing_arguments(parser, rounds=40, budget_s=60.0)
-    add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    add("--recipes", type=words, default=list(FP8), metavar="A,B", help="(default: all)")
+    add_device_argument(parser)
+    add_recipes_argument(parser, FP8)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -40,19 +44,24 @@ def measure(arguments: argparse.Namespace) -> Report:
     hardware = probe(arguments.device)
     nano = Work(model="gpt-nano", config=load_config("gpt-nano"), batch=8, context=128)
     work = emulation.tiny_work() if arguments.tiny else nano
-    options = timing_options(arguments) | {"device": hardware.device}
     rows: list[Row] = []
-    for recipe in arguments.recipes:
-        timings = interleaved(steps(recipe, work, hardware), **options)
-        found = report.rows_of(f"{work.model}, {recipe}", timings, PLAIN)
-        rows += [row | {"share": round((row["ratio"] - 1) / EVERY, 5)} for row in found]
+
+    def timed(case: str, recipe: str) -> list[Row]:
+        timings = interleaved(steps(recipe, work, hardware), **timing_options(arguments))
+        found = report.rows_of(case, timings, PLAIN)
+        return [row | {"share": round((row["ratio"] - 1) / EVERY, 5)} for row in found]
+
+    arguments.cells.left_out += cells.not_served(work.model, arguments.recipes, hardware)
+    for recipe in (name for name in arguments.recipes if served(name, hardware)):
+        case = f"{work.model}, {recipe}"
+        rows += arguments.cells.rows(case, (PLAIN, SAMPLED, TRIED), partial(timed, case, recipe))
     bars = [
         Bar(case=f"{nano.model}, {recipe}", arm=SAMPLED, of=PLAIN, at_most=1 + EVERY * AT_MOST)
         for recipe in arguments.recipes
     ]
     return {
         "machine": machine(device=hardware.device),
-        "settings": {"rounds": arguments.rounds, "budget_s": arguments.budget, "every": EVERY},
+        "settings": timing_settings(arguments) | {"every": EVERY},
         "results": rows,
         "bars": report.judged(bars, rows),
     }

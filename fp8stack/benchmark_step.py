@@ -21,10 +21,12 @@ from fp8stack.model import GPT, GPTConfig, load_config, plan_for
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.rules import best_plain_dtype
 from fp8stack.training.config import RunConfig
+from fp8stack.training.loss_scale import LossScaler
 from fp8stack.training.optimizer import build_optimizer
 from fp8stack.training.throughput import Peak
 
 FP8 = ("delayed", "current", "block", "mxfp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,16 @@ def served(recipe: str, hardware: Hardware) -> list[str]:
     return found
 
 
+def unserved(recipes: Iterable[str], hardware: Hardware) -> dict[str, str]:
+    """Those of `recipes` that no backend runs here, and what runs in their place and why."""
+    found = {}
+    for recipe in recipes:
+        if not served(recipe, hardware):
+            plan = resolve(recipe, hardware)
+            found[recipe] = f"runs as {plan.recipe.name} here: {'; '.join(plan.reasons)}"
+    return found
+
+
 def arms(
     hardware: Hardware, recipes: Iterable[str], also_compiled: Collection[str]
 ) -> list[StepArm]:
@@ -146,21 +158,35 @@ def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
     model = GPT(work.config, backend).to(hardware.device)
     if arm.compiled:
         model.compile_blocks()
-    config = RunConfig(lr=1e-4)
-    step = training_step(model, build_optimizer(model, config), work.batch_of(hardware.device))
+    optimizer = build_optimizer(model, RunConfig(lr=1e-4))
+    scaler = LossScaler(hardware.device) if plan.loss_scaling else None
+    step = training_step(model, optimizer, work.batch_of(hardware.device), scaler)
     return Built(step, plan, model)
+
+
+def build_step(arm: StepArm, work: Work, hardware: Hardware) -> Callable[[], None]:
+    """The step that `build` builds, by itself."""
+    return build(arm, work, hardware).step
 
 
 def training_step(
     model: Callable[[Tensor, Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
     batch: tuple[Tensor, Tensor],
+    scaler: LossScaler | None = None,
 ) -> Callable[[], None]:
-    """One optimizer step on `batch`, of a model that gives the loss of tokens and targets."""
+    """One optimizer step on `batch`, of a model that gives the loss of tokens and targets, with the
+    loss scaled by `scaler` if there is one."""
 
     def step() -> None:
-        model(*batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        loss = model(*batch)
+        if scaler is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
     return step

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import grid, operations, report, runner, scaling
+from bench import grid, operations, report, runner, scaling, step
 from fp8stack import benchmark
 from fp8stack.benchmark import interleaved, paired_ratio, summarize
 from fp8stack.numerics import cast_to_fp8, dequantize_blocks, dequantize_mxfp8, tensor_scale
@@ -101,16 +101,23 @@ def test_a_tiny_form_measures_every_case_and_writes_it(module: ModuleType, tmp_p
             assert report.paired_cell(row) in text
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 def test_the_grid_has_every_precision_in_three_sizes_at_least(
-    monkeypatch: pytest.MonkeyPatch,
+    bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _grid_at(monkeypatch, 1.0)
+    _grid_at(monkeypatch, 1.0, bf16=bf16)
     found = runner.measured(grid, "grid", TINY)
     cells = {(row["case"], row["arm"]) for row in found["results"]}
-    precisions = ("fp32", "bf16", "delayed", "current", "block", "mxfp8")
+    precisions = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
     sizes = [work.model for work in grid.sizes("cpu", tiny=True)]
     assert len(sizes) >= 3
     assert cells == {(size, precision) for size in sizes for precision in precisions}
+    assert {row["ratio_to"] for row in found["results"]} == {"bf16" if bf16 else "fp32"}
+    # A CPU has no TF32: said in each size, with the plan's reason.
+    assert [(row["case"], row["arm"]) for row in found["left_out"]] == [(s, "tf32") for s in sizes]
+    text = grid.table(found)
+    assert "| tf32 | runs as fp32 here | runs as fp32 here | runs as fp32 here |" in text
+    assert "runs as fp32 here: tf32 needs a GPU of compute capability 8.0, this is a CPU" in text
     for device in ("cpu", "cuda"):
         parameters = [work.config.parameters() for work in grid.sizes(device, tiny=False)]
         assert len(parameters) >= 3
@@ -137,7 +144,7 @@ def test_ten_rounds_warm_up_and_a_hundred_are_timed(
         asked.append(options)
         return timed({name: [1.0] for name in arms}, rounds=6)
 
-    monkeypatch.setattr(module, "interleaved", note)
+    monkeypatch.setattr(operations if module is operations else step, "interleaved", note)
     flags = ["--recipes", "delayed"] if module is not operations else []
     words = ["--tiny", "--device", "cpu", *flags]
     runner.measured(module, "x", words)  # type: ignore[arg-type]
@@ -147,7 +154,7 @@ def test_ten_rounds_warm_up_and_a_hundred_are_timed(
 
 def test_gigabytes_per_second_are_those_read_and_written() -> None:
     timings = timed({name: [0.001] for name in operations.WRITTEN}, rounds=6)
-    rows = {row["arm"]: row for row in operations._cast_rows("case", 10**6, timings)}
+    rows = {row["arm"]: row for row in operations._cast_rows("case", timings, 10**6)}
     assert rows["copy"]["gb_per_s"] == pytest.approx(8.0)  # 8 MB in a millisecond
     assert rows["bf16"]["gb_per_s"] == pytest.approx(6.0)
     assert rows["mxfp8"]["gb_per_s"] == pytest.approx(5.0)
@@ -222,19 +229,22 @@ def test_a_step_that_is_judged_is_skipped_if_it_overflows(
 
 
 def _grid_at(
-    monkeypatch: pytest.MonkeyPatch, slowdown: float, noise: Sequence[float] = (1.0,)
+    monkeypatch: pytest.MonkeyPatch,
+    slowdown: float,
+    noise: Sequence[float] = (1.0,),
+    bf16: bool = False,
 ) -> None:
-    """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of fp32,
-    times `slowdown` and, round by round, `noise`; on a CPU without bf16 instructions, whose
-    baseline is fp32."""
-    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
+    """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of the others, times
+    `slowdown` and, round by round, `noise`; on a CPU with or without bf16 instructions."""
 
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, benchmark.Timing]:
         seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}
         seconds["delayed"] = [1.2 * slowdown * of for of in noise]
         return timed(seconds)
 
-    monkeypatch.setattr(grid, "interleaved", fake)
+    monkeypatch.setattr(step, "interleaved", fake)
+    monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
+    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu", cpu_bf16=bf16))
 
 
 @pytest.fixture

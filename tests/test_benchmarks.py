@@ -15,7 +15,18 @@ import pytest
 import torch
 from te_stand_in import Source
 
-from bench import emulation, linear, memory, peers, peers_te, report, runner, startup, step
+from bench import (
+    emulation,
+    linear,
+    memory,
+    peers,
+    peers_te,
+    peers_torchao,
+    report,
+    runner,
+    startup,
+    step,
+)
 from bench.__main__ import main as bench_main
 from bench.plain_gpt import PlainGPT
 from bench.report import Bar
@@ -289,7 +300,7 @@ def test_the_vocabulary_of_a_peer_is_padded_as_asked() -> None:
 
 def test_torchaos_linear_in_the_benchmark_computes_what_ours_does() -> None:
     """The peer is a peer: the same recipe, the same numbers."""
-    theirs, ours = peers.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
+    theirs, ours = peers_torchao.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
     ours.load_state_dict(theirs.state_dict())
     results = []
     for layer in (theirs, ours):
@@ -307,7 +318,7 @@ def test_torchaos_model_has_fp8_linears_everywhere_but_in_the_head(recipe: str) 
     plain = PlainGPT(peers.shape_of(work.config))
     batch = work.batch_of("cpu")
     exact = plain(*batch).item()
-    model = peers.with_torchao(plain, recipe, "cpu")
+    model = peers_torchao.with_torchao(plain, recipe, "cpu")
     kinds = {name: type(m).__name__ for name, m in model.named_modules() if hasattr(m, "weight")}
     assert kinds.pop("lm_head") == "Linear"
     fp8 = [name for name, kind in kinds.items() if kind in ("Float8Linear", "TorchaoMxfp8")]

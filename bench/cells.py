@@ -1,0 +1,131 @@
+"""Results that grow on disk: a run that was ended continues with what it had not measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+
+from bench.report import Row
+from fp8stack.benchmark_step import unserved
+from fp8stack.precision import Hardware
+
+Arm = Callable[[], object]
+
+
+class Cells:
+    """The rows of cells, such as the arms of one model, each written when it was measured.
+
+    Args:
+        path: JSON lines, one per cell; None: they are kept in memory alone.
+        conditions: what rows depend on beside the cell's name, such as the machine and the number
+            of rounds. Cells in the file that were measured under others are not used.
+    """
+
+    def __init__(self, path: Path | None = None, conditions: object = None) -> None:
+        self.path = path
+        self._conditions = json.loads(json.dumps(conditions, default=str))
+        self.left_out: list[Row] = []
+        self._known: dict[str, list[Row]] = {}
+        for line in _lines(path) if path is not None and path.exists() else ():
+            if line["conditions"] == self._conditions:
+                self._known[line["cell"]] = line["rows"]
+        if self._known:
+            print(f"{path}: continues after {len(self._known)} cells that are there", flush=True)
+
+    def rows(self, case: str, arms: Iterable[str], measure: Callable[[], list[Row]]) -> list[Row]:
+        """The rows of these arms in this case: those in the file, or what `measure` returns. Rows
+        of arms that were left out go to `left_out` instead."""
+        cell = f"{case}: {', '.join(arms)}"
+        rows = self._known.get(cell)
+        if rows is None:
+            rows = self._known[cell] = measure()
+            print(f"measured: {cell}", flush=True)
+            if self.path is not None and not any(row.get("failed") for row in rows):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                line = {"conditions": self._conditions, "cell": cell, "rows": rows}
+                with self.path.open("a") as file:  # after what a killed run may have left half
+                    file.write("\n" + json.dumps(line) + "\n")
+        self.left_out += [row for row in rows if "left_out" in row]
+        return [row for row in rows if "left_out" not in row]
+
+    def finish(self) -> int:
+        """How many arms failed. If none did, the file goes; else the same command measures the
+        cells that they were in again, and those alone."""
+        failed = len([row for row in self.left_out if row.get("failed")])
+        if self.path is not None and not failed:
+            self.path.unlink(missing_ok=True)
+        return failed
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:  # blank, or a run was killed while it wrote
+            continue
+
+
+# What is not measured, and why
+
+
+def left_out(case: str, arm: str, reason: str) -> Row:
+    """The row of an arm that is not measured."""
+    return {"case": case, "arm": arm, "left_out": reason}
+
+
+def not_served(case: str, recipes: Iterable[str], hardware: Hardware) -> list[Row]:
+    """A row for each of `recipes` that this machine runs as another."""
+    found = unserved(recipes, hardware).items()
+    return [left_out(case, recipe, reason) for recipe, reason in found]
+
+
+def runnable(
+    case: str, builders: Mapping[str, Callable[[], Arm]]
+) -> tuple[dict[str, Arm], list[Row]]:
+    """The arms, each built and called once, and a row for each that fails or whose package is not
+    installed: it takes no other with it.
+
+    Raises:
+        Exception: what the first one raises, to which the others are compared.
+    """
+    arms: dict[str, Arm] = {}
+    failed: list[Row] = []
+    for name, build in builders.items():
+        if reason := missing(name):
+            failed.append(left_out(case, name, reason))
+            continue
+        try:
+            arm = build()
+            arm()
+        except Exception as error:  # other libraries', compilers' and drivers' too
+            if not arms:
+                raise
+            failed.append(failure(case, name, error))
+        else:
+            arms[name] = arm
+    return arms, failed
+
+
+def failure(case: str, arm: str, error: Exception) -> Row:
+    """The row of an arm that raised an error."""
+    said = str(error).strip().partition("\n")[0][:200]
+    reason = f"failed: {type(error).__name__}: {said}"
+    print(f"{case}, {arm}: {reason}", file=sys.stderr, flush=True)
+    return left_out(case, arm, reason) | {"failed": True}
+
+
+def missing(arm: str) -> str:
+    """Why a peer cannot be measured, by the first word of the arm's name; "" if it can be."""
+    package = arm.partition(" ")[0]
+    if package not in ("torchao", "transformers"):
+        return ""
+    try:
+        import_module(package)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError):
+            return f"skipped: {package} is not installed (pip install {package})"
+        return f"skipped: {package} cannot be imported: {error}"
+    return ""
