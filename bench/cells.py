@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +44,10 @@ class Cells:
         cell = f"{case}: {', '.join(arms)}"
         rows = self._known.get(cell)
         if rows is None:
-            rows = self._known[cell] = measure()
+            before = _clocks()
+            rows = measure()
+            share = _others_share(before, _clocks())
+            rows = self._known[cell] = [row | {"others_share": share} for row in rows]
             print(f"measured: {cell}", flush=True)
             if self.path is not None and not any(row.get("failed") for row in rows):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +72,23 @@ def _lines(path: Path) -> Iterator[Row]:
             yield json.loads(line)
         except json.JSONDecodeError:  # blank, or a run was killed while it wrote
             continue
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds: of the wall, of all processes on all CPUs, of this one and its children."""
+    busy = math.nan
+    if Path("/proc/stat").exists():
+        user, nice, system, _, _, irq, softirq = Path("/proc/stat").read_text().split()[1:8]
+        ticks = sum(map(int, (user, nice, system, irq, softirq)))
+        busy = ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), busy, sum(os.times()[:4])
+
+
+def _others_share(begin: tuple[float, ...], end: tuple[float, ...]) -> float | None:
+    """The share of the CPUs' time that other processes took; None where it is not known."""
+    wall, busy, own = (after - before for after, before in zip(end, begin, strict=True))
+    share = (busy - own) / (wall * (os.cpu_count() or 1))
+    return round(max(0.0, share), 3) if math.isfinite(share) else None
 
 
 # What is not measured, and why

@@ -75,13 +75,14 @@ def table(found: Report) -> str:
     cell = {(row["arm"], row["case"]): report.paired_cell(row) for row in rows}
     for row in found["left_out"]:
         cell[row["arm"], row["case"]] = row["left_out"].partition(":")[0]
+    order = list(dict.fromkeys([rows[0]["ratio_to"], *PRECISIONS, *(arm for arm, _ in cell)]))
     grid = (
         [arm, *(cell.get((arm, case), "") for case in cases)]
-        for arm in dict.fromkeys(arm for arm, _ in cell)
+        for arm in sorted({arm for arm, _ in cell}, key=order.index)
     )
     text = f"A training step, its time relative to {rows[0]['ratio_to']} in the same round: the "
     text += "median over the\n"
-    text += "rounds, and its 95 % confidence interval."
+    text += "rounds, and its 95 % confidence interval. fp16 scales its loss."
     extra = {"tokens/s": report.number("tokens_per_s", 0), "relative time": report.paired_cell}
     return (
         report.heading(found, "Training steps by precision and size", text)

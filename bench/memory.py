@@ -27,7 +27,7 @@ from fp8stack.precision import Hardware, probe
 from fp8stack.training.allocator import keep_freed_memory
 
 SHORT: list[str] = []
-STEPS = 3  # in the first, moments are made
+STEPS = 2  # in the first, moments are made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -102,7 +102,7 @@ def heading(report: Report, title: str, text: str) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in report["settings"].items())
     return (
         f"# {title}\n\n{text}\n\nMade by `{report['command']}` on {report['machine']['machine']}: "
-        f"{facts}.\nSettings: {settings}.\n{form(report)}\n{left_out_list(report)}"
+        f"{facts}.\nSettings: {settings}.\n{form(report)}{load(report)}\n{left_out_list(report)}"
     )
 
 
@@ -117,6 +117,15 @@ def form(report: Report) -> str:
         f"Short form: {min(counts)} to {max(counts)} rounds of an arm instead of {asked}, as the "
         "budget allowed.\n"
     )
+
+
+def load(report: Report) -> str:
+    """How busy others kept the machine, "" where it is not known."""
+    shares = [row.get("others_share") for row in report["results"]]
+    known = [share for share in shares if share is not None]
+    if not known:
+        return ""
+    return f"Other processes took up to {max(known):.0%} of the CPUs' time meanwhile.\n"
 
 
 def left_out_list(report: Report) -> str:

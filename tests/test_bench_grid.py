@@ -234,8 +234,9 @@ def _grid_at(
     noise: Sequence[float] = (1.0,),
     bf16: bool = False,
 ) -> None:
-    """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of the others, times
-    `slowdown` and, round by round, `noise`; on a CPU with or without bf16 instructions."""
+    """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of
+    the others, times `slowdown` and, round by round, `noise`; on a CPU with or without bf16
+    instructions."""
 
     def fake(arms: dict[str, Any], **options: Any) -> dict[str, benchmark.Timing]:
         seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}
