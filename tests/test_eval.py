@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import fp8stack
-from fp8stack import evaluation
+from fp8stack import cli, evaluation
 from fp8stack.data import load_corpora, validation_windows
 from fp8stack.errors import UserError
 from fp8stack.evaluation import scores as scoring
@@ -217,7 +217,7 @@ def test_without_a_tokenizer_bits_per_byte_are_unknown(tmp_path: Path) -> None:
     assert "unknown" in "\n".join(evaluation.text_lines([score]))
 
 
-def test_text_for_a_run_with_another_tokenizer_is_refused_with_the_remedy(
+def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(
     run: Path, tmp_path: Path
 ) -> None:
     np.random.default_rng(0).integers(0, 300, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
@@ -227,8 +227,11 @@ def test_text_for_a_run_with_another_tokenizer_is_refused_with_the_remedy(
         tmp_path, data=str(tmp_path / "tokens.bin"), tokenizer=str(tmp_path / "tokenizer.json"),
         model_overrides=SMALL | {"vocabulary": 300},
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"fp8stack prepare .*text.txt --tokenizer"):
-        scores(other, data=str(tmp_path / "text.txt"))
+    made = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
+    with pytest.raises(SystemExit):
+        cli.main(["prepare", str(tmp_path / "text.txt"), *made])
+    with pytest.raises(UserError, match=r"fp8stack prepare .*bytes --tokenizer"):
+        scores(other, data=str(tmp_path / "bytes"))
 
 
 # Documents
