@@ -311,3 +311,10 @@ def test_the_committed_operations_have_casts_scales_updates_and_the_judging_of_s
     kinds = {row["case"].partition(",")[0] for row in found["results"]}
     assert kinds == {"cast", "scaling", "history", "judging"}
     assert {row["rounds"] for row in found["results"]} == {100}
+
+
+def test_the_committed_memory_has_every_fp8_recipe_above_its_floor() -> None:
+    found = _committed("memory")
+    assert {r["arm"] for r in found["results"]} >= {"fp32", *FP8}
+    assert all(row["peak_gib"] > row["floor_gib"] for row in found["results"])
+    assert found["activations"]
