@@ -442,7 +442,13 @@ def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(
 
 def test_a_model_without_a_matrix_large_enough_for_8_bits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no matrix in the blocks .* 4,096 elements"):
-        SmallLoop(tmp_path / "r", "fp32", optimizer="adamw8bit", width=16)
+        SmallLoop(
+            tmp_path / "r",
+            "fp32",
+            optimizer="adamw8bit",
+            width=16,
+            model_overrides={"mlp_width": 64},
+        )
 
 
 def test_several_optimizers_have_one_set_of_groups_and_one_state() -> None:

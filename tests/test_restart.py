@@ -277,10 +277,10 @@ def test_what_torchrun_starts_again_goes_on_by_itself(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.rmtree(run / "checkpoints/step-000012")
     assert command(*new, "--out", "r") == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert command(*new, "--out", "r") == 2
+    shutil.rmtree(run / "checkpoints/step-000012")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     capsys.readouterr()
     # What was overwritten when it started first is the run that goes on now.
@@ -317,7 +317,7 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(
     assert [row["step"] for row in metrics(run)] == [1, 2]
     assert {name for name in found if "/" not in name} == {
         *(".lock", "run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"),
-        *("telemetry.jsonl", "tokenizer.json"),
+        *("telemetry.jsonl", "tokenizer.json", "sessions.jsonl"),
     }
     assert "gradient" in found["telemetry.jsonl"].decode()
     assert {Path(name).parent.name for name in found if "/" in name} == {"step-000002"}

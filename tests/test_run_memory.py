@@ -78,12 +78,12 @@ def test_the_command_refuses_in_one_line_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(building, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(building, "available_memory", lambda device: 3 * 2**19)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
     assert command(*flags) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "enough for 3. Give --batch 4 --accumulate 2, or --batch 3." in error
+    assert "enough for 1. Give --batch 4 --accumulate 4, or --batch 1." in error
     assert not list(tmp_path.iterdir())
     assert command(*flags, "--set", "check_memory=false") == 0
 

@@ -1271,6 +1271,7 @@ def on_gpus(monkeypatch):
 
     monkeypatch.setattr(variants, "plan_for", plan_for)
     monkeypatch.setattr(setup, "probe", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
 
 
 def checkpoint_tensors(run: Path, step: int) -> dict[str, Tensor]:

@@ -310,8 +310,8 @@ class _Loop:
         )
 
     def session(self) -> AbstractContextManager[dict[str, str]]:
-        """See `RunFolder.session`; of several ranks the main one tells."""
-        if not self.run.ranks.is_main:
+        """See `RunFolder.session`; of several ranks the main one tells, if steps are left to do."""
+        if not self.run.ranks.is_main or self.run.step == self.config.steps:
             return nullcontext({})
         return self.run.folder.session(lambda: self.run.step, versions())
 
