@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,18 +104,24 @@ def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum: f
     )
 
 
+def _through_and_resumed(folder: Path, steps: int, **keys: Any) -> tuple[SmallLoop, SmallLoop]:
+    """A run in delayed scaling, and one that was stopped half-way and went on; both ended."""
+    keys |= {"save_every": steps // 2, "steps": steps}
+    through = SmallLoop(folder / "through", "delayed", **keys)
+    through.advance(steps)
+    stopped = SmallLoop(folder / "stopped", "delayed", **keys)
+    stopped.advance(steps // 2)
+    stopped.loop.wait()
+    stopped.run.folder.release()
+    resumed = SmallLoop(folder / "stopped", "delayed", resume="auto", **keys)
+    resumed.advance(steps // 2)
+    return through, resumed
+
+
 def test_a_run_with_plain_gradient_descent_keeps_nothing_and_is_resumed_to_the_bit(
     tmp_path: Path,
 ) -> None:
-    keys = {"optimizer": "sgd", "momentum": 0.0, "save_every": 2, "steps": 4}
-    through = SmallLoop(tmp_path / "through", "delayed", **keys)
-    through.advance(4)
-    stopped = SmallLoop(tmp_path / "stopped", "delayed", **keys)
-    stopped.advance(2)
-    stopped.loop.wait()
-    stopped.run.folder.release()
-    resumed = SmallLoop(tmp_path / "stopped", "delayed", resume="auto", **keys)
-    resumed.advance(2)
+    through, resumed = _through_and_resumed(tmp_path, 4, optimizer="sgd", momentum=0.0)
     assert differing(state_of(through), state_of(resumed)) == []
     assert capture(resumed.run.model, resumed.run.optimizer)["optimizer"] == {}
 
@@ -471,15 +478,7 @@ def test_several_optimizers_have_one_set_of_groups_and_one_state() -> None:
 def test_compiled_as_torchao_does_it_a_run_learns_and_resumes_to_the_bit(
     name: str, tmp_path: Path
 ) -> None:
-    keys = {"optimizer": name, "save_every": 4, "steps": 8}
-    through = SmallLoop(tmp_path / "through", "delayed", **keys)
-    through.advance(8)
-    stopped = SmallLoop(tmp_path / "stopped", "delayed", **keys)
-    stopped.advance(4)
-    stopped.loop.wait()
-    stopped.run.folder.release()
-    resumed = SmallLoop(tmp_path / "stopped", "delayed", resume="auto", **keys)
-    resumed.advance(4)
+    through, resumed = _through_and_resumed(tmp_path, 8, optimizer=name)
     assert differing(state_of(through), state_of(resumed)) == []
     rows = metrics(tmp_path / "through")
     assert rows[-1]["loss"] < rows[0]["loss"]
