@@ -25,13 +25,13 @@ from matplotlib.figure import Figure
 
 from bench import report
 from bench.report import Report, Row
-from fp8stack.benchmark import machine
-from fp8stack.benchmark_step import SMALL, Work, arms, build
+from fp8stack.benchmark.step import SMALL, Work, arms, build
+from fp8stack.benchmark.timing import machine
 from fp8stack.errors import UserError
-from fp8stack.model import load_config
+from fp8stack.model.config import load_config
 from fp8stack.precision import probe
 from fp8stack.threads import OWN_SETTINGS, adapting
-from fp8stack.training.allocator import keep_freed_memory
+from fp8stack.training.setup.allocator import keep_freed_memory
 
 SHORT = ["--seconds", "1", "--steps", "4"]
 LOOPS = (0, 1, 2, 4)
@@ -54,7 +54,7 @@ _TRIES = 4
 _LOOP = "while True: pass"
 _COMMAND = """
 import contextlib, sys
-import fp8stack.cli as cli
+from fp8stack.cli import app as cli
 
 if sys.argv[1] == "before":
     cli.adapting = contextlib.nullcontext

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.report import Row
-from fp8stack.benchmark_step import unserved
+from fp8stack.benchmark.step import unserved
 from fp8stack.precision import Hardware
 
 Arm = Callable[[], object]

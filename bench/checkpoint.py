@@ -20,15 +20,16 @@ from bench import emulation, report
 from bench.report import Report, Row
 from bench.runner import add_device_argument
 from fp8stack.backends import build_backend
-from fp8stack.benchmark import machine, summarize, wait_for
-from fp8stack.benchmark_step import Work, training_step
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.benchmark.step import Work, training_step
+from fp8stack.benchmark.timing import machine, summarize, wait_for
+from fp8stack.checkpoint.saver import Groups, Saver
+from fp8stack.checkpoint.state import capture
+from fp8stack.config import RunConfig
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.allocator import keep_freed_memory
-from fp8stack.training.config import RunConfig
-from fp8stack.training.optimizer import build_optimizer
-from fp8stack.training.saving import Groups, Saver
-from fp8stack.training.state import capture
+from fp8stack.training.setup.allocator import keep_freed_memory
 
 SHORT = ["--rounds", "3"]
 WAITING, BEHIND = "in the foreground", "in the background"

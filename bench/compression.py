@@ -23,10 +23,11 @@ from bench import report
 from bench.report import Report, Row
 from bench.whole_ranks import run_ranks
 from bench.whole_runs import checkpoints, rows
-from fp8stack.benchmark import machine
-from fp8stack.benchmark_step import FP8
-from fp8stack.cli_options import words
-from fp8stack.training import checkpoint, ending, loop
+from fp8stack.benchmark.step import FP8
+from fp8stack.benchmark.timing import machine
+from fp8stack.checkpoint import reader
+from fp8stack.cli.options import words
+from fp8stack.training import finalize, loop
 from fp8stack.training.run import Run
 
 SHORT = ["--steps", "300"]
@@ -97,7 +98,7 @@ def counting(run: str, rank: int) -> Iterator[None]:
     DDP's hook is who reduces asynchronously; the guard, the amaxes and the loss wait.
     """
     counted = 0
-    reduce, finish = cast(Any, dist.all_reduce), ending.finish
+    reduce, finish = cast(Any, dist.all_reduce), finalize.finish
 
     def count(tensor: Tensor, *given: Any, **options: Any) -> Any:
         nonlocal counted
@@ -120,7 +121,7 @@ def sent(run: Path) -> list[int]:
 
 def parameters(run: Path) -> int:
     """How many parameters the run's model has."""
-    weights = checkpoint.load(checkpoints(run)[-1]).tensors["model"]
+    weights = reader.load(checkpoints(run)[-1]).tensors["model"]
     return sum(tensor.numel() for tensor in weights.values())
 
 

@@ -20,10 +20,11 @@ from bench import cells, peers, report
 from bench.report import Bar, Report, Row
 from bench.runner import add_timing_arguments, timing_options, timing_settings
 from fp8stack.backends import build_backend
-from fp8stack.benchmark import Timing, interleaved, machine, ratio
-from fp8stack.benchmark_step import FP8, StepArm, Work, arms, build_step, works
-from fp8stack.cli_options import words
-from fp8stack.model import GPTConfig, allow_many_compilations
+from fp8stack.benchmark.step import FP8, StepArm, Work, arms, build_step, works
+from fp8stack.benchmark.timing import Timing, interleaved, machine, ratio
+from fp8stack.cli.options import words
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import allow_many_compilations
 from fp8stack.precision import probe, resolve
 
 Arm = Callable[[], None]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.backends.kernels import cast_transpose
-from fp8stack.backends.scaled_gemm import Scaled, Scales, scaled_gemm
-from fp8stack.benchmark import interleaved
+from fp8stack.benchmark.timing import interleaved
+from fp8stack.ops.kernels import cast_transpose
+from fp8stack.ops.scaled_gemm import Scaled, Scales, scaled_gemm
 from fp8stack.precision import probe
 
 Call = Callable[[], Any]

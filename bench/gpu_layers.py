@@ -26,7 +26,8 @@ from bench.gpu_cases import (
 )
 from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend
-from fp8stack.model import MLP, GPTConfig
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import MLP
 from fp8stack.precision import load_recipe
 from fp8stack.precision.recipe import (
     CurrentRecipe,

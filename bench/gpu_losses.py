@@ -20,10 +20,11 @@ from torch import Tensor
 from bench.gpu_cases import Case, Context, Facts, Skipped, plan_of
 from fp8stack import data
 from fp8stack.backends import build_backend
-from fp8stack.model import GPT, GPTConfig, load_config, plan_for
+from fp8stack.config import RunConfig
+from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import load_recipe
-from fp8stack.training.config import RunConfig
-from fp8stack.training.optimizer import build_optimizer, learning_rate
 
 BF16 = ("reference", "bf16")
 # The first ones first, should the time not suffice for all.

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from fp8stack.backends import build_backend
-from fp8stack.benchmark import interleaved
-from fp8stack.benchmark_step import Work, chosen, figures, free_memory, training_step
-from fp8stack.cli_options import words
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.benchmark.step import Work, chosen, figures, free_memory, training_step
+from fp8stack.benchmark.timing import interleaved
+from fp8stack.cli.options import words
+from fp8stack.config import RunConfig
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, load_recipe, probe
-from fp8stack.training import profiling
-from fp8stack.training.config import RunConfig
-from fp8stack.training.optimizer import build_optimizer
-from fp8stack.training.throughput import peak_rate
+from fp8stack.training.metrics import profiler
+from fp8stack.training.metrics.throughput import peak_rate
 
 TINY = GPTConfig(vocabulary=256, context=64, layers=1, width=64, heads=2)
 
@@ -51,9 +52,9 @@ def measured(
         name = f"{work.model}-{recipe}{'-head' if arguments.head else ''}"
         folder = arguments.out.parent / name
         folder.mkdir(parents=True, exist_ok=True)
-        with profiling.recording(torch.device(hardware.device)) as recorded:
+        with profiler.recording(torch.device(hardware.device)) as recorded:
             step()
-        print(profiling.write(recorded, folder, 1))
+        print(profiler.write(recorded, folder, 1))
     return row
 
 

@@ -19,9 +19,9 @@ from bench.runner import (
     timing_settings,
 )
 from bench.step import in_turns
-from fp8stack.benchmark import machine
-from fp8stack.benchmark_step import PRECISIONS, Work, works
-from fp8stack.model import GPTConfig
+from fp8stack.benchmark.step import PRECISIONS, Work, works
+from fp8stack.benchmark.timing import machine
+from fp8stack.model.config import GPTConfig
 from fp8stack.precision import probe
 
 SHORT = ["--rounds", "20", "--budget", "15"]

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from bench import report
 from bench.report import Report, Row
-from fp8stack.benchmark import machine
-from fp8stack.cli_options import words
+from fp8stack.benchmark.timing import machine
+from fp8stack.cli.options import words
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
-from fp8stack.training.setup import set_up
+from fp8stack.training.setup.start import set_up
 
 SHORT: list[str] = []
 STEPS = 300

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from bench.input_child import Ended, bounded
-from fp8stack.training import checkpoint
+from fp8stack.checkpoint import reader
 from fp8stack.training.loop import train
-from fp8stack.training.setup import set_up
+from fp8stack.training.setup.start import set_up
 
 STEPS = 4
 OLDER, NEWEST = "step-000002", "step-000004"
@@ -63,7 +63,7 @@ def outcome(pristine: Path, place: Path, corruption: Corruption) -> str:
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(pristine, place)
     good = place / "checkpoints" / (NEWEST if corruption.of_run else OLDER)
-    weights = checkpoint.load(good).tensors["model"]
+    weights = reader.load(good).tensors["model"]
     bad = place if corruption.of_run else place / "checkpoints" / NEWEST
     corruption.damage(bad)
     ended = resumed(place, weights)

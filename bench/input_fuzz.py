@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench.input_corruptions import NEWEST, rewrite
+from fp8stack.checkpoint.validation import can_go_on, has_weights, load_sound
+from fp8stack.config import GuardConfig, RunConfig, parse_config, to_toml
 from fp8stack.data import StepBatches, load_corpora, validation_windows
 from fp8stack.errors import UserError
-from fp8stack.model import load_config
+from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe
 from fp8stack.report.attention import judge
 from fp8stack.report.events import folded
 from fp8stack.report.read import read_run
 from fp8stack.report.text import show
-from fp8stack.training.config import GuardConfig, RunConfig, parse_config, to_toml
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.sound import can_go_on, has_weights, load_sound
 
 Example = Callable[[Path, Any], object]
 

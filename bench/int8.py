@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench import report
 from bench.report import Report, Row
-from fp8stack.benchmark import machine
+from fp8stack.benchmark.timing import machine
 from fp8stack.numerics import amax, cast_to_fp8, tensor_scale
 from fp8stack.numerics.error import sqnr_db
 

@@ -21,8 +21,8 @@ from bench.runner import (
     timing_options,
     timing_settings,
 )
-from fp8stack.benchmark import Timing, interleaved, machine
-from fp8stack.benchmark_step import FP8, baseline, served
+from fp8stack.benchmark.step import FP8, baseline, served
+from fp8stack.benchmark.timing import Timing, interleaved, machine
 from fp8stack.precision import Hardware, probe
 
 Arm = Callable[[], object]

@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from bench import activations, cells, emulation, report
 from bench.report import Report, Row
 from bench.runner import add_device_argument, add_models_argument, add_recipes_argument
-from fp8stack.benchmark import machine
-from fp8stack.benchmark_step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
+from fp8stack.benchmark.step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
+from fp8stack.benchmark.timing import machine
 from fp8stack.precision import Hardware, probe
-from fp8stack.training.allocator import keep_freed_memory
+from fp8stack.training.setup.allocator import keep_freed_memory
 
 SHORT: list[str] = []
 STEPS = 2  # in the first, moments are made

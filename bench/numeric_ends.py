@@ -10,8 +10,8 @@ from typing import Any
 from bench.numeric_faults import VALUES, Fault
 from bench.reliability_case import Outcome
 from bench.small_runs import Digest, Recorder, events, is_sound, small_run, trained
+from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.errors import NumericFailure
-from fp8stack.training import checkpoint as checkpoints
 from fp8stack.training.run import Run
 
 RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")

@@ -24,7 +24,8 @@ from bench.runner import (
     timing_options,
     timing_settings,
 )
-from fp8stack.benchmark import Timing, interleaved, machine
+from fp8stack.benchmark.timing import Timing, interleaved, machine
+from fp8stack.config import GuardConfig
 from fp8stack.numerics import (
     AmaxHistory,
     amax,
@@ -34,8 +35,7 @@ from fp8stack.numerics import (
     tensor_scale,
 )
 from fp8stack.precision import probe
-from fp8stack.training.config import GuardConfig
-from fp8stack.training.watch import Watch
+from fp8stack.training.guard.monitor import Monitor
 
 SHORT = ["--rounds", "30", "--budget", "5"]
 EDGES = (512, 1024, 2048)
@@ -155,7 +155,7 @@ def judging(width: int, device: str) -> dict[str, Arm]:
         parameter.grad = torch.randn_like(parameter)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    watch = Watch(optimizer, GuardConfig())
+    watch = Monitor(optimizer, GuardConfig())
     loss = torch.ones((), device=device)
 
     def norm() -> Tensor:

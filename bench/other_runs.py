@@ -9,7 +9,7 @@ from typing import Any
 from bench.small_runs import small_run, trained
 from fp8stack.errors import UserError
 from fp8stack.training.run import Run
-from fp8stack.training.setup import set_up
+from fp8stack.training.setup.start import set_up
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.plain_gpt import PlainGPT, Shape, optimizer_for
-from fp8stack.benchmark_step import Work, training_step
-from fp8stack.model import GPTConfig, allow_many_compilations
+from fp8stack.benchmark.step import Work, training_step
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import allow_many_compilations
 
 Step = Callable[[], None]
 

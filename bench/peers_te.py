@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bench import te_raw
 from bench.peers import shape_of
 from bench.plain_gpt import Shape, optimizer_for
-from fp8stack.benchmark_step import Work, training_step
+from fp8stack.benchmark.step import Work, training_step
 
 
 def layer_options(shape: Shape, number: int) -> dict[str, Any]:

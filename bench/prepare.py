@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from bench import report
 from bench.report import Report
-from fp8stack.benchmark import interleaved, machine
+from fp8stack.benchmark.timing import interleaved, machine
 from fp8stack.data import load_corpora
 
 PLAIN = "plain loop"

@@ -26,8 +26,8 @@ from bench import report as reports
 from bench.reliability_case import Case, Outcome
 from bench.report import Report, Row
 from bench.runner import RESULTS
-from fp8stack.benchmark import machine
-from fp8stack.cli_options import words
+from fp8stack.benchmark.timing import machine
+from fp8stack.cli.options import words
 from fp8stack.errors import UserError, unknown
 
 THEMES = ("kill", "input", "numeric", "ranks")

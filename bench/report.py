@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fp8stack.benchmark import Timing, paired_ratio, ratio
+from fp8stack.benchmark.timing import Timing, paired_ratio, ratio
 
 Row = dict[str, Any]
 Report = dict[str, Any]

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from bench import report as reports
 from bench.cells import Cells
 from bench.report import Report, Row
-from fp8stack.benchmark import machine, slug
-from fp8stack.cli_options import words
+from fp8stack.benchmark.timing import machine, slug
+from fp8stack.cli.options import words
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, probe
 

@@ -15,9 +15,9 @@ from bench.runner import (
     timing_settings,
 )
 from bench.step import in_turns
-from fp8stack.benchmark import machine
-from fp8stack.benchmark_step import SMALL, Work
-from fp8stack.model import GPTConfig, load_config
+from fp8stack.benchmark.step import SMALL, Work
+from fp8stack.benchmark.timing import machine
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe
 
 SHORT = ["--rounds", "6", "--budget", "8"]

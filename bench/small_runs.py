@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from fp8stack.backends import fp8_state
+from fp8stack.checkpoint.state import random_state
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
-from fp8stack.training.setup import set_up
-from fp8stack.training.state import random_state
+from fp8stack.training.setup.start import set_up
 
 SETS = ["model_overrides.layers=1", "model_overrides.heads=2", "model_overrides.width=32"]
 SMALL: dict[str, Any] = {

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from bench import report
 from bench.report import Report
-from fp8stack.benchmark import interleaved, machine
+from fp8stack.benchmark.timing import interleaved, machine
 
 # In each, `main` is what the entry point of the installed command calls.
 _COMMAND = "import sys; from fp8stack.cli import main; sys.argv = {words}; main()"

@@ -26,8 +26,7 @@ from bench.runner import (
     timing_options,
     timing_settings,
 )
-from fp8stack.benchmark import interleaved, machine, slug
-from fp8stack.benchmark_step import (
+from fp8stack.benchmark.step import (
     FP8,
     Work,
     arms,
@@ -39,10 +38,11 @@ from fp8stack.benchmark_step import (
     plan_of,
     resident_gib,
 )
-from fp8stack.cli_options import words
+from fp8stack.benchmark.timing import interleaved, machine, slug
+from fp8stack.cli.options import words
 from fp8stack.precision import Hardware, probe
-from fp8stack.training import profiling
-from fp8stack.training.throughput import Peak, peak_rate
+from fp8stack.training.metrics import profiler
+from fp8stack.training.metrics.throughput import Peak, peak_rate
 
 Step = Callable[[], None]
 PLAIN = "plain GPT"
@@ -216,10 +216,10 @@ def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Pat
     """Profile one step: a table of the operators that take longest, and a trace."""
     folder = (out or RESULTS / slug(hardware)) / "profiles" / work.model / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    with profiling.recording(torch.device(hardware.device)) as recorded:
+    with profiler.recording(torch.device(hardware.device)) as recorded:
         step()
     print(f"{work.model}, {name}, in {folder}:")
-    print(profiling.write(recorded, folder, 1))
+    print(profiler.write(recorded, folder, 1))
 
 
 def table(found: Report) -> str:

@@ -20,12 +20,12 @@ from bench.runner import (
     timing_options,
     timing_settings,
 )
-from fp8stack.benchmark import interleaved, machine
-from fp8stack.benchmark_step import FP8, Built, StepArm, Work, build, served
-from fp8stack.model import load_config
+from fp8stack.benchmark.step import FP8, Built, StepArm, Work, build, served
+from fp8stack.benchmark.timing import interleaved, machine
+from fp8stack.config import RunConfig
+from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, probe
-from fp8stack.telemetry import Telemetry
-from fp8stack.training.config import RunConfig
+from fp8stack.telemetry.operands import Telemetry
 
 SHORT = ["--rounds", "12", "--budget", "30"]
 EVERY = RunConfig().telemetry_every

@@ -25,8 +25,9 @@ from torch import Tensor
 from bench import whole_runs
 from bench.whole_runs import Child, Ended, rows
 from fp8stack.backends import fp8_state
+from fp8stack.checkpoint import reader
 from fp8stack.errors import UserError
-from fp8stack.training import checkpoint, ending, loop
+from fp8stack.training import finalize, loop
 from fp8stack.training.run import Run
 from fp8stack.training.step import Step
 
@@ -152,7 +153,7 @@ def _work(change: Change, rank: int, *arguments: Any) -> None:
 @contextmanager
 def telling_states(folder: str, rank: int) -> Iterator[None]:
     """Have the rank write its FP8 state into `folder` when all steps are done, for `states`."""
-    finish = ending.finish
+    finish = finalize.finish
 
     def told(run: Run, *arguments: Any) -> None:
         state = {name: tensor.contiguous() for name, tensor in fp8_state(run.model).items()}
@@ -197,7 +198,7 @@ def broken_gradient(victim: int, step: int, value: float, rank: int) -> Iterator
 
 def tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, however many ranks wrote it."""
-    found = checkpoint.load(path).tensors
+    found = reader.load(path).tensors
     return {f"{group}:{name}": of[name] for group, of in found.items() for name in of}
 
 
@@ -210,7 +211,7 @@ def run_difference(run: Path, twin: Path) -> str:
         return f"the newest checkpoint is {ours[0].name if ours else 'missing'}"
     try:
         a, b = tensors(ours[0]), tensors(theirs[0])
-        info, expected = checkpoint.load(ours[0]).info, checkpoint.load(theirs[0]).info
+        info, expected = reader.load(ours[0]).info, reader.load(theirs[0]).info
     except UserError as error:
         return str(error)
     odd = [name for name in sorted(a.keys() | b.keys()) if not _same(a.get(name), b.get(name))]

@@ -23,7 +23,8 @@ from typing import Any
 import safetensors
 
 _PRELOADED = [
-    "pytest", "bench.faults", "bench.__main__", "fp8stack.training.loop", "fp8stack.training.setup",
+    "pytest", "bench.faults", "bench.__main__", "fp8stack.training.loop",
+    "fp8stack.training.setup.start",
     "torch.utils.tensorboard", "torch._dynamo",
 ]  # fmt: skip
 _TIMES = {"step_ms", "tokens_per_s", "mfu", "memory_gib"}  # what no two runs share

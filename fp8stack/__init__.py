@@ -11,37 +11,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8stack import numerics
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-    from fp8stack.conversion import convert
     from fp8stack.errors import UserError
     from fp8stack.estimate.savings import savings
-    from fp8stack.model import GPT, GPTConfig, load_config, plan_for
+    from fp8stack.model.config import GPTConfig, load_config, plan_for
+    from fp8stack.model.convert import convert
+    from fp8stack.model.gpt import GPT
+    from fp8stack.optim.grad_scaler import LossScaler
     from fp8stack.precision import Hardware, Plan, Recipe, load_recipe, probe, resolve
     from fp8stack.precision.phases import precision_for_phase
     from fp8stack.tokenizer import Tokenizer, load_tokenizer
     from fp8stack.training.load import load
-    from fp8stack.training.loss_scale import LossScaler
     from fp8stack.training.pretrain import pretrain
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GPT": "model",
-    "GPTConfig": "model",
+    "GPT": "model.gpt",
+    "GPTConfig": "model.config",
     "Hardware": "precision",
-    "LossScaler": "training.loss_scale",
+    "LossScaler": "optim.grad_scaler",
     "Plan": "precision",
     "Recipe": "precision",
     "Tokenizer": "tokenizer",
     "UserError": "errors",
     "build_backend": "backends",
-    "convert": "conversion",
+    "convert": "model.convert",
     "fp8_state": "backends",
     "load": "training.load",
-    "load_config": "model",
+    "load_config": "model.config",
     "load_fp8_state": "backends",
     "load_recipe": "precision",
     "load_tokenizer": "tokenizer",
-    "plan_for": "model",
+    "plan_for": "model.config",
     "precision_for_phase": "precision.phases",
     "pretrain": "training.pretrain",
     "probe": "precision",

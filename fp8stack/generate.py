@@ -10,13 +10,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from fp8stack.errors import Interrupted, UserError, quoted
-from fp8stack.model import GPT
+from fp8stack.model.gpt import GPT
+from fp8stack.model.sampling import Sampling, generate
 from fp8stack.precision import Hardware, probe
-from fp8stack.sampling import Sampling, generate
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.training.inference import model_in
 from fp8stack.training.load import find_checkpoint
-from fp8stack.training.reading import tokenizer_of_run
+from fp8stack.training.setup.datasets import tokenizer_of_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,7 @@ def _is_switch(words: Sequence[str]) -> bool:
     """
     from typer.main import get_command
 
-    from fp8stack import cli
+    from fp8stack.cli import app as cli
 
     found = get_command(cli.app)
     for word in words:
@@ -252,7 +252,7 @@ def main() -> None:
     words = [program, *words]
     if program == "torchrun" and os.environ["DOCS_LAUNCH"] == "1":
         raise SystemExit(subprocess.run(on_two_ranks(words)).returncode)
-    from fp8stack import cli
+    from fp8stack.cli import app as cli
 
     cli.main(scaled(launched(words)[1] if program == "torchrun" else words[1:]))
 

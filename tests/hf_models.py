@@ -13,7 +13,7 @@ from fp8stack import GPT, GPTConfig
 from fp8stack.export.files import hf_files
 from fp8stack.export.source import Source
 from fp8stack.export.writing import replace_folder
-from fp8stack.model import PADDED
+from fp8stack.model.gpt import PADDED
 
 BASE: dict[str, Any] = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}
 ROPE = BASE | {"norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False}

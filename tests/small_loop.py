@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fp8stack.training.display import PlainDisplay
-from fp8stack.training.feed import batches, tokens_of
+from fp8stack.training.dataloader import batches, tokens_of
 from fp8stack.training.loop import _Loop
-from fp8stack.training.setup import set_up
-from fp8stack.training.throughput import Peak
+from fp8stack.training.metrics.console import PlainDisplay
+from fp8stack.training.metrics.throughput import Peak
+from fp8stack.training.setup.start import set_up
 
 # Sizes that every FP8 GEMM takes, 128 x 128 blocks included, have a width of 128.
 SETS = [

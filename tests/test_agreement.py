@@ -13,14 +13,14 @@ from conftest import Command
 from bench.twins import SMALL, TEXT
 from bench.whole_ranks import run_ranks
 from bench.whole_runs import checkpoints, last_step
+from fp8stack.compiler import require_compilable
+from fp8stack.config import RunConfig
+from fp8stack.distributed.parallelize import require_possible
+from fp8stack.distributed.process_group import ALONE
 from fp8stack.errors import UserError
-from fp8stack.model import load_config
+from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
-from fp8stack.training.compiler import require_compilable
-from fp8stack.training.config import RunConfig
-from fp8stack.training.parallel import require_possible
-from fp8stack.training.ranks import ALONE
-from fp8stack.training.variants import plan_recipe
+from fp8stack.training.setup.variants import plan_recipe
 
 WORDS = ["pretrain", *SMALL, "--data", "text.txt", "--recipe", "fp32", "--set", "sample_tokens=0"]
 WORDS += ["--steps", "4", "--save-every", "2", "--set", "rank_timeout=30"]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from small_loop import SmallLoop
 
-from fp8stack.training import allocations, building, profiling
-from fp8stack.training.allocations import Allocations, on_cpu, on_gpu, words
-from fp8stack.training.allocator import expand_segments
+from fp8stack.training.metrics import allocations, profiler
+from fp8stack.training.metrics.allocations import Allocations, on_cpu, on_gpu, words
+from fp8stack.training.setup import build
+from fp8stack.training.setup.allocator import expand_segments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +73,7 @@ def test_what_the_system_does_not_tell_is_not_said(monkeypatch: pytest.MonkeyPat
 
 def test_the_profiler_sees_each_tensor() -> None:
     a = torch.ones(256, 256)  # 256 KiB
-    with profiling.recording(CPU) as recorded:
+    with profiler.recording(CPU) as recorded:
         kept = a.neg()
         for _ in range(3):
             a.mm(a)
@@ -81,7 +82,7 @@ def test_the_profiler_sees_each_tensor() -> None:
     assert (found.count, found.bytes) == (4, 4 * a.nbytes)
     assert found.peak_bytes == 2 * a.nbytes
     assert kept.nbytes == a.nbytes
-    assert "[memory]" not in profiling.table(recorded, 1)
+    assert "[memory]" not in profiler.table(recorded, 1)
 
 
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
@@ -104,7 +105,7 @@ def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_pat
         text = (tmp_path / str(extra) / "profile" / "profile.md").read_text()
         (line,) = [one for one in text.splitlines() if one.startswith("Memory in this step")]
         counts.append(re.findall(r"([\d,.]+) allocations of ([\d,.]+) MiB", line)[0])
-        assert len(re.findall(r"^\| (?!operator)\S+ +\|", text, re.M)) == profiling.TOP
+        assert len(re.findall(r"^\| (?!operator)\S+ +\|", text, re.M)) == profiler.TOP
         assert (tmp_path / str(extra) / "profile" / "trace.json.gz").stat().st_size > 1000
     assert counts[0] == counts[1]
     assert int(counts[0][0].replace(",", "")) > 100
@@ -119,7 +120,7 @@ def test_less_is_held_at_once_with_activation_checkpointing(tmp_path: Path) -> N
         )  # fmt: skip
         small.advance(2)
         step = small.next_step()
-        with profiling.recording(CPU) as recorded:
+        with profiler.recording(CPU) as recorded:
             step()
         assert recorded.allocations is not None
         peaks.append(recorded.allocations.peak_bytes)
@@ -161,7 +162,7 @@ def test_segments_expand_unless_the_user_says_otherwise(
 
 FAULTS = """
 import resource, torch
-from fp8stack.training.allocator import keep_freed_memory
+from fp8stack.training.setup.allocator import keep_freed_memory
 
 def faults():
     def work():
@@ -193,6 +194,6 @@ def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path: Path) -> None:
 
 def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[bool] = []
-    monkeypatch.setattr(building, "keep_freed_memory", lambda: called.append(True))
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: called.append(True))
     SmallLoop(tmp_path / "r", "fp32")
     assert called == [True]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fp8stack.backends import build_backend
 from fp8stack.backends.emulate import EmulatedLinear
 from fp8stack.backends.linear import CastLinear
-from fp8stack.model import GPT, GPTConfig, Loss, padded_vocabulary
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.gpt import GPT, Loss
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 CPU, AMPERE = Hardware("cpu"), Hardware("cuda", (8, 0))

@@ -11,9 +11,9 @@ from conftest import TINY, Command
 
 from bench.input_flags import bad_input, make_files, problem
 from fp8stack import presets
+from fp8stack.config import parse_config
 from fp8stack.errors import UserError
 from fp8stack.precision.recipe import DelayedRecipe, load_recipe
-from fp8stack.training.config import parse_config
 
 BAD = bad_input()
 

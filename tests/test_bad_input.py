@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fp8stack import doctor
+from fp8stack.config import RunConfig, parse_config, to_toml
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
-from fp8stack.training.config import RunConfig, parse_config, to_toml
 
 CASES = {
     "recipe": (["--recipe", "mxpf8"], "No recipe 'mxpf8'. Did you mean 'mxfp8'?"),

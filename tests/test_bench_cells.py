@@ -21,10 +21,10 @@ from bench import report as reports
 from bench.__main__ import main
 from bench.cells import Cells
 from fp8stack.backends.emulate import EmulatedLinear
-from fp8stack.benchmark import Timing, interleaved, summarize
-from fp8stack.benchmark_step import FP8, PRECISIONS, Work
+from fp8stack.benchmark.step import FP8, PRECISIONS, Work
+from fp8stack.benchmark.timing import Timing, interleaved, summarize
 from fp8stack.errors import UserError
-from fp8stack.model import load_config
+from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bench import grid, operations, report, runner, scaling, step
-from fp8stack import benchmark
-from fp8stack.benchmark import interleaved, paired_ratio, summarize
+from fp8stack.benchmark import timing
+from fp8stack.benchmark.timing import interleaved, paired_ratio, summarize
 from fp8stack.numerics import cast_to_fp8, dequantize_blocks, dequantize_mxfp8, tensor_scale
 from fp8stack.precision import Hardware
 
@@ -43,7 +43,7 @@ class Clock:
         return call
 
 
-def timed(arms: dict[str, Sequence[float]], rounds: int = 20) -> dict[str, benchmark.Timing]:
+def timed(arms: dict[str, Sequence[float]], rounds: int = 20) -> dict[str, timing.Timing]:
     """Timings of arms that take so many seconds in their rounds."""
     clock = Clock()
     calls = {name: clock.take(seconds) for name, seconds in arms.items()}
@@ -140,7 +140,7 @@ def test_ten_rounds_warm_up_and_a_hundred_are_timed(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def note(arms: dict[str, Any], **options: Any) -> dict[str, benchmark.Timing]:
+    def note(arms: dict[str, Any], **options: Any) -> dict[str, timing.Timing]:
         asked.append(options)
         return timed({name: [1.0] for name in arms}, rounds=6)
 
@@ -208,14 +208,14 @@ def test_an_update_moves_what_was_recorded_into_scales(monkeypatch: pytest.Monke
 def test_a_step_that_is_judged_is_skipped_if_it_overflows(
     arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[operations.Watch] = []
-    original = operations.Watch
+    made: list[operations.Monitor] = []
+    original = operations.Monitor
 
-    def kept(*given: Any, **options: Any) -> operations.Watch:
+    def kept(*given: Any, **options: Any) -> operations.Monitor:
         made.append(original(*given, **options))
         return made[-1]
 
-    monkeypatch.setattr(operations, "Watch", kept)
+    monkeypatch.setattr(operations, "Monitor", kept)
     arms = operations.judging(16, "cpu")
     optimizer = made[0]._optimizer
     arms[arm]()
@@ -238,7 +238,7 @@ def _grid_at(
     the others, times `slowdown` and, round by round, `noise`; on a CPU with or without bf16
     instructions."""
 
-    def fake(arms: dict[str, Any], **options: Any) -> dict[str, benchmark.Timing]:
+    def fake(arms: dict[str, Any], **options: Any) -> dict[str, timing.Timing]:
         seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}
         seconds["delayed"] = [1.2 * slowdown * of for of in noise]
         return timed(seconds)

@@ -30,10 +30,12 @@ from bench import (
 from bench.__main__ import main as bench_main
 from bench.plain_gpt import PlainGPT
 from bench.report import Bar
-from fp8stack import benchmark, benchmark_step
-from fp8stack.benchmark import Timing, interleaved, median_interval, summarize
+from fp8stack.benchmark import step as training_step
+from fp8stack.benchmark import timing
+from fp8stack.benchmark.timing import Timing, interleaved, median_interval, summarize
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, load_config
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +83,7 @@ def test_a_timing_is_of_its_own_arm_and_of_the_timed_rounds_alone() -> None:
     assert timings["a"].median_ms == pytest.approx(2)
     assert timings["a"].fastest_ms == pytest.approx(1)
     assert timings["b"].median_ms == pytest.approx(4)
-    assert benchmark.ratios(timings, "a") == pytest.approx({"a": 1.0, "b": 4.0})
+    assert timing.ratios(timings, "a") == pytest.approx({"a": 1.0, "b": 4.0})
     assert timings["a"].peak_memory_gib is None
 
 
@@ -94,8 +96,8 @@ def test_a_budget_cuts_rounds_short_but_leaves_enough_for_an_interval() -> None:
     # The first round, which compiles, is not counted; the warm-up stops after a tenth.
     assert clock.now == pytest.approx(120)
     timings = interleaved({"a": clock.arm(1.0)}, rounds=50, warm_up=9, budget_s=2, clock=clock)
-    assert timings["a"].rounds == benchmark.LEAST_ROUNDS
-    assert clock.now == pytest.approx(120 + 2 + benchmark.LEAST_ROUNDS)
+    assert timings["a"].rounds == timing.LEAST_ROUNDS
+    assert clock.now == pytest.approx(120 + 2 + timing.LEAST_ROUNDS)
 
 
 def test_a_synchronized_arm_is_waited_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +106,8 @@ def test_a_synchronized_arm_is_waited_for_on_a_gpu(monkeypatch: pytest.MonkeyPat
     def wait(device: str) -> None:
         clock.now += 0.5 if device == "cuda" else 0.0
 
-    monkeypatch.setattr(benchmark, "wait_for", wait)
-    monkeypatch.setattr(benchmark, "_peak_gib", lambda arm: 1.25)
+    monkeypatch.setattr(timing, "wait_for", wait)
+    monkeypatch.setattr(timing, "_peak_gib", lambda arm: 1.25)
     timings = interleaved({"a": clock.arm(1.0)}, rounds=2, warm_up=0, device="cuda", clock=clock)
     assert timings["a"].median_ms == pytest.approx(1500)
     assert timings["a"].peak_memory_gib == 1.25
@@ -130,13 +132,13 @@ def test_few_samples_have_their_whole_range_for_an_interval() -> None:
 
 
 def test_the_machine_is_described_and_has_a_short_name() -> None:
-    facts = benchmark.machine("torchao", "no-such-package", device="cpu")
+    facts = timing.machine("torchao", "no-such-package", device="cpu")
     assert facts["slug"] == "cpu"
     assert facts["threads"] == torch.get_num_threads()
     assert (facts["torch"], facts["no-such-package"]) == (torch.__version__, None)
-    assert benchmark.slug(H200) == "h200"
-    assert benchmark.slug(Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")) == "h100"
-    assert benchmark.slug(Hardware("cuda", (8, 6), name="NVIDIA RTX A4000")) == "nvidia-rtx-a4000"
+    assert timing.slug(H200) == "h200"
+    assert timing.slug(Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")) == "h100"
+    assert timing.slug(Hardware("cuda", (8, 6), name="NVIDIA RTX A4000")) == "nvidia-rtx-a4000"
 
 
 # Scenarios
@@ -209,9 +211,9 @@ def test_a_profile_of_a_step_is_a_table_and_a_trace(tmp_path: Path) -> None:
 
 def test_the_memory_of_a_larger_model_is_larger_and_above_its_floor() -> None:
     config = GPTConfig(vocabulary=256, context=32, layers=2, width=512, heads=8)
-    work = benchmark_step.Work(model="larger", config=config, batch=2, context=32)
+    work = training_step.Work(model="larger", config=config, batch=2, context=32)
     hardware = Hardware("cpu")
-    arm = benchmark_step.arms(hardware, ["fp32"], ())[0]
+    arm = training_step.arms(hardware, ["fp32"], ())[0]
     taken = memory.in_a_process(arm, work, hardware)
     assert memory.floor_gib(work) == pytest.approx(16 * config.parameters() / 2**30)
     assert memory.floor_gib(work) < taken < memory.floor_gib(work) + 0.25
@@ -226,13 +228,13 @@ def test_modules_are_counted_when_the_code_has_run() -> None:
 
 
 def test_a_cpu_has_every_recipe_and_compiles_those_that_are_named() -> None:
-    names = [a.name for a in benchmark_step.arms(Hardware("cpu"), ["fp32", "delayed"], ["delayed"])]
+    names = [a.name for a in training_step.arms(Hardware("cpu"), ["fp32", "delayed"], ["delayed"])]
     assert names == ["fp32", "delayed", "delayed compiled"]
-    assert benchmark_step.baseline(Hardware("cpu")) == "fp32"
+    assert training_step.baseline(Hardware("cpu")) == "fp32"
 
 
 def test_a_gpu_has_every_backend_compiled_except_te() -> None:
-    found = benchmark_step.arms(H200, ["bf16", "delayed", "mxfp8"], ())
+    found = training_step.arms(H200, ["bf16", "delayed", "mxfp8"], ())
     assert [(arm.name, arm.compiled) for arm in found] == [
         ("bf16", True),
         ("delayed", False),  # te, what `resolve` chooses
@@ -240,23 +242,23 @@ def test_a_gpu_has_every_backend_compiled_except_te() -> None:
         ("delayed by emulate", True),
         ("mxfp8", True),
     ]
-    assert benchmark_step.baseline(H200) == "bf16"
+    assert training_step.baseline(H200) == "bf16"
     assert step.groups(["bf16", "a", "b"], H200) == [["bf16", "a"], ["bf16", "b"]]
     assert step.groups(["fp32", "a", "b"], Hardware("cpu")) == [["fp32", "a", "b"]]
 
 
 def test_an_arm_that_would_run_as_something_else_is_refused() -> None:
-    arm = benchmark_step.StepArm(name="x", recipe="delayed", backend="te", compiled=False)
+    arm = training_step.StepArm(name="x", recipe="delayed", backend="te", compiled=False)
     with pytest.raises(UserError, match="'x' does not run here"):
-        benchmark_step.build(arm, emulation.tiny_work(), Hardware("cpu"))
+        training_step.build(arm, emulation.tiny_work(), Hardware("cpu"))
     with pytest.raises(UserError, match=r"No model 'gpt9' for steps on cpu. Known: small\."):
-        benchmark_step.chosen(["gpt9"], "cpu")
+        training_step.chosen(["gpt9"], "cpu")
 
 
 def test_a_step_trains() -> None:
     work = emulation.tiny_work()
     hardware = Hardware("cpu")
-    built = benchmark_step.build(benchmark_step.arms(hardware, ["delayed"], ())[0], work, hardware)
+    built = training_step.build(training_step.arms(hardware, ["delayed"], ())[0], work, hardware)
     batch = work.batch_of("cpu")
     before = built.model(*batch).item()
     for _ in range(20):
@@ -482,10 +484,11 @@ def test_bench_step_measures_each_recipe_beside_the_step_without_fp8(
     bf16, baseline, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("FP8STACK_CPU_BF16", bf16)
-    from fp8stack import benchmark_step, cli
+    from fp8stack import cli
+    from fp8stack.benchmark import step as training_step
 
     tiny = replace(emulation.tiny_work(), model="small")
-    monkeypatch.setattr(benchmark_step, "works", lambda device: {"small": tiny})
+    monkeypatch.setattr(training_step, "works", lambda device: {"small": tiny})
     flags = ["--device", "cpu", "--recipe", "delayed", "--recipe", "mxfp8", "--rounds", "6"]
     with pytest.raises(SystemExit) as done:
         cli.main(["bench", "step", *flags, "--json"])

@@ -12,12 +12,12 @@ from conftest import metrics
 from small_loop import SmallLoop, host_reads
 from torch import Tensor, nn
 
+from fp8stack.config import GuardConfig
 from fp8stack.errors import UserError
-from fp8stack.training.clipping import FEWEST, Norms, adaptive_limit, clip_gradients, total_norm
-from fp8stack.training.config import GuardConfig
-from fp8stack.training.loss_scale import LossScaler
-from fp8stack.training.several import Several
-from fp8stack.training.watch import Watch
+from fp8stack.optim.chained import ChainedOptimizer
+from fp8stack.optim.grad_clip import FEWEST, Norms, adaptive_limit, clip_gradients, total_norm
+from fp8stack.optim.grad_scaler import LossScaler
+from fp8stack.training.guard.monitor import Monitor
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -151,7 +151,7 @@ def test_gradients_that_are_still_scaled_are_refused(mode: str) -> None:
 
 def test_of_several_optimizers_one_that_is_still_scaled_is_refused() -> None:
     first, second = (torch.optim.AdamW([nn.Parameter(torch.ones(3))]) for _ in range(2))
-    both = Several([first, second])
+    both = ChainedOptimizer([first, second])
     scaler = LossScaler("cpu")
     scaler.scale(sum(group["params"][0].sum() for group in both.param_groups)).backward()
     scaler.unscale_(first)
@@ -164,7 +164,7 @@ def test_an_optimizer_whose_gradients_overflow_does_not_clip_those_of_another_aw
     broken, (infinite,) = with_gradients(1.0)
     infinite.grad[0, 0] = math.nan
     alone, others = with_gradients(2.0)
-    norms = clip_gradients(Several([healthy, broken]), 1.0)
+    norms = clip_gradients(ChainedOptimizer([healthy, broken]), 1.0)
     assert norms.isfinite().tolist() == [True, False]
     assert not total_norm(norms).isfinite()
     clip_gradients(alone, 1.0)
@@ -175,7 +175,7 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients() -> None:
     first, a = with_gradients(2.0)
     second, b = with_gradients(5.0)
     before = torch.cat(gradients([*a, *b]))
-    norms = clip_gradients(Several([first, second]), 1.0)
+    norms = clip_gradients(ChainedOptimizer([first, second]), 1.0)
     assert float(total_norm(norms)) == pytest.approx(float(before.norm()), rel=1e-6)
     after = torch.cat(gradients([*a, *b]))
     torch.testing.assert_close(after, before / before.norm(), rtol=1e-5, atol=1e-6)
@@ -249,11 +249,11 @@ def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_al
 
 def test_the_norm_of_a_step_that_is_bad_for_its_loss_is_not_taken_into_the_window() -> None:
     weight = nn.Parameter(torch.ones(3))
-    watch = Watch(torch.optim.AdamW([weight], fused=True), GuardConfig())
+    watch = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig())
     norms = watch.keep_norms(4)
     for step, loss, norm in ((1, 3.0, 1.0), (2, math.nan, 2.0), (3, 3.0, 4.0)):
         watch.see(step, torch.tensor(loss), torch.tensor(norm))
     assert norms.state() == [1, 4]
-    other = Watch(torch.optim.AdamW([weight], fused=True), GuardConfig())
+    other = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig())
     other.load_state(watch.state())
     assert other.keep_norms(4).state() == [1, 4]

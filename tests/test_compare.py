@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import TINY, Command, losses, metrics
 
+from fp8stack.checkpoint.state import capture
 from fp8stack.compare import settings
 from fp8stack.compare.figure import comparison_plot
 from fp8stack.compare.figures import RunFigures, WorstSqnr, read_run, worst_sqnr
@@ -25,10 +26,9 @@ from fp8stack.compare.runs import Ended
 from fp8stack.compare.statistics import Interval, mean_interval, standard_error, t_quantile
 from fp8stack.compare.summary import RecipeFigures, paired_gap, summarize
 from fp8stack.compare.table import as_markdown, as_text
-from fp8stack.training.feed import batches
+from fp8stack.training.dataloader import batches
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import set_up
-from fp8stack.training.state import capture
+from fp8stack.training.setup.start import set_up
 
 SETS = [word for word in TINY[10:] if word != "--set"]
 SMALL = ["--steps", "12", "--batch", "4", "--context", "32", "--set", "save_every=4"]
@@ -670,7 +670,7 @@ def test_the_command_that_is_told_asks_for_the_same(tmp_path: Path) -> None:
 
     import typer
 
-    from fp8stack import cli
+    from fp8stack.cli import app as cli
 
     flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--device", "cpu"]
     flags += [*SMALL, "--compile", "--baseline", "bf16", "--seeds", "4"]

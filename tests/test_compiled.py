@@ -17,9 +17,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.torch import ScaledLinear
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
-from fp8stack.training import building
+from fp8stack.training.setup import build
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -238,8 +239,8 @@ def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
         return forward
 
     monkeypatch.setattr(torch, "compile", compiling)
-    monkeypatch.setattr(building, "require_compiler", lambda *_: None)
-    monkeypatch.setattr(building, "_be_deterministic", lambda: None)
+    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(build, "_be_deterministic", lambda: None)
     for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
         modes.clear()
         SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)

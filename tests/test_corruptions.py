@@ -20,8 +20,8 @@ from bench.input_corruptions import (
     replace,
     rewrite,
 )
+from fp8stack.checkpoint import reader
 from fp8stack.errors import NoUsableCheckpoint
-from fp8stack.training import checkpoint
 
 # Children are forked, and threads are not.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +69,7 @@ def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(damage, run: 
     damage(run / "checkpoints" / NEWEST)
     with pytest.warns(UserWarning, match=f"{OLDER} is used, an older checkpoint.*{NEWEST}"):
         model = fp8stack.load(run)
-    good = checkpoint.load(run / "checkpoints" / OLDER).tensors["model"]
+    good = reader.load(run / "checkpoints" / OLDER).tensors["model"]
     assert all(torch.equal(p, good[name]) for name, p in model.named_parameters())
     short = ["--data", str(run / "run.toml"), "--steps", "1", "--context", "8"]
     ended = command(["pretrain", "--init-from", str(run), "--out", "o", *short], run.parent)
@@ -127,4 +127,4 @@ def test_a_stranger_can_state_right_sums(run: Path) -> None:
     folder = run / "checkpoints" / NEWEST
     rewrite(folder, lambda body: body["info"]["versions"].update(torch="0"))
     replace(folder, "rng.safetensors", (folder / "rng.safetensors").read_bytes())
-    assert checkpoint.load(folder).info["versions"]["torch"] == "0"
+    assert reader.load(folder).info["versions"]["torch"] == "0"

@@ -12,7 +12,7 @@ from conftest import metrics
 from small_loop import SmallLoop, host_reads
 
 from fp8stack.backends import fp8_state
-from fp8stack.training.events import ORDER
+from fp8stack.training.metrics.debug_log import ORDER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, padded_vocabulary
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}

@@ -12,14 +12,14 @@ import torch
 from small_loop import SmallLoop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8stack.training import building
+from fp8stack.training.setup import build
 
 
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    building._be_deterministic()
+    build._be_deterministic()
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(False)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack import cli
 from fp8stack.backends import fp8_state
-from fp8stack.model import GPTConfig
+from fp8stack.cli import app as cli
+from fp8stack.config import GuardConfig, RunConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.precision import recipe as recipes
-from fp8stack.training.config import GuardConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {

@@ -14,8 +14,10 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8stack.backends import attention, build_backend
-from fp8stack.model import GPT, GPTConfig
+from fp8stack.backends import build_backend
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import GPT
+from fp8stack.ops import attention
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training.run import Switch
 

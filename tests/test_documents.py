@@ -11,8 +11,8 @@ import torch
 from data_writers import write_llmc, write_megatron, write_prepared
 
 from fp8stack.data import Corpus, StepBatches, load_corpora, validation_windows
+from fp8stack.distributed.parallelize import part_of
 from fp8stack.errors import UserError
-from fp8stack.training.parallel import part_of
 
 END = 0
 LENGTHS = [3, 1, 5, 2, 9, 1, 1, 4, 30, 2, 6, 7]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.backends import build_backend
+from fp8stack.config import RunConfig
 from fp8stack.estimate import (
     Setting,
     estimate,
@@ -22,10 +23,10 @@ from fp8stack.estimate import (
     optimizer_bytes,
     savings,
 )
-from fp8stack.model import GPT, GPTConfig, load_config, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
-from fp8stack.training.config import RunConfig
-from fp8stack.training.optimizer import build_optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
@@ -181,7 +182,7 @@ def test_a_loss_in_chunks_keeps_no_probabilities(
     overrides = {"head": True} if head else {}
     model, setting = made("nano", recipe, backend, recipe_overrides=overrides, sequences=8)
     whole = estimate(setting)
-    for module in ("fp8stack.head", "fp8stack.estimate.activations"):
+    for module in ("fp8stack.model.loss", "fp8stack.estimate.activations"):
         monkeypatch.setattr(f"{module}.chunk_rows", lambda vocabulary: 128)
     assert estimate(setting).saved == saved_bytes(model, setting)
     assert estimate(setting).saved != whole.saved
@@ -223,7 +224,7 @@ def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(
 ) -> None:
     sizes = {"vocabulary": 4096, "layers": 1, "width": 32, "heads": 2}
     monkeypatch.setitem(SHAPES, "wide", sizes)
-    for module in ("fp8stack.head", "fp8stack.estimate.activations"):
+    for module in ("fp8stack.model.loss", "fp8stack.estimate.activations"):
         monkeypatch.setattr(f"{module}.chunk_rows", lambda vocabulary: 128)
     model, setting = made("wide", recipe, sequences=6, context=64)
     with Live() as live:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8stack import numerics
-from fp8stack.backends.gathered import FullWeight, ShardedWeight
+from fp8stack.backends.fsdp import FullWeight, ShardedWeight
 
 
 class Layer:

@@ -21,9 +21,10 @@ import fp8stack
 from fp8stack import generate as writing
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.errors import NumericFailure, UserError
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.model.sampling import Sampling, draw, filtered, generate
 from fp8stack.precision import Hardware
-from fp8stack.sampling import Sampling, draw, filtered, generate
 from fp8stack.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -48,7 +48,7 @@ from bench.gpu_cases import (
 )
 from bench.gpu_inputs import amaxes, bf16_values, fp32_values, spiky_steps
 from fp8stack import numerics
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Hardware
 
 ROOT = Path(__file__).parents[1]

@@ -22,12 +22,12 @@ from bench import compression, runner
 from bench.twins import TEXT
 from bench.whole_ranks import run_difference, run_ranks
 from bench.whole_runs import last_step
-from fp8stack.benchmark_step import FP8
+from fp8stack.benchmark.step import FP8
+from fp8stack.config import RunConfig
+from fp8stack.distributed import parallelize
+from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, resolve
-from fp8stack.training import parallel
-from fp8stack.training.config import RunConfig
-from fp8stack.training.ranks import join
 
 BF16 = ("--set", "grad_compression=bf16")
 STEPS = 6
@@ -48,7 +48,7 @@ def _gradients(rank: int, *, compressed: bool) -> dict[str, Any]:
     join("cpu", 60)
     layer = nn.Linear(24, 8, bias=False)
     model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
-    model.register_comm_hook(None, parallel._sum_in_bf16 if compressed else parallel._sum)
+    model.register_comm_hook(None, parallelize._sum_in_bf16 if compressed else parallelize._sum)
     sent: list[int] = []
     reduce = dist.all_reduce
 
@@ -160,18 +160,18 @@ def test_with_fsdp_it_is_refused_by_name() -> None:
     plan = resolve("fp32", Hardware("cpu"))
     config = RunConfig(grad_compression="bf16", parallel="fsdp")
     with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
-        parallel.require_possible(plan, config, 2)
-    parallel.require_possible(plan, RunConfig(grad_compression="bf16"), 2)
-    parallel.require_possible(plan, RunConfig(parallel="fsdp"), 2)
-    parallel.require_possible(plan, config, 1)
+        parallelize.require_possible(plan, config, 2)
+    parallelize.require_possible(plan, RunConfig(grad_compression="bf16"), 2)
+    parallelize.require_possible(plan, RunConfig(parallel="fsdp"), 2)
+    parallelize.require_possible(plan, config, 1)
 
 
 def test_one_rank_is_told_that_it_changes_nothing() -> None:
     config = RunConfig(grad_compression="bf16")
-    (note,) = parallel.nothing_to_compress(config, 1)
+    (note,) = parallelize.nothing_to_compress(config, 1)
     assert "--grad-compression bf16 changes nothing" in note
-    assert parallel.nothing_to_compress(config, 2) == ()
-    assert parallel.nothing_to_compress(RunConfig(), 1) == ()
+    assert parallelize.nothing_to_compress(config, 2) == ()
+    assert parallelize.nothing_to_compress(RunConfig(), 1) == ()
 
 
 def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,15 @@ from torch import nn
 
 from bench.twins import TEXT
 from bench.whole_ranks import run_ranks
-from fp8stack import GPT, build_backend, gradient_flow, load_config
-from fp8stack.model import plan_for
+from fp8stack import GPT, build_backend, load_config
+from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware
 from fp8stack.report import page
 from fp8stack.report import text as terminal
 from fp8stack.report.attention import judge, verdict
 from fp8stack.report.flow import faults
 from fp8stack.report.read import Gradient, read_run
+from fp8stack.telemetry import gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,9 +94,9 @@ def test_the_bias_of_a_linear_counts_in_its_block_alone() -> None:
     assert any(name.endswith("mlp.up.bias") for name, _ in model.named_parameters())
     tokens = torch.randint(64, (2, 9))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
-    flow = gradient_flow.look(model)
+    flow = gradients.look(model)
     assert flow is not None
-    found = {one["part"]: one for one in gradient_flow.figures(flow, flow.sums.tolist())}
+    found = {one["part"]: one for one in gradients.figures(flow, flow.sums.tolist())}
     up, block = model.blocks[0].mlp.up, model.blocks[0]
     assert found["blocks.0.mlp.up"]["norm"] == pytest.approx(float(up.weight.grad.norm()))
     whole = math.sqrt(sum(float(p.grad.square().sum()) for p in block.parameters()))
@@ -106,13 +107,13 @@ def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     model[1].weight.grad = torch.tensor([[math.nan, 0.0], [0.0, 1.0]])
-    flow = gradient_flow.look(model)
+    flow = gradients.look(model)
     assert flow is not None
-    assert gradient_flow.figures(flow, flow.sums.tolist()) == [
+    assert gradients.figures(flow, flow.sums.tolist()) == [
         {"part": "1", "norm": None, "ratio": None, "zeros": 0.5},
         {"part": "2", "norm": 0.0, "ratio": 0.0, "zeros": 1.0},
     ]
-    assert gradient_flow.look(model.requires_grad_(False)) is None
+    assert gradients.look(model.requires_grad_(False)) is None
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed", "fp16"])
@@ -276,9 +277,9 @@ def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
 def test_a_part_without_a_gradient_counts_as_zeros() -> None:
     plan = plan_for(load_config("gpt-nano", FOUR), "fp32", Hardware("cpu"))
     model = GPT(load_config("gpt-nano", FOUR), build_backend(plan))
-    flow = gradient_flow.look(model)
+    flow = gradients.look(model)
     assert flow is not None
-    assert all(one["zeros"] == 1.0 for one in gradient_flow.figures(flow, flow.sums.tolist()))
+    assert all(one["zeros"] == 1.0 for one in gradients.figures(flow, flow.sums.tolist()))
 
 
 # Ranks

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack import head as head_module
 from fp8stack.backends import Backend, build_backend, fp8_state
-from fp8stack.head import chunk_rows, head_loss
-from fp8stack.model import GPT, GPTConfig, padded_vocabulary
+from fp8stack.model import loss as head_module
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.gpt import GPT
+from fp8stack.model.loss import chunk_rows, head_loss
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))

@@ -25,10 +25,10 @@ from hf_models import (
 
 import fp8stack
 from fp8stack import GPT, GPTConfig, UserError
+from fp8stack.checkpoint.state import restore_weights
+from fp8stack.config import RunConfig, parse_config
 from fp8stack.hf import found_in, from_hf, open_folder
-from fp8stack.training.config import RunConfig, parse_config
-from fp8stack.training.initial import find_source, nearest_preset, same_source, with_source
-from fp8stack.training.state import restore_weights
+from fp8stack.training.setup.init_from import find_source, nearest_preset, same_source, with_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

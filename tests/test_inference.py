@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack import GPT, build_backend, fp8_state, load_config
-from fp8stack.model import plan_for
+from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware
 from fp8stack.training.evaluate import eval_mode
 

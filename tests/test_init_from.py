@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import TINY, Command, losses, metrics
 
-from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training.config import parse_config
-from fp8stack.training.feed import batches
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint.state import capture
+from fp8stack.checkpoint.validation import newest_sound
+from fp8stack.config import parse_config
+from fp8stack.training.dataloader import batches
 from fp8stack.training.run import Run
-from fp8stack.training.setup import set_up
-from fp8stack.training.sound import newest_sound
-from fp8stack.training.state import capture
+from fp8stack.training.setup.start import set_up
 
 SHAPE = [
     "model_overrides.layers=1", "model_overrides.width=32", "model_overrides.heads=2",

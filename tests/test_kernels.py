@@ -22,8 +22,8 @@ from oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy
 from torch._subclasses import FakeTensorMode
 
 from bench.gpu_inputs import fp32_values
-from fp8stack.backends import kernels
-from fp8stack.backends.kernels import cast_transpose
+from fp8stack.ops import kernels
+from fp8stack.ops.kernels import cast_transpose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

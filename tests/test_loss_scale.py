@@ -11,10 +11,10 @@ from conftest import TINY, Command, metrics
 from small_loop import SmallLoop, host_reads
 from torch import Tensor, nn
 
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
+from fp8stack.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
 from fp8stack.precision import Hardware
-from fp8stack.training.config import RunConfig
-from fp8stack.training.loss_scale import LossScaler, ScaleStatistics, build_scaler
 
 INF = math.inf
 pytestmark = pytest.mark.usefixtures("one_thread")

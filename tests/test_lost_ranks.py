@@ -20,8 +20,8 @@ from bench.reliability_ranks import _not_finite as not_finite
 from bench.twins import SMALL, TEXT
 from bench.whole_ranks import Together, run_difference, run_ranks, tensors
 from bench.whole_runs import checkpoints, last_step, rows
+from fp8stack.distributed.process_group import losing_ranks
 from fp8stack.errors import RankLost
-from fp8stack.training.ranks import losing_ranks
 
 
 def test_lost_ranks_end_all_and_runs_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 from fp8stack.backends import build_backend
 from fp8stack.backends.linear import plain_linear
 from fp8stack.backends.observe import observing
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.config import RunConfig
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware
-from fp8stack.training.config import RunConfig
-from fp8stack.training.optimizer import build_optimizer
 
 CONFIG = GPTConfig(vocabulary=64, context=16, layers=1, width=32, heads=2)
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]

@@ -20,7 +20,8 @@ from transformers import (
 from fp8stack import presets
 from fp8stack.backends import Backend, build_backend
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, load_config, padded_vocabulary, rope_tables
+from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
+from fp8stack.model.gpt import GPT, rope_tables
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 CPU = Hardware("cpu")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fp8stack.backends import build_backend
-from fp8stack.backends.attention import document_blocks
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.ops.attention import document_blocks
 from fp8stack.precision import Hardware
 
 # Sizes that every FP8 GEMM takes.

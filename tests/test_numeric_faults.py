@@ -13,9 +13,9 @@ from bench import numeric_ends, reliability_numeric, small_runs
 from bench.numeric_ends import FP8, RECIPES, transient
 from bench.numeric_faults import VALUES, Fault, places
 from fp8stack.errors import NumericFailure
-from fp8stack.training.guard import Guard
+from fp8stack.training.guard.policy import Guard
 from fp8stack.training.run import Run
-from fp8stack.training.setup import set_up
+from fp8stack.training.setup.start import set_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
@@ -47,7 +47,7 @@ def test_without_the_guard_the_same_check_finds_every_fault_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
-    monkeypatch.setattr("fp8stack.training.amaxes.Amaxes.put_back", lambda self, where: None)
+    monkeypatch.setattr("fp8stack.training.guard.amax.Amaxes.put_back", lambda self, where: None)
     monkeypatch.setattr(Guard, "weights_failed", lambda self, step, why: None)
     chosen = [("loss", "inf"), ("wgrad", "nan"), ("moment", "inf")]
     outcome = transient(tmp_path, "delayed", chosen)

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.observe import fp8_linears, observing, scale_of
-from fp8stack.conversion import convert
-from fp8stack.model import GPT, GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.convert import convert
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, load_recipe, resolve
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]

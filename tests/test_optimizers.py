@@ -16,14 +16,15 @@ from safetensors.torch import load_file, save_file
 from small_loop import SmallLoop, host_reads
 from torch import Tensor, nn
 
+from fp8stack.checkpoint.state import capture, largest_of_state, restore
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.chained import ChainedOptimizer, optimizers_in, parameters_of, plain
+from fp8stack.optim.grad_scaler import LossScaler
+from fp8stack.optim.optimizer import build_optimizer, require_optimizer, set_learning_rate
 from fp8stack.precision import Hardware
-from fp8stack.training.config import RunConfig
-from fp8stack.training.loss_scale import LossScaler
-from fp8stack.training.optimizer import build_optimizer, require_optimizer, set_learning_rate
-from fp8stack.training.several import Several, optimizers_in, parameters_of, plain
-from fp8stack.training.state import capture, largest_of_state, restore
 
 INF = math.inf
 OTHERS = ["muon", "adamw8bit", "adamwfp8"]
@@ -461,7 +462,7 @@ def test_a_model_without_a_matrix_large_enough_for_8_bits_is_refused(tmp_path: P
 def test_several_optimizers_have_one_set_of_groups_and_one_state() -> None:
     weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
     muon, adamw = torch.optim.Muon(weights[:1]), torch.optim.AdamW(weights[1:], fused=True)
-    both = Several([muon, adamw])
+    both = ChainedOptimizer([muon, adamw])
     set_learning_rate(both, 0.25)
     assert [muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]] == [0.25, 0.25]
     for weight in weights:

@@ -13,7 +13,7 @@ from conftest import Command
 
 from bench import other_runs, reliability_numeric
 from bench.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
-from fp8stack.training.config import FREE_ON_RESUME, RunConfig
+from fp8stack.config import FREE_ON_RESUME, RunConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

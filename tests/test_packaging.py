@@ -167,7 +167,7 @@ def test_the_command_starts_in_a_module_of_the_wheel(wheel):
     points = wheel.read(f"fp8stack-{__version__}.dist-info/entry_points.txt").decode()
     found = re.search(r"^fp8stack = ([\w.]+):(\w+)$", points, re.MULTILINE)
     assert found
-    assert found[1].replace(".", "/") + ".py" in wheel.namelist()
+    assert found[1].replace(".", "/") + "/__init__.py" in wheel.namelist()
 
 
 # Installed
@@ -196,7 +196,7 @@ print(*presets.names("recipes"))
 def test_the_installed_package_loads_every_preset_and_plans_every_recipe(installed, tmp_path):
     code = """
 from fp8stack import presets
-from fp8stack.model import load_config, plan_for
+from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import assumed, load_recipe
 for name in presets.names("models"):
     assert load_config(name).layers

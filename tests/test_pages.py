@@ -38,7 +38,7 @@ def test_every_module_that_the_list_of_rooms_names_is_there() -> None:
     rooms = re.search(r"## Rooms\n\n```\n(.*?)```", _text("docs/architecture.md"), re.S)
     assert rooms is not None
     gone = []
-    for room, told in re.findall(r"^  (\w+)/ +(.*(?:\n {12,}.*)*)", rooms[1], re.M):
+    for room, told in re.findall(r"^  ([\w/]+)/ +(.*(?:\n {12,}.*)*)", rooms[1], re.M):
         plain = re.sub(r"\([^)]*\)", "", " ".join(told.split())).partition(":")
         for word in re.split(r"[,;]|\band\b", plain[2] or plain[0]):
             name = word.strip()

@@ -12,13 +12,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack.backends import fp8_state
+from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
-from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training.display import describe_run
-from fp8stack.training.feed import batches
+from fp8stack.training.dataloader import batches
+from fp8stack.training.metrics.console import describe_run
 from fp8stack.training.run import Variant
-from fp8stack.training.variants import plan_of
+from fp8stack.training.setup.variants import plan_of
 from tests.conftest import TINY, Command, metrics
 from tests.small_loop import SmallLoop
 

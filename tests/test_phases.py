@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fp8stack
+from fp8stack.config import parse_config, to_toml
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.precision.phases import (
@@ -15,7 +16,6 @@ from fp8stack.precision.phases import (
     phases_of,
     preset,
 )
-from fp8stack.training.config import parse_config, to_toml
 
 H100 = Hardware("cuda", (9, 0))
 RUN = {"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}

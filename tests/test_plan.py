@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from fp8stack.errors import UserError
-from fp8stack.model import load_config, plan_for
+from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import (
     Hardware,
     Plan,

@@ -11,12 +11,12 @@ import pytest
 from conftest import Command
 
 from fp8stack import planner
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.model import GPTConfig, load_config, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planner import IN_COMPUTE_DTYPE, IN_FP32, as_lines, make_table, text_rows
 from fp8stack.planner.operations import OPTIMIZERS, operations_of
 from fp8stack.precision import Hardware, assumed, load_recipe, resolve
-from fp8stack.training.config import RunConfig
 
 SMALL = GPTConfig(vocabulary=64, context=32, layers=4, width=64, heads=4)
 H100 = Hardware("cuda", (9, 0), cuda_version=(12, 9), has_te=True)

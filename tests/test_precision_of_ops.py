@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.backends import build_backend
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.planner import Operation, casts_of, operations_of
 from fp8stack.precision import Hardware, Plan, load_recipe
 

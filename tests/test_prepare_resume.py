@@ -20,7 +20,7 @@ from test_prepare import documents, lines, prepared, refusal
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run, shards
 from fp8stack.prepare.encode import Encoder
-from fp8stack.training.stop import stop_requests
+from fp8stack.training.signals import stop_requests
 
 
 class Cut(BaseException):
@@ -167,7 +167,7 @@ def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
 def test_a_stop_is_heard_within_the_command(
     mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8stack.training.stop import Preempted
+    from fp8stack.training.signals import Preempted
 
     real = shards.SplitWriter.add
     calls = 0

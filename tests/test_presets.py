@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8stack import presets
 from fp8stack.errors import UserError, unknown
-from fp8stack.model import GPTConfig, load_config
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.precision.recipe import Recipe
 

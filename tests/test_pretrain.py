@@ -20,7 +20,7 @@ import torch._inductor.config
 from conftest import TINY, Command, losses, metrics
 
 import fp8stack
-from fp8stack.model import GPT
+from fp8stack.model.gpt import GPT
 
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
 

@@ -14,7 +14,8 @@ import torch
 from conftest import TINY, Command, losses, metrics
 from small_loop import SmallLoop
 
-from fp8stack.training import loop, profiling
+from fp8stack.training import loop
+from fp8stack.training.metrics import profiler
 
 CPU = torch.device("cpu")
 
@@ -63,9 +64,9 @@ def test_the_table_has_the_largest_own_times_in_order_with_shares_of_all() -> No
             a.add(1)
 
     work()
-    with profiling.recording(CPU) as recorded:
+    with profiler.recording(CPU) as recorded:
         work()
-    text = profiling.table(recorded, 7)
+    text = profiler.table(recorded, 7)
     found = re.findall(r"^\| (aten::\S+) +\| +(\d+) \| +([\d.]+) \| +(\d+) % \|$", text, re.M)
     rows = {name: (int(calls), float(ms), int(share)) for name, calls, ms, share in found}
     assert rows["aten::mm"][0] == 3
@@ -95,9 +96,9 @@ def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(
         Event("CUDA", "gemm_kernel", 4, 0.0, 3000.0),
         Event("CUDA", "add_kernel", 2, 0.0, 1000.0),
     ]
-    recorded = profiling.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
+    recorded = profiler.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
     monkeypatch.setattr(recorded, "key_averages", lambda **_: events)
-    lines = profiling.table(recorded, 5).splitlines()
+    lines = profiler.table(recorded, 5).splitlines()
     assert lines[0].startswith("Step 5: 4.00 ms on the GPU.")
     assert lines[4:] == [
         "| aten::mm  |     4 | 3.000 |  75 % |",
@@ -158,23 +159,23 @@ def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
     annotation.is_user_annotation = True
     for event, (start, end) in zip([*kernels, annotation], [*spans, (0, 100)], strict=True):
         event.time_range = SimpleNamespace(start=start, end=end)
-    recorded = profiling.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
+    recorded = profiler.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
     monkeypatch.setattr(recorded, "events", lambda: [*kernels, annotation])
     recorded.wall_s = 100e-6
-    assert profiling.busy(recorded) == pytest.approx(0.5)
+    assert profiler.busy(recorded) == pytest.approx(0.5)
     monkeypatch.setattr(
         recorded, "key_averages", lambda **_: [*kernels, Event("CPU", "aten::mm", 4, 1, 65)]
     )
     monkeypatch.setattr(recorded, "export_chrome_trace", lambda path: None)
-    assert "\nThe GPU was busy 50.0 % of the time.\n" in profiling.write(recorded, tmp_path, 1)
+    assert "\nThe GPU was busy 50.0 % of the time.\n" in profiler.write(recorded, tmp_path, 1)
     monkeypatch.setattr(recorded, "events", lambda: [Event("CPU", "aten::mm", 4, 1, 0)])
-    assert profiling.busy(recorded) is None
+    assert profiler.busy(recorded) is None
 
 
 def test_the_time_of_the_profiled_step_is_without_what_writing_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, write = [0.0], profiling.write
+    now, write = [0.0], profiler.write
     small = SmallLoop(tmp_path / "r", "fp32", steps=2, profile=True)
     train_step = small.loop.train_step
 
@@ -188,7 +189,7 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(
 
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(small.loop, "train_step", slow_step)
-    monkeypatch.setattr(profiling, "write", slow_write)
+    monkeypatch.setattr(profiler, "write", slow_write)
     small.loop.journal.restart_clock()
     small.advance(2)
     assert [row["step_ms"] for row in metrics(tmp_path / "r")] == [2000, 2000]

@@ -23,13 +23,14 @@ from torch import Tensor
 from bench import whole_ranks, whole_runs
 from bench.twins import TEXT
 from bench.whole_ranks import run_ranks, states, telling_states
+from fp8stack.checkpoint import reader
+from fp8stack.checkpoint.state import random_states
+from fp8stack.config import RunConfig
+from fp8stack.distributed.parallelize import part_of, require_divisible
+from fp8stack.distributed.process_group import ALONE, ElsewhereError, Ranks, join
 from fp8stack.errors import RankLost, UserError
 from fp8stack.precision import Hardware
-from fp8stack.training import checkpoint, variants
-from fp8stack.training.config import RunConfig
-from fp8stack.training.parallel import part_of, require_divisible
-from fp8stack.training.ranks import ALONE, ElsewhereError, Ranks, join
-from fp8stack.training.state import random_states
+from fp8stack.training.setup import variants
 
 WORDS = [
     "pretrain", "--data", "text.txt", "--device", "cpu", "--context", "16", "--batch", "8",
@@ -357,7 +358,7 @@ def test_two_ranks_go_through_the_phases_of_one(trained: Trained) -> None:
     for row, other in zip(two, one, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=5e-3, abs=0), row["step"]
         assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == (3 <= row["step"] <= 5)
-    histories = [checkpoint.load(run / "checkpoints/step-000006").tensors["fp8"] for run in runs]
+    histories = [reader.load(run / "checkpoints/step-000006").tensors["fp8"] for run in runs]
     assert histories[0].keys() == histories[1].keys()
     for name, tensor in histories[0].items():
         if not name.endswith(".amax_history"):

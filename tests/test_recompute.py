@@ -13,9 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from bench import activations
 from fp8stack import GPT, build_backend, fp8_state, load_config
-from fp8stack.backends import selective
+from fp8stack.backends import activation_checkpoint
 from fp8stack.errors import UserError
-from fp8stack.model import Recompute, plan_for
+from fp8stack.model.config import plan_for
+from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Hardware
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -140,18 +141,18 @@ def test_which_operators_run_again(mode: Recompute) -> None:
     assert (calls["aten.mm.default"] <= 2 * (4 * 2 + 1)) is (mode == "selective")
 
 
-@pytest.mark.parametrize("name", sorted(str(one) for one in selective.ATTENTION))
+@pytest.mark.parametrize("name", sorted(str(one) for one in activation_checkpoint.ATTENTION))
 def test_attention_that_draws_a_mask_runs_again(name: str) -> None:
     """Left out, it would not draw, and the dropout after it would draw other numbers."""
-    operator = next(one for one in selective.ATTENTION if str(one) == name)
+    operator = next(one for one in activation_checkpoint.ATTENTION if str(one) == name)
     context = SelectiveCheckpointContext(is_recompute=False, op_output=None)
     at = [argument.name for argument in operator._schema.arguments].index("dropout_p")
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     before = [None] * at
-    assert selective.policy(context, operator, *before) is keep
-    assert selective.policy(context, operator, *before, 0.0) is keep
-    assert selective.policy(context, operator, *before, 0.1) is again
-    assert selective.policy(context, operator, *before[:3], dropout_p=0.1) is again
+    assert activation_checkpoint.policy(context, operator, *before) is keep
+    assert activation_checkpoint.policy(context, operator, *before, 0.0) is keep
+    assert activation_checkpoint.policy(context, operator, *before, 0.1) is again
+    assert activation_checkpoint.policy(context, operator, *before[:3], dropout_p=0.1) is again
 
 
 def test_without_gradients_nothing_is_kept_or_run_again() -> None:

@@ -25,7 +25,7 @@ from fp8stack.report.events import folded
 from fp8stack.report.grids import joined
 from fp8stack.report.read import read_run
 from fp8stack.report.summary import headline, what_if
-from fp8stack.training.plot import view_range
+from fp8stack.training.metrics.plot import view_range
 
 ATTENTION = ("alarm", "warning")
 
@@ -301,7 +301,7 @@ def test_the_extremes_name_the_worst_settled_sample(tmp_path):
     assert ("lowest SQNR", "blocks.0.mlp.up, weight", 60, "22.4 dB") in extremes
 
 
-# Events
+# DebugLog
 
 
 def events() -> list[dict[str, Any]]:

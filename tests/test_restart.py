@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from conftest import TINY, Command, losses, metrics
 
-from fp8stack import cli
-from fp8stack.training import building, checkpoint, ending, loop, reading, storage
+from fp8stack import cli, io
+from fp8stack.checkpoint import reader
+from fp8stack.checkpoint.validation import newest_sound
+from fp8stack.training import finalize, loop
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.sound import newest_sound
-from fp8stack.training.stop import SIGNALS, Preempted, stop_requests
+from fp8stack.training.setup import build, datasets
+from fp8stack.training.signals import SIGNALS, Preempted, stop_requests
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +58,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _saved(run: Path) -> list[str]:
-    return [path.name for path in checkpoint.candidates(run / "checkpoints")]
+    return [path.name for path in reader.candidates(run / "checkpoints")]
 
 
 # What is there when it starts again
@@ -226,7 +228,7 @@ def test_a_file_system_without_locks_can_be_trained_on(
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(storage.fcntl, "flock", no_locks)
+    monkeypatch.setattr(io.fcntl, "flock", no_locks)
     assert command(*AUTO, "--steps", "13") == 0
 
 
@@ -445,16 +447,16 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
         after.append("went on")
 
     places: dict[str, tuple[Any, str]] = {
-        "reading data": (reading.data, "load_corpora"),
+        "reading data": (datasets.data, "load_corpora"),
         "claimed": (RunFolder, "write_plan"),
         "timing": (loop, "peak_rate"),
         "compiling": (loop._Loop, "advance"),
     }
     with monkeypatch.context() as patch:
         if where == "compiling":
-            patch.setattr(building, "require_compiler", lambda *_: None)
-            patch.setattr("fp8stack.model.GPT.compile_blocks", lambda *_, **__: None)
-            patch.setattr(building, "_be_deterministic", lambda: None)
+            patch.setattr(build, "require_compiler", lambda *_: None)
+            patch.setattr("fp8stack.model.gpt.GPT.compile_blocks", lambda *_, **__: None)
+            patch.setattr(build, "_be_deterministic", lambda: None)
         patch.setattr(*places[where], struck)
         compiled = ["--compile"] if where == "compiling" else []
         assert command(*new, "--out", "r", *compiled) == 75
@@ -481,7 +483,7 @@ def test_a_signal_at_the_end_is_heeded_at_once_and_the_end_is_made_up_for(
         raise AssertionError("went on")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ending, where, struck)
+        patch.setattr(finalize, where, struck)
         assert command(*new, "--out", "r") == 75
     error = capsys.readouterr().err
     assert error.count("\n") == 1

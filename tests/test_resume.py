@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import TINY, Command, losses, metrics
 
+from fp8stack.checkpoint import reader, writer
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.validation import newest_sound
 from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError
-from fp8stack.model import GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.precision import Hardware
-from fp8stack.training import checkpoint, writing
-from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.resume import layers_left_out
+from fp8stack.training.inference import layers_left_out
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.sound import newest_sound
 
 
 @pytest.fixture
@@ -218,21 +218,21 @@ def _checkpoint(step: int) -> Checkpoint:
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    path = writing.save(tmp_path, _checkpoint(7), keep=2)
-    loaded = checkpoint.load(path)
+    path = writer.save(tmp_path, _checkpoint(7), keep=2)
+    loaded = reader.load(path)
     assert (loaded.step, loaded.info) == (7, INFO)
     assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
 
 
 def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path: Path) -> None:
     old = {key: value for key, value in INFO.items() if key != "guard"}
-    path = writing.save(tmp_path, Checkpoint(step=3, info=old), keep=2)
-    assert checkpoint.load(path).info["guard"] is None
+    path = writer.save(tmp_path, Checkpoint(step=3, info=old), keep=2)
+    assert reader.load(path).info["guard"] is None
 
 
 def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
     for step in (999_998, 1_000_000, 999_999):
-        writing.save(tmp_path, _checkpoint(step), keep=2)
+        writer.save(tmp_path, _checkpoint(step), keep=2)
     assert {p.name for p in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
     assert newest_sound(tmp_path, bool)[0].step == 1_000_000
 
@@ -253,7 +253,7 @@ def _rewrite(path: Path, **changes: object) -> None:
     del body["sha256"]
     for key in [key for key, value in body.items() if value is ...]:
         del body[key]
-    body["sha256"] = checkpoint.sha256_of(checkpoint.canonical(body))
+    body["sha256"] = reader.sha256_of(reader.canonical(body))
     path.write_text(json.dumps(body))
 
 
@@ -262,10 +262,10 @@ def _rewrite(path: Path, **changes: object) -> None:
 def test_damage_is_found_and_the_file_named(
     file: str, damage: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    path = writing.save(tmp_path, _checkpoint(3), keep=2)
+    path = writer.save(tmp_path, _checkpoint(3), keep=2)
     damage(path / file)
     with pytest.raises(UserError, match=file):
-        checkpoint.load(path)
+        reader.load(path)
     with pytest.raises(NoUsableCheckpoint, match=file):
         newest_sound(tmp_path, bool)
 
@@ -288,19 +288,19 @@ def test_damage_is_found_and_the_file_named(
 def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(
     changes: dict, tmp_path: Path
 ) -> None:
-    path = writing.save(tmp_path, _checkpoint(3), keep=2)
+    path = writer.save(tmp_path, _checkpoint(3), keep=2)
     _rewrite(path / "checkpoint.json", **changes)
     with pytest.raises(UserError, match=r"checkpoint\.json") as error:
-        checkpoint.load(path)
+        reader.load(path)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["[1]", "null", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
 def test_json_that_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
-    path = writing.save(tmp_path, _checkpoint(3), keep=2)
+    path = writer.save(tmp_path, _checkpoint(3), keep=2)
     (path / "checkpoint.json").write_text(text)
     with pytest.raises(UserError, match=r"checkpoint\.json"):
-        checkpoint.load(path)
+        reader.load(path)
 
 
 def _tensor_faults() -> dict[str, tuple[str, str, object]]:
@@ -326,12 +326,12 @@ def test_tensors_that_do_not_fit_are_refused_before_a_step_is_taken(
 ) -> None:
     group, name, change = _tensor_faults()[fault]
     path = run / "checkpoints" / "step-000008"
-    saved = checkpoint.load(path)
+    saved = reader.load(path)
     tensor = saved.tensors[group].pop(name)
     if change is not None:
         saved.tensors[group][name] = change(tensor)  # type: ignore[operator]
     shutil.rmtree(run / "checkpoints")
-    writing.save(path.parent, saved, keep=2)
+    writer.save(path.parent, saved, keep=2)
     capsys.readouterr()
     assert command("pretrain", "--resume", "r") == 3
     error = capsys.readouterr().err
@@ -355,7 +355,7 @@ def test_damaged_newer_checkpoints_do_not_crowd_out_good_ones(run: Path, command
     (run / "checkpoints" / "step-000012" / "checkpoint.json").write_text("{")
     assert command("pretrain", "--resume", "r", "--save-every", "2") == 0
     assert newest_sound(run / "checkpoints", bool)[2] == []
-    assert checkpoint.load(run / "checkpoints" / "step-000010").step == 10
+    assert reader.load(run / "checkpoints" / "step-000010").step == 10
 
 
 def test_an_edited_run_file_does_not_change_a_run_that_has_checkpoints(
@@ -374,7 +374,7 @@ def test_a_run_shortened_to_where_it_stands_ends_well(run: Path, command: Comman
 
 @pytest.mark.parametrize("room", [0, 100, 4000])
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path: Path) -> None:
-    writing.save(tmp_path, _checkpoint(1), keep=2)
+    writer.save(tmp_path, _checkpoint(1), keep=2)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal
 
@@ -382,7 +382,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
         with pytest.raises(StorageError, match="disk is full"):
-            writing.save(tmp_path, _checkpoint(2), keep=2)
+            writer.save(tmp_path, _checkpoint(2), keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
@@ -391,12 +391,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path
 
 
 def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path: Path) -> None:
-    writing.save(tmp_path, _checkpoint(1), keep=2)
+    writer.save(tmp_path, _checkpoint(1), keep=2)
     litter = tmp_path / ".tmp-step-000002-123"
     litter.mkdir()
     (litter / "model.safetensors").write_bytes(b"half")
     assert newest_sound(tmp_path, bool)[0].step == 1
-    writing.forget_after(tmp_path, 1)
+    writer.forget_after(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

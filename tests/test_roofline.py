@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack import roofline_table
+from fp8stack.benchmark import roofline_table
+from fp8stack.benchmark.roofline import PARTS, Prediction, casts_s, gemm_s, predict
 from fp8stack.errors import UserError
-from fp8stack.model import GPTConfig, load_config, padded_vocabulary
+from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Efficiency, Rates, achievable
-from fp8stack.roofline import PARTS, Prediction, casts_s, gemm_s, predict
 
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")

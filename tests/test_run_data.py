@@ -16,8 +16,8 @@ import fp8stack
 from fp8stack.data import encoded, load_corpora
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
-from fp8stack.training import feed
-from fp8stack.training.reading import tokenizer_of_run
+from fp8stack.training import dataloader
+from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,11 +116,11 @@ def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
 
 def test_rank_shares_of_windows_with_documents_are_rows() -> None:
     windows = torch.arange(4 * 2 * 5).view(4, 2, 5)
-    inputs, targets, documents = feed.inputs_of(windows)
+    inputs, targets, documents = dataloader.inputs_of(windows)
     assert inputs.tolist() == windows[:, 0, :4].tolist()
     assert targets.tolist() == windows[:, 0, 1:].tolist()
     assert documents.tolist() == windows[:, 1, :4].tolist()
-    parts = [feed.part_of(windows, rank, 2, 2) for rank in (0, 1)]
+    parts = [dataloader.part_of(windows, rank, 2, 2) for rank in (0, 1)]
     assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Command
 
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.model import load_config, plan_for
+from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import available_memory
-from fp8stack.training import building
-from fp8stack.training.config import RunConfig
-from fp8stack.training.memory import Footprint, require_memory
+from fp8stack.training.setup import build
+from fp8stack.training.setup.memory_check import Footprint, require_memory
 
 CPU = Hardware("cpu")
 H100 = Hardware("cuda", (9, 0), has_te=True)
@@ -78,7 +78,7 @@ def test_the_command_refuses_in_one_line_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(building, "available_memory", lambda device: 3 * 2**19)
+    monkeypatch.setattr(build, "available_memory", lambda device: 3 * 2**19)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
     assert command(*flags) == 2
     error = capsys.readouterr().err

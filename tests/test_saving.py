@@ -16,10 +16,11 @@ import torch
 from conftest import TINY, Command, losses
 from torch import Tensor
 
+from fp8stack import io
+from fp8stack.checkpoint import reader, writer
+from fp8stack.checkpoint.saver import HostCopy, Saver
+from fp8stack.checkpoint.validation import newest_sound
 from fp8stack.errors import NumericFailure, StorageError
-from fp8stack.training import checkpoint, storage, writing
-from fp8stack.training.saving import HostCopy, Saver
-from fp8stack.training.sound import newest_sound
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,7 +49,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
         self.writes = 0
-        write = writing.write
+        write = writer.write
 
         def late(*arguments: Any) -> Path:
             self.writes += 1
@@ -56,7 +57,7 @@ class Gate:
             assert self.opened.wait(30)
             return write(*arguments)
 
-        monkeypatch.setattr(writing, "write", late)
+        monkeypatch.setattr(writer, "write", late)
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(
     info["guard"]["bad"].append("later")
     gate.opened.set()
     saver.wait()
-    saved = checkpoint.load(tmp_path / "step-000001")
+    saved = reader.load(tmp_path / "step-000001")
     assert torch.equal(saved.tensors["model"]["b"], _tensors(1)["model"]["b"])
     assert saved.info["guard"] == {"bad": []}
 
@@ -219,12 +220,12 @@ def test_a_kill_while_the_background_writes_leaves_the_older_checkpoint(
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert newest_sound(tmp_path, bool)[0].step == 1
     assert _names(tmp_path) != ["step-000001"]
-    writing.sweep(tmp_path)
+    writer.sweep(tmp_path)
     assert _names(tmp_path) == ["step-000001"]
 
 
 def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
-    writing.save(tmp_path, checkpoint.Checkpoint(step=1, info=INFO, tensors=_tensors(1)), 2)
+    writer.save(tmp_path, reader.Checkpoint(step=1, info=INFO, tensors=_tensors(1)), 2)
     for file in (tmp_path / "step-000001").iterdir():
         assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
 
@@ -239,7 +240,7 @@ def _save_all(saver: Saver, *steps: int) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in checkpoint.candidates(folder)]
+    return [int(path.name.removeprefix("step-")) for path in reader.candidates(folder)]
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -272,11 +273,11 @@ def test_what_this_process_wrote_or_loaded_is_not_read_again(
     _save_all(_saver(tmp_path), 1, 2)
     read: list[str] = []
 
-    def is_whole(path: Path, really: Callable[[Path], bool] = checkpoint.is_whole) -> bool:
+    def is_whole(path: Path, really: Callable[[Path], bool] = reader.is_whole) -> bool:
         read.append(path.name)
         return really(path)
 
-    monkeypatch.setattr(writing, "is_whole", is_whole)
+    monkeypatch.setattr(writer, "is_whole", is_whole)
     _save_all(_saver(tmp_path, keep=3, good=[tmp_path / "step-000002"]), 3, 4, 5)
     assert read == ["step-000001"]
     assert _steps(tmp_path) == [5, 4, 3]
@@ -288,15 +289,15 @@ def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(
     saver = _saver(tmp_path, in_background=False)
     _save_all(saver, 1, 2)
     with monkeypatch.context() as cut:
-        remove = writing.shutil.rmtree
+        remove = writer.shutil.rmtree
         cut.setattr(
-            writing.shutil,
+            writer.shutil,
             "rmtree",
             lambda path, **options: "000001" not in path.name and remove(path, **options),
         )
         _save_all(saver, 3)
     assert _steps(tmp_path) == [3, 2]
-    writing.sweep(tmp_path)
+    writer.sweep(tmp_path)
     assert _names(tmp_path) == ["step-000002", "step-000003"]
 
 
@@ -328,13 +329,13 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_exit_code_4(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def full_at_8(path: Path, content: bytes, write: Any = storage.write_flushed) -> None:
+    def full_at_8(path: Path, content: bytes, write: Any = io.write_flushed) -> None:
         if path.parent.name == ".tmp-step-000008":
             _no_room()
         write(path, content)
 
     with monkeypatch.context() as full:
-        full.setattr(writing, "write_flushed", full_at_8)
+        full.setattr(writer, "write_flushed", full_at_8)
         assert command(*flags, "--out", "r", "--checkpoint-async") == 4
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -347,14 +348,14 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_exit_code_4(
 def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(
     flags: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(path: Path, content: bytes, write: Any = storage.write_flushed) -> None:
+    def slow(path: Path, content: bytes, write: Any = io.write_flushed) -> None:
         if path.parent.name == ".tmp-step-000004":  # the one of `--save-every`
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(0.1)
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "write_flushed", slow)
+        patch.setattr(writer, "write_flushed", slow)
         assert command(*flags, "--out", "r", "--checkpoint-async") == 75
     stopped = losses(tmp_path / "r")[-1][0]
     assert stopped < 12

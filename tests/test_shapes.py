@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8stack import shapes_bench
 from fp8stack.backends.weights import WeightChanges
-from fp8stack.benchmark import Timing
+from fp8stack.benchmark import shapes
+from fp8stack.benchmark.timing import Timing
 from fp8stack.errors import StorageError, UserError
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Hardware, Plan, load_recipe, probe, resolve
 from fp8stack.precision.shapes import cache_path, load_measured, save_measured
 
@@ -229,7 +229,7 @@ class Recorder:
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_each_distinct_linear_is_measured_once_and_the_head_with_its_padding(recipe: str) -> None:
     recorder = Recorder({"bf16": 24.0, "fp8": 16.0})
-    results = shapes_bench.measure_shapes(
+    results = shapes.measure_shapes(
         CONFIG, plan_on_a_cpu(recipe), CPU, tokens=16, rounds=7, compiled=False, measure=recorder
     )
     assert {result.shape: result.layers for result in results} == {
@@ -269,9 +269,7 @@ def test_one_arm_multiplies_in_fp8_forward_and_backward_and_the_other_does_not(
 
     config = GPTConfig(vocabulary=100, context=32, layers=1, width=32, heads=1, mlp_width=160)
     plan = plan_on_a_cpu(recipe)
-    shapes_bench.measure_shapes(
-        config, plan, CPU, tokens=16, rounds=1, compiled=False, measure=measure
-    )
+    shapes.measure_shapes(config, plan, CPU, tokens=16, rounds=1, compiled=False, measure=measure)
     assert by_arm["bf16"] == ([], 0)
     # The last of the shapes is the head's, 32 -> 112: y, dx and dw of eight linears.
     assert by_arm["fp8"] == ([(16, 32, 112), (16, 112, 32), (112, 16, 32)], 24)
@@ -293,7 +291,7 @@ def test_weights_are_quantized_anew_in_each_pass(monkeypatch: pytest.MonkeyPatch
             seen.append(bool(marks))
         return dict.fromkeys(arms, ONE)
 
-    shapes_bench.measure_shapes(
+    shapes.measure_shapes(
         CONFIG, plan_on_a_cpu("delayed"), CPU, tokens=16, rounds=1, compiled=False, measure=measure
     )
     assert seen == [True] * 15
@@ -304,7 +302,7 @@ def test_what_the_recipe_leaves_out_is_measured_and_what_the_hardware_cannot_ser
         update={"exclude": ("*.down",), "exclude_first_blocks": 1}
     )
     config = CONFIG.model_copy(update={"mlp_width": 40})
-    results = shapes_bench.measure_shapes(
+    results = shapes.measure_shapes(
         config,
         resolve(recipe, CPU, "torch"),
         CPU,
@@ -317,18 +315,16 @@ def test_what_the_recipe_leaves_out_is_measured_and_what_the_hardware_cannot_ser
 
 
 def test_large_layers_are_measured_fewer_at_a_time() -> None:
-    assert shapes_bench._copies((1024, 768, 768)) == 8
-    assert shapes_bench._copies((8192, 4096, 28672)) == 2
-    assert shapes_bench._copies((8192, 4096, 128256)) == 1
+    assert shapes._copies((1024, 768, 768)) == 8
+    assert shapes._copies((8192, 4096, 28672)) == 2
+    assert shapes._copies((8192, 4096, 128256)) == 1
 
 
 @pytest.mark.slow
 def test_compiled_layers_are_measured_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes_bench, "_copies", lambda shape: 1)
+    monkeypatch.setattr(shapes, "_copies", lambda shape: 1)
     config = GPTConfig(vocabulary=32, context=32, layers=1, width=32, heads=1, mlp_width=32)
-    results = shapes_bench.measure_shapes(
-        config, plan_on_a_cpu("delayed"), CPU, tokens=16, rounds=6
-    )
+    results = shapes.measure_shapes(config, plan_on_a_cpu("delayed"), CPU, tokens=16, rounds=6)
     assert all(result.fp8.median_ms > 0 for result in results)
 
 
@@ -336,8 +332,8 @@ def test_what_was_measured_is_saved_for_plans_of_that_backend_and_scaling() -> N
     plan = resolve("delayed", H200, "torch")
     half = dataclasses.replace(ONE, median_ms=0.5)
     shape = (8192, 768, 768)
-    results = [shapes_bench.Measured(shape=shape, layers=12, bf16=half, fp8=ONE)]
-    shapes_bench.save(results, plan, H200)
+    results = [shapes.Measured(shape=shape, layers=12, bf16=half, fp8=ONE)]
+    shapes.save(results, plan, H200)
     measured = load_measured(H200, "torch", "delayed")
     assert measured == {shape: 0.5}
     made = plan.for_layers({"a": (768, 768)}, tokens=8192, measured=measured)
@@ -346,8 +342,8 @@ def test_what_was_measured_is_saved_for_plans_of_that_backend_and_scaling() -> N
 
 def test_the_table_has_a_row_per_shape_with_medians_and_their_intervals() -> None:
     fast = Timing(median_ms=0.5, low_ms=0.4, high_ms=0.6, fastest_ms=0.4, rounds=9)
-    row = shapes_bench.Measured(shape=(8192, 768, 3072), layers=12, bf16=ONE, fp8=fast)
-    lines = shapes_bench.as_lines([row], resolve("delayed", H200))
+    row = shapes.Measured(shape=(8192, 768, 3072), layers=12, bf16=ONE, fp8=fast)
+    lines = shapes.as_lines([row], resolve("delayed", H200))
     assert lines[0] == "| tokens x in -> out | layers | bf16 ms | delayed ms | bf16 / FP8 |"
     assert lines[2:] == [
         "| 8192 x 768 -> 3072 | 12 | 1.000 (1.000 to 1.000) | 0.500 (0.400 to 0.600) | 2.000 |"
@@ -367,7 +363,7 @@ def test_where_fp8_is_not_native_there_is_nothing_to_measure(
     recipe: str, hardware: Hardware, said: str
 ) -> None:
     with pytest.raises(UserError, match="needs FP8 in hardware") as caught:
-        shapes_bench.native_plan(recipe, hardware)
+        shapes.native_plan(recipe, hardware)
     assert said in str(caught.value)
 
 
@@ -377,11 +373,11 @@ def test_without_a_compiler_it_is_said_before_anything_is_measured(
     def lacking(plan: Plan) -> None:
         raise UserError("--compile needs triton")
 
-    monkeypatch.setattr(shapes_bench, "require_compiler", lacking)
+    monkeypatch.setattr(shapes, "require_compiler", lacking)
     with pytest.raises(UserError, match="Install triton"):
-        shapes_bench.native_plan("delayed", H200)
-    monkeypatch.setattr(shapes_bench, "require_compiler", lambda plan: None)
-    assert shapes_bench.native_plan("delayed", H200, "torch").backend == "torch"
+        shapes.native_plan("delayed", H200)
+    monkeypatch.setattr(shapes, "require_compiler", lambda plan: None)
+    assert shapes.native_plan("delayed", H200, "torch").backend == "torch"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
@@ -398,13 +394,13 @@ def test_the_command_measures_prints_and_saves(
 ) -> None:
     plan = plan_on_a_cpu("delayed")
     recorder = Recorder({"bf16": 8.0, "fp8": 16.0}, passes=0)
-    real = shapes_bench.measure_shapes
+    real = shapes.measure_shapes
 
     def measure(config, plan, hardware, **options):
         return real(config, plan, hardware, **options, compiled=False, measure=recorder)
 
-    monkeypatch.setattr(shapes_bench, "native_plan", lambda recipe, hardware, backend: plan)
-    monkeypatch.setattr(shapes_bench, "measure_shapes", measure)
+    monkeypatch.setattr(shapes, "native_plan", lambda recipe, hardware, backend: plan)
+    monkeypatch.setattr(shapes, "measure_shapes", measure)
     sizes = ["--batch", "2", "--context", "8", "--rounds", "9"]
     assert command("bench", "shapes", "--model", "gpt-nano", *sizes) == 0
     printed = capsys.readouterr().out

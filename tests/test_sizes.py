@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fp8stack.backends import build_backend
-from fp8stack.model import GPT, GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.planner.sizes import needed_multiple, size_notes
 from fp8stack.precision import Hardware, Plan, assumed
 

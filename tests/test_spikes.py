@@ -12,8 +12,8 @@ from bench import reliability_numeric
 from bench.guard import SPIKES
 from bench.reliability_case import Outcome
 from bench.reliability_numeric import clean, falsely_skipped, spiked, spikes
-from fp8stack.training.config import GuardConfig
-from fp8stack.training.spikes import LARGEST, spike_limit
+from fp8stack.config import GuardConfig
+from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

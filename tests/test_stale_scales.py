@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fp8stack.backends import build_backend
-from fp8stack.backends.linear import MasterLinear
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.backends.linear import LowPrecisionLinear
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 
 CONFIG = GPTConfig(vocabulary=64, context=16, layers=1, width=32, heads=2)
@@ -27,7 +28,7 @@ def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor
     which FP8 holds exactly at any scale that is a power of two."""
     model = GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, Hardware("cpu"))))
     layer = model.get_submodule(LAYER)
-    assert isinstance(layer, MasterLinear)
+    assert isinstance(layer, LowPrecisionLinear)
     with torch.no_grad():
         layer.weight.zero_()
         layer.weight[:, :32] = torch.eye(32)

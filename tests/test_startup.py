@@ -14,7 +14,7 @@ import torch
 import typer
 
 import fp8stack
-from fp8stack.cli import app
+from fp8stack.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,9 +30,9 @@ COMMANDS = paths(typer.main.get_command(app))
 HEAVY = {
     "accelerate",
     "fp8stack.backends",
-    "fp8stack.conversion",
-    "fp8stack.model",
-    "fp8stack.telemetry",
+    "fp8stack.model.convert",
+    "fp8stack.model.gpt",
+    "fp8stack.telemetry.operands",
     "fp8stack.training",
     "matplotlib",
     "safetensors",

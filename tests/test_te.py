@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-from fp8stack.conversion import convert
-from fp8stack.model import GPT, MLP, GPTConfig, padded_vocabulary
-from fp8stack.model import plan_for as real_plan_for
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.config import plan_for as real_plan_for
+from fp8stack.model.convert import convert
+from fp8stack.model.gpt import GPT, MLP
 from fp8stack.precision import Hardware, load_recipe, resolve
-from fp8stack.training import setup, variants
+from fp8stack.training.setup import start, variants
 
 H100, B200 = (Hardware("cuda", (major, 0), has_te=True) for major in (9, 10))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -1270,7 +1271,7 @@ def on_gpus(monkeypatch):
         return replace(plan, device="cpu")
 
     monkeypatch.setattr(variants, "plan_for", plan_for)
-    monkeypatch.setattr(setup, "probe", lambda device: H100)
+    monkeypatch.setattr(start, "probe", lambda device: H100)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
 
 

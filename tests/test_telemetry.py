@@ -21,10 +21,11 @@ from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.observe import observing
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan
-from fp8stack.telemetry import Sample, Telemetry
-from fp8stack.training import trackers
+from fp8stack.telemetry.operands import Sample, Telemetry
+from fp8stack.training.metrics import trackers
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
 WHAT_IF = ("current", "block", "mxfp8", "bf16", "fp16", "fp32")

@@ -244,7 +244,8 @@ def test_threads_that_wait_burn_no_time_of_a_busy_machine_and_give_the_same_sums
 
 NOTHING = """
 import threading
-from fp8stack import cli, threads
+from fp8stack import threads
+from fp8stack.cli import app as cli
 seen = []
 cli.app = lambda *_, **__: seen.append(threading.active_count())
 try:

@@ -21,9 +21,10 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
-from fp8stack.backends.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.backends.torch import ScaledLinear
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.precision.recipe import Mxfp8Recipe
 

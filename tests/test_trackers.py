@@ -14,9 +14,9 @@ import pytest
 from accelerate import Accelerator
 from conftest import TINY, Command, metrics
 
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.training import trackers
-from fp8stack.training.config import RunConfig
+from fp8stack.training.metrics import trackers
 
 PRETRAIN = [sys.executable, "-m", "fp8stack", "pretrain"]
 KEYS = ("loss", "lr", "grad_norm")
@@ -217,7 +217,7 @@ import sys
 from pathlib import Path
 from accelerate import Accelerator
 from fp8stack.training import trackers
-from fp8stack.training.config import RunConfig
+from fp8stack.config import RunConfig
 folder = Path("r")
 for resumed, steps in ((False, (1, 2)), (True, (2, 3)), (False, (1,))):
     found = trackers.build_trackers(RunConfig(trackio=True), folder)

@@ -16,19 +16,20 @@ from rich.console import Console
 from torch._inductor import config as inductor
 
 from fp8stack.backends import build_backend, fp8_state
+from fp8stack.compiler import require_compiler
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import Hardware, resolve
-from fp8stack.training import display, throughput
-from fp8stack.training.allocator import keep_freed_memory
-from fp8stack.training.compiler import require_compiler
-from fp8stack.training.config import RunConfig
-from fp8stack.training.display import PlainDisplay, RichDisplay, describe
 from fp8stack.training.evaluate import sample, validation_loss
-from fp8stack.training.optimizer import build_optimizer, learning_rate
-from fp8stack.training.plot import loss_plot
-from fp8stack.training.stop import STOPPING, StopRequests
-from fp8stack.training.throughput import Peak, best_tflops, peak_rate
+from fp8stack.training.metrics import console, throughput
+from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
+from fp8stack.training.metrics.plot import loss_plot
+from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
+from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.training.signals import STOPPING, StopRequests
 
 CPU = Hardware("cpu")
 SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
@@ -306,7 +307,7 @@ def test_the_log_line_says_it_all() -> None:
 def test_plain_lines_are_complete_and_carry_the_time_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shown = display.open_display(10, PEAK, 0)
+    shown = console.open_display(10, PEAK, 0)
     assert isinstance(shown, PlainDisplay)
     shown.step(ROW, None)
     shown.step(ROW, 61.0)

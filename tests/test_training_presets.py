@@ -9,9 +9,9 @@ import pytest
 from conftest import Command
 
 from fp8stack import presets
+from fp8stack.config import RunConfig, for_ranks, parse_config, training_preset
 from fp8stack.errors import UserError
-from fp8stack.shape import load_config
-from fp8stack.training.config import RunConfig, for_ranks, parse_config, training_preset
+from fp8stack.model.config import load_config
 
 # Learning rates and tokens per step as published: Brown et al. 2020 (GPT-3), table 2.1; Zhang et
 # al. 2024 (TinyLlama), 1.1B; Llama Team 2024 (Llama 3), table 3, and section 3.4.1 for the batch.

@@ -18,11 +18,11 @@ from small_loop import SmallLoop, host_reads
 from torch import Tensor, nn
 
 from fp8stack.backends import fp8_state
+from fp8stack.config import GuardConfig
 from fp8stack.errors import NumericFailure
 from fp8stack.training import loop as loop_module
-from fp8stack.training.config import GuardConfig
+from fp8stack.training.guard.monitor import KEPT, Cause, Monitor
 from fp8stack.training.step import Step
-from fp8stack.training.watch import KEPT, Cause, Watch
 
 NAN, INF = math.nan, math.inf
 OFF = {"guard": {"enabled": False}}
@@ -36,7 +36,7 @@ class Watched:
         shapes = (5, 3), (7,)
         self.parameters = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1, fused=True)
-        self.watch = Watch(self.optimizer, GuardConfig(**guard))
+        self.watch = Monitor(self.optimizer, GuardConfig(**guard))
 
     def step(self, number: int, loss: float, norm: float, excused: bool | None = None) -> None:
         for parameter in self.parameters:
@@ -142,7 +142,7 @@ def test_the_number_of_a_late_step_is_exact() -> None:
 def test_an_optimizer_that_cannot_skip_refuses_the_watch() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], fused=False)
-    Watch(optimizer, GuardConfig())
+    Monitor(optimizer, GuardConfig())
     parameter.grad = torch.ones(2)
     with pytest.raises(AssertionError, match="found_inf"):
         optimizer.step()

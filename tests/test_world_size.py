@@ -28,10 +28,17 @@ from bench.reliability_ranks import CASES, EACH, ODD, WAYS, Way, apart, go_way, 
 from bench.twins import SMALL, TEXT
 from bench.whole_ranks import run_ranks, tensors
 from bench.whole_runs import last_step
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint.sharded import (
+    SharedGroup,
+    copy_into,
+    file_of,
+    first_row,
+    local_shard,
+    write_rows,
+)
+from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
-from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training.ranks import join
-from fp8stack.training.sharded import SharedGroup, file_of, first_row, here, put, write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -242,14 +249,14 @@ def _shares(folder: Path, rank: int) -> list[str]:
     writer = HuggingFaceStorageWriter(str(theirs), save_distributed=True)
     save(dict(parts), storage_writer=writer)
     firsts = {name: first_row(part) for name, part in parts.items()}
-    write_rows(ours / file_of(rank), {n: here(part) for n, part in parts.items()}, firsts)
+    write_rows(ours / file_of(rank), {n: local_shard(part) for n, part in parts.items()}, firsts)
     torch.distributed.barrier()
     wrong = []
     for path in (theirs, ours):
         group = SharedGroup(path, {file.name for file in path.glob("*.safetensors")})
         for name, of in whole.items():
             into = distribute_tensor(torch.zeros_like(of), mesh, [Shard(0)])
-            put(into, group.like(name, into))
+            copy_into(into, group.like(name, into))
             if not torch.equal(group[name], of) or not torch.equal(into.full_tensor(), of):
                 wrong.append(f"{path.name}: {name}")
     if sorted(file.name for file in theirs.glob("*")) != sorted(

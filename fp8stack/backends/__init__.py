@@ -6,7 +6,7 @@ how they multiply. A backend knows nothing of models, data or training.
 
 from __future__ import annotations
 
-from fp8stack.backends.contract import Backend, fp8_state, load_fp8_state
+from fp8stack.backends.base import Backend, fp8_state, load_fp8_state
 from fp8stack.backends.emulate import EmulateBackend
 from fp8stack.backends.reference import ReferenceBackend
 from fp8stack.backends.torch import TorchBackend

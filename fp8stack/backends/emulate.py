@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8stack.backends.contract import Backend
+from fp8stack.backends.base import Backend
 from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import MasterLinear, no_autocast
-from fp8stack.backends.matmul_precision import exact_matmul
+from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
+from fp8stack.ops.matmul_precision import exact_matmul
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import BlockRecipe
 
@@ -138,7 +138,7 @@ class _Multiply(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-class EmulatedLinear(MasterLinear):
+class EmulatedLinear(LowPrecisionLinear):
     """A linear on the exact values of its FP8 operands."""
 
     def __init__(
@@ -161,7 +161,7 @@ class EmulatedLinear(MasterLinear):
         self.save_fp8 = save_fp8
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `MasterLinear.multiply`."""
+        """See `LowPrecisionLinear.multiply`."""
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
             x, self.matrix, self.bias, self, torch.is_grad_enabled(), self.records()
         )
@@ -200,7 +200,7 @@ class EmulateBackend(Backend):
 
     def fp8_linear(
         self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> MasterLinear:
+    ) -> LowPrecisionLinear:
         """See `Backend.fp8_linear`."""
         return EmulatedLinear(
             in_features,

@@ -15,7 +15,7 @@ from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.errors import UserError
 
 
-class MasterLinear(nn.Linear):
+class LowPrecisionLinear(nn.Linear):
     """A linear that multiplies in less precision than its weight and bias, the masters, have.
 
     `transposed` says that the weight is stored as [in, out], as transformers' Conv1D does.
@@ -107,11 +107,11 @@ def _autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-class CastLinear(MasterLinear):
+class CastLinear(LowPrecisionLinear):
     """A linear whose GEMM takes `compute_dtype` operands and returns `compute_dtype`."""
 
     in_fp8 = False
-    multiply = MasterLinear.multiply_plain
+    multiply = LowPrecisionLinear.multiply_plain
 
 
 def plain_linear(

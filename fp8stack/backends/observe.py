@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack.backends.activations import ACTIVATIONS
-from fp8stack.backends.gathered import FullWeight
-from fp8stack.backends.linear import MasterLinear, no_autocast
+from fp8stack.backends.fsdp import FullWeight
+from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
 from fp8stack.backends.scaling import PerTensor
+from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe
 
 Operand = Literal["input", "weight", "grad_output", "output", "grad_input"]
@@ -73,12 +73,12 @@ def observing(
             handle.remove()
 
 
-def fp8_linears(model: nn.Module) -> dict[str, MasterLinear]:
+def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLinear]:
     """The linears of `model` that are in FP8 now, by module path."""
     return {
         path: part
         for path, part in model.named_modules()
-        if isinstance(part, MasterLinear) and part.in_fp8
+        if isinstance(part, LowPrecisionLinear) and part.in_fp8
     }
 
 
@@ -239,7 +239,7 @@ def _recomputes() -> bool:
 
 def _matrix(layer: nn.Module) -> Tensor:
     """The weight as [out, in]."""
-    found = layer.matrix if isinstance(layer, MasterLinear) else layer.get_parameter("weight")
+    found = layer.matrix if isinstance(layer, LowPrecisionLinear) else layer.get_parameter("weight")
     return found.detach()
 
 

@@ -6,7 +6,7 @@ own, so the recipe fp32 is plain torch to the bit.
 
 from __future__ import annotations
 
-from fp8stack.backends.contract import Backend
+from fp8stack.backends.base import Backend
 
 
 class ReferenceBackend(Backend):

@@ -26,9 +26,9 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from fp8stack.backends.contract import Backend, Norm
+from fp8stack.backends.base import Backend, Norm
 from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import MasterLinear, no_autocast
+from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
 from fp8stack.backends.observe import Observer
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
@@ -93,7 +93,7 @@ def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
     made.fp8_quant_bwd_grad = options
 
 
-class Core:
+class StatelessTEModule:
     """A TE module without parameters of its own, and the FP8 slots that it casts for.
 
     Args:
@@ -196,7 +196,7 @@ class TEDelayedScaling(DelayedScaling):
 
     def __init__(self, recipe: DelayedRecipe) -> None:
         super().__init__(recipe)
-        self.cores: list[Core] = []
+        self.cores: list[StatelessTEModule] = []
         self._served: list[str] = []
         self._scales: list[Tensor] = []
 
@@ -212,7 +212,7 @@ class TEDelayedScaling(DelayedScaling):
         self.take(self.cores, (_FWD, _BWD))
 
     @torch.no_grad()
-    def take(self, cores: list[Core], keys: tuple[str, ...]) -> None:
+    def take(self, cores: list[StatelessTEModule], keys: tuple[str, ...]) -> None:
         """Move what TE recorded for some modules into the history, in a few operations for all."""
         found = [core.recorded(key) for core in cores for key in keys]
         wanted = [pair for pairs, _ in found for pair in pairs]
@@ -228,7 +228,7 @@ class TEDelayedScaling(DelayedScaling):
             torch._foreach_copy_(self._scales, [self.scale(slot) for slot in self._served])
 
 
-class TELinear(MasterLinear):
+class TELinear(LowPrecisionLinear):
     """A linear that TE computes, alone or together with what stands around it."""
 
     delayed: TEDelayedScaling | None
@@ -251,10 +251,10 @@ class TELinear(MasterLinear):
         )
         self.path = path
         self.backend = backend
-        self.cores: dict[str, Core] = {}
+        self.cores: dict[str, StatelessTEModule] = {}
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `MasterLinear.multiply`; rows are padded to what TE takes."""
+        """See `LowPrecisionLinear.multiply`; rows are padded to what TE takes."""
         backend, rows = self.backend, len(x)
         missing = -rows % backend.row_multiple
         if missing:
@@ -297,7 +297,7 @@ class TEBackend(Backend):
 
     def fp8_linear(
         self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> MasterLinear:
+    ) -> LowPrecisionLinear:
         """See `Backend.fp8_linear`."""
         return TELinear(in_features, out_features, bias, path=name, backend=self)
 
@@ -374,14 +374,14 @@ class TEBackend(Backend):
         """Whether TE can take `norm` into a fused module; padded rows would not stay zero in it."""
         return type(norm) in _NORMALIZATIONS and x[..., 0].numel() % self.row_multiple == 0
 
-    def core(self, module: nn.Module, paths: list[str]) -> Core:
+    def core(self, module: nn.Module, paths: list[str]) -> StatelessTEModule:
         """A TE module of this backend's recipe, for the linears at `paths`."""
         assert self.delayed is None or isinstance(self.delayed, TEDelayedScaling)
-        return Core(module, paths, self._recipe, self.delayed)
+        return StatelessTEModule(module, paths, self._recipe, self.delayed)
 
     def run(
         self,
-        core: Core,
+        core: StatelessTEModule,
         x: Tensor,
         parameters: dict[str, Tensor | None],
         linears: list[TELinear],
@@ -398,7 +398,9 @@ class TEBackend(Backend):
             )
         return y
 
-    def _before_backward(self, core: Core, gemms: int, records: bool, dy: Tensor) -> None:
+    def _before_backward(
+        self, core: StatelessTEModule, gemms: int, records: bool, dy: Tensor
+    ) -> None:
         self.count_gemms(gemms)
         core.expect(_BWD, records)
         if records and self.delayed is not None:

@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
-from fp8stack.backends.contract import Backend
+from fp8stack.backends.base import Backend
 from fp8stack.backends.delayed import Slots
-from fp8stack.backends.gathered import FullWeight, ShardedWeight
-from fp8stack.backends.kernels import cast_transpose
-from fp8stack.backends.linear import MasterLinear, no_autocast
-from fp8stack.backends.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.backends.fsdp import FullWeight, ShardedWeight
+from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
 from fp8stack.backends.scaling import Name, PerTensor, build_scaling
 from fp8stack.backends.weights import Version, own_weight, version_of
+from fp8stack.ops.kernels import cast_transpose
+from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision.plan import Plan
 from fp8stack.precision.recipe import (
     BlockRecipe,
@@ -89,7 +89,7 @@ class _Multiply(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-class ScaledLinear(MasterLinear):
+class ScaledLinear(LowPrecisionLinear):
     """A linear on `scaled_mm`."""
 
     def __init__(
@@ -119,7 +119,7 @@ class ScaledLinear(MasterLinear):
         return self.__dict__ | {"_kept": None}  # a copy quantizes for itself
 
     def multiply(self, x: Tensor) -> Tensor:
-        """See `MasterLinear.multiply`; rows are padded to what the weight gradient's GEMM takes."""
+        """See `LowPrecisionLinear.multiply`; pads rows to what the weight gradient's GEMM takes."""
         weight = self.matrix
         grad = torch.is_grad_enabled()
         needs = (grad and x.requires_grad, grad and weight.requires_grad)
@@ -247,7 +247,7 @@ class TorchBackend(Backend):
 
     def fp8_linear(
         self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> MasterLinear:
+    ) -> LowPrecisionLinear:
         """See `Backend.fp8_linear`."""
         recipe = self.plan.recipe
         assert not isinstance(recipe, PlainRecipe)

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fp8stack.benchmark import machine
+from fp8stack.benchmark.timing import machine
 from fp8stack.compare.figure import comparison_plot
 from fp8stack.compare.figures import NUMERIC_FAILURE, RunFigures, read_run
 from fp8stack.compare.runs import Ended, Progress, open_progress, train
 from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
 from fp8stack.compare.summary import summarize
 from fp8stack.compare.table import as_markdown, as_text
+from fp8stack.config import to_toml
 from fp8stack.errors import UserError
+from fp8stack.io import storage_errors, write_atomically
 from fp8stack.terminal import say
-from fp8stack.training.config import to_toml
-from fp8stack.training.stop import stop_requests
-from fp8stack.training.storage import storage_errors, write_atomically
+from fp8stack.training.signals import stop_requests
 
 DONE, PREEMPTED, INTERRUPTED = 0, 75, 130
 # How a run ends that would end so again: done, or its numbers were not finite.

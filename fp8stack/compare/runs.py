@@ -18,8 +18,8 @@ from typing import Protocol
 from rich.console import Console
 
 from fp8stack.compare.settings import Comparison, Job
+from fp8stack.io import storage_errors
 from fp8stack.terminal import say
-from fp8stack.training.storage import storage_errors
 
 POLL_S = 0.5
 LINES = 10

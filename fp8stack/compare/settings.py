@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8stack.checkpoint.state import differences
+from fp8stack.compiler import require_compiler
+from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError, quoted
-from fp8stack.model import GPTConfig, load_config, plan_for
+from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.precision import load_recipe, probe
 from fp8stack.threads import use_threads
-from fp8stack.training.building import context_of
-from fp8stack.training.compiler import require_compiler
-from fp8stack.training.config import RunConfig, parse_config
-from fp8stack.training.initial import find_source, with_source
-from fp8stack.training.reading import read
 from fp8stack.training.run_folder import RunFolder
-from fp8stack.training.setup import with_absolute_paths
-from fp8stack.training.state import differences
-from fp8stack.training.variants import unwanted_backends
+from fp8stack.training.setup.build import context_of
+from fp8stack.training.setup.datasets import read
+from fp8stack.training.setup.init_from import find_source, with_source
+from fp8stack.training.setup.start import with_absolute_paths
+from fp8stack.training.setup.variants import unwanted_backends
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 """Keys of a run that differ between the runs, and what to give in place of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8stack.backends.contract import DTYPES
+from fp8stack.backends.base import DTYPES
 from fp8stack.estimate.operands import (
     ROW_MULTIPLES,
     Kept,
@@ -17,8 +17,9 @@ from fp8stack.estimate.operands import (
     round_up,
     value_bytes,
 )
-from fp8stack.head import chunk_rows
-from fp8stack.model import GPTConfig, Recompute
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import Recompute
+from fp8stack.model.loss import chunk_rows
 from fp8stack.precision import Plan
 from fp8stack.precision.plan import LayerPlan
 

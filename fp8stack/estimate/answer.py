@@ -9,7 +9,7 @@ from typing import Any
 from fp8stack.estimate.operands import value_bytes
 from fp8stack.estimate.parts import PARTS, Estimate
 from fp8stack.estimate.savings import Savings, savings
-from fp8stack.model import Recompute
+from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Plan
 
 CHECKPOINTING: tuple[Recompute, ...] = ("none", "selective", "block")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8stack.backends.contract import DTYPES
+from fp8stack.backends.base import DTYPES
 from fp8stack.precision import Plan
 from fp8stack.precision.plan import LayerPlan
 from fp8stack.precision.recipe import BlockRecipe

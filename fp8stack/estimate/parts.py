@@ -22,7 +22,8 @@ from fp8stack.estimate.weights import (
     optimizer_bytes,
     sharded,
 )
-from fp8stack.model import GPTConfig, Recompute
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Plan
 from fp8stack.precision.plan import LayerPlan
 from fp8stack.precision.recipe import DelayedRecipe

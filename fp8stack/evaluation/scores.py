@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack import presets
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.evaluation.windows import Windows, windows_for
-from fp8stack.model import GPT
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, probe
-from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.config import RunConfig
+from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
-from fp8stack.training.feed import inputs_of
 from fp8stack.training.inference import model_in
 from fp8stack.training.load import find_checkpoint
-from fp8stack.training.reading import tokenizer_of_run
+from fp8stack.training.setup.datasets import tokenizer_of_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fp8stack import data
+from fp8stack.config import RunConfig
 from fp8stack.data import Corpus
 from fp8stack.errors import UserError, quoted
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.tokenizer import Tokenizer
-from fp8stack.training.building import context_of
-from fp8stack.training.config import RunConfig
-from fp8stack.training.feed import inputs_of
+from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.setup.build import context_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

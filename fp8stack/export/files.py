@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack.config import toml_lines
 from fp8stack.errors import UserError
 from fp8stack.export.quantized import Strategy, quantize
 from fp8stack.export.source import Source
 from fp8stack.hf import config_json, layout_of, reader_notes, to_hf
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
-from fp8stack.training.config import toml_lines
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fp8stack.checkpoint.validation import model_of
 from fp8stack.errors import UserError
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.load import find_checkpoint
-from fp8stack.training.reading import tokenizer_of_run
-from fp8stack.training.sound import model_of
+from fp8stack.training.setup.datasets import tokenizer_of_run
 
 Dtype = Literal["fp32", "bf16"]
 

@@ -14,14 +14,8 @@ from torch import Tensor
 from fp8stack.errors import UserError
 from fp8stack.export.files import Files
 from fp8stack.hf.folder import INDEX, WEIGHTS
+from fp8stack.io import TEMPORARY, share_mode, storage_errors, sync_folder, write_flushed
 from fp8stack.tokenizer import TOKENIZER_FILE
-from fp8stack.training.storage import (
-    TEMPORARY,
-    share_mode,
-    storage_errors,
-    sync_folder,
-    write_flushed,
-)
 
 LARGEST_FILE = 5_000_000_000
 """Bytes of tensors in a file; more are shared out over several, with an index."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8stack.errors import UserError
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 
 ModelType = Literal["gpt2", "llama", "qwen3", "arcee"]
 

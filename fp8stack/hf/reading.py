@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
 from fp8stack.hf.layouts import LAYOUTS, OURS, Layout
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 
 # Keys without a say in what the model computes from tokens; the rest of those unknown are told.
 _WITHOUT_EFFECT = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8stack.errors import UserError, quoted
 from fp8stack.hf.layouts import Layout
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 

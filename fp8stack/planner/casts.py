@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.planner.operations import formats_of, held
 from fp8stack.precision import Plan
 

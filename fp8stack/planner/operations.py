@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.precision import LayerPlan, Plan
 from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe
 

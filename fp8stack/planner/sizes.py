@@ -6,7 +6,7 @@ in multiples of 16 bytes, best of 128 bytes, which is 64 elements of two bytes.
 
 from __future__ import annotations
 
-from fp8stack.model import GPTConfig, padded_vocabulary
+from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.precision import Plan
 
 BEST = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8stack.model import GPTConfig
+from fp8stack.model.config import GPTConfig
 from fp8stack.planner.casts import GRADIENT, Cast, casts_of
 from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
 from fp8stack.planner.sizes import size_notes

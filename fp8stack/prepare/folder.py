@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from fp8stack.data.prepared import MANIFEST
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
 from fp8stack.prepare.settings import Position, Settings
 from fp8stack.prepare.shards import OWN_FILE, SplitState
 from fp8stack.tokenizer import TOKENIZER_FILE
-from fp8stack.training.storage import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
 
 FORMAT = 1
 JOURNAL = "progress.json"

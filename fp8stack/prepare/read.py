@@ -14,10 +14,10 @@ from typing import Literal
 from fp8stack.data.files import SNIFFED_BYTES
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare import tables
-from fp8stack.prepare.cuts import cut_anywhere, cut_of
 from fp8stack.prepare.inputs import Source
 from fp8stack.prepare.settings import Position
 from fp8stack.prepare.streams import CHECKED_BYTES, ByteStream, check_of
+from fp8stack.prepare.text_split import cut_anywhere, cut_of
 
 ITEM_BYTES = 2**20
 LONGEST_LINE = 2**29

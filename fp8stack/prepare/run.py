@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import StorageError, UserError, quoted
-from fp8stack.prepare.cuts import may_be_cut
+from fp8stack.io import write_atomically
 from fp8stack.prepare.encode import Encoded, dtype_of
 from fp8stack.prepare.folder import Counts, Folder, Journal
 from fp8stack.prepare.inputs import Source, find_sources
@@ -22,10 +22,10 @@ from fp8stack.prepare.progress import Display
 from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Reading, read_items
 from fp8stack.prepare.settings import Position, Settings
 from fp8stack.prepare.shards import SplitWriter
+from fp8stack.prepare.text_split import may_be_cut
 from fp8stack.prepare.train import sample_of, train_bpe
 from fp8stack.terminal import say
 from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
-from fp8stack.training.storage import write_atomically
 
 SAVE_EVERY_S = 2.0
 

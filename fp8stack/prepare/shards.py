@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.training.storage import storage_errors, sync_folder
+from fp8stack.io import storage_errors, sync_folder
 
 OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
 

@@ -23,7 +23,7 @@ from fp8stack.report.drawing import (
 )
 from fp8stack.report.read import Operand, Run, column
 from fp8stack.report.words import times
-from fp8stack.training.plot import smoothed, view_range
+from fp8stack.training.metrics.plot import smoothed, view_range
 
 FEW = 3  # runs of which each step is drawn; of more the mean alone
 WORST = 6  # operands whose amaxes are drawn

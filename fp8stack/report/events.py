@@ -1,4 +1,4 @@
-"""Events of a run, as findings and as lines of a table. No figure of telemetry here."""
+"""DebugLog of a run, as findings and as lines of a table. No figure of telemetry here."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def write(runs: Sequence[Judged], place: Destination) -> None:
     Raises:
         StorageError: the disk is full or cannot be written.
     """
-    from fp8stack.training.storage import storage_errors, write_atomically
+    from fp8stack.io import storage_errors, write_atomically
 
     html, pictures = render(runs, place.plots.name)
     with storage_errors(place.page):

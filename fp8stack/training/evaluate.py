@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.model import GPT
-from fp8stack.sampling import Sampling, generate
-from fp8stack.training.feed import inputs_of
-from fp8stack.training.ranks import ALONE, Ranks, losing_ranks
+from fp8stack.distributed.process_group import ALONE, Ranks, losing_ranks
+from fp8stack.model.gpt import GPT
+from fp8stack.model.sampling import Sampling, generate
+from fp8stack.training.dataloader import inputs_of
 
 
 @contextmanager

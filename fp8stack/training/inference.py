@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.state import restore_weights
+from fp8stack.checkpoint.validation import model_of
 from fp8stack.errors import UserError
-from fp8stack.model import GPT, plan_for
+from fp8stack.model.config import plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Recipe
-from fp8stack.training.checkpoint import Checkpoint
-from fp8stack.training.resume import layers_left_out
-from fp8stack.training.sound import model_of
-from fp8stack.training.state import restore_weights
 
 
 def model_in(
@@ -58,3 +60,9 @@ def _as_in_the_run(recipe: str, checkpoint: Checkpoint, path: Path) -> str | Rec
         return recipe
     found: Recipe = presets.parse(Recipe, own, f"recipe in {path / 'checkpoint.json'}")
     return found
+
+
+def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
+    """The layers that a plan, as a checkpoint has it, does not have in FP8, with the reasons: a run
+    keeps to that wherever it goes on, since FP8 state and losses depend on it."""
+    return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.validation import has_weights, load_sound, newest_sound
 from fp8stack.errors import UserError, quoted
-from fp8stack.model import GPT
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import probe
-from fp8stack.training.checkpoint import Checkpoint
 from fp8stack.training.inference import model_in
-from fp8stack.training.sound import has_weights, load_sound, newest_sound
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:

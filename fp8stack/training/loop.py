@@ -14,32 +14,33 @@ import torch
 from torch import Tensor
 
 from fp8stack import data
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint.saver import Saver
+from fp8stack.checkpoint.state import capture, first_rows, largest_of_state, random_states
+from fp8stack.distributed.process_group import losing_ranks
 from fp8stack.errors import NumericFailure
 from fp8stack.terminal import say
 from fp8stack.threads import BusySteps
-from fp8stack.training import checkpoint as checkpoints
-from fp8stack.training.building import versions
-from fp8stack.training.display import Display, RichDisplay, Silence, describe_run, open_display
-from fp8stack.training.ending import finish
+from fp8stack.training.dataloader import batches
 from fp8stack.training.evaluate import validation_loss
-from fp8stack.training.feed import batches
-from fp8stack.training.guard import Guard
-from fp8stack.training.journal import Journal
-from fp8stack.training.phased import Phases
-from fp8stack.training.profiling import StepProfiler
-from fp8stack.training.ranks import losing_ranks
-from fp8stack.training.run import Run, Variant
-from fp8stack.training.saving import Saver
-from fp8stack.training.state import (
-    capture,
-    first_rows,
-    largest_of_state,
-    random_states,
+from fp8stack.training.finalize import finish
+from fp8stack.training.guard.monitor import Monitor
+from fp8stack.training.guard.policy import Guard
+from fp8stack.training.metrics.console import (
+    Display,
+    RichDisplay,
+    Silence,
+    describe_run,
+    open_display,
 )
+from fp8stack.training.metrics.log import MetricsLog
+from fp8stack.training.metrics.profiler import StepProfiler
+from fp8stack.training.metrics.throughput import Peak, peak_rate
+from fp8stack.training.phases import Phases
+from fp8stack.training.run import Run, Variant
+from fp8stack.training.setup.build import versions
+from fp8stack.training.signals import NOTHING_DONE, StopRequests, stop_requests
 from fp8stack.training.step import Step
-from fp8stack.training.stop import NOTHING_DONE, StopRequests, stop_requests
-from fp8stack.training.throughput import Peak, peak_rate
-from fp8stack.training.watch import Watch
 
 DONE, PREEMPTED = 0, 75
 
@@ -122,8 +123,8 @@ class _Loop:
         self.stops = stops
         self.config = run.config
         self.display = display
-        self.journal = Journal(run, display, peak)
-        self.watch = Watch(
+        self.journal = MetricsLog(run, display, peak)
+        self.watch = Monitor(
             run.optimizer,
             run.config.guard,
             run.main.backend.delayed,

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from fp8stack import data
 from fp8stack.backends import Backend
-from fp8stack.model import GPT
+from fp8stack.config import RunConfig
+from fp8stack.distributed.process_group import ALONE, Ranks
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.phases import Phase
-from fp8stack.telemetry import Telemetry
+from fp8stack.telemetry.operands import Telemetry
 from fp8stack.tokenizer import Tokenizer
-from fp8stack.training.config import RunConfig
-from fp8stack.training.loss_scale import LossScaler
-from fp8stack.training.ranks import ALONE, Ranks
 from fp8stack.training.run_folder import RunFolder
 
 

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from fp8stack.checkpoint.reader import candidates, step_of
+from fp8stack.checkpoint.writer import forget_after, sweep
+from fp8stack.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
 from fp8stack.errors import StorageError, UserError
+from fp8stack.io import TEMPORARY, lock, storage_errors, write_atomically
 from fp8stack.tokenizer import TOKENIZER_FILE
-from fp8stack.training.checkpoint import candidates, step_of
-from fp8stack.training.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
-from fp8stack.training.storage import TEMPORARY, lock, storage_errors, write_atomically
-from fp8stack.training.writing import forget_after, sweep
 
 
 class RunFolder:

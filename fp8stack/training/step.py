@@ -8,15 +8,15 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from fp8stack.training.clipping import adaptive_limit, clip_gradients, total_norm
-from fp8stack.training.events import Events, NoEvents
-from fp8stack.training.feed import inputs_of
-from fp8stack.training.optimizer import learning_rate, set_learning_rate
-from fp8stack.training.phased import Phases
+from fp8stack.checkpoint.state import random_state, restore_random_state
+from fp8stack.optim.chained import optimizers_in
+from fp8stack.optim.grad_clip import adaptive_limit, clip_gradients, total_norm
+from fp8stack.optim.optimizer import learning_rate, set_learning_rate
+from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.guard.monitor import Monitor
+from fp8stack.training.metrics.debug_log import DebugLog, NoDebugLog
+from fp8stack.training.phases import Phases
 from fp8stack.training.run import Run
-from fp8stack.training.several import optimizers_in
-from fp8stack.training.state import random_state, restore_random_state
-from fp8stack.training.watch import Watch
 
 
 class Step:
@@ -26,7 +26,7 @@ class Step:
         draws: whether a step draws random numbers; then what a bad one drew can be given back.
     """
 
-    def __init__(self, run: Run, watch: Watch, phases: Phases) -> None:
+    def __init__(self, run: Run, watch: Monitor, phases: Phases) -> None:
         self.run = run
         self.config = run.config
         self.watch = watch
@@ -35,10 +35,10 @@ class Step:
         self._random: dict[str, Tensor] = {}
         adaptive = run.config.clip_mode == "adaptive"
         self.norms = watch.keep_norms(run.config.clip_window) if adaptive else None
-        self.events: NoEvents = NoEvents()
+        self.events: NoDebugLog = NoDebugLog()
         self._told = run.config.debug_steps if run.ranks.is_main else 0
         if self._told:
-            self.events = Events(run)
+            self.events = DebugLog(run)
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
@@ -114,7 +114,7 @@ class Step:
         """Count down the steps that are written down."""
         self._told -= 1
         if self._told == 0:
-            self.events = NoEvents()
+            self.events = NoDebugLog()
 
     @contextmanager
     def observed(self, step: int, again: bool) -> Iterator[None]:

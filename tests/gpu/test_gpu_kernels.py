@@ -9,7 +9,7 @@ import torch
 from test_kernels import differences
 
 from fp8stack import numerics
-from fp8stack.backends.kernels import cast_transpose, has_kernel
+from fp8stack.ops.kernels import cast_transpose, has_kernel
 from gpu.machine import CONTEXT
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from bench.gpu_cases import Case, plan_of, run_case
 from fp8stack.backends import build_backend, fp8_state
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe
 from gpu.machine import CONTEXT
 
@@ -114,7 +115,8 @@ def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mod
 FRESH = """
 import sys, torch
 from fp8stack.backends import build_backend
-from fp8stack.model import GPT, GPTConfig, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 config = GPTConfig(vocabulary=256, context=64, layers=1, width=128, heads=2)
 hardware = Hardware("cuda", torch.cuda.get_device_capability())

@@ -1,0 +1,205 @@
+"""What every backend offers a model, and FP8 state by name. No GEMM here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends.delayed import DelayedScaling, Slots
+from fp8stack.backends.linear import LowPrecisionLinear, no_autocast, plain_linear
+from fp8stack.backends.weights import WeightChanges
+from fp8stack.errors import UserError
+from fp8stack.ops.attention import Mask, attend
+from fp8stack.ops.matmul_precision import MatmulPrecision
+from fp8stack.precision.plan import Plan
+from fp8stack.precision.recipe import ComputeDtype, DelayedRecipe
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Backend:
+    """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
+
+    Attributes:
+        compute_dtype: what linears return and, if the plan says no other, attention computes in.
+        attention_dtype: what attention computes in.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this.
+        delayed: the amax history of the model that is built, in delayed scaling.
+        weights: what notices that weights changed.
+        keeps_weights: whether quantized weights are kept until they change.
+    """
+
+    keeps_weights = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.compute_dtype = DTYPES[plan.compute_dtype]
+        self.attention_dtype = DTYPES[plan.attention]
+        self.vocabulary_multiple = plan.vocabulary_multiple
+        recipe = plan.recipe
+        self.delayed = self.delayed_scaling(recipe) if isinstance(recipe, DelayedRecipe) else None
+        self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
+        self._gemms = 0
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
+        if not self.plan.is_fp8 or not self.plan.layer(name).fp8:
+            return plain_linear(in_features, out_features, bias, self.compute_dtype)
+        slots = None if self.delayed is None else self.delayed.add_layer(name)
+        return self.fp8_linear(name, in_features, out_features, bias, slots)
+
+    def fp8_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
+    ) -> LowPrecisionLinear:
+        """A linear layer that the plan has in FP8, with its slots of delayed scaling."""
+        raise NotImplementedError(f"{type(self).__name__} has no FP8.")
+
+    def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
+        """What keeps the scales of delayed scaling."""
+        return DelayedScaling(recipe)
+
+    def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
+        """A norm over the last dimension; it reads the residual stream, which is float32."""
+        if kind == "rmsnorm":
+            return nn.RMSNorm(width, eps=eps)
+        return nn.LayerNorm(width, eps=eps, bias=bias)
+
+    def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+        """`linear(norm(x))`, as one operation where the backend has one."""
+        y: Tensor = linear(norm(x))
+        return y
+
+    def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
+        """`mlp(norm(x))`, as one operation where the backend has one.
+
+        `mlp` has the linears `up` and `down` and, by name, the `activation` between them.
+        """
+        y: Tensor = mlp(norm(x))
+        return y
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        mask: Mask | None = None,
+    ) -> Tensor:
+        """Attention in the dtype that the plan has for it; causal if there is no `mask`.
+
+        Args:
+            q: queries [B, H, T, E] in any dtype.
+            k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
+            v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
+            dropout: the probability for an attention weight to be dropped.
+            mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
+                then.
+
+        Returns:
+            [B, H, T, E] in the dtype of `v`.
+        """
+        options: Any = {"mask": mask, "dropout": dropout}
+        if self.plan.recipe.attention == "compute":
+            return attend(q.to(v.dtype), k.to(v.dtype), v, **options)
+        with no_autocast(v.device.type):
+            return attend(q.float(), k.float(), v.float(), **options).to(v.dtype)
+
+    def attach(self, model: nn.Module) -> None:
+        """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
+        if self.delayed is not None:
+            self.delayed.attach(model)
+        elif self.keeps_weights:
+            layers = [part for part in model.modules() if isinstance(part, LowPrecisionLinear)]
+            self.weights.watch(layers)
+            model.register_forward_pre_hook(self._begin_pass)
+
+    def share_out(self, part: nn.Module | None) -> None:
+        """Make ready for FSDP2, which is about to share out the weights of `part`; with None, in
+        float32 and no other way."""
+        # Parameters come and go with every pass: only optimizers' steps tell of changes.
+        self.weights.watch(())
+
+    def before_gathering(self) -> None:
+        """Called before each pass of a model that ranks share out, by all of them."""
+
+    def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        self.weights.begin_pass(model.training and torch.is_grad_enabled())
+
+    def set_matmul_precision(self, model: nn.Module) -> None:
+        """Have `model` multiply float32 exactly, or as TF32 if that is the plan, in its forward and
+        backward passes, and leave other models here as they are."""
+        MatmulPrecision("high" if self.plan.compute_dtype == "tf32" else "highest").attach(model)
+
+    def count_gemms(self, count: int) -> None:
+        """Note that GEMMs on FP8 operands run; compiled code is not counted."""
+        if not torch.compiler.is_compiling():
+            self._gemms += count
+
+    def fp8_gemms(self) -> int:
+        """How many GEMMs on FP8 operands really ran since the last call."""
+        count, self._gemms = self._gemms, 0
+        return count
+
+
+def fp8_state(module: nn.Module) -> dict[str, Tensor]:
+    """The FP8 state of a model: `<module path>.<operand>.amax_history` and `.scale`, float32.
+
+    Empty unless the recipe is delayed scaling; the other recipes keep no state. Paths begin at the
+    model that was built or converted, whatever wraps it; if several parts of `module` were
+    converted by themselves, at `module`.
+    """
+    return {
+        f"{prefix}{name}": tensor
+        for prefix, delayed in _delayed_scalings(module).items()
+        for name, tensor in delayed.state_dict().items()
+    }
+
+
+def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `fp8_state` gave, into a model of the same layers and recipe.
+
+    Raises:
+        UserError: the model keeps no such state, or other slots, or another history length.
+    """
+    found = _delayed_scalings(module)
+    for prefix, delayed in found.items():
+        part = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
+        }
+        delayed.load_state_dict(part)
+    stray = next((name for name in state if not name.startswith(tuple(found))), None)
+    if stray is not None:
+        raise UserError(
+            f"FP8 state: '{stray}' has no place in this model, whose recipe keeps none."
+        )
+
+
+def _delayed_scalings(module: nn.Module) -> dict[str, DelayedScaling]:
+    """What serves the layers of `module`, by the prefix of its slots' names in `fp8_state`."""
+    found: dict[str, DelayedScaling] = {}
+    for path, part in module.named_modules():
+        delayed = getattr(part, "delayed_scaling", None)
+        known = any(delayed is other for other in found.values())  # a wrapper may pass it on
+        if isinstance(delayed, DelayedScaling) and not known:
+            found[f"{path}." if path else ""] = delayed
+    if len(found) > 1:
+        return found
+    if not found:  # a part of a model has the state of the whole
+        parts = (getattr(part, "delayed", None) for part in module.modules())
+        whole = next((part for part in parts if isinstance(part, DelayedScaling)), None)
+    else:
+        (whole,) = found.values()
+    return {} if whole is None else {"": whole}

@@ -1,0 +1,1 @@
+"""Timing of training steps and layers, and what a GPU could reach."""

@@ -1,0 +1,195 @@
+"""How long a training step should take on a GPU, predicted part by part from its rates.
+
+Every part's time is its work over a rate that is assumed: floating-point operations over a GEMM
+rate, bytes over a bandwidth. Parts do not overlap, what one kernel can do is one kernel, launches
+take no time, one micro-batch is one step. Nothing here measures or computes a tensor; no torch.
+
+M tokens of a step, T context, K in and N out features of a linear, D width, U and H the MLP's width
+before and after its activation, G width of all keys (and of all values), V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fp8stack.precision.gpus import Gpu
+from fp8stack.precision.plan import Plan
+from fp8stack.precision.profit import CAST_BYTES, Efficiency, Rates, achievable
+
+if TYPE_CHECKING:
+    from fp8stack.model.config import GPTConfig
+
+PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
+
+
+def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[int, int], rates: Rates) -> float:
+    """Seconds of one GEMM, [rows, inner] x [inner, columns].
+
+    `2 rows inner columns` operations, or reading both operands and writing the output once,
+    whichever takes longer. `sizes` is bytes per element of the operands and of the output.
+    """
+    operand, output = sizes
+    flops = 2 * rows * inner * columns
+    moved = operand * (rows * inner + inner * columns) + output * rows * columns
+    return max(flops / (rates.fp8 if operand == 1 else rates.half), moved / rates.memory)
+
+
+def linear_s(tokens: int, shape: tuple[int, int], fp8: bool, rates: Rates) -> float:
+    """Seconds of a linear's three GEMMs: y = x w^T, dx = dy w, dw = dy^T x.
+
+    Operands have 1 byte in FP8 and 2 in bf16, outputs 2 (bf16), dw of an FP8 GEMM 4 (float32).
+    """
+    inputs, outputs = shape
+    size = 1 if fp8 else 2
+    return (
+        gemm_s(tokens, inputs, outputs, (size, 2), rates)
+        + gemm_s(tokens, outputs, inputs, (size, 2), rates)
+        + gemm_s(outputs, tokens, inputs, (size, 4 if fp8 else 2), rates)
+    )
+
+
+def attention_s(config: GPTConfig, batch: int, context: int, rates: Rates) -> float:
+    """Seconds of causal attention that keeps no T x T matrix, all layers, both passes.
+
+    Per token and layer, of 2 T D operations per matrix product the causal half is done: two
+    products in the forward pass, five in the backward pass, which does one of the two again
+    (FlashAttention, arXiv 2205.14135): 7 T D. Useful are six halves, 6 T D, as in
+    `GPTConfig.flops_per_token`. Bytes, 2 per element: forward reads q, k, v, writes the output
+    (2 D + 2 G), backward reads these and the output's gradient, writes those of q, k, v
+    (4 D + 4 G). Whichever takes longer.
+    """
+    tokens = batch * context * config.layers
+    groups = config.query_groups * config.head_width
+    flops = 7 * context * config.width * tokens
+    moved = 12 * (config.width + groups) * tokens
+    return max(flops / rates.attention, moved / rates.memory)
+
+
+PLAIN_CAST_BYTES = (4 + 2) + (2 + 4)
+"""bf16 casts the float32 weight, and the gradient back: bytes per element of w."""
+
+
+def casts_s(tokens: int, shape: tuple[int, int], scaling: str | None, rates: Rates) -> float:
+    """Seconds of a linear's casts: M K elements of x, M N of dy and K N of w, by `CAST_BYTES`.
+
+    `scaling` is None for a layer in bf16, whose x and dy are in bf16 as they come.
+    """
+    inputs, outputs = shape
+    if scaling is None:
+        return PLAIN_CAST_BYTES * inputs * outputs / rates.memory
+    activation, weight = CAST_BYTES[scaling]
+    moved = activation * tokens * (inputs + outputs) + weight * inputs * outputs
+    return moved / rates.memory
+
+
+def elementwise_s(config: GPTConfig, tokens: int, rates: Rates) -> float:
+    """Seconds of the embedding, norms, residual sums, activations, RoPE and bias gradients.
+
+    Bytes per token. The residual stream is float32, branches bf16, and each residual sum is one
+    kernel with the norm after it: forward 4 D + 2 D read, 4 D + 2 D written; backward 2 D + 4 D +
+    4 D read (gradient of the norm's output, the stream, the stream's gradient), 4 D + 2 D written:
+    28 D, 2 per block. The first norm has no sum before it: 20 D. The embedding: a row read and
+    written, its gradient read and added to the table: 20 D. The activation: forward 2 U read, 2 H
+    written, backward 2 H + 2 U read, 2 U written: 6 U + 4 H. RoPE and QK-norm on q and k, D + G
+    elements: 4 each way, and 2 more for the backward pass of the norm. The gradient of a bias reads
+    dy: 2 N.
+    """
+    width, groups = config.width, config.query_groups * config.head_width
+    up = config.hidden * (2 if config.activation == "swiglu" else 1)
+    block = 2 * 28 * width + 6 * up + 4 * config.hidden
+    if config.positions == "rope" or config.qk_norm:
+        block += (10 if config.qk_norm else 8) * (width + groups)
+    if config.bias:
+        block += 2 * (2 * width + 2 * groups + width + up)
+    moved = config.layers * block + 20 * width + 20 * width
+    return moved * tokens / rates.memory
+
+
+def loss_s(tokens: int, vocabulary: int, rates: Rates) -> float:
+    """Seconds of the cross-entropy on V bf16 logits per token.
+
+    They are read twice in the forward pass (the softmax's maximum, then its sum), and read and
+    their gradient written in the backward pass: 8 V bytes.
+    """
+    return 8 * vocabulary * tokens / rates.memory
+
+
+def optimizer_s(config: GPTConfig, rates: Rates) -> float:
+    """Seconds of AdamW with clipping, all float32, 40 bytes per parameter.
+
+    AdamW reads weight, gradient and two moments and writes all but the gradient: 28. Clipping reads
+    the gradients for their norm, reads them again and writes them: 12.
+    """
+    return 40 * config.parameters() / rates.memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step's time by part, in milliseconds, and what follows from it.
+
+    `mfu` is useful operations per second over `peak_tflops`, which is `peak_of`'s.
+    """
+
+    precision: str
+    fp8_layers: int
+    layers: int
+    parts_ms: Mapping[str, float] = field(hash=False)
+    step_ms: float
+    tokens_per_s: float
+    mfu: float
+    peak_tflops: float
+    peak_of: str
+
+
+def predict(
+    config: GPTConfig,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    batch: int,
+    context: int,
+    rates: Rates | None = None,
+    free_casts: bool = False,
+) -> Prediction:
+    """The step of `batch` sequences of `context` tokens, as `plan` has it, layer by layer.
+
+    Args:
+        config: the model.
+        plan: what runs, its layers decided; native FP8, or none.
+        gpu: the GPU; MFU divides by its peak.
+        batch: sequences.
+        context: tokens of each.
+        rates: what the GPU is assumed to reach, by default `Efficiency` of its peaks.
+        free_casts: leave out all casts, for a bound that no implementation passes.
+    """
+    rates = rates or achievable(gpu, Efficiency())
+    tokens = batch * context
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for layer in plan.layers:
+        shape = (layer.in_features, layer.out_features)
+        part = "head and loss" if layer.name == "lm_head" else "GEMMs"
+        seconds[part] += linear_s(tokens, shape, layer.fp8, rates)
+        if not free_casts:
+            scaling = plan.scaling if layer.fp8 else None
+            seconds["casts"] += casts_s(tokens, shape, scaling, rates)
+    vocabulary = plan.layer("lm_head").out_features
+    seconds["attention"] = attention_s(config, batch, context, rates)
+    seconds["norms, elementwise"] = elementwise_s(config, tokens, rates)
+    seconds["head and loss"] += loss_s(tokens, vocabulary, rates)
+    seconds["optimizer"] = optimizer_s(config, rates)
+    total = sum(seconds.values())
+    in_fp8 = plan.runs_fp8 and gpu.fp8_tflops is not None
+    peak = gpu.fp8_tflops if in_fp8 and gpu.fp8_tflops else gpu.half_tflops
+    return Prediction(
+        precision=plan.precision,
+        fp8_layers=sum(layer.fp8 for layer in plan.layers),
+        layers=len(plan.layers),
+        parts_ms={name: 1000 * part for name, part in seconds.items()},
+        step_ms=1000 * total,
+        tokens_per_s=tokens / total,
+        mfu=config.flops_per_token(context) * tokens / total / (peak * 1e12),
+        peak_tflops=peak,
+        peak_of="fp8" if in_fp8 else "half",
+    )

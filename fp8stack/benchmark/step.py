@@ -1,0 +1,245 @@
+"""A whole training step of a GPT, forward, backward and AdamW, in every recipe that runs here.
+
+It builds and describes the arms of fp8stack; it must not know other libraries, and it times nothing
+by itself: `fp8stack.benchmark.timing` does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends import build_backend
+from fp8stack.benchmark.timing import Timing, ratio, wait_for
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig, load_config, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.grad_scaler import LossScaler
+from fp8stack.optim.optimizer import build_optimizer
+from fp8stack.precision import Hardware, Plan, resolve
+from fp8stack.precision.rules import best_plain_dtype
+from fp8stack.training.metrics.throughput import Peak
+
+FP8 = ("delayed", "current", "block", "mxfp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step computes: a model and how many tokens go through it."""
+
+    model: str
+    config: GPTConfig
+    batch: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch * self.context
+
+    def batch_of(self, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Random tokens and targets, int64 [batch, context] each, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.batch, self.context + 1)
+        tokens = torch.randint(self.config.vocabulary, shape, generator=generator).to(device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+SMALL = GPTConfig(vocabulary=256, context=256, layers=6, width=384, heads=6)
+"""The model for CPUs, 10.8 million parameters: a step takes about a second."""
+
+
+def works(device: str) -> dict[str, Work]:
+    """The models that steps are measured of, by name: one small one on a CPU; on a GPU GPT-2's and
+    two layers of Llama 3 8B."""
+    if device == "cpu":
+        return {"small": Work(model="small", config=SMALL, batch=8, context=256)}
+    batches = {"gpt2-124m": 32, "gpt2-350m": 16, "gpt2-1.5b": 8}
+    found = {
+        name: Work(model=name, config=load_config(name), batch=batch, context=1024)
+        for name, batch in batches.items()
+    }
+    name = "llama-8b-2-layers"
+    llama = load_config("llama-8b", {"layers": 2})
+    return found | {name: Work(model=name, config=llama, batch=1, context=8192)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepArm:
+    """One way to compute the step.
+
+    The name is the recipe's; who computes and how is added where it is not the device's default,
+    which is the backend that `resolve` chooses, eager on a CPU, compiled on a GPU where it can be.
+    """
+
+    name: str
+    recipe: str
+    backend: str
+    compiled: bool
+
+
+def baseline(hardware: Hardware) -> str:
+    """The recipe that others are compared with: the best without FP8, bf16 on any recent GPU."""
+    return best_plain_dtype(hardware)
+
+
+def served(recipe: str, hardware: Hardware) -> list[str]:
+    """The backends that run `recipe` here as asked, the one that `resolve` chooses first."""
+    first = resolve(recipe, hardware)
+    found: list[str] = []
+    for backend in (first.backend, "te", "torch", "emulate"):
+        plan = resolve(recipe, hardware, backend)
+        ran = plan.backend == backend and plan.recipe.name == recipe
+        if ran and backend not in found and (plan.is_fp8 or backend == first.backend):
+            found.append(backend)
+    return found
+
+
+def unserved(recipes: Iterable[str], hardware: Hardware) -> dict[str, str]:
+    """Those of `recipes` that no backend runs here, and what runs in their place and why."""
+    found = {}
+    for recipe in recipes:
+        if not served(recipe, hardware):
+            plan = resolve(recipe, hardware)
+            found[recipe] = f"runs as {plan.recipe.name} here: {'; '.join(plan.reasons)}"
+    return found
+
+
+def arms(
+    hardware: Hardware, recipes: Iterable[str], also_compiled: Collection[str]
+) -> list[StepArm]:
+    """The arms of `recipes` that this machine has. On a GPU: every backend, compiled where it can
+    be. On a CPU: the backend that `resolve` chooses, eager, and compiled for `also_compiled`."""
+    on_gpu = hardware.device == "cuda"
+    made = []
+    for recipe in recipes:
+        for number, backend in enumerate(served(recipe, hardware)[: None if on_gpu else 1]):
+            name = recipe if number == 0 else f"{recipe} by {backend}"
+            compiled = on_gpu and backend != "te"
+            made.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=compiled))
+            if not on_gpu and recipe in also_compiled:
+                name = f"{name} compiled"
+                made.append(StepArm(name=name, recipe=recipe, backend=backend, compiled=True))
+    return made
+
+
+@dataclass(frozen=True)
+class Built:
+    """A step, ready to be called, and the plan that it runs by."""
+
+    step: Callable[[], None]
+    plan: Plan
+    model: nn.Module
+
+
+def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
+    """The plan that an arm runs by.
+
+    Raises:
+        UserError: this machine would run something else than `arm` says.
+    """
+    plan = plan_for(work.config, arm.recipe, hardware, arm.backend, tokens=work.tokens)
+    if plan.backend != arm.backend or plan.recipe.name != arm.recipe:
+        raise UserError(f"'{arm.name}' does not run here: {'; '.join(plan.reasons)}.")
+    return plan
+
+
+def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
+    """The model, its optimizer and its batch, on the device; nothing has run yet. Raises what
+    `plan_of` raises."""
+    plan = plan_of(arm, work, hardware)
+    backend = build_backend(plan)
+    model = GPT(work.config, backend).to(hardware.device)
+    if arm.compiled:
+        model.compile_blocks()
+    optimizer = build_optimizer(model, RunConfig(lr=1e-4))
+    scaler = LossScaler(hardware.device) if plan.loss_scaling else None
+    step = training_step(model, optimizer, work.batch_of(hardware.device), scaler)
+    return Built(step, plan, model)
+
+
+def build_step(arm: StepArm, work: Work, hardware: Hardware) -> Callable[[], None]:
+    """The step that `build` builds, by itself."""
+    return build(arm, work, hardware).step
+
+
+def training_step(
+    model: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    scaler: LossScaler | None = None,
+) -> Callable[[], None]:
+    """One optimizer step on `batch`, of a model that gives the loss of tokens and targets, with the
+    loss scaled by `scaler` if there is one."""
+
+    def step() -> None:
+        loss = model(*batch)
+        if scaler is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def free_memory(device: str) -> None:
+    """Free the memory of models that are gone: they hold themselves, by their hooks."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def resident_gib(builder: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], float]:
+    """The step that `builder` builds, and the GPU memory that it keeps after it ran once: weights,
+    moments, FP8 state. Add a step's own peak to it for the peak of the whole."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    step = builder()
+    step()
+    wait_for("cuda")
+    return step, (torch.cuda.memory_allocated() - before) / 2**30
+
+
+def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, Any]:
+    """What a timing comes to: tokens per second by the median step; TFLOP/s of the model's own
+    operations, causal attention counted as half (see `GPTConfig.flops_per_token`), and MFU, their
+    share of `peak`; the time relative to `base`, of the fastest steps, and its inverse."""
+    tokens_per_s = 1000 * work.tokens / timing.median_ms
+    tflops = tokens_per_s * work.config.flops_per_token(work.context) / 1e12
+    relative, mfu = ratio(timing, base), peak.mfu(tflops)
+    return {
+        "model": work.model,
+        "batch": work.batch,
+        "context": work.context,
+        **timing.to_json(),
+        "tokens_per_s": round(tokens_per_s, 1),
+        "tflops": round(tflops, 4),
+        "mfu": None if mfu is None else round(mfu, 4),
+        "mfu_of": peak.name,
+        "ratio": round(relative, 4),
+        "speedup": round(1 / relative, 4),
+    }
+
+
+def chosen(names: Sequence[str], device: str) -> list[Work]:
+    """The works called `names`, all if there are none.
+
+    Raises:
+        UserError: there is none of such a name for this device.
+    """
+    known = works(device)
+    for name in names:
+        if name not in known:
+            raise UserError(f"No model '{name}' for steps on {device}. Known: {', '.join(known)}.")
+    return [known[name] for name in names or known]

@@ -1,0 +1,255 @@
+"""Timing side by side: arms take turns in one process. It must not know what the arms compute."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import fp8stack
+from fp8stack.precision import Hardware, probe
+from fp8stack.precision.gpus import find_gpu
+from fp8stack.training.setup.allocator import keep_freed_memory
+
+Arm = Callable[[], object]
+
+LEAST_ROUNDS = 6
+"""The fewest rounds whose range encloses the median with a confidence of 95 %."""
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long one arm took, over all its rounds.
+
+    `low_ms` to `high_ms` is the 95 % confidence interval of the median, see `median_interval`.
+    `peak_memory_gib` is the most memory that one call has on the GPU beyond what was there when it
+    began; None on a CPU. `samples_ms` are
+    all rounds, in order, if arms took turns; else empty.
+    """
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    fastest_ms: float
+    rounds: int
+    peak_memory_gib: float | None = None
+    samples_ms: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """The figures by name, milliseconds to 4 and GiB to 3 decimals; without the samples."""
+        return {
+            "median_ms": round(self.median_ms, 4),
+            "low_ms": round(self.low_ms, 4),
+            "high_ms": round(self.high_ms, 4),
+            "fastest_ms": round(self.fastest_ms, 4),
+            "rounds": self.rounds,
+            "peak_memory_gib": (
+                None if self.peak_memory_gib is None else round(self.peak_memory_gib, 3)
+            ),
+        }
+
+
+def summarize(samples_ms: Sequence[float], peak_memory_gib: float | None = None) -> Timing:
+    """The samples of one arm as a `Timing`. There must be one at least."""
+    low, high = median_interval(samples_ms)
+    return Timing(
+        median_ms=statistics.median(samples_ms),
+        low_ms=low,
+        high_ms=high,
+        fastest_ms=min(samples_ms),
+        rounds=len(samples_ms),
+        peak_memory_gib=peak_memory_gib,
+    )
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the median, whatever the distribution.
+
+    Of n sorted samples, the k-th from below and the k-th from above enclose the median with
+    probability 1 - 2 P(B < k), B binomial (n, 1/2); k is the largest for which that is 95 % or
+    more (H. A. David and H. N. Nagaraja, Order Statistics, 3rd ed., section 7.1). With fewer than
+    `LEAST_ROUNDS` samples there is none, and this is their whole range, of less confidence.
+    """
+    ordered = sorted(samples)
+    n = len(ordered)
+    below, k = 0, 0
+    while below + math.comb(n, k) <= (1 - CONFIDENCE) / 2 * 2**n:
+        below += math.comb(n, k)
+        k += 1
+    k = max(1, k)
+    return ordered[k - 1], ordered[n - k]
+
+
+def interleaved(
+    arms: Mapping[str, Arm],
+    *,
+    rounds: int = 100,
+    warm_up: int = 10,
+    device: str = "cpu",
+    budget_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """The timings of all arms, which take turns: what disturbs a shared machine hits all alike.
+    Take ratios of timings from one call only.
+
+    Args:
+        arms: what is timed, by name; each is called once per round.
+        rounds: how many rounds are timed.
+        warm_up: how many are run before and not timed; the first compiles and tunes.
+        device: "cpu", or "cuda": the GPU is waited for before and after each call, and in a last
+            round of its own each arm's peak memory is taken.
+        budget_s: stop before `rounds`, but not before `LEAST_ROUNDS`, where one more would end
+            later than this after the first round of the warm-up, which compiles; warming up stops
+            after a tenth of it, but not before two rounds.
+        clock: seconds, from any start.
+    """
+    if device == "cpu":
+        allocator()
+    budget = math.inf if budget_s is None else budget_s
+    begin = clock()
+    for number in range(warm_up):
+        _round(arms, device, clock)
+        if number == 0:
+            begin = clock()
+        elif clock() - begin > budget / 10:
+            break
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds):
+        start = clock()
+        for name, ms in _round(arms, device, clock).items():
+            samples[name].append(ms)
+        now = clock()
+        if number + 1 >= LEAST_ROUNDS and (now - begin) + (now - start) > budget:
+            break
+    peaks = {name: _peak_gib(arm) if device == "cuda" else None for name, arm in arms.items()}
+    return {
+        name: replace(summarize(values, peaks[name]), samples_ms=tuple(values))
+        for name, values in samples.items()
+    }
+
+
+def _round(arms: Mapping[str, Arm], device: str, clock: Callable[[], float]) -> dict[str, float]:
+    """The milliseconds of each arm in one round."""
+    taken = {}
+    for name, arm in arms.items():
+        wait_for(device)
+        start = clock()
+        arm()
+        wait_for(device)
+        taken[name] = 1000 * (clock() - start)
+    return taken
+
+
+def wait_for(device: str) -> None:
+    """Wait until the GPU has done what it was given; nothing on a CPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peak_gib(arm: Arm) -> float:
+    """The most GPU memory during one call, beyond what was there before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    arm()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def ratio(timing: Timing, to: Timing) -> float:
+    """How much longer `timing` took: the ratio of the fastest rounds, the least disturbed ones."""
+    return timing.fastest_ms / to.fastest_ms
+
+
+def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
+    """How much longer `timing` took than `to` in the same round: the median over the rounds, and
+    the ends of its 95 % confidence interval, see `median_interval`.
+
+    Both must be of one call of `interleaved`: what slows down a round slows down both arms, and
+    leaves their ratio.
+
+    Raises:
+        ValueError: they have not as many rounds.
+    """
+    pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
+    found = [one / other for one, other in pairs]
+    return statistics.median(found), *median_interval(found)
+
+
+def ratios(timings: Mapping[str, Timing], to: str) -> dict[str, float]:
+    """The ratio of each timing to that of the arm called `to`."""
+    return {name: ratio(timing, timings[to]) for name, timing in timings.items()}
+
+
+# What a result was measured on
+
+
+def allocator(device: str = "cpu") -> str:
+    """How memory is allocated. On a CPU: have what is freed be kept, as training does."""
+    if device == "cuda":
+        setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        return f"torch's {torch.cuda.get_allocator_backend()}, {setting or 'default settings'}"
+    if keep_freed_memory():
+        return "glibc, keeps freed memory"
+    own = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
+    return f"the system's own{f', {own}' if own else ''}"
+
+
+def machine(*packages: str, device: str = "auto") -> dict[str, Any]:
+    """What a result was measured on: the machine, its threads, the allocator, the driver, and the
+    versions of fp8stack, torch and `packages`; None for what is not there.
+
+    Args:
+        packages: names of distributions.
+        device: "auto", "cpu" or "cuda", see `probe`.
+    """
+    hardware = probe(device)
+    facts: dict[str, Any] = {
+        "machine": str(hardware),
+        "slug": slug(hardware),
+        "threads": torch.get_num_threads(),
+        "memory_gib": hardware.memory_gib,
+        "allocator": allocator(hardware.device),
+    }
+    if hardware.device == "cuda":
+        facts |= {"driver": _driver(), "cuda": torch.version.cuda}
+        facts["transformer-engine"] = hardware.te_version if hardware.has_te else None
+    facts |= {"fp8stack": fp8stack.__version__, "torch": torch.__version__}
+    return facts | {package: version(package) for package in packages}
+
+
+def slug(hardware: Hardware) -> str:
+    """A folder's name for a machine: cpu, or the GPU's, such as h200."""
+    if hardware.device == "cpu":
+        return "cpu"
+    known = find_gpu(hardware.name)
+    name = known.name if known else hardware.name
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
+
+
+def version(package: str) -> str | None:
+    """The version of a package that is installed, None if it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, None if nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None

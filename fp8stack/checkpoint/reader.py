@@ -1,0 +1,210 @@
+"""Checkpoints found and read: safetensors and JSON in a folder, verified on load.
+
+Nothing is pickled. `writing` has the other half. It must not know how a step is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fp8stack import presets
+from fp8stack.checkpoint.sharded import SharedGroup
+from fp8stack.errors import UserError, quoted
+
+FORMAT = 1
+SHARED = ("model", "optimizer")
+"""The groups that FSDP2's ranks share out."""
+_NAME = re.compile(r"step-(\d{6,})")
+_FILE = re.compile(r"([a-z0-9]+/shard-\d{5}-model-00001-of-00001|[a-z0-9]+)\.safetensors")
+MANIFEST = "checkpoint.json"
+_LARGEST_MANIFEST = 8 * 2**20  # in memory it takes many times as much
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """All that a run needs to go on as if it had not stopped.
+
+    `tensors` holds one group of named tensors per file: model, optimizer, fp8, rng; of those that
+    ranks share out, one file per rank in a folder. `info` is plain JSON data: the step, the
+    configuration, the plan, what the data was.
+    """
+
+    step: int
+    info: dict[str, Any]
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileSum(_Strict):
+    """A file's size and checksum."""
+
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class Info(_Strict):
+    """What a run needs to know of itself besides tensors; JSON data."""
+
+    identity: dict[str, Any]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    scaler: dict[str, Any] | None
+    versions: dict[str, str]
+    guard: dict[str, Any] | None = None  # of runs before there was one, and the next two as well
+    plans: list[dict[str, Any]] = []
+    phases: dict[str, Any] | None = None
+
+
+class Manifest(_Strict):
+    """`checkpoint.json`, less its own checksum."""
+
+    format: int
+    step: NonNegativeInt
+    files: dict[str, FileSum]
+    info: Info
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every byte of the checkpoint in the folder `path` is as it was written."""
+    try:
+        for name, expected in _manifest(path).files.items():
+            _verify(path / name, expected)
+    except UserError:
+        return False
+    return True
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`, every byte of it verified.
+
+    Raises:
+        UserError: naming the file that is missing, cut short, changed or of another format.
+    """
+    manifest = _manifest(path)
+    groups: dict[str, Mapping[str, Tensor]] = {}
+    shards: dict[str, set[str]] = {}
+    for name, expected in manifest.files.items():
+        group, shared, shard = name.partition("/")
+        if shared:  # one of many: read when asked for
+            _verify(path / name, expected)
+            shards.setdefault(group, set()).add(shard)
+            continue
+        content = _read(path / name, expected.bytes)
+        if sha256_of(content) != expected.sha256:
+            raise UserError(f"{path / name} is damaged: its SHA-256 is not the manifest's.")
+        try:
+            groups[name.removesuffix(".safetensors")] = safetensors.torch.load(content)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise UserError(f"{path / name} is not a safetensors file: {error}.") from error
+    for group, stated in shards.items():
+        groups[group] = SharedGroup(path / group, stated)
+    return Checkpoint(step=manifest.step, info=manifest.info.model_dump(), tensors=groups)
+
+
+def _verify(file: Path, expected: FileSum) -> None:
+    """See that a file is as it was written, without holding it in memory.
+
+    Raises:
+        UserError: it is not, or cannot be read.
+    """
+    try:
+        _require_size(file, expected.bytes)
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    if digest != expected.sha256:
+        raise UserError(f"{file} is damaged: its SHA-256 is not the manifest's.")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return folder / f"step-{step:06d}"
+
+
+def exists(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint, good or damaged."""
+    return bool(candidates(folder))
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoint folders in `folder`, newest first, good or damaged."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`, checked against its own sum."""
+    file = path / MANIFEST
+    content = _read(file, None)
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is damaged: it is not JSON.") from error
+    stated = body.pop("sha256", None) if isinstance(body, dict) else None
+    if stated is None:
+        raise UserError(f"{file} is no checkpoint manifest.")
+    if stated != sha256_of(canonical(body)):
+        raise UserError(f"{file} is damaged: its SHA-256 is not the one it states.")
+    if body.get("format") != FORMAT:
+        raise UserError(f"{file} has format {body.get('format')}; this version reads {FORMAT}.")
+    manifest: Manifest = presets.parse(Manifest, body, str(file))
+    for name in manifest.files:
+        if not _FILE.fullmatch(name):
+            raise UserError(
+                f"{file} names a file '{quoted(name)}', which is none of a checkpoint's."
+            )
+    return manifest
+
+
+def _read(file: Path, size: int | None) -> bytes:
+    """The content of `file`, which has `size` bytes; None is any size that a manifest can have."""
+    try:
+        _require_size(file, size)
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _require_size(file: Path, size: int | None) -> None:
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read for ever
+        raise UserError(f"{file} is no regular file.")
+    if size is not None and status.st_size != size:
+        raise UserError(f"{file} is damaged: it has {status.st_size} bytes, not {size}.")
+    if size is None and status.st_size > _LARGEST_MANIFEST:
+        raise UserError(f"{file} is too large to be a manifest: {status.st_size} bytes.")
+
+
+def sha256_of(content: bytes) -> str:
+    """Its SHA-256 in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def canonical(body: Mapping[str, Any]) -> bytes:
+    """A manifest as the bytes that its own sum is of."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

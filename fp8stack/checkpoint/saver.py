@@ -1,0 +1,196 @@
+"""When checkpoints are written: while the run waits, or by a thread while it goes on.
+
+In the background a step waits only until its tensors are copied to host memory; the thread then
+writes, flushes, verifies and removes as `writing` does. One is written at a time. It must not
+know what the tensors are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint import writer
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.distributed.process_group import ALONE, Ranks
+from fp8stack.errors import UserError
+from fp8stack.terminal import say
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+
+
+def _nothing() -> None:
+    """What comes before a checkpoint by default."""
+
+
+class Saver:
+    """Writes the checkpoints of one run.
+
+    As a context it is closed at the end: what is being written is waited for, unless the user
+    interrupted.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many good ones to keep, and
+        keep_every: of which steps to keep all (multiples of it; 0: none); see `retain`.
+        in_background: whether `save` returns as soon as the tensors are copied.
+        before: is called before each checkpoint is written, by whoever writes it.
+        good: checkpoints that are known to be whole.
+        first_rows: of a model that ranks share out; see `write_together`.
+        ranks: if so, who writes, and by a process group of their own, since a thread of each may.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        in_background: bool = False,
+        before: Callable[[], None] = _nothing,
+        good: Iterable[Path] = (),
+        first_rows: Mapping[str, int] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.folder = folder
+        self.keep, self.keep_every = keep, keep_every
+        self.in_background = in_background
+        self.before = before
+        self.good = set(good)
+        self.first_rows, self.ranks = first_rows, ranks
+        self._host = HostCopy()
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, info: Mapping[str, Any], capture: Callable[[], Groups]) -> Path:
+        """Write what `capture` gives as the checkpoint of `step`, with the JSON data `info`, and
+        return where it is or will be. The one before is waited for.
+
+        Raises:
+            StorageError: this checkpoint or, in the background, the one before cannot be written.
+        """
+        self.wait()
+        path = checkpoints.path_of(self.folder, step)
+        if not self.in_background:
+            self._write(step, info, capture())
+            return path
+        self._host.take(capture())
+        told = copy.deepcopy(dict(info))  # parts of it may change while it is written
+        # A daemon: an interrupted process does not wait for it; what it left is swept later.
+        self._thread = Thread(target=self._work, args=(step, told), name="checkpoint", daemon=True)
+        self._thread.start()
+        return path
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong in the background, which `check` and `wait` would raise."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, once.
+
+        Raises:
+            StorageError: a checkpoint could not be written.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Wait until all that was saved is on the disk. Raises what `check` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def close(self) -> None:
+        """Wait, and let go of the host memory. Raises what `check` does."""
+        try:
+            self.wait()
+        finally:
+            self._host = HostCopy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            return
+        try:
+            self.close()
+        except UserError as lost:
+            if error is None:
+                raise
+            say(str(lost))  # the run ends by another error, which is not to be hidden
+
+    def _work(self, step: int, info: Mapping[str, Any]) -> None:
+        try:
+            self._write(step, info, self._host.values())
+        except BaseException as error:  # `check` raises it where the run can end by it
+            self._error = error
+
+    def _write(self, step: int, info: Mapping[str, Any], tensors: Groups) -> None:
+        saved = Checkpoint(step=step, info=dict(info), tensors=tensors)
+        if self.first_rows is None:
+            self.before()
+            path = writer.write(self.folder, saved)
+        else:
+            with self.ranks.together():
+                if self.ranks.is_main:
+                    self.before()
+            path = writer.write_together(self.folder, saved, self.first_rows, self.ranks)
+        if self.ranks.is_main:
+            self.good.add(path)
+            writer.retain(self.folder, self.keep, self.keep_every, self.good)
+
+
+class HostCopy:
+    """Tensors copied to host memory, which is allocated once and used again; pinned for a GPU,
+    whose later work waits for the copies by itself."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, dict[str, Tensor]] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, groups: Groups) -> None:
+        """Copy these; from a GPU, the copies are only begun when this returns."""
+        old = self._groups
+        self._groups = {
+            group: {name: self._copy(value, old.get(group, {}).get(name)) for name, value in of}
+            for group, of in ((group, values.items()) for group, values in groups.items())
+        }
+        on_gpu = any(value.is_cuda for values in groups.values() for value in values.values())
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        if self._copied is not None:
+            self._copied.record()
+
+    def values(self) -> Groups:
+        """What was copied; waits until it is."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._groups
+
+    @staticmethod
+    def _copy(value: Tensor, into: Tensor | None) -> Tensor:
+        value = value.detach()
+        if into is None or (into.shape, into.dtype) != (value.shape, value.dtype):
+            into = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return into.copy_(value, non_blocking=True)

@@ -1,0 +1,196 @@
+"""Whether a checkpoint holds what a run or a model needs, whatever its checksums say.
+
+Right checksums prove that no byte has changed since it was written, not that what was written is of
+use. What does not fit is found here, before anything is done with it, so that an older checkpoint
+can be taken. It must not know how a step is trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+
+from fp8stack import presets
+from fp8stack.backends import build_backend
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.state import random_state, restore, restore_random_state, restore_weights
+from fp8stack.config import RunConfig
+from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer
+from fp8stack.precision import Hardware, Recipe
+
+Check = Callable[[Checkpoint], object]
+
+
+class _Told(BaseModel):
+    """Some keys of a table that may have more."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+
+class _Identity(_Told):
+    model: dict[str, Any]
+    recipe: dict[str, Any]
+    data: dict[str, str]
+
+
+class _Layer(_Told):
+    name: str
+    reason: str
+
+
+class _Plan(_Told):
+    layers: list[_Layer]
+
+
+_Plans = list[_Plan]
+
+
+class _Phases(_Told):
+    ended_at: int | None
+    judged_at: int
+    entered: str | None
+    places: dict[str, int]
+
+
+class _Scaler(_Told):
+    scale: PositiveFloat
+    growth_factor: PositiveFloat
+    backoff_factor: PositiveFloat
+    growth_interval: int
+    growth_tracker: Annotated[int, Field(alias="_growth_tracker")]
+    steps: NonNegativeInt = 0  # older checkpoints have none
+    overflows: NonNegativeInt = 0
+
+
+class _Watch(_Told):
+    window: list[Any]
+    streak: int
+    overflows: int
+    norms: list[float] = []
+
+
+class _Guard(_Told):
+    watch: _Watch
+    left_out: list[int]
+    demoted: dict[str, int | None]
+    incidents: int
+    last_bad: int
+    tried: list[str]
+    bad: list[dict[str, Any]]
+    left_fp16: bool
+
+
+def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str]]:
+    """The newest checkpoint in `folder` that passes `check`, its path, and why newer ones do not.
+
+    Raises:
+        NoUsableCheckpoint: there is none; the message gives the reasons.
+    """
+    passed_over: list[str] = []
+    for path in checkpoints.candidates(folder):
+        try:
+            return load_sound(path, check), path, passed_over
+        except NoUsableCheckpoint as error:
+            passed_over.append(str(error))
+    if not passed_over:
+        raise NoUsableCheckpoint(f"No checkpoint in {folder}. Train the run first.")
+    raise NoUsableCheckpoint(
+        f"No usable checkpoint in {folder}: {' '.join(passed_over)} Begin with another run's, or a "
+        "new run in another --out."
+    )
+
+
+def load_sound(path: Path, check: Check) -> Checkpoint:
+    """The checkpoint in the folder `path`, verified to the byte and by `check`.
+
+    Raises:
+        NoUsableCheckpoint: naming what is wrong with it.
+    """
+    try:
+        checkpoint = checkpoints.load(path)
+    except UserError as error:
+        raise NoUsableCheckpoint(str(error)) from error
+    named = re.fullmatch(r"step-(\d{6,})", path.resolve().name)
+    try:
+        if named and int(named[1]) != checkpoint.step:
+            raise UserError(f"it is of step {quoted(str(checkpoint.step))}")
+        check(checkpoint)
+    except UserError as error:
+        said = str(error).rstrip(".")
+        raise NoUsableCheckpoint(f"{path} cannot be used: {said}.") from error
+    return checkpoint
+
+
+def can_go_on(checkpoint: Checkpoint) -> None:
+    """See that a run can go on from `checkpoint`: configuration, weights, moments and scales fit.
+
+    Raises:
+        UserError: naming the first key or tensor that does not.
+    """
+    config = presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
+    if checkpoint.info["scaler"] is not None:
+        _parsed(_Scaler, checkpoint, "scaler")
+    plan = _parsed(_Plan, checkpoint, "plan")
+    _parsed(_Plans, checkpoint, "plans")
+    if checkpoint.info["phases"] is not None:
+        _parsed(_Phases, checkpoint, "phases")
+    if checkpoint.info["guard"] is not None:
+        guard = _parsed(_Guard, checkpoint, "guard")
+        for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
+            raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
+    recipe = {"name": "its recipe"} | _parsed(_Identity, checkpoint, "identity").recipe
+    asked = presets.parse(Recipe, recipe, "identity.recipe in checkpoint.json")
+    left_out = {layer.name: layer.reason for layer in plan.layers if layer.reason}
+    model = _without_memory(model_of(checkpoint), asked, left_out)
+    kept = random_state()
+    try:
+        restore(model, build_optimizer(model, config, fused=False), checkpoint.tensors)
+    finally:
+        restore_random_state(kept)
+
+
+def has_weights(checkpoint: Checkpoint) -> None:
+    """See that `checkpoint` holds the weights of the model that it names.
+
+    Raises:
+        UserError: naming the first key or tensor that does not fit.
+    """
+    presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
+    _parsed(_Plan, checkpoint, "plan")
+    model = _without_memory(model_of(checkpoint), "fp32", {})
+    restore_weights(model, checkpoint.tensors.get("model", {}))
+
+
+def model_of(checkpoint: Checkpoint) -> GPTConfig:
+    """The shape of the model that `checkpoint` is of.
+
+    Raises:
+        UserError: it does not say, or says what its tensors cannot be of.
+    """
+    told = _parsed(_Identity, checkpoint, "identity")
+    config: GPTConfig = presets.parse(GPTConfig, told.model, "identity.model in checkpoint.json")
+    if config.layers > len(checkpoint.tensors.get("model", {})):  # before a million are built
+        raise UserError(
+            f"identity.model in checkpoint.json has {config.layers} layers, the weights fewer"
+        )
+    return config
+
+
+def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
+    return presets.parse(schema, checkpoint.info[key], f"{key} in checkpoint.json")
+
+
+def _without_memory(config: GPTConfig, recipe: str | Recipe, left_out: Mapping[str, str]) -> GPT:
+    """A model that has shapes and no values: what fits it fits the real one."""
+    plan = plan_for(config, recipe, Hardware("cpu"), left_out=left_out)
+    with torch.device("meta"):
+        return GPT(config, build_backend(plan))

@@ -1,0 +1,198 @@
+"""The command. It parses, calls and reports; it computes nothing.
+
+torch, accelerate and pydantic are imported inside the commands that need them, so that `--help` is
+quick; tests/test_startup.py holds it to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+import fp8stack
+from fp8stack.cli.bench import bench
+from fp8stack.cli.compare import compare
+from fp8stack.cli.estimate import estimate
+from fp8stack.cli.eval import evaluate
+from fp8stack.cli.export import export
+from fp8stack.cli.generate import generate
+from fp8stack.cli.options import HELP, option
+from fp8stack.cli.plan import plan
+from fp8stack.cli.prepare import prepare
+from fp8stack.cli.pretrain import pretrain
+from fp8stack.errors import Interrupted, StorageError, UserError
+from fp8stack.threads import adapting
+
+app = typer.Typer(
+    name="fp8stack",
+    help="Pretrain GPT-style models in FP8, on any machine.",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.add_typer(bench)
+app.command()(pretrain)
+app.command()(compare)
+app.command()(estimate)
+app.command()(plan)
+app.command()(prepare)
+app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(export)
+
+
+@app.callback()
+def _no_command(
+    context: typer.Context,
+    version: Annotated[bool, option("Print the version.", "--version")] = False,
+    help: Annotated[bool, HELP] = False,
+) -> None:
+    if version:
+        print(f"fp8stack {fp8stack.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
+    out: Annotated[
+        str | None, option("The page. [report.html in the run, or beside several runs]")
+    ] = None,
+    text: Annotated[
+        bool, option("Print the essentials; write a page only with --out.", "--text")
+    ] = False,
+) -> None:
+    """What runs did, in one HTML page: losses, speed, what FP8 did, and what needs attention."""
+    from fp8stack.report import report
+
+    page = report(runs, out, text)
+    if page is not None:
+        print(f"report: {page}")
+
+
+@app.command()
+def doctor(
+    capability: Annotated[
+        str | None,
+        option("Answer for a GPU of this compute capability (9.0), or for a CPU (none)."),
+    ] = None,
+    te: Annotated[
+        bool | None,
+        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
+    ] = None,
+    json: Annotated[bool, option("Print JSON.", "--json")] = False,
+) -> None:
+    """What this machine can do: every recipe's plan with its reasons, and the number formats."""
+    from fp8stack import doctor
+    from fp8stack.precision.hardware import machine_for
+
+    hardware = machine_for(capability, te)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(doctor.as_json(hardware), indent=2))
+    else:
+        from rich.console import Console
+
+        doctor.show(hardware, Console())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and exit: bad input is one line on stderr and the error's exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
+    try:
+        words = _completed(sys.argv[1:] if arguments is None else arguments)
+        with adapting():
+            code = app(words, standalone_mode=False)
+    except UserError as error:
+        _fail(str(error), error.exit_code)
+    except _UsageError as error:
+        message = " ".join(error.format_message().split()).rstrip(".?")
+        _fail(_key_without_flag(error) or f"{message}. See --help.", 2)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted", Interrupted.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has gone; say nothing to a pipe that is closed.
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        _exit(1)
+    except OSError as error:  # such as a full disk behind a redirected stdout
+        _fail(f"{error.filename or 'output'}: {error.strerror}", StorageError.exit_code)
+    except Exception:
+        if _ranks() == 1:
+            raise
+        traceback.print_exc()
+        _exit(1)
+    if code == Interrupted.exit_code:  # what typer 0.29 makes of Ctrl-C
+        _fail("Interrupted.", code)
+    _exit(code)
+
+
+def _completed(arguments: list[str]) -> list[str]:
+    """The arguments, with what is left out said: `--resume` alone is `--resume auto`, and `help
+    plan` is `plan --help`."""
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:], "--help"]
+    words: list[str] = []
+    for argument in [*arguments, "-"]:
+        words += ["auto"] if words[-1:] == ["--resume"] and argument.startswith("-") else []
+        words.append(argument)
+    return words[:-1]
+
+
+def _key_without_flag(error: Any) -> str | None:
+    """The message for an option that is a key of a run, a model or a recipe, if it is one."""
+    if not hasattr(error, "possibilities") or error.ctx is None:  # not a NoSuchOption
+        return None
+    option = error.option_name
+    if all(parameter.name != "set" for parameter in error.ctx.command.params):
+        return None
+    from fp8stack.config import owner_of
+
+    key = option.lstrip("-").replace("-", "_")
+    owner = owner_of(key)
+    if owner is None:
+        return None
+    name = key if owner == "run" else f"{owner}.{key}"
+    return f"No such option: {option}. It is a key without a flag: --set {name}=VALUE"
+
+
+# click's UsageError: from click or, in newer versions (0.29 is one), from typer's copy of it.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    # Of several ranks of a run, one per machine speaks: what is wrong is mostly wrong for all.
+    if _ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+        # Names from files and the command line may hold anything; what is printed stays one line.
+        line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+        print(f"fp8stack: {line}", file=sys.stderr)
+    _exit(code)
+
+
+def _ranks() -> int:
+    """How many ranks torchrun or another launcher started, as far as it said so."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    return int(count) if count.isdecimal() else 1
+
+
+def _exit(code: int | None) -> NoReturn:
+    """End the process. A rank does it at once: freeing its process group may hang for ever (torch
+    2.13's gloo: a thread waits for Python's lock, whose holder waits for the thread)."""
+    if _ranks() > 1:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code)

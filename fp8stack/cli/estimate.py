@@ -1,0 +1,210 @@
+"""`fp8stack estimate`: it parses, calls and prints; what it calculates is in `estimate/`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fp8stack.cli.options import option
+
+if TYPE_CHECKING:
+    from fp8stack.config import RunConfig
+    from fp8stack.estimate.answer import Answer
+    from fp8stack.model.config import GPTConfig
+    from fp8stack.precision import Hardware, Plan
+    from fp8stack.training.setup.memory_check import Footprint
+
+
+def estimate(
+    model: Annotated[str | None, option("Model preset or TOML file. [gpt-nano]")] = None,
+    recipe: Annotated[str | None, option("Precision recipe or TOML file. [auto]")] = None,
+    batch: Annotated[int | None, option("Sequences per step, globally. [8]")] = None,
+    context: Annotated[int | None, option("Tokens per sequence. [the model's]")] = None,
+    accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
+    capability: Annotated[
+        str | None,
+        option("For a GPU of this compute capability (9.0), or a CPU (none). [this machine]"),
+    ] = None,
+    te: Annotated[
+        bool | None,
+        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]"),
+    ] = None,
+    ranks: Annotated[int, option("How many ranks train together. [1]", min=1)] = 1,
+    parallel: Annotated[str | None, option("Several ranks: ddp or fsdp. [ddp]")] = None,
+    optimizer: Annotated[
+        str | None, option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
+    ] = None,
+    activation_checkpointing: Annotated[
+        str | None, option("What runs again in backward: none, selective, block. [none]")
+    ] = None,
+    phases: Annotated[
+        str | None, option("Recipes by phase: conservative, default or aggressive.")
+    ] = None,
+    backend: Annotated[
+        str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
+    ] = None,
+    config: Annotated[str | None, option("Run file (TOML) with the same keys; flags win.")] = None,
+    set: Annotated[
+        list[str] | None, option("Any other key of a run: --set key=value, as often as needed.")
+    ] = None,
+    json: Annotated[bool, option("Print JSON, in bytes.", "--json")] = False,
+) -> None:
+    """How much memory a run would take, part by part, and the largest batch that fits."""
+    flags: dict[str, Any] = {"model": model, "recipe": recipe, "batch": batch, "context": context}
+    flags |= {"accumulate": accumulate, "parallel": parallel, "optimizer": optimizer}
+    flags |= {"activation_checkpointing": activation_checkpointing, "phases": phases}
+    flags |= {"backend": backend}
+    from fp8stack.config import parse_config
+    from fp8stack.estimate import answer as answers
+    from fp8stack.precision.hardware import machine_for
+
+    parsed = parse_config(config, flags, set or [])
+    hardware = machine_for(capability, te, parsed.device)
+    made = answer(parsed, hardware, ranks, memory)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(answers.as_json(made), indent=2))
+    else:
+        _show(made)
+
+
+def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
+    """What a run with this configuration takes on `ranks` machines like `hardware`.
+
+    Raises:
+        UserError: what building the run would raise; a memory that is not above 0.
+    """
+    from fp8stack import presets
+    from fp8stack.compiler import require_compilable
+    from fp8stack.config import for_ranks
+    from fp8stack.distributed.parallelize import require_divisible, require_possible
+    from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate
+    from fp8stack.estimate.machine import memory_of
+    from fp8stack.model.config import load_config
+    from fp8stack.optim.optimizer import require_optimizer
+    from fp8stack.training.setup.build import context_of
+    from fp8stack.training.setup.memory_check import Footprint
+    from fp8stack.training.setup.variants import Decided, plan_phases
+
+    memory = memory_of(hardware) if memory_given is None else _given(memory_given)
+    model = load_config(config.model, config.model_overrides)
+    context = context_of(config, model)
+    config = for_ranks(config, ranks)
+    require_divisible(config, ranks)
+    share = config.accumulate * ranks
+    sequences = config.batch // share
+    asked = Footprint(config, model, context, ranks)
+    require_optimizer(config, hardware, ranks)
+    plans, schedule = plan_phases(config, model, hardware, Decided(), sequences * context)
+    for plan in plans:
+        require_possible(plan, config, ranks)
+        if config.compile:
+            require_compilable(plan, config.activation_checkpointing)
+    trained = [plans[place] for place in schedule.variants]
+    largest = {}
+    if memory is not None:
+        largest = {kind: share * asked.largest(trained, kind, memory[0]) for kind in CHECKPOINTING}
+    own = config.activation_checkpointing
+    recipes = {}
+    for name in presets.names("recipes"):
+        plan = _plan_of(config, name, model, hardware, sequences * context)
+        recipes[name] = plan.precision, asked.estimates([plan], own, sequences)[0]
+    made = {kind: asked.estimates(trained, kind, sequences) for kind in CHECKPOINTING}
+    phases = tuple(
+        PhaseEstimate(
+            name=phase.name,
+            steps=phase.last - phase.first + 1,
+            plan=trained[place],
+            estimates={kind: made[kind][place] for kind in CHECKPOINTING},
+        )
+        for place, phase in enumerate(schedule.phases)
+    )
+    return Answer(
+        asked=_words(config, asked),
+        checkpointing=own,
+        phases=phases,
+        reference=recipes["fp32"][1],
+        recipes={} if config.phases else {n: (r, e.peak) for n, (r, e) in recipes.items()},
+        memory=None if memory is None else memory[0],
+        memory_of="" if memory is None else memory[1],
+        largest=largest,
+    )
+
+
+def _given(memory: str) -> tuple[int, str]:
+    """The bytes that `--memory` names, and whose they are. Without a unit it is in GiB."""
+    import re
+
+    from fp8stack.errors import UserError, quoted
+
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(([MGT])(i?)B?|)", memory.strip(), re.IGNORECASE)
+    size = 0
+    if found:
+        number, unit, prefix, binary = found.groups()
+        power = " MGT".index((prefix or "G").upper()) + 1
+        decimal = unit.upper().endswith("B") and not binary
+        size = round(float(number) * (1000 if decimal else 1024) ** power)
+    if not size:
+        raise UserError(
+            f"--memory {quoted(memory)} is no memory. Give GiB, such as 80, or a unit: 80GB, 80GiB."
+        )
+    return size, "--memory"
+
+
+def _words(config: RunConfig, of: Footprint) -> dict[str, str | int]:
+    """The run in words and numbers."""
+    asked: dict[str, str | int] = {
+        "model": config.model,
+        "parameters": of.model.parameters(),
+        "recipe": config.recipe,
+        "batch": config.batch,
+        "context": of.context,
+        "accumulate": config.accumulate,
+        "optimizer": config.optimizer,
+        "activation_checkpointing": config.activation_checkpointing,
+    }
+    return asked | ({"ranks": of.ranks, "parallel": config.parallel} if of.ranks > 1 else {})
+
+
+def _plan_of(
+    config: RunConfig, name: str, model: GPTConfig, hardware: Hardware, tokens: int
+) -> Plan:
+    """The plan of another recipe, whatever is substituted for it."""
+    from fp8stack.model.config import plan_for
+    from fp8stack.training.setup.variants import unwanted_backends
+
+    without = unwanted_backends(config)
+    return plan_for(model, name, hardware, config.backend, tokens=tokens, without=without)
+
+
+def _show(made: Answer) -> None:
+    """A table on a terminal, Markdown's where it is piped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fp8stack.estimate.answer import head, sentences, tables
+
+    console = Console()
+    print(head(made))
+    print(*made.worst.plan.summary(), sep="\n")
+    for title, heads, rows in tables(made):
+        print()
+        if console.is_terminal:
+            table = Table(title=title, title_justify="left")
+            for name in heads:
+                table.add_column(name)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            continue
+        print(title)
+        print(f"| {' | '.join(heads)} |")
+        print("|---" * len(heads) + "|")
+        for row in rows:
+            print(f"| {' | '.join(row)} |")
+    print()
+    print(*sentences(made), sep="\n")

@@ -1,0 +1,78 @@
+"""`fp8stack generate`: it parses and calls; it computes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8stack.cli.options import THREADS, option
+from fp8stack.errors import UserError, quoted
+
+
+def generate(
+    run: Annotated[str, typer.Argument(help="Run or checkpoint folder.", show_default=False)],
+    prompt: Annotated[
+        str | None, option("What the text begins with. [the start of a document]")
+    ] = None,
+    prompt_file: Annotated[
+        str | None, option("File with what the text begins with, in UTF-8.")
+    ] = None,
+    tokens: Annotated[int, option("How many tokens to write at most. [256]")] = 256,
+    seed: Annotated[int, option("Of the draw: the same seed, the same text. [0]")] = 0,
+    temperature: Annotated[
+        float, option("What logits are divided by; 0 takes the likeliest token. [0.8]")
+    ] = 0.8,
+    top_k: Annotated[int | None, option("Draw from the k likeliest tokens. [all]")] = None,
+    top_p: Annotated[
+        float | None, option("Draw from the likeliest tokens of this total probability. [all]")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        option("Precision recipe or TOML file. [bf16 where the machine multiplies it, else fp32]"),
+    ] = None,
+    backend: Annotated[
+        str, option("Who computes: auto, te, torch, emulate, reference. [auto]")
+    ] = "auto",
+    tokenizer: Annotated[
+        str | None, option("Of a run that does not know it: bytes, gpt2, or a tokenizer.json.")
+    ] = None,
+    device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Text that a trained model writes, on stdout as it comes; how fast, on stderr."""
+    if prompt is not None and prompt_file is not None:
+        raise UserError("Give --prompt or --prompt-file, not both.")
+    if prompt_file is not None:
+        prompt = _read(prompt_file)
+    from fp8stack.generate import Request, write
+    from fp8stack.model.sampling import Sampling
+    from fp8stack.threads import use_threads
+
+    use_threads(threads)
+    write(
+        Request(
+            run=run,
+            prompt=prompt or "",
+            tokens=tokens,
+            seed=seed,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            recipe=recipe,
+            tokenizer=tokenizer,
+            device=device,
+            backend=backend,
+        )
+    )
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--prompt-file {quoted(name)} is not UTF-8 text: byte {error.start} is none of it."
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or "that is no path"
+        raise UserError(f"Cannot read --prompt-file {quoted(name)}: {reason}.") from error

@@ -1,0 +1,171 @@
+"""The shape of a GPT, and the plan for its layers. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from fp8stack import presets
+from fp8stack.precision import Hardware, Plan, Recipe, resolve
+from fp8stack.precision.shapes import load_measured
+
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class GPTConfig(BaseModel):
+    """The shape of a GPT: `models/*.toml`. GPT-2's choices are the defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    vocabulary: Size
+    context: Size
+    layers: Size
+    width: Size
+    heads: Size
+    kv_heads: Size | None = None
+    """Fewer than `heads` is grouped-query attention; None is as many."""
+    mlp_width: Size | None = None
+    """None is 4 x width."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu_tanh"
+    positions: Literal["learned", "rope"] = "learned"
+    rope_theta: PositiveFloat = 10_000.0
+    qk_norm: bool = False
+    bias: bool = True
+    tied: bool = True
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init_std: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> GPTConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        if self.heads % self.query_groups:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.positions == "rope" and self.head_width % 2:
+            raise ValueError(f"RoPE needs an even head width, this is {self.head_width}")
+        return self
+
+    @property
+    def query_groups(self) -> int:
+        """G: how many heads keys and values have."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        """E."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's inner width."""
+        return self.mlp_width or 4 * self.width
+
+    def linear_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, int]]:
+        """`{module path: (in, out)}` of every linear layer, in the order of the forward pass."""
+        qkv = (self.heads + 2 * self.query_groups) * self.head_width
+        up = self.hidden * (2 if self.activation == "swiglu" else 1)
+        shapes = {}
+        for i in range(self.layers):
+            shapes[f"blocks.{i}.attention.qkv"] = (self.width, qkv)
+            shapes[f"blocks.{i}.attention.output"] = (self.width, self.width)
+            shapes[f"blocks.{i}.mlp.up"] = (self.width, up)
+            shapes[f"blocks.{i}.mlp.down"] = (self.hidden, self.width)
+        shapes["lm_head"] = (self.width, vocabulary or self.vocabulary)
+        return shapes
+
+    def parameter_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, ...]]:
+        """`{name: shape}` of every parameter of a `GPT`, tied ones once; all of them are float32.
+
+        Args:
+            vocabulary: as it is padded; the model's own if left out.
+        """
+        rows = vocabulary or self.vocabulary
+        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (rows, self.width)}
+        if self.positions == "learned":
+            shapes["position_embedding.weight"] = (self.context, self.width)
+        norms = ["final_norm"]
+        for i in range(self.layers):
+            norms += [f"blocks.{i}.attention_norm", f"blocks.{i}.mlp_norm"]
+            if self.qk_norm:
+                for name in ("query_norm", "key_norm"):
+                    shapes[f"blocks.{i}.attention.{name}.weight"] = (self.head_width,)
+        for norm in norms:
+            shapes[f"{norm}.weight"] = (self.width,)
+            if self.norm == "layernorm" and self.bias:
+                shapes[f"{norm}.bias"] = (self.width,)
+        for name, (inputs, outputs) in self.linear_shapes(rows).items():
+            if name != "lm_head" or not self.tied:
+                shapes[f"{name}.weight"] = (outputs, inputs)
+            if self.bias and name != "lm_head":
+                shapes[f"{name}.bias"] = (outputs,)
+        return shapes
+
+    def parameters(self) -> int:
+        """How many parameters the model has; tied ones count once, padding does not."""
+        return sum(map(math.prod, self.parameter_shapes().values()))
+
+    def flops_per_token(self, context: int | None = None) -> int:
+        """Floating-point operations of forward and backward per token, causal attention counted
+        as half: `6 x matmul parameters + 6 x layers x width x context`."""
+        matmul = sum(inputs * outputs for inputs, outputs in self.linear_shapes().values())
+        return 6 * matmul + 6 * self.layers * self.width * (context or self.context)
+
+
+def load_config(name: str, overrides: Mapping[str, object] | None = None) -> GPTConfig:
+    """The configuration called `name`, or the one in the TOML file at the path `name`.
+
+    Raises:
+        UserError: no such model or file, an unknown key, sizes that do not divide.
+    """
+    stem, table = presets.read("models", name)
+    table.pop("training", None)  # what it is trained with: config.py
+    config: GPTConfig = presets.parse(GPTConfig, table | dict(overrides or {}), f"model '{stem}'")
+    return config
+
+
+def padded_vocabulary(config: GPTConfig, multiple: int) -> int:
+    """The vocabulary rounded up to a multiple; the rows beyond it are zero and stay zero."""
+    return -(-config.vocabulary // multiple) * multiple
+
+
+def plan_for(
+    config: GPTConfig,
+    recipe: str | Recipe,
+    hardware: Hardware,
+    backend: str = "auto",
+    strict: bool = False,
+    tokens: int | None = None,
+    left_out: Mapping[str, str] | None = None,
+    vocabulary_multiple: int = 1,
+    without: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan for a GPT of this shape, layer by layer. Raises what `resolve` raises.
+
+    Args:
+        config: the shape.
+        recipe: see `resolve`.
+        hardware: see `resolve`.
+        backend: see `resolve`.
+        strict: see `resolve`.
+        tokens: of a micro-batch; if known, the plan says in which layers FP8 may not pay.
+        left_out: layers to leave out, with the reason.
+        vocabulary_multiple: what the vocabulary is padded to at least.
+        without: see `resolve`.
+    """
+    plan = resolve(recipe, hardware, backend, strict, without=without)
+    measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
+    multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
+    vocabulary = padded_vocabulary(config, multiple)
+    made = plan.for_layers(
+        config.linear_shapes(vocabulary), left_out=left_out, tokens=tokens, measured=measured
+    )
+    needed = max(made.vocabulary_multiple, vocabulary_multiple)
+    if needed == multiple:
+        return made
+    vocabulary = padded_vocabulary(config, needed)  # it is FP8 no more
+    return made.for_layers(config.linear_shapes(vocabulary))

@@ -1,0 +1,393 @@
+"""The GPT, of the shape that a `GPTConfig` has. It must not know which precision its layers run in.
+
+B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8stack.backends import Backend, build_backend
+from fp8stack.backends.activation_checkpoint import contexts
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.loss import head_loss
+from fp8stack.ops.activations import ACTIVATIONS
+from fp8stack.ops.attention import Mask, dense_mask, document_mask
+from fp8stack.ops.kv_cache import KVCache, LayerCache
+from fp8stack.precision import Hardware
+
+Recompute = Literal["none", "selective", "block"]
+SELECTIVE_COMPILED = (
+    "activation_checkpointing selective does not work with --compile: compiled code chooses by "
+    "itself what it keeps. Use none, block for less memory, or leave --compile out."
+)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, with grouped queries, RoPE and QK-norm where configured."""
+
+    def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = backend
+        shapes = config.linear_shapes()
+        qkv, output = f"{path}.qkv", f"{path}.output"
+        self.qkv = backend.linear(qkv, *shapes[qkv], config.bias)
+        self.output = backend.linear(output, *shapes[output], config.bias)
+        if config.qk_norm:
+            self.query_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
+            self.key_norm = backend.norm("rmsnorm", config.head_width, config.norm_eps, False)
+
+    def forward(
+        self,
+        qkv_BTF: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Mask | None = None,
+        cached: tuple[LayerCache, int] | None = None,
+    ) -> Tensor:
+        """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype.
+
+        Args:
+            rotation: RoPE's cosines and sines at the tokens' places.
+            mask: see `Backend.attention`.
+            cached: keys and values of earlier tokens, and how many these are.
+        """
+        config = self.config
+        groups = config.query_groups
+        heads_BHTE = rearrange(qkv_BTF, "b t (h e) -> b h t e", e=config.head_width)
+        q_BHTE, k_BGTE, v_BGTE = torch.split(heads_BHTE, [config.heads, groups, groups], dim=1)
+        if config.qk_norm:
+            q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
+        if rotation is not None:
+            q_BHTE, k_BGTE = rotate(q_BHTE, *rotation), rotate(k_BGTE, *rotation)
+        if cached is not None:
+            layer, start = cached
+            k_BGTE, v_BGTE = layer.extended(start, k_BGTE, v_BGTE)
+        y_BHTE = self.backend.attention(
+            q_BHTE,
+            k_BGTE,
+            v_BGTE,
+            dropout=config.dropout if self.training else 0.0,
+            mask=mask,
+        )
+        y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
+        return y
+
+
+class MLP(nn.Module):
+    """Two linears around an activation; SwiGLU's gate and value are one GEMM, gate first."""
+
+    def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
+        super().__init__()
+        self.activation = config.activation
+        shapes = config.linear_shapes()
+        up, down = f"{path}.up", f"{path}.down"
+        self.up = backend.linear(up, *shapes[up], config.bias)
+        self.down = backend.linear(down, *shapes[down], config.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] float32 -> [B, T, D] in the compute dtype."""
+        y: Tensor = self.down(ACTIVATIONS[self.activation](self.up(x_BTD)))
+        return y
+
+
+class Compilable(nn.Module):
+    """A module whose forward pass can be compiled; a copy of it is not."""
+
+    def compile_forward(self, backend: str | Callable[..., Any], mode: str = "default") -> None:
+        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
+        options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+        if mode != "default":  # backends but inductor take none
+            options["mode"] = mode
+        self.forward = torch.compile(self.forward, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "forward"}
+
+
+class Block(Compilable):
+    """Pre-norm attention and MLP on a float32 residual stream."""
+
+    def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
+        super().__init__()
+        self.backend = backend
+        norm = (config.norm, config.width, config.norm_eps, config.bias)
+        self.attention_norm = backend.norm(*norm)
+        self.attention = Attention(config, backend, f"{path}.attention")
+        self.mlp_norm = backend.norm(*norm)
+        self.mlp = MLP(config, backend, f"{path}.mlp")
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Mask | None = None,
+        cached: tuple[LayerCache, int] | None = None,
+    ) -> Tensor:
+        """[B, T, D] float32 -> [B, T, D] float32; for the rest see `Attention.forward`."""
+        qkv_BTF = self.backend.norm_linear(x_BTD, self.attention_norm, self.attention.qkv)
+        mixed = self.attention(qkv_BTF, rotation, mask, cached)
+        x_BTD = x_BTD + self.dropout(mixed).float()
+        expanded = self.backend.norm_mlp(x_BTD, self.mlp_norm, self.mlp)
+        x_BTD = x_BTD + self.dropout(expanded).float()
+        return x_BTD
+
+
+class Loss(Compilable):
+    """The end of the model, from the last block to the loss; it borrows its two layers."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+
+    def forward(
+        self, norm: nn.Module, head: nn.Module, x_BTD: Tensor, targets_BT: Tensor
+    ) -> Tensor:
+        """The mean cross-entropy of `head(norm(x))` in nats per token: float32, 0-dim."""
+        return head_loss(head, norm(x_BTD), targets_BT, self.vocabulary)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, built of a backend's layers.
+
+    Args:
+        config: its shape.
+        backend: who computes; plain float32 torch if left out.
+        seed: of the initial weights, which depend on it and on `config` alone: every recipe and
+            every device starts from the same.
+
+    Attributes:
+        recompute: what blocks keep for the backward pass, and run again in it (activation
+            checkpointing): "none" keeps all, "selective" their inputs and what GEMMs and attention
+            gave, "block" their inputs alone. The gradients are the same to the bit.
+    """
+
+    def __init__(self, config: GPTConfig, backend: Backend | None = None, *, seed: int = 0) -> None:
+        super().__init__()
+        if backend is None:
+            backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
+        self.config = config
+        self.backend = backend
+        self.recompute: Recompute = "none"
+        padded = padded_vocabulary(config, backend.vocabulary_multiple)
+        self.embedding = nn.Embedding(padded, config.width)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            Block(config, backend, f"blocks.{i}") for i in range(config.layers)
+        )
+        self.final_norm = backend.norm(config.norm, config.width, config.norm_eps, config.bias)
+        self.lm_head = backend.linear("lm_head", config.width, padded, False)
+        self.loss = Loss(config.vocabulary)
+        if config.tied:
+            self.lm_head.weight = self.embedding.weight
+        self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        initialize(self, seed)
+        backend.attach(self)
+        backend.set_matmul_precision(self)
+
+    @overload
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: None = None,
+        documents_BT: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor: ...
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits, or the loss if there are targets.
+
+        Args:
+            tokens_BT: int64 [B, T], each below the vocabulary, T at most the context.
+            targets_BT: int64 [B, T], the next tokens; -100 is left out of the mean.
+            documents_BT: int64 [B, T], the document that each token is of: attention stays within
+                it. Positions go on through all of a row.
+            cache: what `new_cache` gave: the tokens follow those that it holds, and are added.
+                Not in training, and not together with documents.
+
+        Returns:
+            float32 [B, T, V], or the mean cross-entropy in nats per token, 0-dim.
+
+        Raises:
+            ValueError: the tokens, with those of the cache, are more than the context, or than the
+                cache can hold; a cache in training or with documents.
+        """
+        start = 0 if cache is None else cache.length
+        T = tokens_BT.shape[1]
+        if self.config.context < start + T:
+            raise ValueError(
+                f"{start + T} tokens are more than the model's context, {self.config.context}."
+            )
+        if cache is not None and cache.room < start + T:
+            raise ValueError(f"{start + T} tokens are more than the cache's {cache.room}.")
+        mask = self._mask(T, documents_BT, cache, tokens_BT.device)
+        x_BTD = self.embedding(tokens_BT)
+        rotation = None
+        if self.config.positions == "learned":
+            x_BTD = x_BTD + self.position_embedding.weight[start : start + T]
+        else:
+            cosine, sine = self._rotation(x_BTD.device)
+            rotation = (cosine[start : start + T], sine[start : start + T])
+        x_BTD = self.dropout(x_BTD)
+        x_BTD = self._through_blocks(x_BTD, rotation, mask, cache)
+        if targets_BT is not None:
+            loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
+            return loss
+        logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
+        return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
+
+    def _mask(
+        self, T: int, documents_BT: Tensor | None, cache: KVCache | None, device: torch.device
+    ) -> Mask | None:
+        """What attention needs to be told, once for all blocks; None where it is causal as is."""
+        if cache is None:
+            if documents_BT is None:
+                return None
+            drops = self.training and self.config.dropout > 0
+            return document_mask(
+                documents_BT,
+                self.backend.attention_dtype,
+                head_width=self.config.head_width,
+                all=drops or self.recompute == "selective",
+            )
+        if documents_BT is not None or torch.is_grad_enabled():
+            raise ValueError("A cache serves generation alone: torch.no_grad() and no documents.")
+        if cache.length == 0 or T == 1:
+            return None
+        shape = (1, 1, T, cache.length + T)
+        allowed = torch.ones(shape, dtype=torch.bool, device=device).tril(cache.length)
+        return dense_mask(allowed, self.backend.attention_dtype)
+
+    def _through_blocks(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Mask | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """The residual stream after all blocks: [B, T, D] float32, as it comes in."""
+        if cache is not None:
+            for block, layer in zip(self.blocks, cache.layers, strict=True):
+                x_BTD = block(x_BTD, rotation, mask, (layer, cache.length))
+            cache.length += x_BTD.shape[1]
+            return x_BTD
+        # Whoever wraps a block's forward pass need know of a mask only where there are documents.
+        given = (rotation,) if mask is None else (rotation, mask)
+        for block in self.blocks:
+            if self.recompute == "none" or not torch.is_grad_enabled():
+                x_BTD = block(x_BTD, *given)
+            elif self.recompute == "block":
+                x_BTD = checkpoint(block, x_BTD, *given, use_reentrant=False)
+            else:
+                x_BTD = checkpoint(block, x_BTD, *given, use_reentrant=False, context_fn=contexts)
+        return x_BTD
+
+    def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
+        """An empty cache on the model's device, of 2 x layers x batch x G x tokens x E elements of
+        the dtype that attention computes in.
+
+        Args:
+            batch: how many sequences.
+            tokens: how many of each it is to hold; a context if left out.
+        """
+        config, device = self.config, self.embedding.weight.device
+        shape = (batch, config.query_groups, tokens or config.context, config.head_width)
+        dtype = self.backend.attention_dtype
+        return KVCache([LayerCache(shape, dtype, device) for _ in self.blocks])
+
+    def compile_blocks(
+        self, backend: str | Callable[..., Any] = "inductor", mode: str = "default"
+    ) -> None:
+        """Compile the model in place, without graph breaks: each block by itself, so that one
+        compilation serves all that are alike, and the loss. `backend` and `mode` are
+        torch.compile's.
+
+        Raises:
+            UserError: `recompute` is "selective".
+        """
+        if self.recompute == "selective":
+            # What a compiled block's operators give may lie in memory that it uses again.
+            raise UserError(SELECTIVE_COMPILED)
+        allow_many_compilations()
+        for part in self.modules():
+            if isinstance(part, Compilable):
+                part.compile_forward(backend, mode)
+
+    def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""
+        if device not in self._rotations:
+            with torch.inference_mode(False):  # else no later pass could be trained
+                self._rotations[device] = rope_tables(self.config, device)
+        return self._rotations[device]
+
+
+def allow_many_compilations() -> None:
+    """Let torch.compile hold more of a class than the 8 at which it would stop: blocks of several
+    kinds, trained and evaluated, or several models in one process, are soon more."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+
+
+def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E / 2] each."""
+    half = config.head_width // 2
+    exponents = torch.arange(half, dtype=torch.float64) / half
+    angles = torch.outer(
+        torch.arange(config.context, dtype=torch.float64), config.rope_theta**-exponents
+    )
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def rotate(x_BHTE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + E/2) of each head in float32, as Llama does."""
+    first, second = x_BHTE.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+@torch.no_grad()
+def initialize(model: GPT, seed: int) -> None:
+    """GPT-2's initialisation: normal, residual projections scaled by 1 / sqrt(2 x layers), biases
+    zero, norms one. Drawn on the CPU, unpadded, so that every recipe starts from the same."""
+    config = model.config
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            std = config.init_std / (math.sqrt(2 * config.layers) if residual else 1.0)
+            rows = parameter.shape[0]
+            if name in PADDED:
+                rows = config.vocabulary
+                parameter.zero_()
+            parameter[:rows] = torch.empty(rows, *parameter.shape[1:]).normal_(
+                0.0, std, generator=generator
+            )
+
+
+PADDED = ("embedding.weight", "lm_head.weight")
+"""The parameters whose rows are padded to `Backend.vocabulary_multiple`."""

@@ -1,0 +1,153 @@
+"""Tokens that a model continues others with: which are likely, and a draw that a seed repeats.
+
+It must not know text, runs, or recipes. V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import NumericFailure, UserError
+from fp8stack.model.gpt import GPT
+from fp8stack.ops.kv_cache import KVCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen.
+
+    Attributes:
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens; None from all.
+        top_p: draw from the likeliest tokens that together have at least this probability, after
+            `top_k` (nucleus sampling, arXiv 1904.09751); None from all.
+
+    Raises:
+        UserError: a number outside its range.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"--temperature {self.temperature} is none. Use 0 or more.")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"--top-k {self.top_k} leaves no token. Use 1 or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p} is no share. Use more than 0, at most 1.")
+
+
+def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """The logits [V] to draw from: by a temperature above 0, and minus infinity for each token that
+    is not to be drawn. Tokens as likely as the last that `top_k` takes are taken too."""
+    logits_V = logits_V / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(logits_V):
+        least = logits_V.topk(sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ascending_V, order_V = logits_V.sort()
+        rest = ascending_V.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        rest[-1] = False  # the likeliest is always taken
+        logits_V = logits_V.index_fill(0, order_V[rest], -torch.inf)
+    return logits_V
+
+
+def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """The next token, drawn on the CPU.
+
+    Raises:
+        NumericFailure: logits are not finite.
+    """
+    logits_V = logits_V.float().cpu()
+    if not logits_V.isfinite().all():
+        raise NumericFailure(
+            "The model's logits are not finite. Take an older checkpoint, or another recipe."
+        )
+    if sampling.temperature < 1e-20:  # divided by less, logits are infinite
+        return int(logits_V.argmax())
+    chances_V = filtered(logits_V, sampling).softmax(dim=-1)
+    return int(torch.multinomial(chances_V, 1, generator=generator))
+
+
+def generate(
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    stop: Collection[int] = (),
+    vocabulary: int | None = None,
+    when_full: Callable[[], None] = lambda: None,
+) -> Iterator[int]:
+    """Up to `count` tokens that `model` continues `prompt` with, each as soon as it is known.
+
+    The draw depends on `seed` alone; torch's random state is not touched. A compiled model runs
+    uncompiled. Of a prompt longer than the context, the end is read. Where the context is full, the
+    last half of it is kept and read again.
+
+    Args:
+        model: in any mode; it is left as it was.
+        prompt: one token or more.
+        count: how many.
+        sampling: how each is chosen.
+        seed: of the draw, 0 to 2**64 - 1.
+        stop: tokens that end the text; they are not given.
+        vocabulary: only tokens below this are drawn; the model's if left out.
+        when_full: called each time that the context is full.
+
+    Raises:
+        ValueError: an empty prompt.
+        NumericFailure: the model's logits are not finite.
+    """
+    if not prompt:
+        raise ValueError("A model continues a prompt of one token or more.")
+    context = model.config.context
+    generator = torch.Generator().manual_seed(seed)
+    cache = model.new_cache(tokens=min(context, len(prompt) + count))
+    tokens = list(prompt)
+    new = tokens[-context:]
+    for _ in range(count):
+        if cache.length + len(new) > context:
+            when_full()
+            cache.length = 0
+            new = tokens[-max(context // 2, 1) :]
+        token = draw(_next_logits(model, new, cache)[:vocabulary], sampling, generator)
+        if token in stop:
+            return
+        yield token
+        tokens.append(token)
+        new = [token]
+
+
+def _next_logits(model: GPT, tokens: Sequence[int], cache: KVCache) -> Tensor:
+    """The logits [V] of the token after `tokens`, which follow those in the cache."""
+    with _inference(model):
+        window = torch.tensor([tokens], device=model.embedding.weight.device)
+        logits_BTV: Tensor = model(window, cache=cache)
+    return logits_BTV[0, -1]
+
+
+@contextmanager
+def _inference(model: GPT) -> Iterator[None]:
+    """No gradients, no dropout, nothing compiled: each length would be compiled anew."""
+    was_training = model.training
+    # Nothing is compiled as long as nobody imported the compiler, which takes a second.
+    compiler = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
+    if was_training:
+        model.eval()
+    try:
+        with torch.no_grad(), eager:
+            yield
+    finally:
+        if was_training:
+            model.train()

@@ -1,0 +1,1 @@
+"""Tensor operations below the backends: attention, activations, scaled GEMMs, cast kernels."""

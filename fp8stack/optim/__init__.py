@@ -1,0 +1,1 @@
+"""Optimizers, gradient clipping and the loss scale."""

@@ -1,0 +1,102 @@
+"""Several optimizers, of disjoint parameters, that a run sees as one. It must not know which."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Muon, Optimizer
+
+
+class ChainedOptimizer(Optimizer):
+    """Steps all of `optimizers`. Groups and state are theirs, not copies.
+
+    One that does not skip a step by itself while its `found_inf` is a 1, as torch's fused ones do,
+    is left out then: for such ones the host reads a number in each step, for which a GPU is waited
+    for.
+
+    Args:
+        optimizers: none of them shares a parameter with another.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__([one for group in groups for one in group["params"]], {})
+        self.optimizers = tuple(optimizers)
+        self.param_groups = groups
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self.state = state
+        for optimizer in optimizers:
+            optimizer.state = state
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step each optimizer but those that are to skip. There is no closure."""
+        assert closure is None
+        for optimizer in self.optimizers:
+            if _is_left_out(optimizer):
+                _begin(optimizer)
+            else:
+                optimizer.step()
+        return None
+
+
+def optimizers_in(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Those that it consists of; itself, if it is one."""
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_left_out(optimizer: Optimizer) -> bool:
+    """Whether it is to skip this step and cannot do so by itself."""
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's name for it
+    return found_inf is not None and not by_itself and bool(found_inf)
+
+
+def _begin(optimizer: Optimizer) -> None:
+    """Give it the state that it begins with, as torch's fused ones have after a skipped step, so
+    that a run may be saved then."""
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None and not optimizer.state.get(parameter):
+            optimizer.state[parameter] = first_state(optimizer, parameter)
+
+
+def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What the optimizer keeps of a parameter before its first step: AdamW, SGD, Muon,
+    torchao's."""
+    if isinstance(optimizer, SGD) and not optimizer.defaults["momentum"]:
+        return {}
+    if isinstance(optimizer, SGD | Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    new_buffer = getattr(optimizer, "_new_buffer", None)  # torchao's, private (0.18)
+    if new_buffer is not None:
+        first, second = new_buffer(parameter.detach(), True), new_buffer(parameter.detach(), False)
+        return {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+    moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=parameter.device), **moments}
+
+
+def plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A parameter's state as plain tensors: one of torchao's becomes `exp_avg.codes`,
+    `exp_avg.scale` and so on. They share its memory."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
+            found[key] = value
+            continue
+        names, _ = value.__tensor_flatten__()
+        found |= {f"{key}.{name}": getattr(value, name) for name in names}
+    return found

@@ -1,0 +1,154 @@
+"""The optimizer that a run asks for, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from fp8stack.compiler import require_tools
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
+from fp8stack.optim.chained import ChainedOptimizer, first_state
+from fp8stack.optim.low_bit import BLOCK, SMALLEST, low_bit_adamw, require_torchao
+from fp8stack.precision import Hardware
+
+
+def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
+    """See that the optimizer can be had here, before anything is built or written.
+
+    Raises:
+        UserError: what it needs is missing, or it is not tested with FSDP2.
+    """
+    name, instead = config.optimizer, "choose --set optimizer=adamw"
+    if name == "adamw":
+        return
+    if ranks > 1 and config.parallel == "fsdp":
+        raise UserError(
+            f"optimizer {name} is not tested with --parallel fsdp. Choose --parallel ddp, or "
+            f"{instead[7:]}."
+        )
+    if name in ("sgd", "muon"):
+        return
+    require_torchao()
+    require_tools(hardware.device, f"optimizer {name}", instead)
+    if name == "adamwfp8" and (hardware.capability or (8, 9)) < (8, 9):
+        raise UserError(
+            "optimizer adamwfp8 needs a GPU that converts to FP8, of compute capability 8.9 or "
+            "higher. Choose --set optimizer=adamw8bit."
+        )
+
+
+def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) -> Optimizer:
+    """The optimizer that `config` names; weights and the update are float32 in every recipe.
+
+    Matrices and embeddings decay, vectors (norms, biases) do not. `sgd` is torch's, with momentum;
+    its decay is part of the gradient. `muon`, `adamw8bit` and
+    `adamwfp8` are for the matrices of the blocks; the rest has fused AdamW, with float32 moments.
+    Muon's steps are scaled to AdamW's size (Liu et al. 2025, arXiv:2502.16982), so that one
+    learning rate and one weight decay serve both.
+
+    Args:
+        model: whose parameters are trained.
+        config: of the run.
+        fused: without it AdamW is for a look at its groups alone, as for a model without memory.
+
+    Raises:
+        UserError: torchao is missing, or no matrix is large enough for moments of 8 bits.
+    """
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    if config.optimizer == "adamw":
+        return _adamw([parameter for _, parameter in named], config, fused)
+    if config.optimizer == "sgd":
+        return _sgd([parameter for _, parameter in named], config, fused)
+    inner = [one for name, one in named if _is_inner(name, one, config)]
+    if not inner:
+        raise UserError(
+            f"optimizer {config.optimizer}: no matrix in the blocks of model {config.model} is one "
+            f"that it takes (8 bits: {SMALLEST:,} elements or more). Choose --set optimizer=adamw."
+        )
+    chosen = {id(one) for one in inner}
+    rest = [one for _, one in named if id(one) not in chosen]
+    if config.optimizer == "muon":
+        first: Optimizer = Muon(
+            inner,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    else:
+        first = low_bit_adamw(config.optimizer, inner, config)
+    return ChainedOptimizer([first, _adamw(rest, config, fused)])
+
+
+def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
+    """Whether a parameter is a matrix of a block, and one for the optimizer that is asked for."""
+    if not name.startswith("blocks.") or parameter.ndim != 2:
+        return False
+    size = parameter.numel()
+    return config.optimizer == "muon" or (size >= SMALLEST and size % BLOCK == 0)
+
+
+def _groups(parameters: Sequence[Tensor], config: RunConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors without."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _sgd(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> SGD:
+    made = SGD(_groups(parameters, config), lr=config.lr, momentum=config.momentum, fused=fused)
+    for parameter in parameters:
+        # The fused kernel (torch 2.13) leaves a first buffer uninitialized where it skips the step.
+        # From zeros, the first step is the same.
+        if state := first_state(made, parameter):
+            made.state[parameter] = state
+    return made
+
+
+def _adamw(parameters: Sequence[Tensor], config: RunConfig, fused: bool) -> AdamW:
+    return AdamW(
+        _groups(parameters, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        fused=fused,
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Have the next step of all groups take this learning rate."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, on the host
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def learning_rate(step: int, config: RunConfig) -> float:
+    """The learning rate of `step` (1 is the first), a function of it alone: nothing to save.
+
+    Linear warm-up, then a cosine to `min_lr x lr` at the last step, or, for "wsd" (warm-up, stable,
+    decay), the full rate and a linear fall over the last `decay_fraction` of the steps.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "cosine":
+        done = _share(step, config.warmup_steps, config.steps)
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        stable_until = round(config.steps * (1 - config.decay_fraction))
+        left = 1 - _share(step, max(config.warmup_steps, stable_until), config.steps)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * left)
+
+
+def _share(step: int, start: int, end: int) -> float:
+    """How much of the way from `start` to `end` is behind `step`: 0 to 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))

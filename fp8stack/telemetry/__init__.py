@@ -1,0 +1,1 @@
+"""What low precision does to the operands and gradients of a training step."""

@@ -1,0 +1,315 @@
+"""What FP8 does to each operand, measured on some steps. It must not know a file or a loop.
+
+A sample looks at the first micro-batch of a step: each operand's amax, scale, what was clipped,
+what became zero, and its signal-to-noise ratio; in other recipes as well, if asked "what if"; and,
+in any recipe, at the gradients of the whole step. The figures stay on the device until `finish`
+brings them over, all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends.base import DTYPES
+from fp8stack.backends.observe import Operand, fp8_linears, observing, scale_of
+from fp8stack.errors import UserError
+from fp8stack.numerics.error import (
+    FIGURES,
+    block_error,
+    cast_error,
+    headroom_bits,
+    mxfp8_error,
+    sqnr_db,
+    tensor_error,
+)
+from fp8stack.precision import Plan, Recipe, load_recipe
+from fp8stack.precision.recipe import (
+    BlockRecipe,
+    CurrentRecipe,
+    DelayedRecipe,
+    Mxfp8Recipe,
+    PlainRecipe,
+)
+from fp8stack.telemetry import gradients
+
+Row = dict[str, Any]
+_Cast = Literal["input", "weight", "grad_output"]
+_TRACKED = ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db")
+
+
+class Sample(NamedTuple):
+    """What a look at one step gave.
+
+    Attributes:
+        rows: JSON objects: one of the model, then one per operand and recipe, then one per part
+            that has a gradient.
+        numbers: the same by name, for trackers: `fp8/sqnr_db/blocks.0.mlp.up.input`,
+            `gradient/norm/blocks.0.mlp.up`.
+    """
+
+    rows: list[Row]
+    numbers: dict[str, float]
+
+
+class _Measured(NamedTuple):
+    """One operand in one recipe; `figures`: `FIGURES` and the scale, NaN where there are many."""
+
+    layer: str
+    operand: _Cast
+    recipe: Recipe
+    what_if: bool
+    figures: Tensor
+
+
+class Telemetry:
+    """Samples the steps of one run.
+
+    Args:
+        plan: what runs. Without FP8, the linears are looked at with `what_if` alone.
+        every: a step in so many is sampled, besides the first and the last; 0 for none.
+        what_if: recipes, by name or path, to try on the same operands.
+        operands: whether this process looks at operands. Of several ranks one does, and all take
+            part in looking at gradients, which they may share out.
+
+    Raises:
+        UserError: no such recipe, one that cannot be tried, or two of the same name.
+    """
+
+    def __init__(
+        self, plan: Plan, every: int, what_if: Sequence[str] = (), *, operands: bool = True
+    ) -> None:
+        self.plan = plan
+        self.every = every
+        self.what_if = _recipes_to_try(what_if)
+        self.operands = operands
+        self._flow: gradients.Flow | None = None
+        self._seen: list[_Measured] = []
+        self._changes: Tensor | None = None
+        self._scales: Tensor | None = None  # at the sample before, [slots]
+
+    def due(self, step: int, first_step: int, last_step: int) -> bool:
+        """Whether `step` of a run from `first_step` to `last_step` is to be sampled."""
+        if not self.every:
+            return False
+        return step in (first_step, last_step) or step % self.every == 0
+
+    @property
+    def sees_operands(self) -> bool:
+        """Whether `sampling` has anything to look at."""
+        return self.operands and (self.plan.is_fp8 or bool(self.what_if))
+
+    @contextmanager
+    def sampling(self, model: nn.Module) -> Iterator[None]:
+        """Look at the forward and backward pass of `model` that is made inside. Of a layer that is
+        called several times the first call counts. A compiled model must run under
+        `torch.compiler.set_stance("force_eager")`, see `observing`.
+
+        Args:
+            model: the model that was built or converted, not what wraps it.
+        """
+        self._seen.clear()
+        done: set[tuple[str, str]] = set()
+
+        def see(path: str, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+            if not done and self.plan.runs_fp8 and isinstance(self.plan.recipe, DelayedRecipe):
+                self._compare_scales(layer)
+            if (path, operand) not in done:
+                done.add((path, operand))
+                self._measure(path, layer, cast(_Cast, operand), x)
+
+        try:
+            with observing(model, see, layers=self._layers(model)):
+                yield
+        except BaseException:
+            self._seen.clear()  # half a pass is no sample
+            self._changes = None
+            raise
+
+    def gradients(self, model: nn.Module) -> None:
+        """Look at the gradients of a step: all its micro-batches, unscaled, not clipped yet. What
+        `gradient_flow.look` says of ranks holds here."""
+        self._flow = gradients.look(model)
+
+    def finish(self, step: int, fp8_gemms: int | None, plan: Plan | None = None) -> Sample:
+        """What the last `sampling` and `gradients` found; reads the device once.
+
+        Args:
+            step: its number.
+            fp8_gemms: how many FP8 GEMMs the step ran, None if they were not counted.
+            plan: what runs now, if it changed since the run began.
+        """
+        self.plan = plan or self.plan
+        seen, flow, changes = self._seen, self._flow, self._changes
+        found = [measured.figures for measured in seen]
+        if changes is not None:
+            found.append(changes.to(torch.float64).view(1))
+        if flow is not None:
+            found.append(flow.sums.flatten())
+        numbers = iter(torch.cat(found).tolist() if found else [])
+        width = len(FIGURES) + 1
+        rows = [_operand_row(step, one, list(islice(numbers, width))) for one in seen]
+        count = None if changes is None else int(next(numbers))
+        gradients = [] if flow is None else _gradient_rows(step, flow, list(numbers))
+        self._seen, self._flow, self._changes = [], None, None
+        tracked = _tracked(rows) | _tracked_gradients(gradients)
+        return Sample([self._model_row(step, fp8_gemms, count), *rows, *gradients], tracked)
+
+    def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
+        """The linears to look at: those in FP8; in a run without FP8 all but the head."""
+        if self.plan.runs_fp8:
+            return fp8_linears(model)
+        planned = {layer.name for layer in self.plan.layers}
+        return {
+            path: part
+            for path, part in model.named_modules()
+            if isinstance(part, nn.Linear)
+            and path in planned
+            and path.rpartition(".")[2] != "lm_head"
+        }
+
+    def _measure(self, path: str, layer: nn.Module, operand: _Cast, x: Tensor) -> None:
+        own = [self.plan.recipe] if self.plan.runs_fp8 else []
+        for number, recipe in enumerate([*own, *self.what_if]):
+            scale = None
+            if isinstance(recipe, DelayedRecipe | CurrentRecipe):
+                scale = scale_of(path, layer, operand, x, recipe)
+            figures = _figures(recipe, operand, x, scale)
+            self._seen.append(
+                _Measured(path, operand, recipe, what_if=number >= len(own), figures=figures)
+            )
+
+    def _compare_scales(self, layer: nn.Module) -> None:
+        """Count the scales that are others than at the sample before."""
+        delayed: Any = layer.delayed
+        scales = delayed.history.scales.clone()
+        if self._scales is not None:
+            self._changes = (scales != self._scales.to(scales.device)).sum()
+        self._scales = scales
+
+    def _model_row(self, step: int, fp8_gemms: int | None, changes: int | None) -> Row:
+        layers = self.plan.layers
+        return {
+            "step": step,
+            "fp8_gemms": fp8_gemms,
+            "fp8_layers": sum(layer.fp8 for layer in layers),
+            "layers": len(layers),
+            "not_fp8": {
+                layer.name: f"{layer.precision}, {layer.reason}"
+                if layer.reason
+                else layer.precision
+                for layer in layers
+                if not layer.fp8
+            },
+            "scale_changes": changes,
+        }
+
+
+def _recipes_to_try(names: Sequence[str]) -> tuple[Recipe, ...]:
+    recipes = {}
+    for name in names:
+        recipe = load_recipe(name)
+        if isinstance(recipe, DelayedRecipe):
+            raise UserError(
+                f"what_if: '{name}' is delayed scaling, whose scales come from the amaxes of every "
+                "step; telemetry looks at some only. Try current, which has no such delay."
+            )
+        if isinstance(recipe, PlainRecipe) and recipe.compute_dtype == "tf32":
+            raise UserError(
+                "what_if: tf32 rounds within the tensor cores, which telemetry cannot see. "
+                "Leave it out, or try bf16 or fp16."
+            )
+        if recipe.name in recipes:
+            raise UserError(f"what_if: two recipes are called '{recipe.name}'. Name one of them.")
+        recipes[recipe.name] = recipe
+    return tuple(recipes.values())
+
+
+def _format(recipe: Recipe, operand: _Cast) -> str:
+    """The number format that a recipe casts an operand to."""
+    if isinstance(recipe, DelayedRecipe | CurrentRecipe):
+        return recipe.backward_format if operand == "grad_output" else recipe.forward_format
+    return recipe.compute_dtype if isinstance(recipe, PlainRecipe) else "e4m3"
+
+
+def _figures(recipe: Recipe, operand: _Cast, x: Tensor, scale: Tensor | None) -> Tensor:
+    """What `recipe` does to `x`: `FIGURES` and `scale`, NaN for None; float64 [8]."""
+    if scale is not None:
+        found = tensor_error(x, scale, _format(recipe, operand))
+    elif isinstance(recipe, Mxfp8Recipe):
+        found = mxfp8_error(x, "e4m3", recipe.scale_rounding)
+    elif isinstance(recipe, BlockRecipe):
+        block = (128, 128) if operand == "weight" else (1, 128)
+        found = block_error(x, block, "e4m3", recipe.power_of_two)
+    else:
+        assert isinstance(recipe, PlainRecipe)
+        found = cast_error(x, DTYPES[recipe.compute_dtype])
+    one = found.new_full((1,), math.nan) if scale is None else scale.to(found).view(1)
+    return torch.cat([found, one])
+
+
+def _operand_row(step: int, measured: _Measured, values: Sequence[float]) -> Row:
+    """The figures of one operand in one recipe; null for what JSON has no number for."""
+    found = dict(zip((*FIGURES, "scale"), values, strict=True))
+    format = _format(measured.recipe, measured.operand)
+    return {
+        "step": step,
+        "layer": measured.layer,
+        "operand": measured.operand,
+        "recipe": measured.recipe.name,
+        "what_if": measured.what_if,
+        "format": format,
+        "amax": _number(found["amax"], 9),
+        "scale": _number(found["scale"], 9),
+        "headroom_bits": _number(headroom_bits(found["largest"], format)),
+        "saturated": _number(found["saturated"]),
+        "underflow": _number(found["underflow"]),
+        "nonfinite": _number(found["nonfinite"]),
+        "sqnr_db": _number(sqnr_db(found["signal"], found["noise"])),
+    }
+
+
+def _gradient_rows(step: int, flow: gradients.Flow, numbers: Sequence[float]) -> list[Row]:
+    """The figures of the gradients, from the three sums of each part."""
+    sums = [numbers[at : at + 3] for at in range(0, len(numbers), 3)]
+    return [
+        {"step": step, "gradient": told["part"]}
+        | {key: _number(told[key]) for key in gradients.FIGURES}
+        for told in gradients.figures(flow, sums)
+    ]
+
+
+def _number(value: float | None, digits: int = 6) -> float | None:
+    """`value` to some significant digits, 9 of which are enough for a float32."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")
+
+
+def _tracked(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of rows by name."""
+    numbers: dict[str, float] = {}
+    for row in rows:
+        place = f"{row['layer']}.{row['operand']}"
+        if row["what_if"]:
+            found = {f"what_if/{row['recipe']}/sqnr_db/{place}": row["sqnr_db"]}
+        else:
+            found = {f"fp8/{key}/{place}": row[key] for key in _TRACKED}
+        numbers |= {name: value for name, value in found.items() if value is not None}
+    return numbers
+
+
+def _tracked_gradients(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of gradients by name."""
+    return {
+        f"gradient/{key}/{row['gradient']}": row[key]
+        for row in rows
+        for key in gradients.FIGURES
+        if row[key] is not None
+    }

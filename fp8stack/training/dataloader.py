@@ -1,0 +1,85 @@
+"""The tokens of each step of a run, read ahead and in pinned memory for a GPU.
+
+Every rank reads the whole batch and keeps its part: that is little beside the step itself, and a
+damaged token is found by all of them at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fp8stack import data
+from fp8stack.distributed.parallelize import part_of
+from fp8stack.distributed.process_group import Ranks
+from fp8stack.errors import UserError
+from fp8stack.training.run import Run
+
+
+def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
+    """Each step that is left, with this rank's tokens of it: int64 [batch / ranks, context + 1], or
+    with a document mask [batch / ranks, 2, context + 1], see `StepBatches`."""
+    config = run.config
+    steps = range(run.step + 1, config.steps + 1)
+    loader = DataLoader(
+        _dataset(run),
+        batch_size=None,
+        sampler=steps,
+        num_workers=config.workers,
+        pin_memory=run.plan.device == "cuda",
+        generator=torch.Generator(),  # else each start of the loader would draw from torch's own
+    )
+    try:
+        yield from zip(steps, loader, strict=True)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            "A process that reads data died; was it out of memory? Go on with --resume auto "
+            "--set workers=0"
+        ) from error
+
+
+def tokens_of(run: Run, step: int) -> Tensor:
+    """This rank's part of one step, see `batches`, on the CPU."""
+    return _dataset(run)[step]
+
+
+def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
+    """What a model's loss takes: inputs and targets, int64 [n, context] each, and with documents
+    the number of each input's.
+
+    Args:
+        windows: int64 [n, context + 1]; with documents [n, 2, context + 1], see `StepBatches`.
+    """
+    if windows.ndim == 2:
+        return windows[:, :-1], windows[:, 1:]
+    return windows[:, 0, :-1], windows[:, 0, 1:], windows[:, 1, :-1]
+
+
+class _RankBatches(Dataset[Tensor]):
+    """What one rank trains on of each step."""
+
+    def __init__(self, batches: data.StepBatches, ranks: Ranks, accumulate: int) -> None:
+        self.batches = batches
+        self.rank, self.ranks = ranks.index, ranks.count
+        self.accumulate = accumulate
+
+    def __getitem__(self, step: int) -> Tensor:
+        return part_of(self.batches[step], self.rank, self.ranks, self.accumulate)
+
+
+def _dataset(run: Run) -> _RankBatches:
+    whole = data.StepBatches(
+        run.train,
+        batch=run.config.batch,
+        context=run.context,
+        seed=run.config.seed,
+        vocabulary=run.model.config.vocabulary,
+        order=run.config.data_order,
+        documents=run.config.document_mask,
+    )
+    return _RankBatches(whole, run.ranks, run.config.accumulate)

@@ -1,0 +1,69 @@
+"""What a run leaves behind when it is done: a plot, a sample, and where everything is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.io import write_atomically
+from fp8stack.training.evaluate import sample
+from fp8stack.training.metrics.console import Display
+from fp8stack.training.metrics.plot import loss_plot
+from fp8stack.training.run import Run
+
+
+def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> None:
+    """Draw the loss, show a sample, and say where everything is. All ranks of a run call it.
+
+    Args:
+        run: at its end.
+        display: where to say it.
+        evaluate: gives the validation loss, if the run has none yet.
+    """
+    folder, is_main = run.folder, run.ranks.is_main
+    with run.ranks.together():
+        metrics = folder.read_metrics() if is_main else []
+        if is_main:
+            plot = loss_plot(metrics, f"{run.config.model}, {run.plan.precision}")
+            write_atomically(folder.plot, plot)
+    text = _sample(run)  # on every rank: each may hold a part of the model
+    evaluated = [row["val_loss"] for row in metrics if row.get("val_loss") is not None]
+    final = evaluated[-1] if evaluated else math.nan
+    if run.ranks.any(is_main and not evaluated):
+        final = evaluate() or math.nan
+    with run.ranks.together():
+        if text and is_main:
+            write_atomically(folder.sample, text.encode())
+            display.note(f"sample:\n{_shown(text)}")
+    if run.loss_scaler is not None:
+        display.note(str(run.loss_scaler.statistics()))
+    display.note(
+        f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
+        f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
+    )
+
+
+def _shown(text: str) -> str:
+    """`text` without what a terminal would act on."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def _sample(run: Run) -> str:
+    """Text that the model writes now; empty where none is asked for, or nothing says what text
+    tokens are."""
+    config, tokenizer = run.config, run.tokenizer
+    if not config.sample_tokens or tokenizer is None:
+        return ""
+    prompt = config.sample_prompt or ("def " if config.data is None else "\n")
+    encoded = tokenizer.begin(prompt)
+    if not encoded:  # it drops white space, and ends no document
+        return ""
+    tokens = sample(
+        (run.evaluation or run.active).model,
+        encoded,
+        config.sample_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+    )
+    return prompt + tokenizer.decode(tokens)

@@ -1,0 +1,1 @@
+"""Steps that go wrong: seen, judged, and answered."""

@@ -1,0 +1,124 @@
+"""The amax history of delayed scaling as the guard sees it: judged after a step, mended before one.
+
+All of it happens on the device; nobody waits. It must not know what a bad step leads to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.config import GuardConfig
+from fp8stack.numerics.amax import decisive_amax
+from fp8stack.numerics.formats import fp8_format
+from fp8stack.training.guard.spikes import LARGEST, spike_limit
+
+_ROUNDING = 1e-5  # of a scale, generously
+
+
+class Verdict(NamedTuple):
+    """On the amaxes of a step: whether one is infinite or as good as that, or spikes, bool 0-dim;
+    the column of the worst, -1 for none, and the worst amax, float64 0-dim."""
+
+    infinite: Tensor
+    spikes: Tensor
+    column: Tensor
+    worst: Tensor
+
+
+class Amaxes:
+    """Judges and mends the FP8 state of a model.
+
+    Args:
+        delayed: the state.
+        config: what counts as a spike. If it is not enabled, nothing is judged or mended.
+        passes: micro-batches per step: how many amaxes a slot gets.
+    """
+
+    def __init__(self, delayed: DelayedScaling, config: GuardConfig, passes: int) -> None:
+        self.delayed = delayed
+        self.config = config
+        self.passes = passes
+        self._before: list[Tensor] = []
+        self._limits = torch.zeros(0)  # above which an amax spikes, [slots]
+        self._largest = torch.zeros(0)  # FP8 value of each slot's format
+        self._cleared: Tensor | None = None
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of the slots, by column."""
+        return self.delayed.history.slots
+
+    def begin(self, device: torch.device) -> None:
+        """Mend the state if it is broken, and remember it, before the first pass of a step."""
+        self.delayed.move(device)
+        if self.config.enabled and self.slots:
+            self._mend()
+        self._before = self.delayed.snapshot()
+
+    def judge(self, like: Tensor) -> Verdict:
+        """The verdict on what the step recorded, on the device of `like`."""
+        none = torch.zeros_like(like, dtype=torch.bool)
+        if not self.config.enabled or not self.slots:
+            nothing = like.new_full((), -1, dtype=torch.float64)
+            return Verdict(none, none, nothing, nothing)
+        now, _ = self.delayed.amaxes(self.passes, 0)
+        infinite = ~(now < LARGEST)
+        # A limit is infinite or more than 0.
+        over = torch.where(infinite, torch.inf, now / self._limits)
+        column = over.argmax()
+        return Verdict(
+            infinite.any(),
+            (over > 1).any() & ~infinite.any(),
+            column.double(),
+            now.index_select(0, column[None])[0].double(),
+        )
+
+    def put_back(self, where: Tensor) -> None:
+        """Be as after `begin` if `where`, bool and 0-dim, is true."""
+        self.delayed.put_back(self._before, where)
+
+    def cleared(self) -> Tensor | None:
+        """Which slots were mended since the last `forget`, bool [slots]; None if no step began."""
+        return self._cleared
+
+    def forget(self) -> None:
+        """Begin to note anew what is mended."""
+        self._cleared = None
+
+    def _mend(self) -> None:
+        """Forget amaxes that no good step can have left, and make scales anew that do not follow
+        from their amaxes: a step that cast with them might look good. What good steps left stays,
+        to the bit.
+
+        Of the algorithm "max", a scale may be smaller than the window's own, by an amax that has
+        just left the window.
+        """
+        history, device = self.delayed.history, self.delayed.history.history.device
+        if len(self._largest) != len(self.slots):
+            self._largest = self._find_largest().to(device)
+        _, window = self.delayed.amaxes(0, self.config.window)
+        known = (window > 0) & (window < LARGEST)
+        factor = self.config.amax_factor
+        self._limits = spike_limit(window.where(known, torch.nan), self.config, factor)
+        rows, scales = history.history, history.scales
+        rows.masked_fill_(rows >= LARGEST, torch.inf)  # cleared below
+        most_recent = history.algorithm == "most_recent"
+        usable = decisive_amax(rows.where(rows.isfinite(), 0.0), most_recent)
+        wrong = scales * usable > self._largest * (1 + _ROUNDING)
+        wrong |= scales < self._largest / LARGEST
+        if history.length > 1:  # a window of one is empty between two passes
+            wrong |= (usable == 0) & (scales != 1)
+        scales.masked_fill_(wrong, torch.nan)  # made anew below
+        cleared = history.clear_nonfinite()
+        self._cleared = cleared if self._cleared is None else self._cleared | cleared
+
+    def _find_largest(self) -> Tensor:
+        """What a scale takes the amax of each slot to: float32 [slots]."""
+        recipe = self.delayed.recipe
+        formats = {True: recipe.backward_format, False: recipe.forward_format}
+        largest = [fp8_format(formats[slot.endswith(".grad_output")]).max for slot in self.slots]
+        return torch.tensor(largest) * 2.0**-recipe.margin

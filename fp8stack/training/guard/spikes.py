@@ -1,0 +1,41 @@
+"""Robust statistics: what is far above the values before it. No step and no run here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8stack.config import GuardConfig
+
+LARGEST = 2.0**64
+"""From here on float32 cannot hold a number's square, nor the norm of a tensor that contains it: as
+good as infinite, even while no spike can be told yet."""
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+
+def spike_limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> Tensor:
+    """The largest value in each column that is no spike: [n, columns] -> [columns].
+
+    The median and 1.4826 times the median absolute deviation stand for mean and standard deviation,
+    so that what spiked before does not hide what spikes now. Where values fall fast, as losses do
+    at first, that deviation is one of the trend: `factor` times the largest of the last
+    `config.warmup` is a limit in any case. NaN is no value; infinite while there are fewer than
+    `config.warmup`. The newest row is the last.
+    """
+    if not len(window):
+        return window.new_full(window.shape[1:], torch.inf)
+    count = window.isfinite().sum(dim=0)
+    median = _median(window, count)
+    sigma = _MAD_TO_SIGMA * _median((window - median).abs(), count)
+    limit = torch.maximum(median + config.deviations * sigma, factor * median)
+    largest = window[-config.warmup :].nan_to_num(nan=0.0).amax(dim=0)
+    limit = torch.minimum(limit, torch.where(largest > 0, factor * largest, torch.inf))
+    return torch.where(count >= config.warmup, limit, torch.inf)
+
+
+def _median(values: Tensor, count: Tensor) -> Tensor:
+    """The lower median of the `count` values of each column that are no NaN: [n, columns] ->
+    [columns]. By sorting: torch.median picks nondeterministically on a GPU."""
+    ordered = values.sort(dim=0).values  # NaN comes last
+    place = ((count - 1).clamp(min=0) // 2)[None]
+    return ordered.gather(0, place)[0]

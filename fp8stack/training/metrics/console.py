@@ -1,0 +1,233 @@
+"""What a run prints: a progress bar on a terminal, one plain line per logged step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from fp8stack import data
+from fp8stack.precision.phases import EVALUATION
+from fp8stack.terminal import Bar, say
+from fp8stack.training.metrics.throughput import Peak
+from fp8stack.training.run import Run
+
+
+class Display(Protocol):
+    """Where a run's progress is shown.
+
+    Attributes:
+        peak: what the MFU refers to.
+    """
+
+    peak: Peak
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        ...
+
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """Show the metrics of a step, a row of `metrics.jsonl`; None: no telling how long yet."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
+    """The log line of a step, without the time left."""
+    parts = [f"step {row['step']}/{steps}"]
+    loss = row["loss"]
+    parts.append("loss non-finite" if loss is None else f"loss {loss:.4f}")
+    parts.append(f"lr {row['lr']:.2e}")
+    norm = row["grad_norm"]
+    parts.append("grad norm non-finite" if norm is None else f"grad norm {norm:.2f}")
+    if "loss_scale" in row:
+        skipped = ", skipped" if row["skipped"] else ""
+        parts.append(f"loss scale {row['loss_scale']:.0f}{skipped}")
+    parts.append(f"{row['step_ms']:.0f} ms")
+    parts.append(f"{row['tokens_per_s'] / 1000:.1f}k tok/s")
+    mfu = row["mfu"]
+    parts.append(
+        f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}"
+    )
+    parts.append(f"{row['memory_gib']:.2f} GiB")
+    parts.append(row["precision"])
+    return " | ".join(parts)
+
+
+def describe_event(event: dict[str, Any]) -> str:
+    """The log line of an event: what the guard saw or did, or a phase that begins."""
+    if event["event"] == "phase":
+        told = f"step {event['step']}: phase {event['phase']} begins, in {event['precision']}"
+        return f"{told}: {event['why']}" if event["phase"] == "conservative" else told
+    done = {
+        "skip": "skipped",
+        "rollback": f"back to step {event.get('to_step')}",
+        "demote": f"{event.get('layer')} goes on in {event.get('precision')}",
+        "restore": f"{event.get('layer')} is in FP8 again",
+        "clear_amax": f"amax history of {event.get('layer')}.{event.get('operand')} cleared",
+        "loss_scale": "loss scale",
+        "precision": f"goes on in {event.get('precision')}",
+        "stop": "gives up",
+    }
+    return (
+        f"guard: step {event['step']}: {done.get(event['event'], event['event'])}: {event['why']}"
+    )
+
+
+def describe_run(run: Run) -> list[str]:
+    """What is about to run, in a few lines."""
+    config = run.config
+    sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
+    steps = f"{run.step + 1} to {config.steps} of {sizes}"
+    if config.accumulate > 1:
+        steps += f" in {config.accumulate} micro-batches"
+    if run.step >= config.steps:
+        steps = f"all {run.step} are done; give a larger --steps to train on"
+    return [
+        *run.notes,
+        f"machine: {run.hardware}",
+        *(line for variant in run.variants for line in variant.plan.summary()),
+        *_phases(run),
+        f"model: {config.model}, {run.model.config.parameters():,} parameters",
+        *_data(run),
+        f"steps: {steps}",
+        *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
+        f"run: {run.folder.path}",
+        *(["compiling: the first step takes a minute or so"] if config.compile else []),
+    ]
+
+
+def _data(run: Run) -> list[str]:
+    """What is read, and how, where that was asked for."""
+    config, train = run.config, run.train
+    lines = [
+        f"data: {train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"
+    ]
+    if config.data_order == "epochs" or isinstance(train, data.Mixture):
+        told = data.describe(
+            train,
+            batch=config.batch,
+            context=run.context,
+            steps=config.steps,
+            order=config.data_order,
+        )
+        lines += [f"data: {line}" for line in told]
+    if config.document_mask:
+        lines.append("data: attention stays within documents")
+    return lines
+
+
+def _phases(run: Run) -> list[str]:
+    """Which recipe runs when, if there are several."""
+    if len(run.schedule.phases) == 1 and run.evaluation is None:
+        return []
+    pairs = zip(run.schedule.phases, run.schedule.variants, strict=True)
+    told = [
+        f"{phase.name} {phase.first} to {phase.last} in {run.variants[place].plan.precision}"
+        for phase, place in pairs
+    ]
+    there = {phase.name for phase in run.schedule.phases} | {EVALUATION}
+    told += [f"{one.name} has no steps" for one in run.config.phases if one.name not in there]
+    if run.evaluation is not None:
+        told.append(f"validation losses in {run.evaluation.plan.precision}")
+    return [f"phases: {', '.join(told)}"]
+
+
+class Silence:
+    """Of the ranks that leave speaking to the main one."""
+
+    peak = Peak(tflops=None, name="none")
+
+    def note(self, text: str) -> None:
+        """See `Display.note`."""
+
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """See `Display.step`."""
+
+    def close(self) -> None:
+        """See `Display.close`."""
+
+
+class PlainDisplay:
+    """One line per logged step, for logs and pipes."""
+
+    def __init__(self, steps: int, peak: Peak) -> None:
+        self.steps = steps
+        self.peak = peak
+
+    def note(self, text: str) -> None:
+        """See `Display.note`."""
+        say(text)
+
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """See `Display.step`."""
+        left = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
+        say(f"{describe(row, self.steps, self.peak)} | ETA {left}")
+
+    def close(self) -> None:
+        """See `Display.close`."""
+
+
+class RichDisplay:
+    """A bar with the latest step's figures below it; notes scroll by above. Once closed, only notes
+    are left, and the figures of the last step."""
+
+    def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
+        self.steps = steps
+        self.peak = peak
+        self.progress = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self.progress.line = ""
+        self.task = self.progress.add_task("", total=steps, completed=start)
+        self.progress.start()
+
+    def note(self, text: str) -> None:
+        """See `Display.note`."""
+        self._keep_told()
+        self._print(text)
+
+    def tell(self, text: str) -> None:
+        """Show a line below the bar, which becomes a note when the next one comes. For a signal
+        handler: whatever it interrupted may be printing."""
+        self.progress.urgent = text
+
+    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """See `Display.step`."""
+        told = describe(row, self.steps, self.peak)
+        self.progress.line = told.partition(" | ")[2]
+        if row["step"] >= self.steps:
+            self.note(told)
+        self.progress.update(self.task, completed=row["step"])
+
+    def close(self) -> None:
+        """See `Display.close`."""
+        self._keep_told()
+        self.progress.stop()
+
+    def _keep_told(self) -> None:
+        told, self.progress.urgent = self.progress.urgent, None
+        if told is not None:
+            self._print(told)
+
+    def _print(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def open_display(steps: int, peak: Peak, start: int) -> Display:
+    """A display that fits where stdout goes."""
+    if sys.stdout.isatty():
+        return RichDisplay(steps, peak, start, Console())
+    return PlainDisplay(steps, peak)

@@ -1,0 +1,110 @@
+"""What the first steps of a start do, event by event, in `debug.jsonl`.
+
+Values are read on the host here, so such a step waits for its device. It must not change anything.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.checkpoint.sharded import local_shard
+from fp8stack.io import storage_errors
+from fp8stack.optim.chained import optimizers_in, parameters_of, plain
+from fp8stack.training.run import Run
+
+ORDER = (
+    "batch",
+    "forward",
+    "scale_loss",
+    "backward",
+    "unscale",
+    "clip",
+    "judge",
+    "optimizer",
+    "update_scale",
+)
+"""The events of a step. The second to the fourth repeat for each micro-batch."""
+
+
+class NoDebugLog:
+    """Writes nothing: what a step tells when nobody asked."""
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+
+    def add(self, event: str, **values: object) -> None:
+        """Something was done, with these values: tensors of one number, or JSON data."""
+
+
+class DebugLog(NoDebugLog):
+    """Writes the events of the steps of `run`, one row each."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.path = run.folder.debug
+        self.step = 0
+        self._began = 0.0
+        self._micro = -1
+        self._hidden: list[Tensor] = []
+
+    def begin(self, step: int) -> None:
+        """A step begins: times are counted from now."""
+        self.step, self._micro = step, -1
+        self._began = time.perf_counter()
+
+    def add(self, event: str, **values: object) -> None:
+        """Write the event, when it was done, in ms since the step began, and what is useful."""
+        if event == "forward":
+            self._micro += 1
+        said = {key: _read(value) for key, value in values.items()} | self._more(event)
+        row: dict[str, Any] = {"step": self.step, "event": event}
+        if event in ("forward", "scale_loss", "backward"):
+            row["micro_batch"] = self._micro
+        row["time_ms"] = round(1000 * (time.perf_counter() - self._began), 3)
+        if self.run.scaler is None and event in ("scale_loss", "unscale", "update_scale"):
+            said = {"skipped": f"no loss scale in {self.run.plan.precision}"}
+        with storage_errors(self.path), self.path.open("a") as file:
+            file.write(json.dumps(row | said) + "\n")
+
+    def _more(self, event: str) -> dict[str, Any]:
+        """Dtypes, and what the optimizers made of the verdict."""
+        parameters = parameters_of(self.run.optimizer)
+        if event == "forward":
+            weights = _dtypes(parameters)
+            return {"weights": weights, "computes_in": self.run.plan.compute_dtype}
+        if event == "backward":
+            return {"gradients": _dtypes(one.grad for one in parameters if one.grad is not None)}
+        if event == "optimizer":
+            state = [plain(kept) for kept in self.run.optimizer.state.values()]
+            moments = (value for kept in state for key, value in kept.items() if key != "step")
+            return {"moments": _dtypes(moments)} | self._skipped()
+        return {}
+
+    def _skipped(self) -> dict[str, Any]:
+        """Which optimizers did not take the step, if any."""
+        parts = optimizers_in(self.run.optimizer)
+        flags = [bool(getattr(part, "found_inf", False)) for part in parts]
+        names = [type(part).__name__ for part, skips in zip(parts, flags, strict=True) if skips]
+        return {"skipped": f"{' and '.join(names)}: the step was judged bad"} if names else {}
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> str:
+    found = sorted({str(local_shard(one).dtype).removeprefix("torch.") for one in tensors})
+    return ", ".join(found)
+
+
+def _read(value: object) -> object:
+    """The numbers of a tensor, on the host; those that are not finite as words, for JSON."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_read(one) for one in value]
+    if isinstance(value, float) and not torch.tensor(value).isfinite():
+        return str(value)
+    return value

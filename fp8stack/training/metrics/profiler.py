@@ -1,0 +1,250 @@
+"""What steps spend their time on, by torch's profiler. It must not know how a step is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fp8stack.config import RunConfig
+from fp8stack.io import storage_errors, write_atomically
+from fp8stack.training.metrics.allocations import (
+    Allocations,
+    changes_in,
+    heap_bytes,
+    on_cpu,
+    on_gpu,
+    words,
+)
+
+WARM_UP = 4
+"""Steps before the first that is profiled: they compile, tune and fill caches."""
+TOP = 10
+TRACE, TABLE = "trace.json.gz", "profile.md"
+
+
+class Recording(profile):
+    """A profile, what was allocated while it was made, and how many seconds that took; None before
+    its end. `lists_memory`: whether its table tells what operators allocate."""
+
+    allocations: Allocations | None = None
+    wall_s: float | None = None
+    lists_memory: bool = False
+
+
+class StepProfiler:
+    """Profiles some steps of a run, one after the other, in one trace.
+
+    Args:
+        config: of the run.
+        done: the last step before this start.
+        device: where it trains.
+        folder: what is found is written there.
+
+    Attributes:
+        first: the first step that is profiled; None if it lies before this start.
+    """
+
+    def __init__(self, config: RunConfig, done: int, device: torch.device, folder: Path) -> None:
+        self.config, self.device, self.folder = config, device, folder
+        first = config.profile_step or min(done + WARM_UP + 1, config.steps)
+        self.first = first if config.profile and first > done else None
+        self._steps: list[int] = []
+        self._open = ExitStack()
+        self._recorded: Recording | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is one of those to be profiled."""
+        return (
+            self.first is not None
+            and step >= self.first
+            and len(self._steps) < self.config.profile_steps
+        )
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile what runs within, and what follows up to the next such step, if there is one."""
+        config = self.config
+        if self._recorded is None:
+            self._recorded = self._open.enter_context(
+                recording(self.device, shapes=config.profile_shapes, memory=config.profile_memory)
+            )
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+        self._steps.append(step)
+        if self._is_over and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what it waits for is of the step
+
+    @property
+    def _is_over(self) -> bool:
+        last = self._steps[-1]
+        return not self.wants(last) or last == self.config.steps
+
+    def close(self) -> None:
+        """Stop recording, also where not all steps came to pass."""
+        self._open.close()
+
+    def written(self) -> str | None:
+        """What `write` gives, if the last of the steps is over; else None."""
+        recorded = self._recorded
+        if recorded is None or not self._is_over:
+            return None
+        self.close()
+        self._recorded, self.first = None, None
+        return write(recorded, self.folder, *self._steps)
+
+
+@contextmanager
+def recording(
+    device: torch.device, *, shapes: bool = False, memory: bool = False
+) -> Iterator[Recording]:
+    """Profile what runs within, on `device` all of it: the work that was under way before is waited
+    for, and so is that which was begun.
+
+    Args:
+        shapes: record the shapes of operands.
+        memory: record each allocation of a GPU too; those of a CPU always are.
+    """
+    activities = [ProfilerActivity.CPU]
+    on_cuda = device.type == "cuda"
+    before: dict[str, int] = {}
+    if on_cuda:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_stats(device)
+    recorded = Recording(
+        activities=activities, record_shapes=shapes, profile_memory=memory or not on_cuda
+    )
+    recorded.lists_memory = memory
+    with recorded:
+        began = time.perf_counter()
+        yield recorded
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        wall_s = time.perf_counter() - began
+    if on_cuda:
+        recorded.allocations = on_gpu(before, torch.cuda.memory_stats(device))
+    else:
+        recorded.allocations = on_cpu(changes_in(recorded), heap_bytes())
+    recorded.wall_s = wall_s
+
+
+def write(recorded: Recording, folder: Path, *steps: int) -> str:
+    """Write the trace, and the table with a line about memory, into `folder`; return the latter.
+
+    Raises:
+        StorageError: the disk is full or cannot be written.
+    """
+    text = table(recorded, *steps)
+    if (share := busy(recorded)) is not None:
+        text += f"\nThe GPU was busy {100 * share:.1f} % of the time.\n"
+    if recorded.allocations is not None:
+        text += f"\n{words(recorded.allocations, len(steps))}\n"
+    with storage_errors(folder):
+        folder.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(str(folder / TRACE))
+    write_atomically(folder / TABLE, text.encode())
+    return text
+
+
+def busy(recorded: Recording) -> float | None:
+    """The share of the recorded time in which a GPU ran at least one kernel or copy: 0 to 1; None
+    where none did."""
+    events: Any = recorded.events  # it has no types
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events() or ()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    )
+    if not spans or not recorded.wall_s:
+        return None
+    return min(1.0, _covered(spans) / (recorded.wall_s * 1e6))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what spans cover together, in order of their beginnings."""
+    total, until = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def table(recorded: Recording, *steps: int) -> str:
+    """The operators with the most time of their own, without what they call: a Markdown table.
+
+    Time is a GPU's where one worked, the CPU's otherwise; shares are of all of it.
+
+    Args:
+        recorded: what ran; with shapes, an operator has a row for each.
+        steps: their numbers.
+    """
+    shapes = recorded.record_shapes
+    events = recorded.key_averages(group_by_input_shape=shapes)
+    operators = [
+        event
+        for event in events
+        if event.device_type.name == "CPU"
+        and event.key != "[memory]"
+        and not event.is_user_annotation
+    ]
+    kernels_us = sum(
+        event.self_device_time_total
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    )
+    side = "device" if kernels_us else "cpu"
+    total_us = kernels_us or sum(event.self_cpu_time_total for event in operators)
+
+    def own(event: Any, what: str) -> float:
+        return float(getattr(event, f"self_{side}_{what}"))
+
+    found = sorted(operators, key=lambda event: (-own(event, "time_total"), event.key))[:TOP]
+    columns: list[tuple[str, list[str]]] = [
+        ("operator", [event.key for event in found]),
+        ("calls", [str(event.count) for event in found]),
+        ("ms", [f"{own(event, 'time_total') / 1000:.3f}" for event in found]),
+        ("share", [f"{100 * own(event, 'time_total') / total_us:.0f} %" for event in found]),
+    ]
+    if recorded.lists_memory:
+        held = [f"{round(own(event, 'memory_usage') / 2**20, 1) + 0.0:.1f}" for event in found]
+        columns.append(("MiB", held))
+    if shapes:
+        columns.append(("shapes", [_shown(event.input_shapes) for event in found]))
+    where = "the GPU" if kernels_us else "the CPU"
+    heading = f"{_named(steps)}: {total_us / 1000:.2f} ms on {where}."
+    if len(steps) > 1:
+        heading = f"{heading[:-1]}, {total_us / 1000 / len(steps):.2f} ms per step."
+    heading += " The operators that took the longest, without what they call:"
+    return f"{heading}\n\n{_markdown(columns)}"
+
+
+def _named(steps: Sequence[int]) -> str:
+    first, last = steps[0], steps[-1]
+    return f"Step {first}" if first == last else f"Steps {first} to {last}"
+
+
+def _shown(shapes: Sequence[Any]) -> str:
+    """The shapes of an operator's tensors: `8x64 64x64`."""
+    return " ".join("x".join(map(str, shape)) for shape in shapes if shape)
+
+
+def _markdown(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A Markdown table; text to the left, figures to the right."""
+    made = []
+    for name, cells in columns:
+        width = max(map(len, (name, *cells)))
+        if name in ("operator", "shapes"):
+            made.append(
+                [f" {name:{width}} ", "-" * (width + 2), *(f" {c:{width}} " for c in cells)]
+            )
+        else:
+            rule = "-" * (width + 1) + ":"
+            made.append([f" {name:>{width}} ", rule, *(f" {c:>{width}} " for c in cells)])
+    return "".join(f"|{'|'.join(row)}|\n" for row in zip(*made, strict=True))

@@ -1,0 +1,111 @@
+"""How fast a step was, against what: tokens/s, MFU with its denominator named, peak memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from fp8stack.backends.base import DTYPES
+from fp8stack.precision import Hardware, Plan
+from fp8stack.precision.gpus import find_gpu
+from fp8stack.precision.recipe import ComputeDtype
+
+BURSTS_S = 0.3
+_SHORT_S = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The rate that MFU divides by, and its name; None where none is known.
+
+    `measured`: on this machine, which may have been busy then; else it is a data sheet's.
+    """
+
+    tflops: float | None
+    name: str
+    measured: bool = False
+
+    def mfu(self, tflops: float) -> float | None:
+        """The share that `tflops` are of it; at most 1 of a measured one."""
+        if not self.tflops:
+            return None
+        return min(1.0, tflops / self.tflops) if self.measured else tflops / self.tflops
+
+    def at_least(self, tflops: float) -> Peak:
+        """It, or what a step showed to be possible where that is more than was measured."""
+        if not self.measured or self.tflops is None or tflops <= self.tflops:
+            return self
+        return replace(self, tflops=tflops, name=f"{1000 * tflops:.0f} GFLOP/s of the fastest step")
+
+
+def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
+    """The peak of the units that the plan's GEMMs run on: a data sheet's for a GPU known here,
+    measured for a CPU."""
+    if hardware.device == "cpu":
+        # Emulated FP8 multiplies in fp32 there, whatever the other layers compute in.
+        used: set[ComputeDtype] = {plan.compute_dtype}
+        if plan.runs_fp8:
+            used.add("fp32")
+        threads = torch.get_num_threads()
+        rates = {dtype: measured_cpu_tflops(DTYPES[dtype], threads) for dtype in used}
+        fastest = max(rates, key=lambda dtype: rates[dtype])
+        told = f"{1000 * rates[fastest]:.0f} GFLOP/s measured {fastest} matmul"
+        return Peak(tflops=rates[fastest], name=told, measured=True)
+    gpu = find_gpu(hardware.name)
+    if gpu is not None:
+        units = "fp8" if plan.runs_fp8 and plan.native else plan.compute_dtype
+        peaks = {"fp32": gpu.fp32_tflops, "tf32": gpu.tf32_tflops, "fp8": gpu.fp8_tflops}
+        if rate := peaks.get(units, gpu.half_tflops):
+            name = units if units in peaks else "half"
+            return Peak(tflops=rate, name=f"{rate:g} TFLOP/s {name}")
+    return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
+
+
+@cache
+def measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
+    """The best rate of a matmul in `dtype` by so many `threads`, torch's own number, in TFLOP/s."""
+
+    def burst(size: int) -> float:
+        a = torch.ones(size, size, dtype=dtype)
+        start = time.perf_counter()
+        a @ a
+        return time.perf_counter() - start
+
+    return best_tflops(burst)
+
+
+def best_tflops(
+    burst: Callable[[int], float], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """The best rate of matmuls over `BURSTS_S`, in TFLOP/s. They are as large as it takes for the
+    threads to be busy, and short enough for some of them to have the cores for themselves.
+
+    Args:
+        burst: how many seconds a product of two matrices [size, size] takes.
+        clock: seconds, from any start.
+    """
+    began, size, best = clock(), 256, 0.0
+    while True:
+        taken = min(burst(size) for _ in range(3))
+        best = max(best, 2 * size**3 / taken / 1e12)
+        if taken < _SHORT_S and size < 4096:
+            size *= 2
+        elif clock() - began >= BURSTS_S:
+            return best
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory in use so far: the allocator's on a GPU, the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,200 @@
+"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio; by accelerate.
+
+The only file that knows these packages. It must not know the training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from fp8stack.config import RunConfig, to_toml
+from fp8stack.errors import UserError
+from fp8stack.io import write_atomically
+
+PROJECT = "fp8stack"
+IDS = "trackers.json"  # in the run folder: by which names trackers know the run
+
+
+def build_trackers(config: RunConfig, folder: Path) -> list[GeneralTracker]:
+    """The trackers that `config` asks for, not started; their files go into `folder` unless the
+    environment says otherwise.
+
+    Raises:
+        UserError: a package is not installed.
+    """
+    found: list[GeneralTracker] = []
+    if config.tensorboard:
+        _require("tensorboard")
+        found.append(_TensorBoard(folder, to_toml(config)))
+    if config.wandb:
+        _require("wandb")
+        found.append(_WandB(config, folder))
+    if config.trackio:
+        _require("trackio")
+        found.append(_Trackio(config, folder))
+    return found
+
+
+def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False) -> None:
+    """Start the trackers that `accelerator` was made with.
+
+    Args:
+        folder: of the run.
+        resumed: the run goes on, and so do its curves.
+
+    Raises:
+        UserError: a tracker refuses, such as Weights & Biases without a login.
+    """
+    if not resumed and (folder / IDS).exists():  # of another run, which was here before
+        (folder / IDS).unlink()
+    if not accelerator.log_with:
+        return
+    folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to a temporary folder
+    for tracker in accelerator.log_with:
+        tracker.resumed = resumed
+    accelerator.init_trackers(PROJECT)
+
+
+class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
+    """TensorBoard's events. The file is opened at the first row, whose step tells what is stale: a
+    run that goes on, or back, from a checkpoint does some steps again."""
+
+    def __init__(self, folder: Path, settings: str) -> None:
+        super().__init__("tensorboard", folder)
+        self.settings = settings
+        self.last: int | None = None
+
+    def start(self) -> None:
+        """Nothing yet."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        """Write numbers of a step."""
+        assert step is not None
+        if self.last is None or step < self.last:
+            self.finish()
+            self.init_kwargs = {"purge_step": step}  # readers drop what they have from there on
+            super().start()
+            indented = self.settings.replace("\n", "\n    ")  # a code block in Markdown
+            self.writer.add_text("run.toml", f"    {indented}", step)
+        self.last = step
+        super().log(values, step, **more)
+
+    def finish(self) -> None:
+        """Close the file, if there is one."""
+        if self.last is not None:
+            super().finish()
+
+
+class _WandB(WandBTracker):  # type: ignore[misc]
+    """A run at Weights & Biases, or in its offline folder. Its environment variables win."""
+
+    resumed = False
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        own: dict[str, tuple[str, Any]] = {
+            "WANDB_DIR": ("dir", str(folder.resolve())),  # its service keeps the first folder
+            "WANDB_NAME": ("name", folder.name),
+            "WANDB_CONSOLE": ("settings", {"console": "off"}),  # the terminal is the bar's
+        }
+        given = dict(value for key, value in own.items() if not os.environ.get(key))
+        project = os.environ.get("WANDB_PROJECT") or PROJECT
+        super().__init__(project, config=config.model_dump(mode="json"), **given)
+        self.folder = folder
+
+    def start(self) -> None:
+        """Begin a run, or go on with the one that has this run's curves.
+
+        Raises:
+            UserError: Weights & Biases refuses.
+        """
+        import wandb.errors as wandb_errors
+
+        known = _known(self.folder).get("wandb") if self.resumed else None
+        if known and not os.environ.get("WANDB_RUN_ID"):
+            self.init_kwargs["id"] = known
+        if known and not os.environ.get("WANDB_RESUME") and not _offline():
+            self.init_kwargs["resume"] = "allow"
+        try:
+            super().start()
+        except wandb_errors.Error as error:
+            what = " ".join(str(error).split())
+            raise UserError(
+                f"--wandb: {what} Log in by `wandb login`, or set WANDB_MODE=offline."
+            ) from error
+        _remember(self.folder, "wandb", self.run.id)
+
+
+class _Trackio(TrackioTracker):  # type: ignore[misc]
+    """A run in Trackio's database: in the run's folder, or where its environment variables say."""
+
+    resumed = False
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        settings = config.model_dump(mode="json")
+        super().__init__(PROJECT, name=folder.name, config=settings, embed=False)
+        self.folder = folder
+
+    def start(self) -> None:
+        """Begin a run, or go on with the one of this name.
+
+        Raises:
+            UserError: Trackio refuses, such as a server without a token.
+        """
+        _import_trackio(self.folder / "trackio")
+        self.init_kwargs["resume"] = "allow" if self.resumed else "never"
+        try:
+            with redirect_stdout(StringIO()):  # it prints how to look at it, in colours
+                super().start()
+        except (ValueError, OSError) as error:
+            raise UserError(f"--trackio: {' '.join(str(error).split())}") from error
+
+    def finish(self) -> None:
+        """Write what is left."""
+        with redirect_stdout(StringIO()):
+            super().finish()
+
+
+def _import_trackio(folder: Path) -> None:
+    """Have Trackio keep its files in `folder`. It settles that when it is imported: a process that
+    has imported it keeps to what it was then."""
+    if "trackio" in sys.modules or os.environ.get("TRACKIO_DIR"):
+        return
+    os.environ["TRACKIO_DIR"] = str(folder.resolve())
+    try:
+        import trackio  # noqa: F401
+    finally:
+        del os.environ["TRACKIO_DIR"]
+
+
+def _offline() -> bool:
+    """Whether Weights & Biases only writes files: there it cannot ask what it has already."""
+    return os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+
+
+def _known(folder: Path) -> dict[str, str]:
+    """By which names trackers know the run in `folder`; none if that cannot be read."""
+    try:
+        known = json.loads((folder / IDS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _remember(folder: Path, tracker: str, name: str) -> None:
+    known = _known(folder) | {tracker: name}
+    write_atomically(folder / IDS, (json.dumps(known) + "\n").encode())
+
+
+def _require(package: str) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"--{package} needs the package {package}: pip install {package}")

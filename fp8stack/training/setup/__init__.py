@@ -1,0 +1,1 @@
+"""From a configuration to a run that can take its first step."""

@@ -1,0 +1,145 @@
+"""What a run reads: the two parts of its data, and the tokenizer that their tokens are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8stack import data
+from fp8stack.config import RunConfig, training_preset
+from fp8stack.errors import UserError, quoted
+from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
+from fp8stack.training.run_folder import RunFolder
+
+MOST_OF_BYTES = 512
+"""The largest vocabulary of a model that text without a tokenizer is read for as bytes: 256, and
+what it may have been padded with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a run reads.
+
+    Attributes:
+        train: what it is trained on.
+        validation: what is held out.
+        windows: of that, those of validation losses: see `data.validation_windows`.
+        tokenizer: what the tokens are of, if that is known.
+    """
+
+    train: data.Corpus
+    validation: data.Corpus
+    windows: Tensor
+    tokenizer: Tokenizer | None
+
+
+def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> Reading:
+    """Find the data of a run. Text becomes tokens of the tokenizer that `config` names, else that
+    of the first weights, else the model's; of bytes for a model with about as many tokens.
+
+    Args:
+        config: of the run.
+        vocabulary: of its model.
+        context: tokens per sequence.
+        source: the `tokenizer.json` of the weights that it begins with, if they have one.
+
+    Raises:
+        UserError: the data cannot be used, or are not of the tokenizer that they should be of.
+    """
+    texts = _for_texts(config, vocabulary, source) if data.holds_text(config.data) else None
+    tokenizer = _tokenizer(config, vocabulary, texts, source)
+    end = None if tokenizer is None else tokenizer.end_of_text
+    train, validation = data.load_corpora(config.data, vocabulary, end_of_text=end, texts=texts)
+    windows = data.validation_windows(
+        validation,
+        count=config.eval_windows,
+        context=context,
+        vocabulary=vocabulary,
+        documents=config.document_mask,
+    )
+    return Reading(train=train, validation=validation, windows=windows, tokenizer=tokenizer)
+
+
+def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Tokenizer:
+    """What text becomes tokens with: see `read`."""
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    if source is not None:
+        return load_tokenizer(str(source))
+    if vocabulary <= MOST_OF_BYTES:
+        return load_tokenizer("bytes")
+    name = training_preset(config.model).get("tokenizer")
+    if name is not None:
+        return load_tokenizer(name)
+    text = quoted(config.data or "TEXT")
+    raise UserError(
+        f"The data are text, and nothing names the tokenizer of model {config.model}, whose "
+        f"vocabulary is {vocabulary}. Give --tokenizer PATH, a tokenizer.json, or --tokenizer "
+        f"bytes to train on bytes; or make tokens first: fp8stack prepare {text} --tokenizer PATH "
+        "--out tokens"
+    )
+
+
+def _tokenizer(
+    config: RunConfig, vocabulary: int, texts: Tokenizer | None, source: Path | None
+) -> Tokenizer | None:
+    """What the run's data are tokens of; None where neither they nor `config` say.
+
+    Args:
+        config: of the run.
+        vocabulary: of its model.
+        texts: what text becomes tokens with.
+        source: see `read`.
+
+    Raises:
+        UserError: `config` names another than the data's, or one that cannot be loaded; or the
+            first weights are of another, and `config` names none; or the model's vocabulary is
+            smaller.
+    """
+    found = data.tokenizer_of(config.data, texts)
+    if config.tokenizer is not None:
+        asked = load_tokenizer(config.tokenizer)
+        if found is not None and not alike(found, asked):
+            raise UserError(
+                f"--tokenizer {config.tokenizer} is not that of the data, {found.name}. Leave it "
+                f"out, or tokenize them: fp8stack prepare {config.data or 'TEXT'} --tokenizer "
+                f"{config.tokenizer} --out DIR"
+            )
+        found = asked
+    elif source is not None and found is not None and not alike(found, load_tokenizer(str(source))):
+        raise UserError(
+            f"The data's tokenizer, {found.name}, is not that of the weights, {source}: their ids "
+            f"mean other texts. Make tokens with it: fp8stack prepare TEXT --tokenizer {source} "
+            "--out DIR; or give the data's by --tokenizer, to train nevertheless."
+        )
+    if found is not None and found.vocabulary > vocabulary:
+        raise UserError(
+            f"The data's tokenizer, {found.name}, has {found.vocabulary} tokens; model "
+            f"{config.model} has a vocabulary of {vocabulary}. Give --set "
+            f"model.vocabulary={found.vocabulary}"
+        )
+    return found
+
+
+def tokenizer_of_run(run_or_checkpoint: str | Path, name: str | None = None) -> Tokenizer | None:
+    """What the run of a folder, or of a checkpoint in it, was trained with, if it is known; else
+    the tokenizer called `name`.
+
+    Raises:
+        UserError: it cannot be loaded, or `name` is another than the run's.
+    """
+    path = Path(run_or_checkpoint)
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    file = RunFolder(folder).tokenizer
+    own = load_tokenizer(str(file)) if file.is_file() else None
+    if name is None:
+        return own
+    asked = load_tokenizer(name)
+    if own is not None and not alike(own, asked):
+        raise UserError(
+            f"{quoted(str(path))} was trained on tokens of {own.name}, not of --tokenizer "
+            f"{quoted(name)}. Leave that out."
+        )
+    return asked

@@ -1,0 +1,184 @@
+"""The weights that a new run begins with, where they are another run's or transformers'.
+
+Weights alone: the optimizer, the step, the scales and the schedule are new. It must not know how a
+run is trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fp8stack import presets
+from fp8stack.checkpoint.state import differences, restore_weights
+from fp8stack.checkpoint.validation import model_of
+from fp8stack.config import RunConfig, at_home, preset_for
+from fp8stack.errors import UserError
+from fp8stack.hf import HF, found_in, from_hf, open_folder, path_in
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.training.load import find_checkpoint
+
+# What the weights do not depend on: how they were drawn, and noise while training.
+FREE = {"dropout", "init_std"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where weights come from.
+
+    Attributes:
+        name: as a run file names it: a checkpoint's path, or `hf:` and a folder's.
+        shape: of the model.
+        model: what a run file has as its model,
+        overrides: and what it changes in it, to be of that shape.
+        weights: float32, of every parameter.
+        notes: what is to be told.
+        tokenizer: the path of its `tokenizer.json`, if it has one.
+    """
+
+    name: str
+    shape: GPTConfig
+    model: str
+    overrides: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+
+
+def find_source(init_from: str) -> Source:
+    """What `--init-from` names: a checkpoint, the newest good one of a run, or `hf:` and a folder
+    that transformers saved.
+
+    Raises:
+        UserError: there is no such thing, or a GPT of ours cannot be that of the folder.
+        NoUsableCheckpoint: it is damaged, or a run has none that is not.
+    """
+    folder = path_in(init_from)
+    if folder is not None:
+        return _of_folder(folder)
+    checkpoint, path, passed_over = find_checkpoint(init_from)
+    in_run = path.parent.name == "checkpoints"
+    run = path.parent.parent if in_run else path
+    saved = presets.parse(RunConfig, at_home(checkpoint.info["config"], run), str(path))
+    tokenizer = run / TOKENIZER_FILE
+    return Source(
+        name=str(path.resolve()),
+        shape=model_of(checkpoint),
+        model=saved.model,
+        overrides=saved.model_overrides,
+        weights=checkpoint.tensors.get("model", {}),
+        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+        tokenizer=tokenizer if in_run and tokenizer.is_file() else None,
+    )
+
+
+def _of_folder(path: Path) -> Source:
+    """The model in a folder that transformers saved, as one of ours. Its shape is kept in the run
+    file, so that the folder is needed no more once the run has a checkpoint."""
+    folder = open_folder(path)
+    found = found_in(folder.config, str(path / "config.json"))
+    model, overrides = nearest_preset(found.config)
+    return Source(
+        name=absolute_source(f"{HF}{path}"),
+        shape=found.config,
+        model=model,
+        overrides=overrides,
+        weights=from_hf(found.config, found.layout, folder.tensors, str(path)),
+        notes=found.notes,
+        tokenizer=folder.tokenizer,
+    )
+
+
+def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
+    """The preset that is most like `shape`, and what is to be changed in it to be `shape`."""
+    changes = {
+        name: {
+            key: value
+            for key, value in _explicit(shape).items()
+            if _explicit(load_config(name))[key] != value
+        }
+        for name in presets.names("models")
+    }
+    return min(changes.items(), key=lambda item: len(item[1]))
+
+
+def _explicit(shape: GPTConfig) -> dict[str, Any]:
+    """The keys of a shape, those that follow from others said."""
+    told = shape.model_dump(mode="json")
+    return told | {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
+
+
+def with_source(config: RunConfig, source: Source) -> RunConfig:
+    """`config` with the source named, and without `--model` the model that it is of.
+
+    Raises:
+        UserError: the model differs from the source's; the message names the first difference.
+    """
+    found: dict[str, Any] = {"init_from": source.name}
+    if "model" not in config.given:
+        overrides = {**source.overrides, **config.model_overrides}
+        found |= {"model": source.model, "model_overrides": overrides}
+        if not overrides.keys() & {"layers", "width"}:  # it is that model
+            found |= preset_for(config.given | found)
+    made = config.model_copy(update=found)
+    ours = load_config(made.model, made.model_overrides)
+    there, here = _beside(source.shape, ours), _beside(ours, source.shape)
+    for difference in differences(there, here):
+        raise UserError(
+            f"Cannot begin with the weights of {source.name}: the model's {difference}. Leave out "
+            "--model and model_overrides, to have the checkpoint's model."
+        )
+    return made
+
+
+def _beside(shape: GPTConfig, other: GPTConfig) -> dict[str, Any]:
+    """The keys that weights depend on; what follows from others is said where `other` says it."""
+    told = shape.model_dump(mode="json", exclude=FREE)
+    said = _explicit(shape)
+    return {key: value if getattr(other, key) is None else said[key] for key, value in told.items()}
+
+
+def absolute_source(init_from: str) -> str:
+    """What `--init-from` names, from the root, so that a run can be resumed from anywhere."""
+    folder = path_in(init_from)
+    return os.path.realpath(init_from) if folder is None else f"{HF}{os.path.realpath(folder)}"
+
+
+def same_source(asked: str, saved: str | None) -> bool:
+    """Whether `asked`, see `find_source`, is where a run's first weights `saved` were from."""
+    if saved is None or path_in(asked) is not None or path_in(saved) is not None:
+        return saved is not None and absolute_source(asked) == saved
+    return Path(asked).resolve() in (
+        Path(saved),
+        Path(saved).parent.parent,  # RUN/checkpoints/step-000200
+    )
+
+
+def begin_with(model: GPT, source: Source) -> str:
+    """Put the weights of `source` into `model`, and say so in a line.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    restore_weights(model, source.weights)
+    why = "".join(f"; {note}" for note in source.notes)
+    return f"weights of {source.name}; optimizer, scales and schedule are new{why}"
+
+
+def with_tokenizer(source: Source, tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    """What is to be told of the tokenizer of a run's data beside that of the first weights.
+
+    Args:
+        source: of the weights; one without a tokenizer has nothing to tell.
+        tokenizer: of the data, if it is known.
+    """
+    if source.tokenizer is None or tokenizer is not None:
+        return ()
+    return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)

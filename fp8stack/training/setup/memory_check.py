@@ -1,0 +1,118 @@
+"""The memory that a run takes, phase by phase, and whether this machine has that much left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
+from fp8stack.estimate import Estimate, Setting, estimate, largest_batch
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import Recompute
+from fp8stack.model.loss import chunk_rows
+from fp8stack.precision import Hardware, Plan
+
+UNCERTAIN = 0.1
+"""The share by which an estimate may be above what is measured."""
+COMPILED = 0.5
+"""The same of compiled code, which chooses by itself what it keeps."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a run of `ranks` processes, whose model has the shape `model`."""
+
+    config: RunConfig
+    model: GPTConfig
+    context: int
+    ranks: int
+
+    def estimates(self, plans: Sequence[Plan], kind: Recompute, sequences: int) -> list[Estimate]:
+        """The estimates of phases that run `plans`, in order. A plan's FP8 weights and amax history
+        stay while a later one trains.
+
+        Args:
+            plans: of the phases.
+            kind: the activation checkpointing.
+            sequences: of a micro-batch on one rank.
+        """
+        made: list[Estimate] = []
+        lasting: dict[int, Estimate] = {}  # of the plans met so far
+        for plan in plans:
+            setting = Setting(
+                config=self.model,
+                plan=plan,
+                sequences=sequences,
+                context=self.context,
+                micro_batches=self.config.accumulate,
+                optimizer=self.config.optimizer,
+                momentum=self.config.momentum,
+                checkpointing=kind,
+                save_fp8=self.config.save_fp8,
+                ranks=self.ranks,
+                parallel=self.config.parallel,
+            )
+            own = lasting[id(plan)] = estimate(setting)
+            weights = sum(one.fp8_weights for one in lasting.values())
+            buffers = sum(one.buffers for one in lasting.values())
+            made.append(replace(own, fp8_weights=weights, buffers=buffers))
+        return made
+
+    def peak(self, plans: Sequence[Plan], kind: Recompute, sequences: int) -> int:
+        """The bytes of the worst phase. For the arguments see `estimates`."""
+        return max(one.peak for one in self.estimates(plans, kind, sequences))
+
+    def largest(self, plans: Sequence[Plan], kind: Recompute, memory: int) -> int:
+        """The largest micro-batch of a rank that fits into `memory` bytes; 0 if none does."""
+        turn = chunk_rows(self.model.vocabulary) // self.context
+        return largest_batch(lambda count: self.peak(plans, kind, count), memory, turn)
+
+
+def require_memory(
+    of: Footprint, plans: Sequence[Plan], hardware: Hardware, left: int | None
+) -> None:
+    """See that a run may fit into the memory that is left; a close call is let through.
+
+    Args:
+        of: the run.
+        plans: of its phases.
+        hardware: this machine.
+        left: in bytes, for this rank or, on a CPU, for all that run here; None if not known.
+
+    Raises:
+        UserError: it cannot; the message names the largest batch that fits.
+    """
+    if left is None or not of.config.check_memory:
+        return
+    if hardware.device == "cpu":  # one memory for all
+        left //= int(os.environ.get("LOCAL_WORLD_SIZE", of.ranks)) if of.ranks > 1 else 1
+    config, kind = of.config, of.config.activation_checkpointing
+    uncertain = COMPILED if config.compile else UNCERTAIN
+    share = config.batch // of.ranks
+    needed = of.peak(plans, kind, share // config.accumulate)
+    if needed * (1 - uncertain) <= left:
+        return
+    told = f"{_gib(left)} {'are left for each rank' if of.ranks > 1 else 'are left'}"
+    fits = of.largest(plans, kind, left)
+    if not fits:
+        least = max(of.estimates(plans, kind, 1), key=lambda one: one.floor)
+        lower = "" if kind == "block" else ", --activation-checkpointing block"
+        raise UserError(
+            f"Model {config.model} needs about {_gib(of.peak(plans, kind, 1))} for one sequence of "
+            f"{of.context} tokens, {_gib(least.floor)} of it for the weights, gradients and "
+            f"optimizer of {of.model.parameters():,} parameters; {told}. Choose a smaller model or "
+            f"--context{lower}. (--set check_memory=false tries nevertheless.)"
+        )
+    parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= fits)
+    raise UserError(
+        f"Model {config.model} needs about {_gib(needed)} for {share // config.accumulate} "
+        f"sequences of {of.context} tokens at a time; {told}, enough for {fits}. Give --batch "
+        f"{config.batch} --accumulate {parts}, or --batch {fits * of.ranks}. (--set "
+        "check_memory=false tries nevertheless.)"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,179 @@
+"""Which run to go on with, from which checkpoint, and whether it is the same run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fp8stack import presets
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint.reader import Checkpoint
+from fp8stack.checkpoint.state import differences, restore
+from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
+from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config
+from fp8stack.distributed.process_group import Ranks
+from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
+from fp8stack.training.inference import layers_left_out
+from fp8stack.training.run import Run
+from fp8stack.training.run_folder import RunFolder, choose_folder
+from fp8stack.training.setup.variants import ANY, Decided
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """Where a run goes on: its folder, its configuration as saved, and a checkpoint if any;
+    `unasked` if the same command was given again, and no `--resume`."""
+
+    folder: RunFolder
+    saved: RunConfig
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...]
+    unasked: bool = False
+
+
+def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
+    """The run to go on with, or None for a new one. Without `resume` it is one in `--out` that was
+    not trained to its end.
+
+    Raises:
+        UserError: no run at the path given, or `--out` names another folder.
+        NoUsableCheckpoint: the checkpoints are damaged, or the one that was named is.
+    """
+    if resume is None:
+        if config.out is None or RunFolder(Path(config.out)).cut_at is None:
+            return None
+        found = find_resumption(config, "auto")
+        return None if found is None else replace(found, unasked=True)
+    if resume == "auto":
+        folder = choose_folder(config, resume=True)
+        if not folder.holds_run:
+            return None
+        named = None
+    else:
+        folder, named = _locate(Path(resume))
+        if config.out and Path(config.out).resolve() != folder.path.resolve():
+            raise UserError(
+                f"--resume {resume} goes on in {folder.path}, not in --out {config.out}."
+            )
+    if named is not None:
+        try:
+            return _from_checkpoint(folder, load_sound(named, can_go_on), named, [])
+        except NoUsableCheckpoint as error:
+            raise NoUsableCheckpoint(
+                f"{error} Give another checkpoint or the run's folder."
+            ) from error
+    if checkpoints.exists(folder.checkpoints):
+        return _from_checkpoint(folder, *newest_sound(folder.checkpoints, can_go_on))
+    note = f"{folder.path} has no checkpoint yet: starting again from step 1"
+    saved = parse_config(str(folder.config), {})
+    return Resumption(folder=folder, saved=saved, checkpoint=None, notes=(note,))
+
+
+def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resumption | None:
+    """`find_resumption` for all ranks: the main one finds, and all read the same checkpoint, on a
+    file system that they share."""
+    if ranks.count == 1:
+        return find_resumption(config, resume)
+    found: Resumption | None = None
+
+    def find() -> str | None:
+        nonlocal found
+        found = find_resumption(config, resume)
+        if found is None:
+            return None
+        step = None if found.checkpoint is None else found.checkpoint.step
+        folder = found.folder
+        return str(folder.path if step is None else checkpoints.path_of(folder.checkpoints, step))
+
+    place = ranks.from_main(find)
+    if ranks.is_main or place is None:
+        return found
+    return find_resumption(config, place)
+
+
+def _from_checkpoint(
+    folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
+) -> Resumption:
+    """Going on from the checkpoint at `path`, with what the run was made with then: run.toml may
+    have been edited or damaged since."""
+    table = at_home(checkpoint.info["config"], folder.path)
+    saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
+    why = "".join(f"; passed over: {reason}" for reason in passed_over)
+    notes = [f"resumed from {path}{why}"]
+    try:
+        parse_config(str(folder.config), {})
+    except UserError as error:
+        notes.append(f"{error} It is written anew from the checkpoint.")
+    return Resumption(folder=folder, saved=saved, checkpoint=checkpoint, notes=tuple(notes))
+
+
+def _locate(path: Path) -> tuple[RunFolder, Path | None]:
+    """The run folder that `path` names, and the checkpoint in it if it names one."""
+    for folder, named in ((path, None), (path.parent.parent, path)):
+        if named is not None and path.parent.name != "checkpoints":
+            break
+        if os.path.isfile(folder / "run.toml") or checkpoints.exists(folder / "checkpoints"):
+            return RunFolder(folder), named
+    raise UserError(
+        f"--resume {quoted(str(path))}: there is no run and no checkpoint. Give a run's folder."
+    )
+
+
+def decided_in(info: Mapping[str, Any]) -> Decided:
+    """What the run of a checkpoint keeps to."""
+    phases, plans = info["phases"], info["plans"]
+    if phases is None or len(plans) < 2:
+        return Decided(left_out={ANY: layers_left_out(info["plan"])})
+    return Decided(
+        left_out={
+            name: layers_left_out(plans[place])
+            for name, place in phases["places"].items()
+            if place < len(plans)
+        },
+        needs_reference=phases["ended_at"] is not None,
+    )
+
+
+def put_back(run: Run, checkpoint: Checkpoint) -> None:
+    """Have the weights, moments, scales and random state of `checkpoint`. Raises what `restore`
+    raises."""
+    restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index, fp8_model=run.main.model)
+    for variant in run.variants:
+        variant.backend.weights.mark()
+    if run.loss_scaler is not None and checkpoint.info["scaler"] is not None:
+        run.loss_scaler.load_state_dict(checkpoint.info["scaler"])
+
+
+def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
+    """The saved configuration with the flags that were given now.
+
+    Raises:
+        UserError: a flag differs in something that the run's losses depend on.
+    """
+    saved, given = found.saved.model_dump(), asked.given
+    given |= {"guard": saved["guard"] | given.get("guard", {})}
+    merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")
+    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
+    saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
+    refuse_differences(found, list(differences(saved, now)))
+    return merged
+
+
+def refuse_differences(found: Resumption, differing: list[str]) -> None:
+    """Raise a UserError that names the first of the `differing` things, if there is one."""
+    if differing:
+        what = differing[0]
+        if what.startswith("data."):
+            what = "the data are not those that the run was trained on"
+        if found.unasked:
+            raise UserError(
+                f"{found.folder.path} holds a run already, and another one: {what}. Give the same "
+                "command to go on with it, another --out, or remove it by --overwrite."
+            )
+        raise UserError(
+            f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or start a "
+            "new run in another --out."
+        )

@@ -1,0 +1,210 @@
+"""From a configuration to a run that can take its first step, new or resumed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8stack import data
+from fp8stack.checkpoint.state import differences
+from fp8stack.config import RunConfig, for_ranks, parse_config, preset_note, to_toml, with_files
+from fp8stack.distributed.process_group import Ranks, join
+from fp8stack.errors import UserError
+from fp8stack.io import write_atomically
+from fp8stack.precision import probe
+from fp8stack.threads import use_threads
+from fp8stack.tokenizer import NAMED
+from fp8stack.training.metrics.trackers import start_trackers
+from fp8stack.training.run import Run
+from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
+from fp8stack.training.setup.allocator import expand_segments
+from fp8stack.training.setup.build import build
+from fp8stack.training.setup.init_from import absolute_source, find_source, same_source, with_source
+from fp8stack.training.setup.overwrite import files_of_run, refuse_overwriting, remove_run
+from fp8stack.training.setup.resume import (
+    Resumption,
+    config_to_resume,
+    decided_in,
+    find_together,
+    put_back,
+    refuse_differences,
+)
+from fp8stack.training.setup.variants import Decided, plan_of
+
+
+def set_up(
+    flags: dict[str, Any],
+    file: str | None,
+    sets: list[str],
+    resume: str | None,
+    overwrite: bool = False,
+) -> Run:
+    """The run that the flags, the run file and `--set` describe.
+
+    Args:
+        resume: auto or a path, if a run is to go on. What torchrun starts again goes on by itself.
+        overwrite: remove the run that is in `--out`, once the new one could be built.
+
+    Raises:
+        UserError: bad input, or a run to resume that differs in what its losses depend on.
+        NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
+    """
+    config = with_absolute_paths(parse_config(file, flags, sets))
+    expand_segments(config.device)  # before anything asks CUDA
+    hardware = probe(config.device)
+    ranks = join(hardware.device, config.rank_timeout)
+    if started_again() and resume is not None and Path(resume).parent.name == "checkpoints":
+        resume = str(Path(resume).parent.parent)  # it has gone on from that one already
+    again = resume is None and started_again()
+    overwrite = overwrite and not again
+    source = None
+    old: list[Path] = []
+    with ranks.together():
+        if overwrite:
+            refuse_overwriting(config.out, resume, config.init_from)
+        asked = "auto" if again else resume
+        found = None if overwrite else find_together(config, asked, ranks)
+        if found is None:
+            config = for_ranks(config, ranks.count)
+            folder = _new_folder(config, ranks, free=not overwrite)
+            old = files_of_run(folder) if overwrite else []
+        else:
+            folder = found.folder
+            config = _going_on(config, found)
+        use_threads(config.threads)
+        if config.init_from and (found is None or found.checkpoint is None):
+            source = find_source(config.init_from)
+            config = with_source(config, source)
+    checkpoint = found.checkpoint if found else None
+    decided = decided_in(checkpoint.info) if checkpoint else Decided()
+    tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
+    if source is not None:
+        tokenizer = source.tokenizer
+    run = build(
+        config,
+        folder,
+        decided,
+        hardware=hardware,
+        ranks=ranks,
+        source=source,
+        tokenizer=tokenizer,
+    )
+    with ranks.together(), folder.released_on_error():
+        if ranks.is_main:
+            folder.claim()
+        if found is not None:
+            _resume(run, found)
+        else:
+            run.notes += tuple(filter(None, (preset_note(config), _cut_note(config))))
+        if ranks.is_main:
+            start_trackers(run.accelerator, folder.path, resumed=found is not None)
+        removed = remove_run(folder, old) if overwrite and ranks.is_main else None
+        goes_on = "torchrun started this again: going on as with --resume auto" if again else None
+        run.notes += tuple(note for note in (goes_on, removed) if note)
+        if ranks.is_main:
+            run.config = folder.keep_files(pinned(run))
+            write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
+            folder.write_plan(plan_of(run))
+            if run.tokenizer is not None:
+                write_atomically(folder.tokenizer, run.tokenizer.to_json().encode())
+    return run
+
+
+def pinned(run: Run) -> RunConfig:
+    """The run's configuration with the tokenizer that made tokens of its text, if one did."""
+    config, tokenizer = run.config, run.tokenizer
+    if config.tokenizer or tokenizer is None or not data.holds_text(config.data):
+        return config
+    if tokenizer.name == "bytes":
+        return config
+    name = tokenizer.name if tokenizer.name in NAMED else str(run.folder.tokenizer)
+    return config.model_copy(update={"tokenizer": name})
+
+
+def _cut_note(config: RunConfig) -> str | None:
+    """What a new run is told that nobody named a folder for, where another one was cut."""
+    cut = None if config.out else next(cut_runs(), None)
+    at = None if cut is None else cut.cut_at
+    if cut is None or at is None:
+        return None
+    return (
+        f"{cut.path} was cut after step {at[0]} of {at[1]}, and this is a new run; to go on with "
+        f"that one: --resume {cut.path}"
+    )
+
+
+def _new_folder(config: RunConfig, ranks: Ranks, free: bool) -> RunFolder:
+    """Where a new run goes: the main rank chooses, and sees that it is `free` if it is to be."""
+
+    def choose() -> str:
+        folder = choose_folder(config, resume=False)
+        if free:
+            folder.require_free()
+        return str(folder.path)
+
+    return RunFolder(Path(ranks.from_main(choose)))
+
+
+def _going_on(config: RunConfig, found: Resumption) -> RunConfig:
+    """What `config` asks for, of the run that was found. Raises what `config_to_resume` raises."""
+    if config.init_from and same_source(config.init_from, found.saved.init_from):
+        config = config.model_copy(update={"init_from": found.saved.init_from})
+    return config_to_resume(found, config)
+
+
+def started_again() -> bool:
+    """Whether torchrun started this process after another one had failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """`config` with files named from the root, so that the run can be resumed from anywhere."""
+    config = with_files(config, os.path.realpath)
+    files: dict[str, Any] = {}
+    if config.data is not None:
+        files["data"] = data.absolute(config.data)
+    if config.init_from is not None:
+        files["init_from"] = absolute_source(config.init_from)
+    return config.model_copy(update=files)
+
+
+def _resume(run: Run, found: Resumption) -> None:
+    """Put `run` where the checkpoint left off."""
+    run.notes = (*found.notes, *run.notes)
+    if found.checkpoint is None:
+        if run.ranks.is_main:
+            run.folder.forget_after(0)
+        return
+    info = found.checkpoint.info
+    refuse_differences(found, list(differences(info["identity"], run.identity)))
+    if found.checkpoint.step > run.config.steps:
+        raise UserError(
+            f"--steps {run.config.steps} is less than the {found.checkpoint.step} that the run has "
+            "done. Give at least as many."
+        )
+    if run.config.steps != found.saved.steps:
+        follows = "the learning rate follows"
+        if len(run.schedule.phases) > 1:
+            follows = "the learning rate and the phases follow"
+        note = f"steps {found.saved.steps} -> {run.config.steps}: {follows} the new"
+        run.notes = (*run.notes, note)
+    if run.config.threads != found.saved.threads:
+        before, now = (one.threads or "torch's choice" for one in (found.saved, run.config))
+        note = f"threads {before} -> {now}: sums may round differently"
+        run.notes = (*run.notes, note)
+    if info["versions"].get("torch") != torch.__version__:
+        note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"
+        run.notes = (*run.notes, note)
+    put_back(run, found.checkpoint)
+    run.guard_state, run.phases_state = info["guard"], info["phases"]
+    if run.guard_state is not None and run.guard_state["left_fp16"]:
+        run.notes = (*run.notes, "the guard left fp16 before: the run goes on in bf16")
+    run.step = found.checkpoint.step
+    first = run.config.profile_step
+    if run.config.profile and first is not None and first <= run.step:
+        run.notes = (*run.notes, f"profile_step {first} is done already: nothing is profiled")
+    if run.ranks.is_main:
+        run.folder.forget_after(run.step)

@@ -1,0 +1,251 @@
+"""From phases to the variants of a model: one for each recipe, all with the same parameters.
+
+It must not know when a phase begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from fp8stack.backends import build_backend
+from fp8stack.compiler import TE_COMPILED
+from fp8stack.config import RunConfig
+from fp8stack.distributed.parallelize import TE_SHARDED
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, Plan, load_recipe
+from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
+from fp8stack.training.run import Run, Schedule, Variant
+
+ANY = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a run that goes on keeps to.
+
+    Attributes:
+        left_out: by the recipe that is asked for, the layers that are not in FP8, with the reasons;
+            under `ANY` those of every other.
+        needs_reference: whether the rest of the run is in float32.
+    """
+
+    left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    needs_reference: bool = False
+
+
+def plan_phases(
+    config: RunConfig,
+    model: GPTConfig,
+    hardware: Hardware,
+    decided: Decided,
+    tokens: int,
+) -> tuple[list[Plan], Schedule]:
+    """The plans of a run, each once, and which of them runs when.
+
+    Args:
+        config: of the run.
+        model: its shape.
+        hardware: this machine.
+        decided: what was decided when the run began.
+        tokens: of a micro-batch and rank.
+
+    Raises:
+        UserError: what `plan_for` and `phases_of` raise; two phases in different delayed scaling;
+            phases with --parallel fsdp.
+    """
+    for name in {config.recipe, *(one.recipe for one in config.phases if one.recipe)}:
+        if name != "auto":  # whether or not a phase has steps
+            load_recipe(name)
+    phases = phases_in(config)
+    evaluation = evaluation_in(config.phases, config.recipe, config.steps)
+    compares = bool(config.phases and config.guard.enabled and config.guard.quality)
+    compares = compares or decided.needs_reference
+    reference = Phase(name="reference", recipe="fp32", first=1, last=config.steps)
+    wanted = [*phases, *([evaluation] if evaluation else []), *([reference] if compares else [])]
+
+    def made(multiple: int) -> tuple[list[Plan], dict[str, int]]:
+        plans: list[Plan] = []
+        places: dict[str, int] = {}
+        for name, phase in {phase.asked: phase for phase in wanted}.items():
+            known = decided.left_out.get(name, decided.left_out.get(ANY))
+            plan = plan_recipe(
+                phase.recipe, config, model, hardware, tokens, known, multiple, phase.overrides
+            )
+            alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
+            places[name] = next(alike, len(plans))
+            plans += [plan] * (places[name] == len(plans))
+        return plans, places
+
+    plans, places = made(1)
+    if len(plans) > 1:
+        _require_possible(plans, places, phases, evaluation, config)
+        plans, places = made(max(plan.vocabulary_multiple for plan in plans))
+    schedule = Schedule(
+        phases=phases,
+        variants=tuple(places[phase.asked] for phase in phases),
+        places=places,
+        evaluation=None if evaluation is None else places[evaluation.asked],
+        reference=places[reference.asked] if compares else None,
+    )
+    return plans, schedule
+
+
+def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
+    """That no phase with steps asks for the run's own recipe; "" if one does, or none is named."""
+    if config.recipe in ("auto", *(phase.recipe for phase in phases)):
+        return ""
+    spans = (f"{one.name} {one.first} to {one.last} in {one.recipe}" for one in phases)
+    return f"recipe '{config.recipe}' runs in no step: phases {', '.join(spans)}"
+
+
+def phases_in(config: RunConfig) -> tuple[Phase, ...]:
+    """The phases of a run, in order.
+
+    Raises:
+        UserError: what `phases_of` raises; under `strict`, none asks for the run's own recipe.
+    """
+    phases = phases_of(
+        config.phases,
+        config.recipe,
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        decay_fraction=config.decay_fraction,
+    )
+    if config.strict and (why := never_asked_for(config, phases)):
+        raise UserError(f"--strict: {why}. Give more --steps, or phases that leave it some.")
+    return phases
+
+
+def build_variants(
+    plans: Sequence[Plan], model: GPTConfig, config: RunConfig
+) -> tuple[Variant, ...]:
+    """A variant for each of `plans`, with the same parameters in all."""
+    multiple = max(plan.vocabulary_multiple for plan in plans)
+    variants: list[Variant] = []
+    for plan in plans:
+        backend = build_backend(plan, save_fp8=config.save_fp8)
+        backend.vocabulary_multiple = multiple
+        made = GPT(model, backend, seed=config.seed)
+        made.recompute = config.activation_checkpointing
+        if variants:
+            share_parameters(variants[0].model, made)
+        variants.append(Variant(plan=plan, backend=backend, model=made))
+    return tuple(variants)
+
+
+def share_parameters(source: nn.Module, model: nn.Module) -> None:
+    """Give `model` the parameters of `source`, which has the same names."""
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    for path, part in model.named_modules():
+        for name in part._parameters:
+            if part._parameters[name] is not None:
+                part._parameters[name] = parameters[f"{path}.{name}" if path else name]
+
+
+def plan_recipe(
+    recipe: str,
+    config: RunConfig,
+    model: GPTConfig,
+    hardware: Hardware,
+    tokens: int,
+    left_out: Mapping[str, str] | None = None,
+    vocabulary_multiple: int = 1,
+    overrides: Mapping[str, Override] | None = None,
+) -> Plan:
+    """The plan of one recipe that a run asks for. Raises what `plan_for` raises.
+
+    Args:
+        recipe: by name or path; the run's own has the run's overrides.
+        config: of the run.
+        model: its shape.
+        hardware: this machine.
+        tokens: of a micro-batch and rank.
+        left_out: the layers that are not in FP8, if that was decided before.
+        vocabulary_multiple: see `plan_for`.
+        overrides: what a phase sets otherwise.
+    """
+    is_own = recipe == config.recipe
+    changed = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
+    if changed and recipe == "auto":
+        raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
+    asked = recipe if recipe == "auto" else load_recipe(recipe, changed)
+    # --backend is about FP8; a phase without it is not to be called a substitution.
+    backend = config.backend if is_own or isinstance(asked, str) or asked.is_fp8 else "auto"
+    return plan_for(
+        model,
+        asked,
+        hardware,
+        backend,
+        config.strict,
+        tokens=None if left_out is not None else tokens,
+        left_out=left_out,
+        vocabulary_multiple=vocabulary_multiple,
+        without=unwanted_backends(config),
+    )
+
+
+def unwanted_backends(config: RunConfig) -> dict[str, str]:
+    """The backends that cannot do something else that a run asks for, and what that is."""
+    if config.parallel == "fsdp":
+        return {"te": TE_SHARDED}
+    return {"te": TE_COMPILED} if config.compile else {}
+
+
+def _runs_alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans differ in words alone."""
+
+    def without_words(plan: Plan) -> Plan:
+        recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
+        layers = tuple(replace(layer, precision="", reason="", doubt="") for layer in plan.layers)
+        return replace(plan, asked="", recipe=recipe, reasons=(), native=True, layers=layers)
+
+    return without_words(plan) == without_words(other)
+
+
+def _require_possible(
+    plans: Sequence[Plan],
+    places: Mapping[str, int],
+    phases: Sequence[Phase],
+    evaluation: Phase | None,
+    config: RunConfig,
+) -> None:
+    begins_with = plans[places[phases[0].asked]]
+    evaluates = begins_with if evaluation is None else plans[places[evaluation.asked]]
+    if (
+        evaluates.scaling == "delayed"
+        and begins_with.scaling != "delayed"
+        and not config.calibration_steps
+    ):
+        raise UserError(
+            "phases: validation losses in delayed scaling before a phase trains in it need the "
+            "amaxes of a calibration. Set calibration_steps to 1 or more."
+        )
+    if sum(plan.scaling == "delayed" for plan in plans) > 1:
+        raise UserError(
+            "phases: two of them are in delayed scaling of different settings, and a run keeps one "
+            "amax history. Use one delayed recipe."
+        )
+    if config.parallel == "fsdp":
+        raise UserError("phases in several recipes need --parallel ddp; fsdp is not possible.")
+
+
+def plan_of(run: Run) -> dict[str, Any]:
+    """The plan of a run as JSON data: that of its FP8 layers, what the run asked for and, if it has
+    phases, which recipe runs when."""
+    recipe = run.config.recipe
+    asked = recipe if recipe == "auto" else load_recipe(recipe).name
+    made = run.main.plan.to_json() | {"asked": asked}
+    if why := never_asked_for(run.config, run.schedule.phases):
+        made["reasons"] = [why, *made["reasons"]]
+    if run.config.phases:
+        made["phases"] = [
+            asdict(phase) | {"precision": run.variants[place].plan.precision}
+            for phase, place in zip(run.schedule.phases, run.schedule.variants, strict=True)
+        ]
+    return made
