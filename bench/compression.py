@@ -21,14 +21,14 @@ from torch import Tensor
 
 from bench import report
 from bench.report import Report, Row
-from bench.whole_ranks import run_ranks
-from bench.whole_runs import checkpoints, rows
 from fp8stack.benchmark.step import FP8
 from fp8stack.benchmark.timing import machine
 from fp8stack.checkpoint import reader
 from fp8stack.cli.options import words
 from fp8stack.training import finalize, loop
 from fp8stack.training.run import Run
+from tests.faults.whole_ranks import run_ranks
+from tests.faults.whole_runs import checkpoints, rows
 
 SHORT = ["--steps", "300"]
 AT_MOST = 0.001  # of the loss, between a compressed run and one that is not
@@ -92,8 +92,8 @@ def trained(folder: Path, name: str, ranks: int, flags: Sequence[str]) -> Path:
 
 @contextmanager
 def counting(run: str, rank: int) -> Iterator[None]:
-    """A rank's change, see `bench.whole_ranks`: when all steps are done it writes how many bytes of
-    gradients it gave to all_reduce, for `sent`.
+    """A rank's change, see `tests.faults.whole_ranks`: when all steps are done it writes how many
+    bytes of gradients it gave to all_reduce, for `sent`.
 
     DDP's hook is who reduces asynchronously; the guard, the amaxes and the loss wait.
     """

@@ -1,7 +1,7 @@
 """Golden files: what Transformer Engine computed on a real GPU, to hold a CPU to ever after.
 
 One safetensors file with the inputs and TE's results, and in its metadata, as JSON, how each came
-about. `tests/test_golden.py` recomputes all of it with fp8stack.
+about. `tests/numerics/test_golden.py` recomputes all of it with fp8stack.
 """
 
 from __future__ import annotations

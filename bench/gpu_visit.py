@@ -188,7 +188,7 @@ class Visit:
     def _process(self, command: list[str], log: Any, seconds: float) -> str:
         if seconds <= 0:
             return "left out: no time was left"
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self.child = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -23,14 +23,14 @@ import torch
 from matplotlib.figure import Figure
 
 from bench import report as reports
-from bench.reliability_case import Case, Outcome
 from bench.report import Report, Row
 from bench.runner import RESULTS
 from fp8stack.benchmark.timing import machine
 from fp8stack.cli.options import words
 from fp8stack.errors import UserError, unknown
+from tests.faults.case import Case, Outcome
 
-THEMES = ("kill", "input", "numeric", "ranks")
+THEMES = ("kill", "input", "numeric", "rank")
 SHOWN = 10  # lines of what was lost in a row
 
 
@@ -85,7 +85,7 @@ def all_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for theme in THEMES:
         if find_spec(f"bench.reliability_{theme}") is not None:
-            cases |= import_module(f"bench.reliability_{theme}").CASES
+            cases |= import_module(f"tests.faults.{theme}_rows").CASES
     return dict(sorted(cases.items(), key=lambda item: _order(item[0])))
 
 

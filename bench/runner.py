@@ -45,7 +45,7 @@ SCENARIOS = {
     "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
-    "golden": "what Transformer Engine computes on this GPU, as a file for tests/test_golden.py",
+    "golden": "what Transformer Engine computes on this GPU, for tests/numerics/test_golden.py",
     "pictures": "the pictures of docs/recipes.md, drawn of our own casts",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
 }

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.reliability_case import Outcome
-from bench.whole_runs import Child, Ended, difference, last_step
+from tests.faults.case import Outcome
+from tests.faults.whole_runs import Child, Ended, difference, last_step
 
 TEXT = "".join(f"line {n * n}\n" for n in range(3000))
 # A model that takes a step in milliseconds, in FP8 as far as its recipe has it.

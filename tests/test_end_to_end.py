@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics
 from safetensors.torch import load_file
 
 import fp8stack
+from tests.conftest import metrics
 
 SCRIPT = Path(__file__).with_name("end_to_end.sh")
 PROMPT = "Once there was a number"

@@ -15,11 +15,11 @@ from gfloat.formats import (
     format_info_ocp_e5m2,
     format_info_ocp_e8m0,
 )
-from oracles import ML_DTYPES, decoded
 
 from fp8stack import formats
 from fp8stack.numerics import FORMATS
 from fp8stack.numerics.formats import fp8_format
+from tests.support.oracles import ML_DTYPES, decoded
 
 GFLOAT = {
     "e4m3": format_info_ocp_e4m3,

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command
-from test_model import MODERN, assert_close, build, gpt2, llama, qwen3, tokens
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -26,6 +24,8 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, draw, filtered, generate
 from fp8stack.precision import Hardware
 from fp8stack.tokenizer import load_tokenizer
+from tests.conftest import Command
+from tests.model.test_gpt import MODERN, assert_close, build, gpt2, llama, qwen3, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from docs_found import ROOT, blocks
 from torch import nn
 
 import fp8stack
+from tests.docs.docs_found import ROOT, blocks
 
 LIBRARY = ROOT / "docs" / "library.md"
 PAGE = LIBRARY.read_text(encoding="utf-8")

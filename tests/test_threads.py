@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Command, losses
 
 from fp8stack import threads
+from tests.conftest import TINY, Command, losses
 
 ROOT = Path(__file__).parents[1]
 LIBGOMP = sys.platform == "linux" and "libgomp" in Path("/proc/self/maps").read_text()

@@ -1,7 +1,6 @@
 """What each operation of a training step computes in, before it runs: `make_table(config, plan)`.
 
-It reads a model's shape and its plan, and builds nothing. tests/test_planner.py holds what it says
-against the dtypes of steps that really run.
+It reads a model's shape and its plan, and builds nothing.
 """
 
 from __future__ import annotations

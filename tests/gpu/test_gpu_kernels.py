@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kernels import differences
 
 from fp8stack import numerics
 from fp8stack.ops.kernels import cast_transpose, has_kernel
-from gpu.machine import CONTEXT
+from tests.gpu.machine import CONTEXT
+from tests.ops.test_kernels import differences
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench import gpu_casts, gpu_histories, gpu_layers
 from bench.gpu_cases import Case
-from gpu.machine import CONTEXT, require
+from tests.gpu.machine import CONTEXT, require
 
 pytestmark = pytest.mark.gpu
 

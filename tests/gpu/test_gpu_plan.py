@@ -7,7 +7,7 @@ import torch
 
 from fp8stack.backends import build_backend
 from fp8stack.precision import probe, resolve
-from gpu.machine import CONTEXT
+from tests.gpu.machine import CONTEXT
 
 pytestmark = pytest.mark.gpu
 

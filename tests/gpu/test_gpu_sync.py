@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics
-from small_loop import SmallLoop
 
 from bench.gpu_cases import Case, plan_of, run_case
 from fp8stack.backends import fp8_state
 from fp8stack.precision import load_recipe
-from gpu.machine import CONTEXT
+from tests.conftest import metrics
+from tests.gpu.machine import CONTEXT
+from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.gpu
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_loop import SmallLoop
 
 from fp8stack.numerics.error import block_error, mxfp8_error, tensor_error
-from gpu.machine import CONTEXT
+from tests.gpu.machine import CONTEXT
+from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Command, losses, metrics
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +17,8 @@ from fp8stack.backends import build_backend, fp8_state
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe
-from gpu.machine import CONTEXT
+from tests.conftest import Command, losses, metrics
+from tests.gpu.machine import CONTEXT
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,377 @@
+"""The reference layers against plain torch, the emulated ones against a float64 oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.backends import build_backend
+from fp8stack.backends.emulate import EmulatedLinear
+from fp8stack.backends.linear import CastLinear
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.gpt import GPT, Loss
+from fp8stack.precision import Hardware, load_recipe, resolve
+from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+
+CPU, AMPERE = Hardware("cpu"), Hardware("cuda", (8, 0))
+RECIPES = ["delayed", "current", "block", "mxfp8"]
+TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}
+# (rows of x, in, out, bias): sizes that 16, 32 and 128 divide, and sizes that they do not.
+SHAPES = [
+    ((128,), 128, 256, True),
+    ((64,), 32, 64, False),
+    ((3, 7), 48, 40, True),
+    ((2, 3, 5), 130, 33, True),
+    ((1,), 7, 5, False),
+    ((), 33, 17, True),
+    ((150,), 200, 129, False),
+]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def linear(recipe, inputs, outputs, bias=True, *, hardware=CPU, save_fp8=False, seed=0, **options):
+    """One layer called "layer" of an emulated recipe, and its backend."""
+    plan = resolve(load_recipe(recipe).model_copy(update=options), hardware, "emulate")
+    plan = plan.for_layers({"layer": (inputs, outputs)})
+    backend = build_backend(plan, save_fp8=save_fp8)
+    torch.manual_seed(seed)
+    layer = backend.linear("layer", inputs, outputs, bias)
+    backend.attach(layer)
+    return layer, backend
+
+
+def gpt(recipe, **options):
+    config = GPTConfig(**TINY)
+    plan = resolve(load_recipe(recipe).model_copy(update=options), CPU)
+    vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
+    backend = build_backend(plan.for_layers(config.linear_shapes(vocabulary)))
+    return GPT(config, backend), backend
+
+
+def tokens(seed=1):
+    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("save_fp8", [False, True], ids=["values", "bytes"])
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "bias"), SHAPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linears_gemms_equal_the_oracle(recipe, rows, inputs, outputs, bias, save_fp8):
+    layer, _ = linear(recipe, inputs, outputs, bias, save_fp8=save_fp8)
+    x, dy = normal(*rows, inputs, seed=1, std=30), normal(*rows, outputs, seed=2, std=30)
+    got = run(layer, x, dy)
+    assert all(t is None or t.dtype == torch.float32 for t in got)
+    assert_all_close(got, oracle(recipe, layer, x, dy))
+
+
+OPTIONS = [
+    ("current", {"power_of_two": True}),
+    ("current", {"eps": 50.0}),
+    ("current", {"forward_format": "e5m2", "backward_format": "e4m3"}),
+    ("delayed", {"backward_format": "e4m3"}),
+    ("delayed", {"forward_format": "e5m2"}),
+    ("block", {"power_of_two": False}),
+    ("mxfp8", {"scale_rounding": "floor"}),
+    ("mxfp8", {"scale_rounding": "even"}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options"), OPTIONS)
+def test_a_recipes_options_reach_its_gemms(recipe, options):
+    layer, _ = linear(recipe, 160, 48, **options)
+    x, dy = normal(6, 160, seed=1), normal(6, 48, seed=2)
+    got, expected = run(layer, x, dy), oracle(recipe, layer, x, dy, **options)
+    assert_all_close(got, expected)
+    usual = oracle(recipe, layer, x, dy)
+    assert any((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(got, usual, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bfloat16_layer_rounds_its_operands_first_and_its_results_last(recipe):
+    layer, _ = linear(recipe, 96, 40, hardware=AMPERE)
+    x, dy = normal(12, 96, seed=1), normal(12, 40, seed=2).bfloat16()
+    y, dx, dw, db = run(layer, x, dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert_all_close([y, dx, dw, db], oracle(recipe, layer, x.bfloat16(), dy), 2.0**-8)
+    expected = oracle(recipe, layer, x.bfloat16(), dy)[2]
+    assert (dw - expected).abs().max() <= 1e-5 * expected.abs().max()  # a float32 master's
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_layout_of_the_operands_does_not_matter(recipe):
+    layer, _ = linear(recipe, 24, 40)
+    x, dy = normal(6, 10, 24, seed=1), normal(6, 10, 40, seed=2)
+    again, _ = linear(recipe, 24, 40)
+    for plain, odd in zip(
+        run(layer, x, dy),
+        run(
+            again,
+            x.transpose(0, 2).contiguous().transpose(0, 2),
+            dy.transpose(0, 1).contiguous().transpose(0, 1),
+        ),
+        strict=True,
+    ):
+        assert torch.equal(plain, odd)
+    # A sum's gradient is one number expanded.
+    x.requires_grad_()
+    layer(x[:, ::2]).sum().backward()
+    assert x.grad[:, ::2].any()
+    assert not x.grad[:, 1::2].any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_give_no_output_and_zero_gradients(recipe):
+    layer, _ = linear(recipe, 24, 40)
+    y, dx, dw, db = run(layer, torch.empty(0, 5, 24), torch.empty(0, 5, 40))
+    assert (y.shape, dx.shape) == ((0, 5, 40), (0, 5, 24))
+    assert not dw.any()
+    assert not db.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_emulator_is_not_silently_exact(recipe):
+    layer, _ = linear(recipe, 64, 48)
+    x, dy = normal(32, 64, seed=1), normal(32, 48, seed=2)
+    w = layer.weight.detach()
+    exact_results = [x @ w.T + layer.bias, dy @ w, dy.T @ x]
+    for got, exact in zip(run(layer, x, dy)[:3], exact_results, strict=True):
+        error = (got - exact).norm() / exact.norm()
+        assert 1e-3 < error < 0.2
+
+
+# What is kept for the backward pass
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saving_bytes_gives_the_same_gradients_to_the_bit_in_a_quarter_of_the_memory(recipe):
+    x, dy = normal(2, 80, 160, seed=1), normal(2, 80, 130, seed=2)
+    results, sizes, dtypes = [], [], []
+    for save_fp8 in (False, True):
+        layer, _ = linear(recipe, 160, 130, save_fp8=save_fp8)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, k=kept: k.append(t) or t, lambda t: t
+        ):
+            results.append(run(layer, x, dy))
+        sizes.append(sum(t.numel() * t.element_size() for t in kept))
+        dtypes.append({t.dtype for t in kept if t.numel() > 1000})
+    for plain, packed in zip(*results, strict=True):
+        assert torch.equal(plain, packed)
+    assert dtypes == [{torch.float32}, {torch.float8_e4m3fn}]
+    assert sizes[0] / 4 <= sizes[1] < sizes[0] / 3.7
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps"), [("delayed", 4), ("current", 4), ("block", 8), ("mxfp8", 8)]
+)
+def test_forward_operands_are_e4m3_and_gradients_the_recipes_format(recipe, steps):
+    """`steps` is 2^mantissa bits of the gradients' format."""
+    layer, _ = linear(recipe, 32, 32, bias=False)
+    with torch.no_grad():  # so that nothing but the rounding of the other operand shows
+        layer.weight.copy_(torch.eye(32) * 448)
+    values = torch.linspace(1.0, 2.0, 32).repeat(3, 1)
+    values[:, 0] = 448  # makes every scale a power of two
+    y, dx, *_ = run(layer, values, values)
+    assert torch.equal(y[:, 1:] / 448 * 8, (values[:, 1:] * 8).round())
+    assert torch.equal(dx[:, 1:] / 448 * steps, (values[:, 1:] * steps).round())
+
+
+# Counting, and what is left out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_fp8_layer_counts_one_gemm_forward_and_two_backward(recipe):
+    layer, backend = linear(recipe, 24, 40)
+    x = normal(5, 24).requires_grad_()
+    y = layer(x)
+    assert backend.fp8_gemms() == 1
+    y.sum().backward()
+    assert backend.fp8_gemms() == 2
+    assert backend.fp8_gemms() == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_only_the_gradients_that_are_needed_are_computed(recipe):
+    layer, backend = linear(recipe, 24, 40)
+    layer(normal(5, 24)).sum().backward()
+    assert backend.fp8_gemms() == 2
+    layer.zero_grad()
+    layer.weight.requires_grad_(False)
+    x = normal(5, 24).requires_grad_()
+    layer(x).sum().backward()
+    assert backend.fp8_gemms() == 2
+    assert layer.weight.grad is None
+    assert x.grad is not None
+    assert layer.bias.grad is not None
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+    layer.bias.requires_grad_(False)
+    assert not layer(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "layers"),
+    [
+        *((recipe, {}, 8) for recipe in RECIPES),
+        ("mxfp8", {"head": True}, 9),
+        ("delayed", {"exclude": ("*.down", "blocks.1.attention.qkv")}, 5),
+        ("current", {"exclude_first_blocks": 1, "head": True}, 5),
+        ("fp32", {}, 0),
+        ("bf16", {}, 0),
+    ],
+)
+def test_a_model_runs_just_the_planned_layers_in_fp8(recipe, options, layers):
+    model, backend = gpt(recipe, **options)
+    kinds = {name: type(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert list(kinds.values()).count(EmulatedLinear) == layers
+    assert set(kinds.values()) <= {EmulatedLinear, CastLinear if recipe == "bf16" else nn.Linear}
+    loss = model(tokens(), tokens(2))
+    assert backend.fp8_gemms() == layers
+    loss.backward()
+    assert backend.fp8_gemms() == 2 * layers
+    excluded = {"delayed": "blocks.0.mlp.down", "current": "blocks.0.mlp.up", "mxfp8": "embedding"}
+    if options:
+        assert kinds.get(excluded[recipe]) in (nn.Linear, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_models_of_other_recipes_beside_it_do_not_influence_a_model(recipe):
+    def losses(model, between):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(tokens(step), tokens(step + 1))
+            between(step)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    others = [gpt(other)[0] for other in [*RECIPES, "fp32", "bf16"]]
+    alone = losses(gpt(recipe)[0], lambda step: None)
+    model, backend = gpt(recipe)
+    mixed = losses(model, lambda step: [o(tokens(9), tokens(8)).backward() for o in others])
+    assert mixed == alone
+    assert backend.fp8_gemms() == 3 * 3 * 8
+
+
+# NaN and inf
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_nan_reaches_what_depends_on_it_and_nothing_else(recipe):
+    layer, _ = linear(recipe, 160, 40)
+    x, dy = normal(6, 160, seed=1), normal(6, 40, seed=2)
+    x[2, 5], dy[4, 7] = math.nan, math.nan
+    y, dx, dw, db = run(layer, x, dy)
+    for tensor, rows, columns in [(y, [2], []), (dx, [4], []), (dw, [7], [5]), (db, [7], [])]:
+        expected = torch.zeros_like(tensor, dtype=bool)
+        expected[rows] = True
+        if columns:
+            expected[:, columns] = True
+        assert torch.equal(tensor.isnan(), expected)
+    clean_x, clean_dy = x.nan_to_num(0.0), dy.nan_to_num(0.0)
+    clean_results = oracle(recipe, layer, clean_x, clean_dy)[:3]
+    for got, clean in zip((y, dx, dw), clean_results, strict=True):
+        kept = ~got.isnan()
+        assert (got - clean)[kept].abs().max() <= 1e-5 * clean.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_an_infinity_saturates_at_the_largest_fp8_value(recipe):
+    layer, _ = linear(recipe, 160, 40)
+    x, dy = normal(6, 160, seed=1), normal(6, 40, seed=2)
+    x[2, 5] = math.inf
+    dy[4, 7] = -math.inf
+    got, expected = run(layer, x, dy), oracle(recipe, layer, x, dy)
+    assert all(t.isfinite().all() for t in got[:3])
+    assert_all_close(got[:3], expected[:3])
+    plain, _ = linear(recipe, 160, 40, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(torch.eye(40, 160) * 448)
+    assert plain(x)[2, 5] / 448 == 448  # an infinite amax gives scale 1
+
+
+def test_an_infinity_in_mxfp8_stays_in_its_row():
+    layer, _ = linear("mxfp8", 160, 40)
+    x = normal(6, 160, seed=1)
+    clean = layer(x)
+    x[2, 5] = math.inf
+    y = layer(x)
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+
+
+# Plain torch
+
+
+def test_the_recipe_fp32_is_plain_torch_to_the_bit():
+    model, backend = gpt("fp32")
+    assert {type(m) for m in model.modules() if not list(m.children())} == {
+        nn.Embedding, nn.Dropout, nn.LayerNorm, nn.Linear, Loss,
+    }  # fmt: skip
+    ours, plain = dict(model.named_parameters()), {}
+    for name, parameter in ours.items():
+        plain[name] = parameter.detach().clone().requires_grad_()
+
+    def layer(x: Tensor, path: str) -> Tensor:
+        return F.linear(x, plain[f"{path}.weight"], plain[f"{path}.bias"])
+
+    def norm(x: Tensor, path: str) -> Tensor:
+        return F.layer_norm(x, (32,), plain[f"{path}.weight"], plain[f"{path}.bias"])
+
+    def heads(x: Tensor) -> Tensor:
+        return x.view(2, 16, 4, 8).transpose(1, 2)
+
+    x = F.embedding(tokens(), plain["embedding.weight"]) + plain["position_embedding.weight"]
+    for path in ("blocks.0", "blocks.1"):
+        q, k, v = layer(norm(x, f"{path}.attention_norm"), f"{path}.attention.qkv").chunk(3, -1)
+        y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
+        x = x + layer(y.transpose(1, 2).reshape(2, 16, 32), f"{path}.attention.output")
+        hidden = F.gelu(layer(norm(x, f"{path}.mlp_norm"), f"{path}.mlp.up"), approximate="tanh")
+        x = x + layer(hidden, f"{path}.mlp.down")
+    logits = F.linear(norm(x, "final_norm"), plain["embedding.weight"])
+    loss = F.cross_entropy(logits.view(-1, 64), tokens(2).view(-1))
+    assert torch.equal(model(tokens()), logits)
+    model(tokens(), tokens(2)).backward()
+    loss.backward()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter.grad, plain[name].grad), name
+    assert backend.fp8_gemms() == 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_a_plain_half_precision_linear_computes_in_it_on_float32_masters(recipe):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    model, backend = gpt(recipe)
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert type(module) is CastLinear
+            module.register_forward_hook(lambda m, a, y, name=name: seen.update({name: (m, a, y)}))
+    model(tokens(), tokens(2)).backward()
+    assert len(seen) == 9
+    for module, (x,), y in seen.values():
+        bias = None if module.bias is None else module.bias.to(dtype)
+        assert torch.equal(y, F.linear(x.to(dtype), module.weight.to(dtype), bias))
+        assert y.dtype == dtype
+    for name, parameter in model.named_parameters():
+        assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.float32), name
+    assert backend.fp8_gemms() == 0
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", *RECIPES])
+def test_norms_and_the_residual_stream_are_float32_in_every_recipe(recipe):
+    model, _ = gpt(recipe)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda m, args, y: seen.append((args[0].dtype, y.dtype)))
+    model(tokens())
+    assert seen == [(torch.float32, torch.float32)] * 5

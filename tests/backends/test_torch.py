@@ -1,0 +1,439 @@
+"""The torch backend: its bytes, scales and amaxes are the emulator's, its GEMMs the oracle's.
+
+`scaled_mm` runs on a CPU for scales per tensor. For blocks it does not: there torch's own checks
+for CUDA (its meta implementation) accept the operands, and a GEMM that reads their layouts as
+cuBLAS documents them gives the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils.checkpoint import checkpoint
+from torchao.prototype.mx_formats.utils import to_blocked
+
+from fp8stack import numerics
+from fp8stack.backends import build_backend, fp8_state, load_fp8_state
+from fp8stack.backends.torch import ScaledLinear
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.precision.recipe import Mxfp8Recipe
+from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
+
+CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
+MACHINES = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200}
+TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}
+PER_TENSOR = ["delayed", "current"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def linear(recipe, inputs, outputs, bias=True, *, hardware=CPU, backend="torch", **options):
+    plan = resolve(load_recipe(recipe).model_copy(update=options), hardware, backend)
+    assert plan.backend == backend
+    made = build_backend(plan.for_layers({"layer": (inputs, outputs)}))
+    torch.manual_seed(0)
+    layer = made.linear("layer", inputs, outputs, bias)
+    made.attach(layer)
+    return layer, made
+
+
+def gpt(recipe, backend="torch", hardware=CPU, layers=2, **options):
+    config = GPTConfig(**TINY | {"layers": layers})
+    plan = plan_for(config, load_recipe(recipe).model_copy(update=options), hardware, backend)
+    return GPT(config, build_backend(plan))
+
+
+def loss_of(model, step):
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(step))
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+# A GEMM that reads block scales as cuBLAS does
+
+
+def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
+    """What an operand [rows, K] stands for, in float64; written element by element."""
+    rows, columns = data.shape
+    values = data.double()
+    if kind is Scales.PER_TENSOR:
+        return values * scales.double()
+    if kind is Scales.MX:
+        codes = scales.flatten().view(torch.uint8)
+        column_tiles = math.ceil(math.ceil(columns / 32) / 4)
+        for r in range(rows):
+            for c in range(columns // 32):
+                tile = (r // 128) * column_tiles + c // 4
+                at = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+                values[r, 32 * c : 32 * c + 32] *= 2.0 ** (int(codes[at]) - 127)
+        return values
+    for r in range(0, rows, 1 if kind is Scales.ROWS else 128):
+        for c in range(columns // 128):
+            if kind is Scales.ROWS:
+                values[r, 128 * c : 128 * c + 128] *= scales[r, c].double()
+            else:
+                values[r : r + 128, 128 * c : 128 * c + 128] *= scales[c, r // 128].double()
+    return values
+
+
+KINDS = {
+    ScalingType.BlockWise1x32: Scales.MX,
+    ScalingType.BlockWise1x128: Scales.ROWS,
+    ScalingType.BlockWise128x128: Scales.SQUARES,
+}
+
+
+@pytest.fixture
+def cuda_gemm(monkeypatch):
+    """torch's FP8 GEMMs as CUDA has them: torch's checks, then the product in float64; gives the
+    calls."""
+    calls = []
+    per_tensor, blocked = torch._scaled_mm, F.scaled_mm
+
+    def on_meta(tensors):
+        moved = [None if tensor is None else tensor.to("meta") for tensor in tensors]
+        for tensor, copy in zip(tensors, moved, strict=True):
+            assert tensor is None or tensor.stride() == copy.stride()
+        return moved
+
+    def product(a, b, scales, kinds, dtype, checked, bias=None):
+        y = blocked_values(a, scales[0], kinds[0]) @ blocked_values(b.t(), scales[1], kinds[1]).t()
+        y = (y if bias is None else y + bias.double()).to(dtype)
+        assert (y.shape, y.dtype) == (checked.shape, checked.dtype)
+        return y
+
+    def fake_scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        calls.append({"formats": (a.dtype, b.dtype), "fast": use_fast_accum})
+        left, right, one, other, added = on_meta([a, b, scale_a, scale_b, bias])
+        checked = per_tensor(
+            left, right, scale_a=one, scale_b=other, bias=added, out_dtype=out_dtype
+        )
+        kinds = (Scales.PER_TENSOR,) * 2
+        return product(a, b, (scale_a, scale_b), kinds, out_dtype, checked, bias)
+
+    def fake_blocked(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
+        calls.append({"formats": (a.dtype, b.dtype), "fast": False, **swizzles})
+        left, right, one, other = on_meta([a, b, scale_a, scale_b])
+        options = {"output_dtype": output_dtype, **swizzles}
+        checked = blocked(left, right, one, kind_a, other, kind_b, **options)
+        kinds = (KINDS[kind_a], KINDS[kind_b])
+        return product(a, b, (scale_a, scale_b), kinds, output_dtype, checked)
+
+    monkeypatch.setattr(torch, "_scaled_mm", fake_scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", fake_blocked)
+    return calls
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (32, 3), (128, 4), (129, 5), (300, 9)])
+def test_mxfp8_scales_are_swizzled_as_torchao_swizzles_them(shape):
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    packed = pack_scales(codes, Scales.MX)
+    assert torch.equal(
+        packed.flatten().view(torch.uint8), to_blocked(codes.view(torch.uint8)).flatten()
+    )
+
+
+SHAPES = [((128,), 128, 256, True), ((2, 3, 5), 128, 384, False), ((1,), 256, 128, True)]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "bias"), SHAPES)
+@pytest.mark.parametrize("recipe", MACHINES)
+def test_a_linears_gemms_equal_the_oracle(cuda_gemm, recipe, rows, inputs, outputs, bias):
+    layer, _ = linear(recipe, inputs, outputs, bias, hardware=MACHINES[recipe])
+    x = normal(*rows, inputs, seed=1).bfloat16()
+    dy = normal(*rows, outputs, seed=2, std=1e-3).bfloat16()
+    assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy), tolerance=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("delayed", {"backward_format": "e4m3"}),
+        ("current", {"power_of_two": True}),
+        ("current", {"eps": 100.0}),
+        ("block", {"power_of_two": False}),
+        ("mxfp8", {"scale_rounding": "floor"}),
+        ("mxfp8", {"scale_rounding": "even"}),
+    ],
+)
+def test_a_recipes_options_reach_its_gemms(cuda_gemm, recipe, options):
+    layer, _ = linear(recipe, 128, 128, hardware=MACHINES[recipe], **options)
+    x, dy = normal(32, 128, seed=1).bfloat16(), normal(32, 128, seed=2).bfloat16()
+    found = run(layer, x, dy)
+    assert_all_close(found, oracle(recipe, layer, x, dy, **options), tolerance=2**-7)
+    if options != {"backward_format": "e4m3"}:  # y does not depend on that
+        plain = oracle(recipe, layer, x, dy)
+        assert (found[0] - plain[0]).abs().max() > 2**-7 * plain[0].abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_on_a_cpu_it_runs_by_torchs_own_scaled_mm(recipe, rows):
+    layer, _ = linear(recipe, 48, 32)
+    x, dy = normal(rows, 48, seed=1), normal(rows, 32, seed=2)
+    assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy))
+
+
+@pytest.mark.parametrize("recipe", MACHINES)
+def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_recipes(
+    cuda_gemm, recipe
+):
+    layer, _ = linear(recipe, 128, 128, hardware=MACHINES[recipe])
+    run(layer, normal(128, 128).bfloat16(), normal(128, 128).bfloat16())
+    per_tensor = recipe in PER_TENSOR
+    assert [call["fast"] for call in cuda_gemm] == [per_tensor, False, False]
+    e4m3, gradient = torch.float8_e4m3fn, torch.float8_e5m2 if per_tensor else torch.float8_e4m3fn
+    assert [call["formats"] for call in cuda_gemm] == [(e4m3, e4m3)] + [(gradient, e4m3)] * 2
+    if not per_tensor:
+        swizzle = SwizzleType.SWIZZLE_32_4_4 if recipe == "mxfp8" else SwizzleType.NO_SWIZZLE
+        swizzles = {(call["swizzle_a"], call["swizzle_b"]) for call in cuda_gemm}
+        assert swizzles == {(swizzle, swizzle)}
+
+
+def test_only_the_gradients_that_are_needed_are_computed(cuda_gemm):
+    layer, backend = linear("current", 32, 32, hardware=H100)
+    x = normal(16, 32).bfloat16()
+    layer(x).sum().backward()
+    assert (len(cuda_gemm), backend.fp8_gemms()) == (2, 2)
+    layer.weight.requires_grad_(False)
+    layer(x.requires_grad_()).sum().backward()
+    assert (len(cuda_gemm), backend.fp8_gemms(), backend.fp8_gemms()) == (4, 2, 0)
+    with torch.no_grad():
+        layer(x)
+    assert (len(cuda_gemm), backend.fp8_gemms()) == (5, 1)
+
+
+# Against the emulator, to the bit
+
+
+def compiled(layer, mode):
+    return layer if mode == "eager" else torch.compile(layer, backend=mode, fullgraph=True)
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("hardware", [CPU, H100], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_given_the_same_operands_20_steps_record_and_scale_as_the_emulator(recipe, hardware, mode):
+    torch._dynamo.reset()
+    options = {"history_length": 8} if recipe == "delayed" else {}
+    ours, _ = linear(recipe, 48, 32, hardware=hardware, **options)
+    theirs, _ = linear(recipe, 48, 32, hardware=hardware, backend="emulate", **options)
+    forward = compiled(ours, mode)
+    dtype = ours.compute_dtype
+    for step in range(20):
+        x = normal(16, 48, seed=step, std=2.0 ** (step % 5)).to(dtype)
+        dy = normal(16, 32, seed=100 + step, std=2.0 ** (-step % 7)).to(dtype)
+        if step == 7:
+            x.zero_()
+        if step == 9:
+            x[3, 5], dy[2, 2] = math.nan, math.nan
+        found = run_with(forward, ours, x, dy)
+        expected = run_with(theirs, theirs, x, dy)
+        assert same(fp8_state(ours), fp8_state(theirs)), step
+        if step != 9:
+            assert_all_close(found, expected, tolerance=1e-2)
+        for layer in (ours, theirs):  # by an optimizer: compiled code notices nothing else
+            layer.zero_grad()
+            layer.weight.grad = normal(32, 48, seed=200 + step)
+            torch.optim.SGD([layer.weight], lr=0.1).step()
+
+
+def run_with(forward, layer, x, dy):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_the_bytes_are_those_of_the_casts(recipe, dtype, mode):
+    torch._dynamo.reset()
+    layer, _ = linear(recipe, 32, 32)
+    layer.eval()
+    quantize = layer.quantize if mode == "eager" else torch.compile(layer.quantize, backend=mode)
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.bfloat16).view(-1, 32).to(dtype)
+    for name, format in (("input", "e4m3"), ("weight", "e4m3"), ("grad_output", "e5m2")):
+        for x in (values, normal(64, 32, std=1e-4).to(dtype)):
+            along, across = quantize(x, name, False, True)
+            scale = torch.ones(())
+            if recipe == "current":
+                scale = numerics.tensor_scale(numerics.amax(x), format)
+            expected = numerics.cast_to_fp8(x, scale, format).view(torch.uint8)
+            assert torch.equal(along.data.view(torch.uint8), expected)
+            assert torch.equal(across.data.view(torch.uint8), expected.t())
+            assert torch.equal(along.inv_scale, 1 / scale)
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
+    layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe])
+    for name in ("input", "weight", "grad_output"):
+        x = normal(128, 256, seed=3).bfloat16()
+        for copy, part in zip(layer.quantize(x, name, False, True), (x, x.t()), strict=True):
+            if isinstance(layer.recipe, Mxfp8Recipe):
+                data, scales = numerics.quantize_mxfp8(part.contiguous())
+            else:
+                block = (128, 128) if name == "weight" else (1, 128)
+                data, scales = numerics.quantize_blocks(part.contiguous(), block)
+            assert torch.equal(copy.data.view(torch.uint8), data.view(torch.uint8))
+            ours = blocked_values(torch.ones_like(data), copy.inv_scale, copy.kind)
+            sizes = [n // m for n, m in zip(data.shape, scales.shape, strict=True)]
+            spread = scales.double().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+            assert torch.equal(ours, spread)
+
+
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_x_and_w_are_saved_as_fp8(recipe):
+    layer, _ = linear(recipe, 64, 32)
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(normal(16, 64).requires_grad_())
+    large = [t for t in saved if t is not None and t.numel() > 1]
+    assert sorted(t.numel() for t in large) == [16 * 64, 64 * 32]
+    assert {t.dtype for t in large} == {torch.float8_e4m3fn}
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_a_model_compiles_without_a_graph_break_and_trains_as_in_eager_mode(recipe):
+    torch._dynamo.reset()
+    plain, fast = gpt(recipe, layers=1), gpt(recipe, layers=1)
+    forward = torch.compile(fast, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        losses = []
+        for model, call in ((plain, plain), (fast, forward)):
+            loss = loss_of(call, step)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                losses.append(loss_of(call, 50).item())
+            model.train()
+        assert losses[:2] == losses[2:]
+        assert same(fp8_state(plain), fp8_state(fast))
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mxfp8_compiles_though_inductor_cannot_take_its_gemm(cuda_gemm, monkeypatch, mode):
+    torch._dynamo.reset()
+    gemm = torch.compiler.disable(F.scaled_mm)  # a graph that meets it breaks
+    monkeypatch.setattr(F, "scaled_mm", gemm)
+    ours, _ = linear("mxfp8", 64, 32, hardware=B200)
+    forward = compiled(ours, mode)
+    x, dy = normal(32, 64).bfloat16(), normal(32, 32, seed=1).bfloat16()
+    expected = run_with(ours, ours, x, dy)
+    assert same(dict(enumerate(run_with(forward, ours, x, dy))), dict(enumerate(expected)))
+    assert len(cuda_gemm) == 6
+
+
+def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
+    operands = []
+    for rows in (48, 32):
+        data, scales = numerics.quantize_mxfp8(normal(rows, 64, seed=rows))
+        operands += [data, pack_scales(scales, Scales.MX)]
+    a, scale_a, b, scale_b = operands
+    operator = torch.ops.fp8stack.mx_gemm.default
+    checks = ("test_faketensor", "test_aot_dispatch_static")  # the others would add up float8
+    torch.library.opcheck(operator, (a, b, scale_a, scale_b, torch.bfloat16), test_utils=checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_a_model_compiled_by_inductor_learns_as_well(recipe):
+    torch._dynamo.reset()
+    finals = []
+    for mode in ("eager", "inductor"):
+        model = gpt(recipe)
+        forward = compiled(model, mode)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(30):
+            loss = loss_of(forward, 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finals.append(loss.item())
+    assert finals[1] == pytest.approx(finals[0], rel=0.02)
+
+
+def test_a_state_moves_between_the_emulator_and_torch():
+    emulated, ours = gpt("delayed", "emulate"), gpt("delayed")
+    for step in range(3):
+        loss_of(emulated, step).backward()
+    ours.load_state_dict(emulated.state_dict())
+    load_fp8_state(ours, fp8_state(emulated))
+    assert loss_of(ours, 9).item() == pytest.approx(loss_of(emulated, 9).item(), rel=1e-4)
+    assert same(fp8_state(ours), fp8_state(emulated)) is False  # the pass above counts
+    assert fp8_state(ours).keys() == fp8_state(emulated).keys()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
+def test_checkpointing_changes_no_gradient_and_no_state(use_reentrant):
+    plain, frugal = gpt("delayed"), gpt("delayed")
+    for block in frugal.blocks:
+        inner = block.forward
+        block.forward = lambda x, rotation, inner=inner: checkpoint(
+            inner, x, rotation, use_reentrant=use_reentrant
+        )
+    for step in range(3):
+        for model in (plain, frugal):
+            loss_of(model, step).backward()
+        for one, other in zip(plain.parameters(), frugal.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        assert same(fp8_state(plain), fp8_state(frugal))
+
+
+def test_layers_that_the_hardware_cannot_serve_stay_out(cuda_gemm):
+    plan = resolve("block", H100).for_layers({"a": (128, 64), "b": (256, 128), "c": (130, 128)})
+    assert {layer.name: layer.fp8 for layer in plan.layers} == {"a": False, "b": True, "c": False}
+    backend = build_backend(plan)
+    kinds = [isinstance(backend.linear(n, 128, 128, True), ScaledLinear) for n in "abc"]
+    assert kinds == [False, True, False]
+
+
+# What CUDA would refuse
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": torch.float8_e5m2, "b": torch.float8_e5m2}, "Two E5M2 operands"),
+        ({"K": 24}, "reduction has 24 elements: not divisible by 16"),
+        ({"N": 40}, "output has 40 elements: not divisible by 16"),
+        ({"turned": True}, "not row-major"),
+        ({"K_of_b": 48}, "reductions differ"),
+    ],
+)
+def test_what_the_hardware_does_not_take_is_refused_on_every_device(change, words):
+    K, N = change.get("K", 32), change.get("N", 32)
+    a = torch.zeros(16, K).to(change.get("a", torch.float8_e4m3fn))
+    b = torch.zeros(N, change.get("K_of_b", K)).to(change.get("b", torch.float8_e4m3fn))
+    if change.get("turned"):
+        a = torch.zeros(K, 16).to(torch.float8_e4m3fn).t()
+    one = torch.ones(())
+    with pytest.raises(ValueError, match=words):
+        scaled_gemm(
+            Scaled(a, one, Scales.PER_TENSOR),
+            Scaled(b, one, Scales.PER_TENSOR),
+            torch.float32,
+        )

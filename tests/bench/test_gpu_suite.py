@@ -1,0 +1,532 @@
+"""`python -m bench gpu` as far as a CPU can run it: the same functions, on small sizes.
+
+Where Transformer Engine is needed, its stand-in is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import (
+    golden,
+    gpu,
+    gpu_casts,
+    gpu_histories,
+    gpu_layers,
+    gpu_losses,
+    gpu_report,
+    gpu_visit,
+    te_raw,
+    wheels,
+)
+from bench.gpu_cases import (
+    TIME_IS_UP,
+    Case,
+    Context,
+    Facts,
+    Skipped,
+    broken,
+    merged,
+    run_case,
+    same_bits,
+    same_values,
+    sqnr_db,
+)
+from bench.gpu_inputs import amaxes, bf16_values, fp32_values, spiky_steps
+from fp8stack import numerics
+from fp8stack.model.config import GPTConfig
+from fp8stack.precision import Hardware
+from tests.support.te_quantizers import te_with_quantizers
+
+ROOT = Path(__file__).parents[2]
+CPU = Context(Hardware("cpu", name="a CPU"), compiler="eager")
+WITH_TE = Context(Hardware("cpu", has_te=True, te_version="2.20.2"), compiler="eager")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rows(cases, *words: str) -> list[Facts]:
+    """The rows of the cases that have all of `words` in their name."""
+    chosen = [case for case in cases if all(word in case.name for word in words)]
+    assert chosen
+    return [run_case(case) for case in chosen]
+
+
+def assert_hold(found: list[Facts]) -> None:
+    wrong = [row for row in found if row.get("holds") is not True]
+    assert not wrong, wrong
+
+
+# The command
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "gpu", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == "python -m bench gpu needs a CUDA GPU, and torch finds none here.\n"
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks() -> None:
+    lacks = "torchao,transformer_engine,tiktoken,gfloat,datasets,pyarrow,zstandard,transformers"
+    lacks += ",compressed_tensors,tensorboard,wandb,trackio"
+    environment = os.environ | {"PRETEND_WITHOUT": lacks, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only"]
+    command += ["-p", "pretend_gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(found) > 150
+    assert all(line.startswith("tests/gpu/") for line in found)
+
+
+def dry_run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", "gpu", "--dry-run", "--out", str(out), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path: Path) -> None:
+    done = dry_run(tmp_path, "--part", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "part-4.json").read_text())
+    assert report["dry_run"]
+    assert [task["ended"] for task in report["tasks"]] == ["done"] * 3
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(row["recipe"], row["head"]) for row in rows] == [
+        ("bf16", False), ("delayed", False), ("current", False),
+        ("delayed", True), ("current", True),
+    ]  # fmt: skip
+    assert all(row["median_ms"] > 0 for row in rows)
+    assert "lm_head" not in str(rows[3]["plan"])
+    assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
+    assert "==== linears of llama-8b" in (tmp_path / "part-4.log").read_text()
+
+
+@pytest.mark.slow
+def test_all_parts_run_through_on_a_cpu(tmp_path: Path) -> None:
+    done = dry_run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number, part in gpu_visit.PARTS.items():
+        report = json.loads((tmp_path / f"part-{number}.json").read_text())
+        assert [task["ended"] for task in report["tasks"]] == ["done"] * len(part.tasks)
+
+
+def test_each_part_is_shorter_than_nine_minutes() -> None:
+    assert gpu_visit.WHOLE < 540
+    assert {number: part.what for number, part in gpu_visit.PARTS.items()}.keys() == {1, 2, 3, 4, 5}
+
+
+def python(code: str, seconds: float = 60.0) -> gpu_visit.Task:
+    return gpu_visit.Task(code, f"timeit -n 1 -r 1 '{code}'", seconds)
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> gpu_visit.Part:
+    tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 3), python("print(2)"))
+    made = gpu_visit.Part("four tasks", tasks)
+    monkeypatch.setitem(gpu_visit.PARTS, 1, made)
+    return made
+
+
+def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(
+    part: gpu_visit.Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        gpu_visit.run(1, tmp_path, False)
+    assert exit.value.code == 1
+    report = json.loads((tmp_path / "part-1.json").read_text())
+    ended = ["done", "failed with exit code 1", "stopped after 3 s", "done"]
+    assert [task["ended"] for task in report["tasks"]] == ended
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    log = (tmp_path / "part-1.log").read_text()
+    assert log.index("\n1\n") < log.index("ZeroDivisionError") < log.index("\n2\n")
+
+
+KILLED = """
+from pathlib import Path
+from bench import gpu_visit
+codes = ("print(1)", "import os; os.kill(os.getppid(), 9)", "print(2)")
+tasks = [gpu_visit.Task(code, f"timeit -n 1 -r 1 '{code}'", 60.0) for code in codes]
+gpu_visit.PARTS[1] = gpu_visit.Part("three tasks", tasks)
+gpu_visit.run(1, Path(), False)
+"""
+
+
+def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == -9
+    report = json.loads((tmp_path / "part-1.json").read_text())
+    assert [task["ended"] for task in report["tasks"]] == ["done", "under way"]
+    assert "\n1\n" in (tmp_path / "part-1.log").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_transformer_engine_no_golden_file_is_captured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    golden.add_arguments(parser)
+    assert parser.parse_args([]).out == ROOT / "tests" / "golden"
+    with pytest.raises(SystemExit) as exit:
+        golden.run(parser.parse_args(["--out", str(tmp_path)]))
+    assert exit.value.code == 2
+    assert capsys.readouterr().out.startswith("python -m bench golden needs a CUDA GPU and")
+    assert list(tmp_path.iterdir()) == []
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    gpu.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert parsed().sections == ["casts", "histories", "golden", "layers", "losses"]
+    assert not parsed().quick
+    assert parsed("--quick", "--sections", "losses,casts").sections == ["casts", "losses"]
+    with pytest.raises(SystemExit):
+        parsed("--sections", "casts,nonsense")
+    assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
+    assert gpu.BUDGETS.keys() == gpu.SECTIONS.keys()
+    whole = gpu.WHOLE + gpu.GRACE
+    assert sum(gpu.BUDGETS[name] for name in gpu.SECTIONS if name != "losses") < whole < 480
+
+
+# Comparisons
+
+
+def test_bits_that_differ_are_counted_and_shown() -> None:
+    expected = torch.tensor([1.0, -0.0, math.nan, 3.0])
+    found = torch.tensor([1.0, 0.0, math.nan, 3.0000002])
+    facts = same_bits({"x": (found, expected)})
+    assert (facts["holds"], facts["checked"], facts["differing"]) == (False, 4, 2)
+    assert facts["first"] == [
+        "x[1]: 0 (0x00000000), not -0 (0x80000000)",
+        "x[3]: 3.00000024 (0x40400001), not 3 (0x40400000)",
+    ]
+    assert same_values({"x": (found[:3], expected[:3])})["holds"]
+    assert not same_values({"x": (found, expected)})["holds"]
+    facts = same_bits({"x": (found, expected[:3])})
+    assert facts["first"] == ["x: torch.float32 (4,) instead of torch.float32 (3,)"]
+    facts = merged({"a": same_bits({"x": (found, expected)}), "b": same_bits({})})
+    assert (facts["holds"], facts["differing"], len(facts["first"])) == (False, 2, 2)
+
+
+def test_signal_to_noise_is_in_decibel() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert sqnr_db(x * 1.01, x) == pytest.approx(40, abs=0.01)
+    assert sqnr_db(x, x) == 200
+    assert math.isnan(sqnr_db(x * math.nan, x))
+    assert math.isnan(sqnr_db(x, x * 0))
+
+
+def test_inputs_have_all_that_a_cast_may_meet() -> None:
+    bf16, fp32 = bf16_values(), fp32_values()
+    assert len(bf16.view(torch.int16).unique()) == 2**16
+    for x in (bf16, fp32):
+        assert x.shape == (256, 256)
+        assert x.isnan().any()
+        assert x.isinf().any()
+        assert ((x != 0) & (x.abs() < 1e-38)).sum() > 200
+    for tie in (1.0625, 464.0, 2.0**-10, 61440.0, 2.0**-17):  # E4M3's, and E5M2's
+        assert (fp32 == tie).any()
+        assert (fp32 == -tie).any()
+    steps = [numerics.amax(step.x) for step in spiky_steps(50, 16, 32, 16)]
+    assert {0.0, math.inf} < set(map(float, steps))
+    assert any(step.w.isnan().all() for step in spiky_steps(50, 16, 32, 16))
+    assert {0.0, math.inf} < set(amaxes().tolist())
+
+
+# Sections
+
+
+def test_casts_hold_and_compiled_ones_do() -> None:
+    assert_hold(rows(gpu_casts.cases(CPU), "eager"))
+    for word in ("cast of bf16 to e4m3", "scales and", "blocks of fp32 with any"):
+        assert_hold(rows(gpu_casts.cases(CPU), "compiled", word))
+    assert {row["skipped"] for row in rows(gpu_casts.cases(CPU), "TE's")} == {
+        "Transformer Engine is not installed"
+    }
+
+
+def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown() -> None:
+    def toward_zero(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
+        nearest = numerics.cast_to_fp8(x, scale, format)
+        too_far = nearest.float().abs() > (x.float() * scale).abs()
+        return torch.where(too_far, nearest.view(torch.uint8) - 1, nearest.view(torch.uint8)).view(
+            nearest.dtype
+        )
+
+    facts = gpu_casts.casts_with(CPU, "bf16", "e4m3", toward_zero)
+    assert not facts["holds"]
+    assert 1000 < facts["differing"] < facts["checked"]
+    assert facts["first"][0].startswith("scale 1: x = ")
+
+
+def test_what_transformer_engine_casts_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_with_quantizers():
+        cases = list(gpu_casts.cases(WITH_TE))
+        for words in (["cast of bf16"], ["special bf16"], ["blocks of ordinary fp32"]):
+            assert_hold(rows(cases, "TE's", *words))
+        cast = te_raw.cast
+        monkeypatch.setattr(te_raw, "cast", lambda x, scale, *how: cast(x, scale * 2, *how))
+        found = rows(cases, "cast of bf16 to e4m3, TE's")
+        assert all(broken(row) for row in found)
+
+
+def test_histories_are_the_same_for_all_backends_and_transformer_engines_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_histories, "STEPS", 26)  # each kind of step comes once
+    gpu_histories._reference.cache_clear()
+    cases = list(gpu_histories.cases(CPU))
+    assert_hold(rows(cases, "torch", "most_recent"))
+    with te_with_quantizers():
+        cases = list(gpu_histories.cases(WITH_TE))
+        for word in ("of 1, max, margin 1", "of 4, max", "of 16, most_recent, margin 0"):
+            assert_hold(rows(cases, "TE's history", word))
+        feed = gpu_histories.feed
+        monkeypatch.setattr(gpu_histories, "feed", lambda history, step: feed(history, step[::-1]))
+        assert all(broken(row) for row in rows(cases, "TE's history of 4, max, margin 0"))
+    gpu_histories._reference.cache_clear()
+
+
+def test_a_layer_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = (gpu_layers.Shape(48, 128, 64, True), gpu_layers.Shape(40, 96, 160, False))
+    monkeypatch.setattr(gpu_layers, "SHAPES", shapes)
+    small = GPTConfig(vocabulary=256, context=128, layers=1, width=64, heads=2)
+    monkeypatch.setattr(gpu_layers, "FUSED", small)
+    cases = list(gpu_layers.cases(CPU))
+    assert len(list(gpu_layers.cases(Context(CPU.hardware, quick=True)))) < len(cases)
+    assert_hold(rows(cases, "emulate"))
+    assert_hold(rows(cases, "bf16 by reference"))
+    assert_hold(rows(cases, "current by torch, 48"))
+    assert_hold(rows(cases, "delayed by torch, compiled"))
+    assert_hold(rows(cases, "norms and MLP in delayed by torch"))
+    (row,) = rows(cases, "block by torch, 48")
+    assert "block" in row["skipped"]
+    (row,) = rows(cases, "delayed by emulate, 48")
+    assert set(row["quantized_db"]) == {"y", "dx", "dw", "db"}
+    assert row["unquantized_db"]["y"] < gpu_layers.SAME_OPERANDS_DB
+
+
+def test_a_layer_whose_operands_are_others_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = gpu_layers.quantized
+    shape = gpu_layers.Shape(48, 128, 64, False)
+    others = partial(gpu_layers.load_recipe, "mxfp8")
+    monkeypatch.setattr(
+        gpu_layers, "quantized", lambda recipe, *operands: quantized(others(), *operands)
+    )
+    facts = gpu_layers.linear(CPU, "current", "emulate", shape, compiled=False)
+    assert not facts["holds"]
+
+
+def test_losses_are_compared_with_bf16s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_losses, "COMPARED_FROM", 1)
+    arms = [gpu_losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
+    monkeypatch.setattr(gpu_losses, "ARMS", arms)
+    training = gpu_losses.Training("gpt-nano", steps=2, batch=2, context=32)
+    found = [run_case(case) for case in gpu_losses.trainings(CPU, training, math.inf)]
+    assert [("skipped" in row, broken(row)) for row in found] == [
+        (False, False), (True, False), (False, False), (False, False),
+    ]  # fmt: skip
+    bf16, _, delayed, _ = found
+    assert len(delayed["losses"]) == delayed["steps"] == 2
+    assert (delayed["fp8_layers"], delayed["layers"], delayed["fp8_gemms"]) == (16, 17, 96)
+    gap = 100 * (delayed["mean_of_last"] / bf16["mean_of_last"] - 1)
+    assert delayed["gap_to_bf16_percent"] == pytest.approx(gap, abs=1e-3)
+    monkeypatch.setattr(gpu_losses, "MOST_APART_PERCENT", 1e-9)
+    monkeypatch.setattr(gpu_losses, "ARMS", [gpu_losses.BF16, ("emulate", "delayed")])
+    again = {"bf16": bf16, "delayed": delayed}
+    monkeypatch.setattr(gpu_losses, "train", lambda *given, **options: dict(again[given[3]]))
+    found = [run_case(case) for case in gpu_losses.trainings(CPU, training, math.inf)]
+    assert [broken(row) for row in found] == [False, True]
+
+
+def test_a_training_that_the_time_does_not_suffice_for_has_no_final_loss() -> None:
+    training = gpu_losses.Training("gpt-nano", steps=9, batch=2, context=32)
+    facts = gpu_losses.train(CPU, training, "reference", "bf16", time.monotonic())
+    assert facts["steps"] == 1
+    assert facts["final_loss"] is facts["mean_of_last"] is None
+    assert facts["ms_per_step"] > 0
+    assert facts["note"] == "the time was up after 1 of 9 steps"
+
+
+# The report
+
+
+def report(**sections: list[Facts]) -> gpu_report.Report:
+    made = gpu_report.new_report(Hardware("cuda", (9, 0), name="NVIDIA H200"), quick=True)
+    for name, cases in sections.items():
+        made["sections"][name] = {"seconds": 1.5, "budget_s": 9.0, "problem": "", "cases": cases}
+    return made
+
+
+def fail() -> Facts:
+    raise ValueError("a kernel is missing\nand more")
+
+
+def skip() -> Facts:
+    raise Skipped("no FP8 here")
+
+
+def test_a_case_that_raises_is_recorded_and_one_that_does_not_apply_too() -> None:
+    failed, skipped = run_case(Case("f", fail)), run_case(Case("s", skip))
+    assert failed["failed"] == "ValueError: a kernel is missing"
+    assert "in fail" in failed["traceback"]
+    assert skipped["skipped"] == "no FP8 here"
+    assert (broken(failed), broken(skipped)) == (True, False)
+
+
+def test_the_report_is_written_as_json_and_as_tables(tmp_path: Path) -> None:
+    db = {"quantized_db": {"y": 55.5}, "unquantized_db": {"y": math.nan, "db": 200.0}}
+    losses = {"steps": 20, "final_loss": None, "ms_per_step": 81.5, "losses": [1.0, math.inf]}
+    differing = same_bits({"x": (torch.zeros(2), torch.ones(2))})
+    made = report(
+        casts=[{"case": "a | b", "seconds": 0.1, **differing}, run_case(Case("broken", fail))],
+        layers=[{"case": "linear", "seconds": 0.1, "holds": False, **db}],
+        losses=[{"case": "bf16", "seconds": 1, "holds": True, **losses}],
+        golden=[{"case": "late", "seconds": 0, "skipped": TIME_IS_UP}],
+    )
+    made["sections"]["losses"]["problem"] = "died with exit code -11 in the case 'te'"
+    gpu_report.write(made, tmp_path)
+    data = json.loads((tmp_path / "gpu.json").read_text())
+    assert data["gpu"] == "NVIDIA H200"
+    assert data["capability"] == "9.0"
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["sections"]["layers"]["cases"][0]["unquantized_db"] == {"y": None, "db": 200.0}
+    assert data["sections"]["losses"]["cases"][0]["losses"] == [1.0, None]
+    assert len(data["problems"]) == 4
+    text = (tmp_path / "gpu.md").read_text()
+    for line in (
+        "- casts: a | b: 2 of 2 differ: x[0]: 0 (0x00000000), not 1 (0x3f800000); x[1]: 0 "
+        "(0x00000000), not 1 (0x3f800000)",
+        "- casts: broken: failed: ValueError: a kernel is missing",
+        "- losses: died with exit code -11 in the case 'te'",
+        "| a / b | 2 | 2 | DOES NOT HOLD |",
+        "| linear | y 55.5 / nan, db 200 | DOES NOT HOLD |",
+        "| bf16 | 20 |  |  |  | 81.5 |  | holds |",
+        f"| late |  |  | skipped: {TIME_IS_UP} |",
+    ):
+        assert line in text.splitlines(), line
+    assert "1 skipped, 1 of these for want of time" in text
+    assert gpu_report.problems(report(casts=[])) == []
+    assert "Everything that has to hold holds." in gpu_report.markdown(report(casts=[]))
+    assert gpu_report.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+@pytest.mark.parametrize(
+    ("target", "seconds", "problem"),
+    [
+        (partial(os._exit, 3), 60.0, "died with exit code 3"),
+        (partial(time.sleep, 60), 0.5, "stopped after 0 s"),
+        (partial(abs, 1), 60.0, ""),
+    ],
+)
+def test_a_section_may_die_or_hang(target, seconds: float, problem: str) -> None:
+    assert gpu.in_a_process(target, seconds) == problem
+
+
+def test_the_rows_of_a_process_that_died_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [{"starting": "a"}, {"case": "a"}, {"starting": "b"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "b')
+    assert gpu.read_rows(path) == ([{"case": "a"}], "b")
+
+
+def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "GRACE", 300.0)  # a busy machine takes its time to start a process
+    made = report()
+    gpu.add_section(made, "casts", CPU, tmp_path, budget=0.001)
+    section = made["sections"]["casts"]
+    assert section["problem"] == ""
+    assert len(section["cases"]) == len(list(gpu_casts.cases(CPU)))
+    assert section["cases"][-1]["skipped"] == TIME_IS_UP
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_does_not_hold_ends_in_exit_code_1(
+    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add(made: gpu_report.Report, name: str, *rest: object) -> None:
+        row = {"case": "c", "seconds": 0.0, "holds": holds or name != "layers"}
+        made["sections"][name] = {"seconds": 0.0, "problem": "", "cases": [row]}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "probe", lambda device: CPU.hardware)
+    monkeypatch.setattr(gpu, "add_section", add)
+    arguments = parsed("--quick", "--out", str(tmp_path))
+    if holds:
+        gpu.run(arguments)
+    else:
+        with pytest.raises(SystemExit) as exit:
+            gpu.run(arguments)
+        assert exit.value.code == 1
+        assert "1 problems:\n  layers: c: does not hold" in capsys.readouterr().out
+    data = json.loads((tmp_path / "a-cpu" / "gpu.json").read_text())
+    assert list(data["sections"]) == list(gpu.SECTIONS)
+    assert bool(data["problems"]) == (not holds)
+
+
+# Bringing what a machine lacks
+
+
+def test_what_is_missing_is_named_with_what_installed_packages_want() -> None:
+    installed = {
+        "torch": ["typing-extensions>=4.10", "triton==3; platform_system == 'Linux'"],
+        "typing-extensions": [],
+        "typer": ["Rich>=13", "shellingham", "old; python_version < '3.8'"],
+        "rich": ["pygments", "ipywidgets; extra == 'jupyter'", "colorama; sys_platform == 'win32'"],
+    }
+
+    def requires(name: str) -> list[str]:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    found = wheels.missing(["torch>=2.10", "typer", "pydantic>=2.10", "ml_dtypes"], requires)
+    assert list(found) == ["pydantic", "ml-dtypes", "triton", "shellingham", "pygments"]
+    assert list(wheels.missing(wheels.dependencies())) == []  # these tests run
+    assert any(name.startswith("pydantic") for name in wheels.dependencies())
+
+
+def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path: Path) -> None:
+    command = wheels.download(tmp_path, wheels.USUALLY_MISSING, "3.12")
+    assert command[1:4] == ["-m", "pip", "download"]
+    given = dict(itertools.pairwise(command))
+    assert given["--python-version"] == "3.12"
+    assert (given["-c"], given["-d"]) == (str(ROOT / "constraints.txt"), str(tmp_path))
+    assert command[-1] == "pydantic"
+
+
+def test_what_is_missing_is_told_where_nothing_can_be_imported() -> None:
+    script = ROOT / "bench" / "wheels.py"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(script), "missing"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert {"torch", "pydantic", "typer"} <= set(done.stdout.split())

@@ -1,0 +1,147 @@
+"""The pictures of docs/recipes.md show what casts really do: held to oracles of other people."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from PIL import Image
+
+from bench import pictures, runner
+
+ROOT = Path(__file__).parents[2]
+ORACLES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "bf16": ml_dtypes.bfloat16,
+}
+UNITS = {"limit": 1, "clipped": 100, "zeroed": 100, "sqnr": 1}  # as drawn, from the top
+HALF_A_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "bf16": 2.0**-8}
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict:
+    return pictures.pictures()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_every_value_of_a_format_is_on_the_number_line(name: str) -> None:
+    values = np.arange(256, dtype=np.uint8).view(ORACLES[name]).astype(float)
+    wanted = sorted(values[np.isfinite(values) & (values > 0)])
+    assert pictures.formats(name) == wanted
+
+
+def test_bf16_has_all_its_values_of_the_number_line() -> None:
+    with np.errstate(invalid="ignore"):  # of its NaNs
+        values = np.arange(65536, dtype=np.uint16).view(ORACLES["bf16"]).astype(float)
+    seen = (values >= 2.0**pictures.LOWEST) & (values <= 2.0**pictures.HIGHEST)
+    assert pictures.formats("bf16") == sorted(values[seen])
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_the_error_of_a_cast_is_half_a_step_in_the_normal_range(name: str) -> None:
+    starts, errors = pictures.relative_error(name)
+    normal = (starts >= 2.0**-6) & (starts < 256)  # of both FP8 formats
+    limit = HALF_A_STEP[name] / (1 + HALF_A_STEP[name])
+    assert errors[normal].max() <= limit * (1 + 1e-6)
+    assert errors[normal].max() == pytest.approx(limit, rel=0.1)
+    assert errors[normal].min() > 0.5 * limit  # none of the points is a value of the format
+
+
+def test_beyond_a_format_everything_is_clipped_or_lost() -> None:
+    starts, errors = pictures.relative_error("e4m3")
+    last = 1.5 * starts[-2] * (1 + 996 / 997 / 3)
+    assert errors[-1] == pytest.approx(1 - 448 / last, rel=1e-3)
+    assert (errors[starts < 2.0**-11] == 1).all()
+
+
+def _oracle(x: np.ndarray, largest: float) -> tuple[float, float, float]:
+    """Clipped, zeroed and dB of a cast to E4M3 whose scale was made of this amax."""
+    scale = np.float32(448) / np.float32(largest)
+    scaled = x * scale
+    q = np.clip(scaled, -448, 448).astype(ORACLES["e4m3"]).astype(np.float64)
+    noise = np.square(x - q / np.float64(scale)).sum()
+    db = 10 * np.log10(np.square(x.astype(np.float64)).sum() / noise)
+    return (np.abs(scaled) > 464).mean(), ((q == 0) & (x != 0)).mean(), db
+
+
+def test_the_spike_costs_what_another_library_says() -> None:
+    amaxes, courses = pictures.spike()
+    tensors = [pictures.spiky_tensor(step).numpy() for step in range(pictures.STEPS)]
+    assert amaxes == pytest.approx([np.abs(x).max() for x in tensors])
+    for step in range(1, pictures.STEPS):
+        largest = {
+            "current": amaxes[step],
+            "delayed, window 16": amaxes[max(0, step - 16) : step].max(),
+            "delayed, window 1024": amaxes[:step].max(),
+        }
+        assert largest.keys() == courses.keys()
+        for name, course in courses.items():
+            wanted = _oracle(tensors[step], largest[name])
+            found = (course.clipped[step], course.zeroed[step], course.sqnr[step])
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-9), (name, step)
+            assert course.limit[step] == pytest.approx(largest[name], rel=1e-6)
+
+
+def test_the_error_maps_are_those_of_the_definition() -> None:
+    x = pictures.outlier_matrix().numpy()
+    blocks = x.reshape(pictures.ROWS, -1, 32)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    power = 2.0 ** np.ceil(np.log2(largest.astype(np.float64) / 448))
+    scales = {
+        "one scale": np.full_like(blocks, np.float32(448) / np.abs(x).max()),
+        "MXFP8": (1 / power).astype(np.float32),
+    }
+    found = pictures.blocks(pictures.outlier_matrix())
+    for name, scale in scales.items():
+        q = (blocks * scale).astype(ORACLES["e4m3"]).astype(np.float64) / scale
+        wanted = (np.abs(q - blocks) / np.abs(blocks)).reshape(x.shape)
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_drawn_is_the_data(drawn: dict) -> None:
+    figure, _ = drawn["spike"]
+    amaxes, courses = pictures.spike()
+    marks, *lines = figure.axes[0].lines
+    assert list(marks.get_ydata()) == list(amaxes)
+    shown = [lines, *(axes.lines for axes in figure.axes[1:])]
+    for panel, (name, unit) in zip(shown, UNITS.items(), strict=True):
+        wanted = [list(unit * getattr(course, name)) for course in courses.values()]
+        assert [list(line.get_ydata()) for line in panel] == wanted, name
+    error = drawn["formats"][0].axes[1]
+    curves = [line for line in error.lines if len(line.get_ydata()) > 2]
+    low, high = error.get_ylim()
+    assert len(curves) == 3
+    for curve in curves:  # none of them lies outside of the picture
+        assert (curve.get_ydata() > low).all()
+        assert (curve.get_ydata() < high).all()
+    maps = [axes.images[0].get_array() for axes in drawn["blocks"][0].axes if axes.images]
+    wanted = 100 * pictures.blocks(pictures.outlier_matrix())["MXFP8"]
+    np.testing.assert_allclose(maps[-1], np.clip(wanted, 0.1, 100))
+
+
+def test_the_pictures_in_the_docs_are_those_that_the_code_draws(drawn: dict) -> None:
+    for name, (_, facts) in drawn.items():
+        with Image.open(ROOT / "docs" / "images" / f"{name}.png") as image:
+            assert json.loads(image.text["Description"]) == pytest.approx(facts, rel=0.02), name
+
+
+def test_the_page_says_the_figures_of_its_pictures(drawn: dict) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
+    units = {"percent": "%", "db": "dB", "values": "values"}
+    for _, facts in drawn.values():
+        for key, value in facts.items():
+            said = f"{value:g} {units[key.rsplit('_', 1)[1]]}"
+            assert said in text, (key, said)
+
+
+def test_the_command_writes_every_picture(tmp_path: Path, drawn: dict) -> None:
+    runner.run("pictures", ["--out", str(tmp_path / "images")])
+    written = sorted(path.name for path in (tmp_path / "images").iterdir())
+    assert written == sorted(f"{name}.png" for name in drawn)
+    for path in (tmp_path / "images").iterdir():
+        assert path.stat().st_size > 20_000

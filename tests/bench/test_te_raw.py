@@ -1,0 +1,58 @@
+"""Transformer Engine's source says what the calls of `bench.te_raw` take it to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import te_raw
+from tests.support.te_quantizers import SOURCE, te_with_quantizers
+
+BLOCKWISE = "pytorch/tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.get_scale_shape"
+MANAGER = "pytorch/quantization.py:FP8GlobalStateManager"
+FACTS = [
+    *[
+        ("pytorch/__init__.py:", f"from transformer_engine.pytorch.{home} import {name}")
+        for home, names in {
+            "tensor": ["Float8Quantizer", "Float8CurrentScalingQuantizer", "MXFP8Quantizer"],
+            "module": te_raw.MODULES,
+            "quantization": ["is_fp8_available", "is_mxfp8_available", "autocast"],
+        }.items()
+        for name in names
+    ],
+    ("pytorch/__init__.py:", "from transformer_engine.pytorch.tensor import Float8BlockQuantizer"),
+    ("pytorch/__init__.py:", "import is_fp8_block_scaling_available"),
+    ("pytorch/__init__.py:", "constants import CPLoadBalancingStrategy, DType"),
+    ("pytorch/constants.py:DType", "kFloat8E4M3 = int(tex.DType.kFloat8E4M3)"),
+    ("pytorch/constants.py:DType", "kFloat8E5M2 = int(tex.DType.kFloat8E5M2)"),
+    ("pytorch/tensor/storage/float8_tensor_storage.py:", "instance._data = data"),
+    ("pytorch/tensor/storage/float8_tensor_storage.py:", "instance._transpose = data_transpose"),
+    ("pytorch/tensor/storage/float8_tensor_storage.py:", "instance._scale_inv = fp8_scale_inv"),
+    (
+        "pytorch/quantization.py:DelayedScalingRecipeState.make_quantizers",
+        "Float8Quantizer(self.scale[i], self.amax_history[0][i].reshape((1,)), self.dtype)",
+    ),
+    (BLOCKWISE, "return (scale_dim0, round_up_to_nearest_multiple(scale_dim1, 4))"),
+    (BLOCKWISE, "return (scale_dim1, round_up_to_nearest_multiple(scale_dim0, 4))"),
+    (
+        "pytorch/tensor/mxfp8_tensor.py:MXFP8Quantizer.get_scale_shape",
+        "round_up_to_nearest_multiple(math.prod(shape[:-1]), 128)",
+    ),
+    # Why `te_raw.forget`: the key of TE's buffers leaves the algorithm out.
+    (f"{MANAGER}.get_unique_autocast_key", "recipe_repr = str(recipe)"),
+    (f"{MANAGER}.reset", "cls.quantization_state = FP8GlobalState()"),
+    ("pytorch/module/linear.py:Linear.forward", "self._fp8_workspaces.get(cache_name)"),
+]
+
+
+@pytest.mark.parametrize(("where", "piece"), FACTS)
+def test_the_source_of_transformer_engine_is_as_the_calls_take_it(where: str, piece: str) -> None:
+    assert SOURCE.says(where, piece)
+
+
+def test_recipes_that_differ_in_the_algorithm_alone_are_one_to_transformer_engine() -> None:
+    with te_with_quantizers():
+        texts = {
+            str(te_raw.recipe("delayed", amax_compute_algo=algorithm))
+            for algorithm in ("max", "most_recent")
+        }
+    assert len(texts) == 1

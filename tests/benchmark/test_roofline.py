@@ -1,0 +1,487 @@
+"""The prediction of a training step: every term against a calculation by hand, and the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fp8stack.benchmark import roofline_table
+from fp8stack.benchmark.roofline import PARTS, Prediction, casts_s, gemm_s, predict
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
+from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
+from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
+from fp8stack.precision.profit import Efficiency, Rates, achievable
+
+INF = math.inf
+HOPPER, H200 = assumed("9.0"), gpu_named("H200")
+BYTES = Rates(half=INF, fp8=INF, attention=INF, memory=1.0)  # seconds are bytes
+FLOPS = Rates(half=1.0, fp8=1.0, attention=1.0, memory=INF)  # seconds are operations
+FREE = Rates(half=INF, fp8=INF, attention=INF, memory=INF)
+PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
+
+
+def plan(config: GPTConfig, recipe: str, head: bool = False) -> Plan:
+    chosen = load_recipe(recipe)
+    if chosen.is_fp8:
+        chosen = chosen.model_copy(update={"head": head})
+    made = resolve(chosen, HOPPER)
+    return made.for_layers(config.linear_shapes(padded_vocabulary(config, 32)))
+
+
+def at(rates: Rates, model: str = "gpt2-124m", recipe: str = "bf16", **options) -> Prediction:
+    config = load_config(model)
+    head = options.pop("head", False)
+    sizes = {"batch": 4, "context": 128} | options
+    return predict(config, plan(config, recipe, head), H200, rates=rates, **sizes)
+
+
+def seconds(prediction: Prediction) -> dict[str, float]:
+    return {name: ms / 1000 for name, ms in prediction.parts_ms.items()}
+
+
+# Terms by hand
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_operations_are_those_of_the_configuration(model, recipe):
+    config = load_config(model)
+    config = config.model_copy(update={"vocabulary": padded_vocabulary(config, 32)})
+    got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=128, rates=FLOPS))
+    # A seventh of attention's operations is done twice, and useful once.
+    useful = got["GEMMs"] + got["head and loss"] + 6 / 7 * got["attention"]
+    assert useful == pytest.approx(4 * 128 * config.flops_per_token(128), rel=1e-12)
+    assert got["casts"] == got["optimizer"] == got["norms, elementwise"] == 0
+
+
+def test_a_gemm_takes_as_long_as_its_operations_or_its_bytes():
+    slow_memory = Rates(half=1e6, fp8=2e6, attention=INF, memory=1e3)
+    fast_memory = dataclasses.replace(slow_memory, memory=1e9)
+    # 2 x 8 x 16 x 32 = 8192 operations; 8 x 16 + 16 x 32 = 640 elements in, 8 x 32 = 256 out
+    assert gemm_s(8, 16, 32, (2, 2), fast_memory) == pytest.approx(8192 / 1e6)
+    assert gemm_s(8, 16, 32, (1, 2), fast_memory) == pytest.approx(8192 / 2e6)
+    assert gemm_s(8, 16, 32, (2, 2), slow_memory) == pytest.approx((2 * 640 + 2 * 256) / 1e3)
+    assert gemm_s(8, 16, 32, (1, 4), slow_memory) == pytest.approx((640 + 4 * 256) / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "activations", "weights"),
+    [
+        (None, 0, 12),
+        ("delayed", 4, 6),
+        ("current", 6, 10),
+        ("block", 6 + 8 / 128, 6),
+        ("mxfp8", 6 + 2 / 32, 10 + 2 / 32),
+    ],
+)
+def test_casts_move_so_many_bytes_per_element_of_activations_and_weights(
+    scaling, activations, weights
+):
+    # M (K + N) = 10 x 300 elements of x and dy, K N = 20000 of w
+    got = casts_s(10, (100, 200), scaling, BYTES)
+    assert got == pytest.approx(activations * 3000 + weights * 20_000)
+
+
+SMALL = GPTConfig(vocabulary=64, context=16, layers=3, width=10, heads=1, mlp_width=7, bias=False)
+TOKENS = 2 * 5
+
+
+def small(**changes) -> dict[str, float]:
+    config = SMALL.model_copy(update=changes)
+    plain = resolve("bf16", HOPPER).for_layers(config.linear_shapes())
+    return seconds(predict(config, plain, H200, batch=2, context=5, rates=BYTES))
+
+
+def test_bytes_of_norms_and_activations_by_hand():
+    # per block: two residual sums with norms, 28 each of width 10; 6 x 7 + 4 x 7 of the MLP
+    # outside: 20 of the first norm, 20 of the embedding
+    expected = TOKENS * (3 * (2 * 280 + 42 + 28) + 200 + 200)
+    assert small()["norms, elementwise"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({"bias": True}, 2 * (30 + 10 + 7 + 10)),
+        ({"positions": "rope"}, 8 * (10 + 10)),
+        ({"qk_norm": True}, 10 * (10 + 10)),
+        ({"positions": "rope", "qk_norm": True}, 10 * (10 + 10)),
+        ({"activation": "swiglu"}, 6 * 7),
+        ({"positions": "rope", "heads": 5, "kv_heads": 1}, 8 * (10 + 2)),
+    ],
+    ids=str,
+)
+def test_what_a_model_has_more_moves_more_bytes_in_each_block(changes, more):
+    before, after = small()["norms, elementwise"], small(**changes)["norms, elementwise"]
+    assert after - before == pytest.approx(TOKENS * 3 * more)
+
+
+def test_bytes_of_attention_loss_and_optimizer_by_hand():
+    got = small()
+    assert got["attention"] == pytest.approx(TOKENS * 3 * 12 * (10 + 10))
+    grouped = small(heads=5, kv_heads=1)
+    assert grouped["attention"] == pytest.approx(TOKENS * 3 * 12 * (10 + 2))
+    assert got["optimizer"] == pytest.approx(40 * SMALL.parameters())
+    gemms = 2 * ((640 + 10 * TOKENS) + 64 * TOKENS) + 2 * ((640 + 64 * TOKENS) + 10 * TOKENS)
+    gemms += 2 * ((10 + 64) * TOKENS + 640)
+    assert got["head and loss"] == pytest.approx(8 * 64 * TOKENS + gemms)
+
+
+# The whole
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, recipe):
+    rates = Rates(half=7e14, fp8=13e14, attention=INF, memory=INF)
+    plain, fp8 = at(rates, model, "bf16"), at(rates, model, recipe, head=True)
+    assert plain.step_ms / fp8.step_ms == pytest.approx(13 / 7)
+
+
+def test_a_head_that_stays_in_bf16_takes_as_long_as_before():
+    plain, fp8 = at(FLOPS), at(dataclasses.replace(FLOPS, fp8=2.0), recipe="delayed")
+    assert fp8.parts_ms["head and loss"] == plain.parts_ms["head and loss"]
+    assert fp8.parts_ms["GEMMs"] == plain.parts_ms["GEMMs"] / 2
+    assert (fp8.fp8_layers, fp8.layers) == (48, 49)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_nothing_else(recipe):
+    rates = achievable(H200, Efficiency())
+    before = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
+    slower = dataclasses.replace(rates, memory=rates.memory / 2)
+    after = at(slower, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
+    for part in ("casts", "norms, elementwise", "optimizer"):
+        assert after[part] == pytest.approx(2 * before[part])
+    for part in ("GEMMs", "attention"):
+        assert after[part] == before[part]
+
+
+def test_free_casts_take_away_the_casts_alone():
+    rates = achievable(H200, Efficiency())
+    whole, free = at(rates, recipe="current"), at(rates, recipe="current", free_casts=True)
+    assert whole.parts_ms["casts"] > 0 == free.parts_ms["casts"]
+    assert {**whole.parts_ms, "casts": 0} == free.parts_ms
+    assert whole.step_ms - free.step_ms == pytest.approx(whole.parts_ms["casts"])
+
+
+def test_parts_add_up_and_rates_follow_from_the_step():
+    got = at(achievable(H200, Efficiency()), recipe="delayed", batch=8, context=1024)
+    assert tuple(got.parts_ms) == PARTS
+    assert got.step_ms == pytest.approx(sum(got.parts_ms.values()))
+    assert got.tokens_per_s == pytest.approx(8 * 1024 / got.step_ms * 1000)
+    flops = load_config("gpt2-124m").flops_per_token(1024)
+    assert got.mfu == pytest.approx(flops * got.tokens_per_s / 1979e12)
+    assert (got.peak_of, got.peak_tflops) == ("fp8", 1979)
+
+
+def test_mfu_of_a_step_without_fp8_is_against_bf16s_peak():
+    assert (at(FLOPS).peak_of, at(FLOPS).peak_tflops) == ("half", 989)
+
+
+def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
+    rates = achievable(H200, Efficiency())
+    assert rates.half == pytest.approx(700e12)
+    assert rates.fp8 == pytest.approx(1300e12)
+    assert rates.attention == pytest.approx(400e12)
+    assert rates.memory == pytest.approx(4.1e12)
+    a100 = achievable(gpu_named("A100"), Efficiency())
+    assert a100.fp8 == a100.half
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 5080", "RTX 5080"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4080 SUPER", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H1000", None),
+        ("", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives(device, name):
+    found = find_gpu(device)
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_the_data_of_a_gpu_are_in_its_units_and_found_by_its_own_name(gpu):
+    assert find_gpu(gpu.name) is gpu
+    assert 50 < gpu.half_tflops < 5000
+    assert 0.1 < gpu.memory_tb_per_s < 20
+    assert (gpu.fp8_tflops is None) == (gpu.capability < (8, 9))
+    if gpu.fp8_tflops:
+        assert gpu.fp8_tflops / gpu.half_tflops == pytest.approx(2, rel=0.02)
+    assert gpu.source.startswith("NVIDIA")
+    assert (gpu.tf32_tflops is None) == (gpu.capability < (8, 0))
+    if gpu.tf32_tflops:
+        assert gpu.half_tflops / gpu.tf32_tflops == pytest.approx(2, rel=0.03)
+        assert gpu.fp32_tflops <= gpu.tf32_tflops
+    assert 5 < gpu.fp32_tflops < 130
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "name"),
+    [
+        ("9.0", None, "H200"),
+        ("9.0", "H100", "H100"),
+        (None, "h100 pcie", "H100 PCIe"),
+        ("10.0", None, "B200"),
+        ("8.0", None, "A100"),
+        ("8.6", None, "A40"),
+        ("8.9", None, "L40S"),
+        ("12.0", None, "RTX 5090"),
+    ],
+)
+def test_a_gpu_is_chosen_by_name_or_capability(capability, gpu, name):
+    chosen, machine = roofline_table.choose_gpu(capability, gpu)
+    assert chosen.name == name
+    assert machine.capability == chosen.capability
+
+
+def test_this_machines_gpu_is_the_default(monkeypatch):
+    here = Hardware("cuda", (8, 9), name="NVIDIA L4")
+    monkeypatch.setattr(roofline_table, "probe", lambda: here)
+    assert roofline_table.choose_gpu(None, None) == (gpu_named("L4"), here)
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "said"),
+    [
+        (None, "H20O", "Did you mean 'H200'"),
+        ("8.0", "H200", "has compute capability 9.0, not 8.0"),
+        ("6.0", None, "No data on a GPU of compute capability 6.0"),
+        ("none", None, "No data on a GPU of compute capability none"),
+        ("9", None, "no compute capability"),
+    ],
+)
+def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, said):
+    with pytest.raises(UserError, match=said):
+        roofline_table.choose_gpu(capability, gpu)
+
+
+def test_a_machine_without_a_known_gpu_has_to_name_one(monkeypatch):
+    monkeypatch.setattr(roofline_table, "probe", lambda: Hardware("cpu", name="Xeon"))
+    with pytest.raises(UserError, match="--gpu H200"):
+        roofline_table.choose_gpu(None, None)
+
+
+# The table
+
+
+def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline_table.Roofline:
+    gpu, hardware = roofline_table.choose_gpu(capability, None)
+    given = {"batch": 8, "context": 1024} | options
+    return roofline_table.predict_all(model, load_config(model), gpu, hardware, **given)
+
+
+@pytest.mark.parametrize(
+    ("capability", "predicted"),
+    [
+        ("8.0", ["bf16"]),
+        ("8.9", ["bf16", "current", "delayed"]),
+        ("9.0", ["bf16", "block", "current", "delayed"]),
+        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8"]),
+    ],
+)
+def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(
+    capability, predicted
+):
+    made = table(capability)
+    assert [row.precision for row in made.predictions] == predicted
+    assert set(made.left_out) == {"block", "current", "delayed", "mxfp8"} - set(predicted)
+    assert all("compute capability" in why for why in made.left_out.values())
+
+
+def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
+    rows = {row.precision: row for row in table(model="gpt2-124m", batch=4).predictions}
+    assert rows["delayed"].fp8_layers == 48
+    bound = {
+        row.precision: row for row in table(model="gpt2-124m", batch=4, ceiling=True).predictions
+    }
+    assert bound["delayed"].fp8_layers == bound["delayed"].layers == 49
+    assert bound["delayed"].parts_ms["casts"] == 0
+    assert bound["delayed"].step_ms < rows["delayed"].step_ms
+
+
+def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out():
+    lines = roofline_table.as_lines(table())
+    assert lines[0] == "Predicted, not measured: gpt2-1.5b on one H200, 8 x 1024 tokens per step"
+    assert "NVIDIA H200 data sheet" in lines[1]
+    assert "bf16 GEMMs 700 of 989 (71 %) TFLOP/s, FP8 GEMMs 1300 of 1979 (66 %)" in lines[1]
+    assert "memory 4.1 of 4.8 (85 %) TB/s" in lines[1]
+    assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
+    assert "measured" not in lines[3]
+    assert len({line.count("|") for line in lines[3:9]}) == 1
+    assert lines[9].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
+    assert "upper bound" in roofline_table.as_lines(table(ceiling=True))[0]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_shares_of_a_row_add_up_and_its_ratio_is_that_of_the_steps():
+    made = table()
+    base, *rows = (cells(line) for line in roofline_table.as_lines(made)[5:9])
+    for row in rows:
+        assert sum(int(cell.split()[0]) for cell in row[2:8]) == pytest.approx(100, abs=3)
+        assert float(row[11]) == pytest.approx(float(base[8]) / float(row[8]), abs=0.01)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    path = tmp_path / "step.json"
+    rows = [
+        {"model": "gpt2-1.5b", "arm": "bf16", "median_ms": 150.0, "more": 1},
+        {"model": "gpt2-1.5b", "arm": "delayed", "median_ms": 120.0},
+        {"model": "gpt2-124m", "arm": "current", "median_ms": 1.0},
+    ]
+    path.write_text(json.dumps({"results": rows, "machine": {}}))
+    return path
+
+
+def test_measured_steps_stand_beside_the_predicted_ones(results):
+    made = table(measured=(roofline_table.read_results(results), str(results)))
+    lines = roofline_table.as_lines(made)
+    assert cells(lines[3])[-2:] == ["measured ms", "measured vs bf16"]
+    rows = {cells(line)[0]: cells(line)[-2:] for line in lines[5:9]}
+    assert rows == {
+        "bf16": ["150.0", "1.00"],
+        "delayed": ["120.0", "1.25"],
+        "current": ["-", "-"],
+        "block": ["-", "-"],
+    }
+    assert lines[-1] == f"measured: {results}, at the batch and context given there"
+    data = {row["precision"]: row for row in roofline_table.as_json(made)["predictions"]}
+    assert (data["delayed"]["measured_ms"], data["block"]["measured_ms"]) == (120.0, None)
+
+
+def test_results_of_other_models_are_not_shown(results):
+    made = table(model="llama-1b", measured=(roofline_table.read_results(results), str(results)))
+    assert "measured ms" not in roofline_table.as_lines(made)[3]
+    assert made.measured_in == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"results": [1]}', '{"results": [{"model": "a", "arm": "b"}]}',
+     '{"results": [{"model": "a", "arm": "b", "median_ms": "fast"}]}',
+     '{"results": [{"model": "a", "arm": "b", "median_ms": null}]}'],
+)  # fmt: skip
+def test_a_file_without_results_is_refused_with_what_it_should_hold(tmp_path, content):
+    path = tmp_path / "step.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="median_ms") as caught:
+        roofline_table.read_results(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_results_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        roofline_table.read_results(tmp_path / "none.json")
+
+
+def test_results_are_found_in_the_folder_of_that_machine(tmp_path, monkeypatch, results):
+    package = tmp_path / "checkout" / "fp8stack"
+    folders = {"H200": "h200", "H100 PCIe": "h100-pcie"}
+    for folder in (*folders.values(), "cpu"):
+        path = tmp_path / "checkout" / "bench" / "results" / folder / "step.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(results.read_text())
+    monkeypatch.setattr(roofline_table, "files", lambda name: package)
+    for gpu in GPUS:
+        found = roofline_table.find_results(gpu)
+        assert (found.parent.name if found else None) == folders.get(gpu.name)
+
+
+def test_more_context_than_the_model_has_is_refused():
+    with pytest.raises(UserError, match=r"2048 is more than the 1024 of model gpt2-1\.5b"):
+        table(context=2048)
+
+
+# The command
+
+
+def test_the_command_prints_the_table_and_as_json_the_same_figures(command, capsys, results):
+    given = ["bench", "roofline", "--model", "gpt2-1.5b", "--capability", "9.0", "--batch", "4"]
+    given += ["--context", "512", "--results", str(results)]
+    assert command(*given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("on one H200, 4 x 512 tokens per step")
+    assert command(*given, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["predicted"] is True
+    assert (data["gpu"]["name"], data["batch"], data["context"]) == ("H200", 4, 512)
+    assert data["assumed"]["memory"] == pytest.approx(4.1e12)
+    for row, line in zip(data["predictions"], lines[5:9], strict=True):
+        assert cells(line)[0] == row["precision"]
+        assert float(cells(line)[8]) == pytest.approx(row["step_ms"], abs=0.051)
+        assert float(cells(line)[11]) == pytest.approx(row["speedup"], abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--gpu", "H900"], "No GPU 'H900'"),
+        (["--gpu", "H200", "--model", "gpt3"], "No model 'gpt3'"),
+        (["--gpu", "H200", "--batch", "0"], "--batch"),
+        (["--gpu", "H200", "--results", "none.json"], "No such file"),
+    ],
+)
+def test_bad_input_to_the_command_is_one_line(command, capsys, given, said):
+    assert command("bench", "roofline", *given) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert said in printed.err
+
+
+def test_the_group_of_commands_lists_them(command, capsys):
+    for arguments in (["bench"], ["bench", "--help"]):
+        assert command(*arguments) == 0
+        printed = capsys.readouterr().out
+        assert "shapes" in printed
+        assert "roofline" in printed
+
+
+def test_the_document_shows_what_the_command_prints(command, capsys, monkeypatch):
+    monkeypatch.setattr(roofline_table, "find_results", lambda gpu: None)
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    shown = [line for line in text.partition("## Roofline")[2].splitlines() if line[:1] == "|"]
+    printed = []
+    for more in ([], ["--ceiling"]):
+        assert command(*ARGUMENTS, *more) == 0
+        printed += [x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"]
+    assert " ".join(("fp8stack", *ARGUMENTS)) in text
+    assert shown == printed
+
+
+ARGUMENTS = ("bench", "roofline", "--model", "gpt2-1.5b", "--capability", "9.0")

@@ -1,0 +1,124 @@
+"""Nothing that a user hands us is ever executed, and the code has no way to."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.input_corruptions import make_run
+from tests.faults.input_pickles import DOORS, PAYLOADS, Payload, executed
+
+ROOT = Path(__file__).parents[2]
+MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+MODULES |= {"yaml", "jsonpickle", "copyreg"}
+CALLS = {
+    *("torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.package"),
+    *("numpy.load", "np.load", "np.loadtxt", "os.system", "os.popen", "pandas.read_pickle"),
+}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list", "read_pickle", "load_checkpoint_and_dispatch"),
+}
+KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
+ALLOWED = {
+    ("tests/faults/input_pickles.py", "pickle"): "makes malicious files to be tried",
+    ("tests/faults/input_pickles.py", "torch.save"): "makes malicious files to be tried",
+    (
+        "tests/faults/input_pickles.py",
+        "allow_pickle=True",
+    ): "makes malicious files to be tried",
+    ("tests/faults/input_pickles.py", "os.system"): "is what malicious files would call",
+}
+
+
+def uses(tree: ast.AST) -> Iterator[str]:
+    """What in a module could execute what it reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module.split(".")[0] in MODULES:
+                yield module
+            yield from (f"{module}.{a.name}" for a in node.names if f"{module}.{a.name}" in CALLS)
+            yield from (a.name for a in node.names if a.name in ATTRIBUTES)
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name in CALLS or node.attr in ATTRIBUTES:
+                yield name
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in BUILTINS:
+                yield node.func.id
+            for keyword in node.keywords:
+                value = ast.unparse(keyword.value)
+                if keyword.arg in KEYWORDS and value != "False":
+                    yield f"{keyword.arg}={value}"
+
+
+def test_no_module_can_execute_what_it_reads() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), use)
+        for folder in ("fp8stack", "bench")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for use in uses(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found - ALLOWED.keys() == set()
+    assert ALLOWED.keys() - found == set(), "an exception that nothing needs any more"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import pickle", "from pickle import loads", "import joblib.numpy_pickle", "import yaml"),
+        *("torch.load(path)", "from torch import load", "np.load(path)", "torch.save(x, path)"),
+        *("eval(text)", "exec(text)", "os.system(text)", "run(words, shell=True)"),
+        *("dist.broadcast_object_list(x)", "torch.distributed.all_gather_object(x, y)"),
+        *("np.save(f, a, allow_pickle=True)", "subprocess.run(text, shell=asked)"),
+        "from torch.distributed import broadcast_object_list",
+    ],
+)
+def test_each_way_to_execute_is_seen(line: str) -> None:
+    assert list(uses(ast.parse(line)))
+
+
+def test_what_cannot_execute_is_let_by() -> None:
+    harmless = "model.eval()\njson.loads(x)\nrun(words, shell=False)\nsafetensors.torch.load(x)"
+    assert not list(uses(ast.parse(harmless)))
+
+
+def test_the_payload_is_a_real_one(tmp_path: Path) -> None:
+    """Else nothing would be proved: who does unpickle it executes it."""
+    for name in ("old.pkl", "pickle.toml", "pickle.json"):
+        marker = tmp_path / name
+        pickle.loads(PAYLOADS[name](Payload(marker)))
+        assert marker.exists()
+    saved, marker = tmp_path / "x", tmp_path / "executed"
+    for name in ("saved.pt", "legacy.bin"):
+        saved.write_bytes(PAYLOADS[name](Payload(marker)))
+        torch.load(saved, weights_only=False)
+        assert marker.exists()
+        marker.unlink()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("made"))
+
+
+# Every fourth in the short form; each goes through every door.
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 4 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for number, name in enumerate(PAYLOADS)
+    ],
+)
+def test_a_malicious_file_is_executed_nowhere(name: str, pristine: Path, tmp_path: Path) -> None:
+    assert len(DOORS) >= 15
+    assert executed(pristine, tmp_path, name) == []

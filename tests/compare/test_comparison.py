@@ -1,0 +1,686 @@
+"""`fp8stack compare`: its statistics, what it says of runs, and whole comparisons."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8stack.checkpoint.state import capture
+from fp8stack.compare import settings
+from fp8stack.compare.figure import comparison_plot
+from fp8stack.compare.figures import RunFigures, WorstSqnr, read_run, worst_sqnr
+from fp8stack.compare.runs import Ended
+from fp8stack.compare.statistics import Interval, mean_interval, standard_error, t_quantile
+from fp8stack.compare.summary import RecipeFigures, paired_gap, summarize
+from fp8stack.compare.table import as_markdown, as_text
+from fp8stack.training.dataloader import batches
+from fp8stack.training.run_folder import RunFolder
+from fp8stack.training.setup.start import set_up
+from tests.conftest import TINY, Command, losses, metrics
+
+SETS = [word for word in TINY[10:] if word != "--set"]
+SMALL = ["--steps", "12", "--batch", "4", "--context", "32", "--set", "save_every=4"]
+SMALL += [word for item in SETS for word in ("--set", item)]
+
+# Statistics
+
+
+# Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, table 1.3.6.7.2, column 0.975.
+TABLE = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
+    10: 2.228, 20: 2.086, 30: 2.042, 60: 2.000, 100: 1.984,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("freedom", TABLE)
+def test_the_quantiles_of_t_are_those_of_the_tables(freedom: int) -> None:
+    assert round(t_quantile(0.95, freedom), 3) == TABLE[freedom]
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 12, 31])
+@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99])
+def test_the_density_of_t_has_that_share_between_the_quantiles(
+    freedom: int, confidence: float
+) -> None:
+    t = t_quantile(confidence, freedom)
+    x = np.linspace(-t, t, 200_001)
+    density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    # The density's constant is what makes it integrate to 1: over tan, its whole range is finite.
+    angle = np.linspace(-np.pi / 2, np.pi / 2, 200_001)[1:-1]
+    whole = np.trapezoid(np.cos(angle) ** (freedom - 1), angle) * np.sqrt(freedom)
+    assert np.trapezoid(density, x) / whole == pytest.approx(confidence, abs=2e-5)
+
+
+def test_the_mean_and_its_interval_are_those_of_the_formula() -> None:
+    samples = [1.2, 0.7, 1.9, -0.3]
+    error = np.std(samples, ddof=1) / np.sqrt(4)
+    assert standard_error(samples) == pytest.approx(error)
+    interval = mean_interval(samples)
+    assert interval.mean == pytest.approx(np.mean(samples))
+    assert interval.half_width == pytest.approx(3.182446 * error, rel=1e-6)
+    assert interval.contains_zero
+    assert not mean_interval([1.0, 1.1, 0.9]).contains_zero
+    assert mean_interval([2.0]) == Interval(mean=2.0, half_width=None, samples=1)
+    assert standard_error([2.0]) is None
+
+
+def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
+    draws = np.random.default_rng(0).normal(0.3, 1.0, (4000, 3)) - 0.3
+    held = np.mean([mean_interval(row.tolist()).contains_zero for row in draws])
+    assert 0.94 < held < 0.96
+
+
+# What is said of runs
+
+
+def run(recipe: str, seed: int, loss: float | None, **more: Any) -> RunFigures:
+    plan = {"backend": "emulate", "fp8_layers": 16, "layers": 17, "reasons": [], "not_fp8": {}}
+    usual = {"status": "done" if loss else "diverged", "exit": 0, "plan": plan, "val_loss": loss}
+    usual |= {"precisions": (recipe,), "curve": ((1, 5.0), (2, loss or 9.0))}
+    return RunFigures(recipe=recipe, seed=seed, **usual | more)
+
+
+BASE = [run("fp32", 0, 2.0), run("fp32", 1, 3.0), run("fp32", 2, 2.5)]
+
+
+def of(*runs: RunFigures, base: list[RunFigures] = BASE) -> RecipeFigures:
+    return summarize([*base, *runs], ["fp32", "mxfp8"], "fp32")[1]
+
+
+def mxfp8(*factors: float) -> list[RunFigures]:
+    return [
+        run("mxfp8", base.seed, (base.val_loss or 0) * factor)
+        for base, factor in zip(BASE, factors, strict=False)
+    ]
+
+
+def test_the_gap_is_paired_by_seed() -> None:
+    """Seeds differ by half; a recipe that is 1 % above in each is seen to be worse."""
+    row = of(*mxfp8(1.010, 1.011, 1.009))
+    assert row.gap_percent is not None
+    assert row.gap_percent.mean == pytest.approx(1.0)
+    assert row.gap_percent.half_width == pytest.approx(4.302653 * 0.1 / np.sqrt(3))
+    assert row.verdict == "worse by 1.00 ± 0.25 %"
+    assert row.val_loss == pytest.approx(2.5 * 1.01, rel=1e-3)
+    assert row.standard_error == pytest.approx(np.std([2.02, 3.033, 2.5225], ddof=1) / np.sqrt(3))
+
+
+def test_verdicts() -> None:
+    assert of(*mxfp8(0.990, 0.989, 0.991)).verdict == "better by 1.00 ± 0.25 %"
+    assert of(*mxfp8(1.010, 0.990, 1.003)).verdict == "no difference seen"
+    assert of(*mxfp8(1.0, 1.0, 1.0)).verdict == "no difference seen"
+    assert summarize(BASE, ["fp32"], "fp32")[0].verdict == "baseline"
+    single = of(*mxfp8(1.2), base=BASE[:1])
+    assert single.verdict == "one seed: no verdict"
+    assert single.gap_percent is not None
+    assert single.gap_percent.half_width is None
+
+
+def test_what_went_wrong_comes_before_any_figure() -> None:
+    good = mxfp8(1.0, 1.0)
+    diverged = run("mxfp8", 2, None, status="diverged", exit=5, diverged_at=42)
+    row = of(*good, diverged)
+    assert row.verdict == "diverged at step 42 (seed 2)"
+    assert row.done == 2
+    assert row.val_loss == 2.5  # of the two that were done
+    failed = run("mxfp8", 2, None, status="failed", exit=1, error="out of memory")
+    row = of(*good, failed)
+    assert row.verdict == "failed (seed 2), no difference seen"
+    assert row.errors == ("seed 2: out of memory",)
+    cut = run("mxfp8", 2, None, status="unfinished", exit=None)
+    assert of(*good, cut).verdict == "no difference seen, 1 of 3 seeds to do"
+    assert of(cut).verdict == "1 of 1 seeds to do"
+    lost = [run("fp32", seed, None, diverged_at=7) for seed in range(2)]
+    assert of(*good, base=lost).verdict == "no seed in common with the baseline"
+    assert summarize(lost, ["fp32"], "fp32")[0].verdict == (
+        "diverged at step 7 (seed 0), 7 (seed 1), baseline"
+    )
+
+
+def test_only_seeds_that_both_have_done_are_paired() -> None:
+    gap = paired_gap([run("x", 1, 3.3), run("x", 2, None), run("x", 5, 9.0)], BASE)
+    assert gap is not None
+    assert (gap.samples, round(gap.mean, 6)) == (1, 10.0)
+    assert paired_gap([run("x", 7, 1.0)], BASE) is None
+
+
+def test_speed_memory_skips_and_sqnr_are_gathered_over_seeds() -> None:
+    worst = [WorstSqnr(db=db, layer=f"l{db:.0f}", operand="input", step=9) for db in (31.0, 25.0)]
+    runs = [
+        run("mxfp8", seed, 2.0, tokens_per_s=speed, peak_memory_gib=gib, skips=skips,
+            worst_sqnr=sqnr, events={"skip": skips}, fp8_gemms=48)
+        for seed, speed, gib, skips, sqnr in [
+            (0, 50.0, 1.0, 2, worst[0]), (1, 60.0, 3.0, 1, worst[1]), (2, 90.0, 2.0, 0, None),
+        ]
+    ]  # fmt: skip
+    base = [replace_speed(one, 120.0) for one in BASE]
+    row = of(*runs, base=base)
+    assert (row.tokens_per_s, row.relative_speed, row.peak_memory_gib) == (60.0, 0.5, 3.0)
+    assert (row.skips, row.events, row.fp8_gemms) == (3, {"skip": 3}, 48)
+    assert row.worst_sqnr == {
+        "db": 25.0, "layer": "l25", "operand": "input", "step": 9, "seed": 1,
+    }  # fmt: skip
+
+
+def replace_speed(one: RunFigures, speed: float) -> RunFigures:
+    return one.model_copy(update={"tokens_per_s": speed})
+
+
+def test_the_table_has_what_was_found_and_a_line_for_each_recipe() -> None:
+    rows = summarize([*BASE, *mxfp8(1.010, 1.011, 1.009)], ["fp32", "mxfp8"], "fp32")
+    rows[1] = replace(rows[1], plan=rows[1].plan | {"reasons": ["emulated, for a reason"]})
+    text = as_text(rows, "fp32")
+    assert "mxfp8 (emulate)  16/17" in text
+    assert "+1.00 ± 0.25 %  worse by 1.00 ± 0.25 %" in text
+    assert text.splitlines()[-1] == "mxfp8: emulated, for a reason"
+    config = {"model": "m", "steps": 2, "batch": 4, "init_from": None}
+    machine = {"machine": "a computer", "torch": "2"}
+    page = as_markdown(
+        rows, "fp32", command="fp8stack compare -x", seeds=3, config=config, machine=machine
+    )
+    assert page.startswith("`fp8stack compare -x`\n")
+    assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+    assert "a computer (torch 2)" in page
+
+
+def test_eight_recipes_are_drawn_each_in_its_own_way() -> None:
+    from matplotlib.figure import Figure
+
+    names = ["fp32", *(f"r{n}" for n in range(7))]
+    runs = [run(name, seed, 2 + 0.01 * seed) for name in names for seed in range(3)]
+    runs[-1] = run("r6", 2, None, diverged_at=1)
+    drawn: list[Figure] = []
+    saved = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Figure, "savefig", lambda self, *a, **k: (drawn.append(self), saved(self, *a, **k))
+        )
+        png = comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
+    assert png.startswith(b"\x89PNG")
+    assert png == comparison_plot(summarize(runs, names, "fp32"), "fp32", "title")
+    losses_panel, gaps_panel = drawn[0].axes
+    lines = losses_panel.get_lines()
+    styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}
+    assert len(styles) == len(lines) == 8
+    assert [text.get_text() for text in losses_panel.get_legend().get_texts()] == names
+    assert [label.get_text() for label in gaps_panel.get_yticklabels()] == names[1:]
+    assert losses_panel.get_ylim()[1] < 9  # what diverged does not set the scale
+
+
+# What a run folder says
+
+
+def folder(path: Path, rows: list[dict], telemetry: list[dict] | None = None) -> RunFolder:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in (("metrics", rows), ("telemetry", telemetry or [])):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    return RunFolder(path)
+
+
+def step(number: int, loss: float | None = 3.0, **more: Any) -> dict:
+    figures = {"tokens_per_s": 1000.0 * number, "memory_gib": 0.1 * number, "precision": "mxfp8"}
+    return {"step": number, "loss": loss, "fp8_gemms": 48} | figures | more
+
+
+def read(rows: RunFolder, steps: int, exit: int | None = 0, **more: Any) -> RunFigures:
+    usual = {"recipe": "mxfp8", "seed": 0, "vocabulary": 256} | more
+    return read_run(rows, steps=steps, exit=exit, **usual)
+
+
+def test_figures_are_read_from_a_run_folder(tmp_path: Path) -> None:
+    rows = [step(n) for n in range(1, 9)]
+    rows[3] |= {"val_loss": 3.5}
+    rows[7] |= {"val_loss": 2.5, "precision": "bf16"}
+    rows.insert(5, {"step": 6, "event": "skip", "why": "nan", "loss": None, "grad_norm": None})
+    rows.insert(3, {"step": 3, "event": "something new", "what": {"is": "this"}})
+    rows[0] |= {"skipped": True, "loss_scale": 2.0}
+    found = read(folder(tmp_path, rows), 8)
+    assert (found.status, found.val_loss, found.curve) == ("done", 2.5, ((4, 3.5), (8, 2.5)))
+    assert found.tokens_per_s == 7000.0  # of steps 6, 7 and 8
+    assert found.peak_memory_gib == pytest.approx(0.8)
+    assert (found.skips, found.events) == (2, {"skip": 1, "something new": 1})
+    assert found.precisions == ("mxfp8", "bf16")
+    assert found.fp8_gemms == 48
+
+
+def test_of_steps_that_were_done_again_the_last_ones_count(tmp_path: Path) -> None:
+    rows = [step(n, val_loss=n + 0.5) for n in range(1, 5)]
+    rows += [{"step": 5, "event": "rollback", "why": "", "to_step": 2}, step(3, val_loss=1.5)]
+    found = read(folder(tmp_path, rows), 3)
+    assert found.curve == ((1, 1.5), (2, 2.5), (3, 1.5))
+    assert (found.status, found.val_loss) == ("done", 1.5)
+
+
+def test_how_a_run_ended(tmp_path: Path) -> None:
+    rows = [step(1), step(2), {"step": 3, "event": "stop", "why": "nan"}]
+    stopped = folder(tmp_path / "a", rows)
+    found = read(stopped, 9, exit=5, error="Step 3: nan")
+    assert (found.status, found.diverged_at, found.error) == ("diverged", 3, "Step 3: nan")
+    assert read(stopped, 9, exit=None).status == "unfinished"
+    assert read(stopped, 9, exit=-9).status == "failed"
+    assert read(RunFolder(tmp_path / "none"), 9, exit=None).status == "unfinished"
+    # A uniform guess among 256 has a loss of 5.55.
+    grows = [step(n, loss) for n, loss in enumerate([5.5, 7.0, 5.4, 6.5, 6.2, 300.0], start=1)]
+    grows[-1] |= {"val_loss": 300.0}
+    found = read(folder(tmp_path / "b", grows), 6)
+    assert (found.status, found.diverged_at, found.val_loss) == ("diverged", 4, None)
+    grows[-1] |= {"val_loss": 5.6}
+    assert read(folder(tmp_path / "c", grows), 6).status == "done"
+
+
+def operand(number: int, db: float | None, layer: str = "up", **more: Any) -> dict:
+    usual = {"operand": "input", "recipe": "delayed", "what_if": False}
+    return {"step": number, "layer": layer, "sqnr_db": db} | usual | more
+
+
+def test_the_worst_sqnr_is_of_the_runs_own_recipe_and_not_of_the_first_sample(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    rows: list[dict] = [
+        {"event": "plan", "plan": {}},
+        {"step": 1, "fp8_gemms": 48},
+        operand(1, 3.0),
+        operand(50, None),
+        operand(50, 30.0),
+        operand(50, 22.5, "down", operand="grad_output"),
+        operand(50, 1.0, what_if=True, recipe="bf16"),
+        operand(100, 28.0),
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 150, "oper')
+    assert worst_sqnr(path) == WorstSqnr(db=22.5, layer="down", operand="grad_output", step=50)
+    path.write_text(json.dumps(operand(1, 3.0)) + "\n")
+    assert worst_sqnr(path) is None
+    assert worst_sqnr(tmp_path / "none") is None
+
+
+# Bad input
+
+BAD = {
+    "no recipe": (["--recipes", "fp32,mxpf8"], "No recipe 'mxpf8'. Did you mean 'mxfp8'?"),
+    "empty": (["--recipes", ""], "has an empty name"),
+    "empty name": (["--recipes", "fp32,,bf16"], "has an empty name"),
+    "twice": (["--recipes", "fp32,bf16,fp32"], "names 'fp32' twice"),
+    "twice by path": (["--recipes", "delayed,x/delayed.toml"], "names 'delayed' twice"),
+    "no file": (["--recipes", "fp32,none.toml"], "none.toml"),
+    "seeds": (["--seeds", "0"], "--seeds 0"),
+    "baseline": (["--baseline", "mxfp8"], "--baseline mxfp8 is not among the recipes: fp32"),
+    "file": (["--out", "file"], "file is a file"),
+    "run": (["--out", "run"], "run holds a single run"),
+    "in the way": (["--out", "other"], "other/runs is in the way"),
+    "damaged": (["--out", "damaged"], "compare.json is no comparison's"),
+    "model": (["--model", "gpt-nan"], "Did you mean 'gpt-nano'?"),
+    "steps": (["--steps", "0"], "steps = 0"),
+    "key": (["--set", "eval_window=1"], "Did you mean 'eval_windows'?"),
+    "seed": (["--set", "seed=1"], "Give --seeds instead"),
+    "recipe": (["--set", "recipe=bf16"], "Give --recipes instead"),
+    "context": (["--context", "4096"], "--context 4096 is more than the 128"),
+    "data": (["--data", "none.txt"], "none.txt"),
+    "from": (["--from", "nowhere"], "No run and no checkpoint at"),
+    "strict": (
+        ["--set", "strict=true", "--recipes", "fp32,delayed"],
+        "--strict: 'delayed' does not run as asked",
+    ),
+    "backend": (["--backend", "tee"], "backend = 'tee'"),
+    "overrides": (["--set", "recipe_overrides.margin=1"], "No key 'margin'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_before_anything_is_trained(
+    case: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("")
+    (tmp_path / "other" / "runs").mkdir(parents=True)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "compare.json").write_text('{"asked": {}}')
+    flags, expected = BAD[case]
+    before = sorted(tmp_path.rglob("*"))
+    usual = ["--recipes", "fp32", "--out", "c"]
+    assert command("compare", *usual, *SMALL, *flags) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1, error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# Whole comparisons
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished comparison of two recipes with two seeds, and what it printed."""
+    home = tmp_path_factory.mktemp("compare")
+    flags = ["--recipes", "fp32,delayed", "--seeds", "2", "--set", "telemetry_every=4"]
+    done = start("c", *flags, cwd=home)
+    printed, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, printed
+    return home / "c", printed
+
+
+AGAIN = ["--recipes", "fp32,delayed", "--seeds", "2", "--set", "telemetry_every=4", *SMALL]
+
+
+def start(out: str, *flags: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fp8stack", "compare", "--out", out, *SMALL, *flags],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def copy(whole: tuple[Path, str], tmp_path: Path) -> Path:
+    shutil.copytree(whole[0], tmp_path / "c")
+    return tmp_path / "c"
+
+
+def report(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "compare.json").read_text()))
+
+
+def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole: tuple[Path, str]) -> None:
+    path, printed = whole
+    names = ["delayed-seed0", "delayed-seed1", "fp32-seed0", "fp32-seed1"]
+    assert sorted(p.name for p in (path / "runs").iterdir()) == names
+    found = report(path)
+    assert [(run["recipe"], run["seed"]) for run in found["runs"]] == [
+        ("fp32", 0), ("delayed", 0), ("fp32", 1), ("delayed", 1),
+    ]  # fmt: skip
+    gaps = []
+    for one in found["runs"]:
+        rows = metrics(path / "runs" / f"{one['recipe']}-seed{one['seed']}")
+        assert one["val_loss"] == rows[-1]["val_loss"]
+        assert one["status"] == "done"
+        assert one["skips"] == 0
+    for seed in range(2):
+        fp32, delayed = (one["val_loss"] for one in found["runs"] if one["seed"] == seed)
+        gaps.append(100 * (delayed - fp32) / fp32)
+    recipe = found["recipes"][1]
+    assert recipe["recipe"] == "delayed"
+    assert recipe["gap_percent"]["mean"] == pytest.approx(np.mean(gaps))
+    assert recipe["gap_percent"]["half_width"] == pytest.approx(
+        12.7062047 * np.std(gaps, ddof=1) / np.sqrt(2)
+    )
+    assert recipe["fp8_gemms"] == 12
+    assert (recipe["plan"]["fp8_layers"], recipe["plan"]["layers"]) == (4, 5)
+    assert "emulated" in recipe["plan"]["reasons"][0]
+    assert recipe["tokens_per_s"] > 0
+    assert recipe["peak_memory_gib"] > 0
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["command"].startswith("fp8stack compare --recipes fp32,delayed --steps 12")
+    assert (path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    page = (path / "compare.md").read_text()
+    assert page.startswith(f"`{found['command']}`")
+    for piece in ("| delayed | delayed-emulated (emulate) | 4/5 | 12 |", "| baseline |"):
+        assert piece in page
+    assert "[1/4] fp32, seed 0 | step " in printed
+    assert "[4/4] delayed, seed 1: validation loss " in printed
+    assert "delayed: delayed needs an FP8 GPU" in printed
+
+
+def test_the_runs_of_a_comparison_are_those_of_pretrain(
+    whole: tuple[Path, str], command: Command, tmp_path: Path
+) -> None:
+    flags = [*SMALL, "--set", "eval_every=1", "--set", "sample_tokens=0"]
+    assert command("pretrain", "--recipe", "delayed", "--seed", "1", "--out", "r", *flags) == 0
+    assert losses(tmp_path / "r") == losses(whole[0] / "runs" / "delayed-seed1")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block", "mxfp8"])
+def test_a_seed_gives_every_recipe_the_same_first_weights_and_batches(
+    recipe: str, tmp_path: Path
+) -> None:
+    made = {}
+    for name, seed in (("fp32", 1), (recipe, 1), ("other", 2)):
+        flags = {"recipe": "fp32" if name == "other" else name, "seed": seed, "steps": 4}
+        flags |= {"batch": 4, "context": 32, "out": str(tmp_path / name)}
+        one = set_up(flags, None, SETS, None)
+        made[name] = capture(one.model, one.optimizer), [tokens for _, tokens in batches(one)]
+        one.folder.release()
+    for group in ("model", "rng"):
+        first, second, other = (made[name][0][group] for name in ("fp32", recipe, "other"))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert len(made[recipe][1]) == 4
+    pairs = zip(made["fp32"][1], made[recipe][1], made["other"][1], strict=True)
+    for ours, theirs, others in pairs:
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, others)
+
+
+def test_what_is_done_is_not_done_again(
+    copy: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [*copy.glob("runs/*/metrics.jsonl"), *copy.glob("runs/*/checkpoints/*/*")]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    assert len(before) > 20
+    first = report(copy)
+    assert command("compare", "--out", "c", *AGAIN) == 0
+    assert capsys.readouterr().out.count("done before") == 4
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    assert report(copy)["runs"] == first["runs"]
+    assert report(copy)["recipes"] == first["recipes"]
+
+
+def test_the_baseline_may_be_another(copy: Path, command: Command) -> None:
+    gap = report(copy)["recipes"][1]["gap_percent"]["mean"]
+    assert command("compare", "--out", "c", *AGAIN, "--baseline", "delayed") == 0
+    rows = report(copy)["recipes"]
+    assert [row["verdict"] for row in rows][1] == "baseline"
+    assert rows[0]["gap_percent"]["mean"] == pytest.approx(-gap, abs=1e-3)
+
+
+def test_recipes_are_added_by_name_or_file(
+    copy: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = losses(copy / "runs" / "fp32-seed0")
+    (copy.parent / "mine.toml").write_text('scaling = "current"\n')
+    more = ["--recipes", "fp32,mine.toml,delayed"]
+    assert command("compare", "--out", "c", *AGAIN, *more) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("done before") == 4
+    found = report(copy)
+    assert [row["recipe"] for row in found["recipes"]] == ["fp32", "mine", "delayed"]
+    assert [row["done"] for row in found["recipes"]] == [2, 2, 2]
+    assert losses(copy / "runs" / "fp32-seed0") == before
+    # The file's contents are part of what is compared.
+    (copy.parent / "mine.toml").write_text('scaling = "block"\n')
+    capsys.readouterr()
+    assert command("compare", "--out", "c", *AGAIN, *more) == 2
+    assert "recipes.mine.power_of_two is True here and False there" in capsys.readouterr().err
+
+
+def test_added_seeds_are_all_that_is_trained(
+    copy: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    def pretend(asked: settings.Comparison, job: settings.Job, *others: object) -> Ended:
+        trained.append(job.name)
+        folder(asked.folder(job).path, [step(12, 3.0, val_loss=4.9)])
+        return Ended(exit=0, error="")
+
+    monkeypatch.setattr("fp8stack.compare.comparison.train", pretend)
+    assert command("compare", "--out", "c", *AGAIN, "--seeds", "4") == 0
+    assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
+    row = report(copy)["recipes"][1]
+    assert (row["done"], row["gap_percent"]["samples"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        (["--steps", "13"], "steps is 13 here and 12 there"),
+        (["--lr", "0.1"], "lr is 0.1 here and 0.003 there"),
+        (["--seeds", "1"], "seeds is 1 here and 2 there"),
+        (["--recipes", "fp32"], "recipe 'delayed' is missing here"),
+        (["--data", "other.txt"], "data is "),
+        (["--set", "model_overrides.layers=2"], "model_overrides.layers is 2 here and 1 there"),
+        (["--set", "guard.enabled=false"], "guard.enabled is False here and True there"),
+    ],
+)
+def test_a_comparison_that_differs_is_refused_and_the_difference_named(
+    flags: list[str],
+    difference: str,
+    copy: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (copy.parent / "other.txt").write_text("some other text\n" * 500)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert command("compare", "--out", "c", *AGAIN, *flags) == 2
+    error = capsys.readouterr().err
+    assert "c holds another comparison" in error
+    assert difference in error
+    assert error.count("\n") == 1
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
+    command: Command, tmp_path: Path
+) -> None:
+    flags = ["--recipes", "fp32,current", "--seeds", "1"]
+    flags += ["--steps", "200", "--set", "eval_every=100"]
+    long = [*SMALL, *flags]
+    process = start("c", *flags, cwd=tmp_path)
+    log = tmp_path / "c" / "runs" / "fp32-seed0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= 5):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, printed
+    assert "Go on with:\n  fp8stack compare --recipes fp32,current" in printed
+    assert "Traceback" not in printed
+    done = metrics(log.parent)[-1]["step"]
+    assert 5 <= done < 200
+    assert (log.parent / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert report(tmp_path / "c")["recipes"][0]["verdict"] == "baseline, 1 of 1 seeds to do"
+    assert "seeds to do" in (tmp_path / "c" / "compare.md").read_text()
+    # Then it goes on, and the training process is killed under it: that is a result.
+    process = start("c", *flags, cwd=tmp_path)
+    while metrics(log.parent)[-1]["step"] <= done:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(int(child_of(process.pid)), signal.SIGKILL)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert [row["verdict"] for row in report(tmp_path / "c")["recipes"]] == [
+        "failed (seed 0), baseline", "no seed in common with the baseline",
+    ]  # fmt: skip
+    assert command("compare", "--out", "c", *long) == 0
+    whole = ["--recipe", "fp32", *SMALL, "--steps", "200", "--set", "eval_every=100"]
+    assert command("pretrain", "--out", "r", *whole) == 0
+    assert losses(log.parent) == losses(tmp_path / "r")
+    found = report(tmp_path / "c")["recipes"]
+    assert [row["verdict"] for row in found] == ["baseline", "one seed: no verdict"]
+
+
+def child_of(pid: int) -> str:
+    """The process that `pid` has started."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[1] == str(pid):
+            return path.parent.name
+    raise AssertionError(f"{pid} has no child")
+
+
+@pytest.mark.parametrize(("lr", "exit"), [("10.0", 0), ("1e6", 5)], ids=["hopeless", "not finite"])
+def test_a_run_that_diverges_is_a_result(
+    lr: str, exit: int, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipes", "fp32", "--seeds", "1", "--lr", lr, "--set", "guard.enabled=false"]
+    flags += ["--set", "schedule=constant", "--set", "clip=0.0"]
+    assert command("compare", "--out", "c", *SMALL, *flags) == 0
+    printed = capsys.readouterr().out
+    found = report(tmp_path / "c")
+    assert [one["exit"] for one in found["runs"]] == [exit]
+    at = found["runs"][0]["diverged_at"]
+    assert 1 <= at <= 12
+    assert found["recipes"][0]["verdict"] == f"diverged at step {at} (seed 0), baseline"
+    assert f"diverged at step {at}" in printed
+    assert found["recipes"][0]["val_loss"] is None
+    # It would diverge again: it is not trained again.
+    assert command("compare", "--out", "c", *SMALL, *flags) == 0
+    assert "done before" in capsys.readouterr().out
+
+
+def test_runs_that_all_fail_end_in_one_line_and_a_table(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = np.tile(np.arange(200, dtype="<u2"), 40)
+    tokens[3000] = 999  # seen only once a batch holds it
+    tokens.tofile(tmp_path / "t.bin")
+    flags = ["--recipes", "fp32", "--seeds", "1", "--data", "t.bin", "--steps", "400"]
+    assert command("compare", "--out", "c", *SMALL, *flags, "--set", "eval_every=400") == 2
+    error = capsys.readouterr().err
+    assert "No run came to its end. fp32-seed0: " in error
+    assert "t.bin" in error
+    assert error.count("\n") == 1
+    assert "failed (seed 0)" in (tmp_path / "c" / "compare.md").read_text()
+    assert "t.bin" in (tmp_path / "c" / "logs" / "fp32-seed0.txt").read_text()
+
+
+def test_all_runs_begin_with_the_weights_of_a_checkpoint(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--recipe", "fp32", "--out", "source", *TINY) == 0
+    (tmp_path / "elsewhere").mkdir()
+    fork = ["--recipes", "fp32,mxfp8", "--seeds", "1", "--from", "source", "--lr", "1e-9"]
+    fork += ["--steps", "2", "--batch", "4", "--context", "32", "--set", "eval_windows=4"]
+    assert command("compare", "--out", "c", *fork) == 0
+    found = report(tmp_path / "c")
+    end = metrics(tmp_path / "source")[-1]["val_loss"]
+    fp32, mxfp8 = (one["val_loss"] for one in found["runs"])
+    assert fp32 == pytest.approx(end, rel=1e-6)  # the weights do not move
+    assert mxfp8 == pytest.approx(end, rel=1e-2)
+    assert mxfp8 != fp32
+    assert found["contents"]["model"]["width"] == 32
+    source = str((tmp_path / "source").resolve() / "checkpoints" / "step-000012")
+    assert found["config"]["init_from"] == source
+    assert f"begun with the weights of {source}" in (tmp_path / "c" / "compare.md").read_text()
+    capsys.readouterr()
+    assert command("compare", "--out", "d", *fork, "--set", "model_overrides.width=64") == 2
+    assert "width is 64 here and 32" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_command_that_is_told_asks_for_the_same(tmp_path: Path) -> None:
+    import shlex
+
+    import typer
+
+    from fp8stack.cli import app as cli
+
+    flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--device", "cpu"]
+    flags += [*SMALL, "--compile", "--baseline", "bf16", "--seeds", "4"]
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "prepare", lambda *asked: seen.append(asked))
+        patch.setattr("fp8stack.compare.comparison.compare", lambda asked: 0)
+        parse = typer.main.get_command(cli.app)
+        parse(["compare", *flags], standalone_mode=False)
+        told = settings._command(*seen[0])
+        parse(shlex.split(told)[1:], standalone_mode=False)
+    assert seen[0] == seen[1]
+    assert seen[0][4]["compile"] is True

@@ -1,0 +1,537 @@
+"""Data in the formats of others are read token by token, and what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from torch.utils.data import DataLoader
+
+from fp8stack.data import (
+    Corpus,
+    DataError,
+    StepBatches,
+    load_corpora,
+    parquet,
+    tokenizer_of,
+    validation_windows,
+)
+from fp8stack.errors import UserError
+from fp8stack.tokenizer import load_tokenizer
+from tests.support.data_writers import write_llmc, write_megatron, write_prepared
+
+Change = Callable[[Path], object]
+
+
+def everything(splits: tuple[Corpus, Corpus]) -> list[int]:
+    return [token for split in splits for token in split.window(0, len(split)).tolist()]
+
+
+def refusal(data: object, vocabulary: int = 70_000) -> str:
+    """The one line with which `data` is refused."""
+    with pytest.raises(UserError) as caught:
+        load_corpora(str(data), vocabulary)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# llm.c and modded-nanogpt
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path: Path, llama: bool):
+    tokens = [50256, 1, 2, 65535] + [128255 if llama else 3] * 16
+    path = write_llmc(tmp_path / "a.bin", tokens, llama=llama)
+    splits = load_corpora(str(path), 130_000)
+    assert everything(splits) == tokens
+    assert all(part.mapped for split in splits for part in split.parts)
+    assert splits[0].parts[0].tokens.itemsize == (4 if llama else 2)
+
+
+def test_the_offset_of_a_bad_token_is_where_numpy_finds_it(tmp_path: Path):
+    path = write_llmc(tmp_path / "a.bin", [1] * 30 + [400] + [1] * 9)
+    train, _ = load_corpora(str(path), 300)
+    with pytest.raises(DataError, match="token 400 at offset 542 ") as caught:
+        StepBatches(train, batch=99, context=20, seed=0, vocabulary=300)[1]
+    assert np.fromfile(path, "<u2")[542] == 400
+    assert "a.bin" in str(caught.value)
+
+
+def test_an_llmc_file_survives_the_way_to_a_worker(tmp_path: Path):
+    path = write_llmc(tmp_path / "a.bin", range(200))
+    train, _ = load_corpora(str(path), 300)
+    assert len(pickle.dumps(train)) < 1500
+    again = pickle.loads(pickle.dumps(train))
+    assert again.window(5, 9).tolist() == list(range(5, 14))
+    assert again.fingerprint() == train.fingerprint()
+
+
+def test_a_folder_named_as_llmc_does_has_its_own_validation_split(tmp_path: Path):
+    write_llmc(tmp_path / "fineweb_train_000002.bin", [3, 4])
+    write_llmc(tmp_path / "fineweb_train_000001.bin", [1, 2])
+    write_llmc(tmp_path / "fineweb_val_000000.bin", [7, 8, 9])
+    train, val = load_corpora(str(tmp_path), 300)
+    assert train.window(0, 4).tolist() == [1, 2, 3, 4]
+    assert val.window(0, 3).tolist() == [7, 8, 9]
+    assert (len(train), len(val)) == (4, 3)
+
+
+def test_a_pair_without_numbers_is_named_as_llmc_does_too(tmp_path: Path):
+    write_llmc(tmp_path / "tiny_shakespeare_train.bin", [1, 2])
+    write_llmc(tmp_path / "tiny_shakespeare_val.bin", [7])
+    train, val = load_corpora(str(tmp_path), 300)
+    assert (len(train), len(val)) == (2, 1)
+
+
+def test_a_file_that_is_of_neither_split_is_refused(tmp_path: Path):
+    write_llmc(tmp_path / "a_train.bin", [1, 2])
+    write_llmc(tmp_path / "a_val.bin", [7])
+    write_llmc(tmp_path / "b.bin", [7])
+    assert "b.bin is beside files that are named as training and validation" in refusal(tmp_path)
+
+
+def test_headerless_files_of_those_names_are_joined_as_ever(tmp_path: Path):
+    for name in ("a_train_0.bin", "a_val_0.bin"):
+        np.arange(10, dtype="<u2").tofile(tmp_path / name)
+    train, val = load_corpora(str(tmp_path), 300)
+    assert (len(train), len(val)) == (18, 2)
+
+
+def test_shards_of_llmc_without_a_validation_file_are_joined_and_the_end_held_out(tmp_path: Path):
+    for number in range(3):
+        write_llmc(tmp_path / f"a_train_{number}.bin", [number] * 10)
+    train, val = load_corpora(str(tmp_path), 300)
+    assert (len(train), len(val)) == (27, 3)
+
+
+def _header(*fields: int) -> bytes:
+    return struct.pack("<256i", *fields, *[0] * (256 - len(fields)))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (_header(20240520, 2, 4) + bytes(8), "is of version 2 of llm.c's format, and only 1"),
+        (_header(20240801, 1, 4) + bytes(16), "is of version 1 of llm.c's format, and only 7"),
+        (_header(20240520, 1, 5) + bytes(8), "should hold 5 tokens by its header, 1034 bytes, and"),
+        (_header(20240520, 1, 4) + bytes(9), "should hold 4 tokens by its header"),
+        (_header(20240801, 7, 4) + bytes(8), "should hold 4 tokens by its header, 1040 bytes"),
+        (_header(20240520, 1, -4) + bytes(8), "should hold -4 tokens by its header"),
+        (_header(20240520, 1, 0), "should hold 0 tokens by its header"),
+        (_header(20240520, 1, 4)[:100], "ends within llm.c's header of 1024 bytes"),
+        (_header(20240522, 1, 4) + bytes(8), "holds llm.c's multiple-choice questions"),
+    ],
+)
+def test_a_bad_header_of_llmc_is_named(tmp_path: Path, content: bytes, said: str):
+    (tmp_path / "a.bin").write_bytes(content)
+    assert f"{tmp_path / 'a.bin'} {said}" in refusal(tmp_path / "a.bin")
+
+
+# Megatron-LM
+
+SEQUENCES = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8, 9], [10]]]
+
+
+@pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
+def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(
+    tmp_path: Path, dtype: str, suffix: str
+):
+    prefix = write_megatron(tmp_path / "web_text_document", SEQUENCES, dtype)
+    train, val = load_corpora(f"{prefix}{suffix}", 256, held_out=0.3)
+    assert everything((train, val)) == list(range(1, 11))
+    assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 0, 1, 1, 2]
+    assert val.documents(0, val.window(0, 3)).tolist() == [0, 0, 0]
+    assert train.parts[0].mapped
+    assert not train.is_text
+
+
+def test_a_folder_of_megatron_pairs_is_joined(tmp_path: Path):
+    write_megatron(tmp_path / "b", [[[3]]])
+    write_megatron(tmp_path / "a", [[[1], [2]]])
+    splits = load_corpora(str(tmp_path), 256, held_out=0.01)
+    assert everything(splits) == [1, 2, 3]
+    assert splits[0].documents(0, splits[0].window(0, 3)).tolist() == [0, 0, 1]
+
+
+def test_a_megatron_pair_reaches_workers_as_paths(tmp_path: Path):
+    prefix = write_megatron(tmp_path / "a", [[[n] * 40] for n in range(1000)])
+    train, _ = load_corpora(str(prefix), 1000)
+    assert len(pickle.dumps(train)) < 2000
+    made = StepBatches(train, batch=4, context=50, seed=1, vocabulary=1000, documents=True)
+    expected = [made[step] for step in range(3)]
+    for workers, way in ((0, None), (1, "spawn"), (2, "fork")):
+        loader = DataLoader(
+            made,
+            sampler=range(3),
+            batch_size=None,
+            num_workers=workers,
+            multiprocessing_context=way,
+        )
+        assert all((found == one).all() for found, one in zip(loader, expected, strict=True))
+
+
+def test_a_negative_token_of_a_signed_type_is_named(tmp_path: Path):
+    prefix = write_megatron(tmp_path / "a", [[[1, 2, -3] + [4] * 40]], "int32")
+    train, _ = load_corpora(str(prefix), 256)
+    with pytest.raises(DataError, match=r"a\.bin: token -3 at offset 2 is outside"):
+        StepBatches(train, batch=99, context=8, seed=0, vocabulary=256)[1]
+
+
+def _patched(at: int, content: bytes) -> Change:
+    def change(index: Path) -> None:
+        whole = bytearray(index.read_bytes())
+        whole[at : at + len(content)] = content
+        index.write_bytes(whole)
+
+    return change
+
+
+LENGTHS, POSITIONS, DOCUMENTS = 34, 34 + 6 * 4, 34 + 6 * 12
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_patched(0, b"TNTIDX\0\0"), "a.idx is not an index of Megatron-LM"),
+        (lambda index: index.write_bytes(b""), "a.idx is empty"),
+        (
+            lambda index: index.write_bytes(b"MMIDIDX\0\0" + bytes(5)),
+            "a.idx ends within its header",
+        ),
+        (_patched(9, struct.pack("<Q", 2)), "a.idx is of version 2"),
+        (_patched(17, b"\7"), "a.idx says that its tokens are float32 (code 7)"),
+        (_patched(17, b"\x99"), "a.idx says that its tokens are an unknown type (code 153)"),
+        (_patched(17, b"\4"), "a.idx: sequence 1 does not begin"),
+        (_patched(18, struct.pack("<Q", 2**61)), "a.idx should have "),
+        (_patched(18, struct.pack("<Q", 0)), "a.idx has no sequences"),
+        (_patched(26, struct.pack("<Q", 5)), "a.idx should have 146 bytes"),
+        (lambda index: index.write_bytes(index.read_bytes()[:-3]), "a.idx should have 138 bytes"),
+        (lambda index: index.write_bytes(index.read_bytes() + bytes(6)), "of multimodal data"),
+        (_patched(LENGTHS, struct.pack("<i", -1)), "a.idx: sequence 0 does not begin"),
+        (_patched(POSITIONS, struct.pack("<q", 2)), "a.idx: sequence 0 does not begin"),
+        (_patched(POSITIONS + 16, struct.pack("<q", -8)), "a.idx: sequence 2 does not begin"),
+        (_patched(DOCUMENTS, struct.pack("<q", 1)), "a.idx: its documents do not go"),
+        (_patched(DOCUMENTS + 8, struct.pack("<q", 9)), "a.idx: its documents do not go"),
+        (_patched(DOCUMENTS + 24, struct.pack("<q", 5)), "a.idx: its documents do not go"),
+        (lambda index: index.with_suffix(".bin").write_bytes(bytes(19)), "a.bin should hold 10"),
+        (lambda index: index.with_suffix(".bin").write_bytes(bytes(22)), "and has 22 bytes"),
+        (lambda index: index.with_suffix(".bin").unlink(), "a.bin is missing"),
+    ],
+)
+def test_a_bad_index_of_megatron_is_named(tmp_path: Path, change: Change, said: str):
+    prefix = write_megatron(tmp_path / "a", SEQUENCES)
+    load_corpora(str(prefix), 256)
+    change(tmp_path / "a.idx")
+    assert said in refusal(prefix)
+
+
+def test_an_index_that_shrinks_while_training_is_named_before_it_is_touched(tmp_path: Path):
+    prefix = write_megatron(tmp_path / "a", [[[n] * 5] for n in range(5000)])
+    train, _ = load_corpora(str(prefix), 5000)
+    made = StepBatches(train, batch=4, context=50, seed=1, vocabulary=5000, documents=True)
+    with (tmp_path / "a.idx").open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(DataError, match=r"a\.idx shrank while in use"):
+        made[1]
+
+
+# Folders that `fp8stack prepare` wrote
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_prepared_folder_has_the_splits_of_its_manifest(tmp_path: Path, dtype: str):
+    large = 65_535 if dtype == "uint16" else 100_000
+    shards = [[[1, 2, 0], [3, 0]], [[large, 0]]]
+    folder = write_prepared(tmp_path / "p", shards, [[[9, 0]]], vocabulary=large + 1, dtype=dtype)
+    train, val = load_corpora(str(folder), large + 1)
+    assert train.window(0, 7).tolist() == [1, 2, 0, 3, 0, large, 0]
+    assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert train.documents(1, train.window(1, 4)).tolist() == [0, 0, 1, 1]
+    assert val.window(0, 2).tolist() == [9, 0]
+    assert all(part.mapped for part in train.parts)
+    assert pickle.loads(pickle.dumps(train)).fingerprint() == train.fingerprint()
+
+
+def test_the_end_of_a_folder_without_held_out_documents_is_held_out(tmp_path: Path):
+    folder = write_prepared(tmp_path / "p", [[[1, 1, 1, 0]] * 5])
+    train, val = load_corpora(str(folder), 256)
+    assert (len(train), len(val)) == (18, 2)
+    assert val.documents(0, val.window(0, 2)).tolist() == [0, 0]
+
+
+def test_other_ends_of_documents_are_other_data(tmp_path: Path):
+    one = load_corpora(str(write_prepared(tmp_path / "1", [[[1, 0], [0]]])), 256)[0]
+    other = load_corpora(str(write_prepared(tmp_path / "2", [[[1], [0, 0]]])), 256)[0]
+    assert everything((one, one)) == everything((other, other))
+    assert one.fingerprint() != other.fingerprint()
+
+
+def _manifest(key: str, value: object) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        *outer, last = key.split(".")
+        inner = manifest
+        for one in outer:
+            inner = inner[int(one) if one.isdigit() else one]
+        inner[last] = value
+        path.write_text(json.dumps(manifest))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_manifest("format", 2), "manifest.json is not a manifest of prepared data: format: "),
+        (_manifest("dtype", "float32"), "manifest.json is not a manifest of prepared data: dtype"),
+        (_manifest("splits.train.shards.0.tokens", "5"), "splits.train.shards.0.tokens: "),
+        (_manifest("splits.train.shards.0.tokens", 2**70), "splits.train.shards.0.tokens: "),
+        (_manifest("splits.train.shards.0.file", "../a.bin"), "splits.train.shards.0.file: "),
+        (_manifest("splits.train.shards.0.file", "/etc/a.bin"), "splits.train.shards.0.file: "),
+        (_manifest("splits.train.shards", []), "holds no training data"),
+        (_manifest("splits.train.shards.0.tokens", 6), "train-00000.bin should hold 6 tokens"),
+        (_manifest("splits.train.shards.0.documents", 3), "train-00000.ends should hold the ends"),
+        (_manifest("splits.train.shards.0.documents", 1), "train-00000.ends should hold the ends"),
+        (
+            lambda folder: (folder / "train-00000.bin").write_bytes(bytes(12)),
+            "train-00000.bin should hold 5 tokens by manifest.json, 10 bytes, and has 12 bytes",
+        ),
+        (_manifest("tokenizer.vocabulary", 300), "which has 300 tokens, and the model has 256"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "it is not JSON"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 99_999), "it is not JSON"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "its whole: "),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "it is not JSON"),
+        (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin: No such file"),
+        (lambda folder: (folder / "train-00000.ends").unlink(), "train-00000.ends: No such file"),
+        (
+            lambda folder: np.array([3, 4], "<u8").tofile(folder / "train-00000.ends"),
+            "train-00000.ends: the last document ends at token 4 of 5",
+        ),
+        (
+            lambda folder: np.array([7, 5], "<u8").tofile(folder / "train-00000.ends"),
+            "train-00000.ends: the last document ends at token 5 of 5, or one ends before it",
+        ),
+    ],
+)
+def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(
+    tmp_path: Path, change: Change, said: str
+):
+    folder = write_prepared(tmp_path / "p", [[[1, 2, 0], [3, 0]]])
+    load_corpora(str(folder), 256)
+    change(folder)
+    assert said in refusal(folder, 256)
+
+
+def test_a_prepared_folder_that_was_not_finished_is_refused(tmp_path: Path):
+    folder = write_prepared(tmp_path / "p", [[[1, 2, 0], [3, 0]]])
+    (folder / "manifest.json").unlink()
+    assert "has train-00000.ends and no manifest.json: `fp8stack prepare` did not" in refusal(
+        folder
+    )
+
+
+def test_ends_that_shrink_while_training_are_named_before_they_are_touched(tmp_path: Path):
+    folder = write_prepared(tmp_path / "p", [[[1, 0]] * 5000])
+    train, _ = load_corpora(str(folder), 256)
+    with (folder / "train-00000.ends").open("r+b") as stream:
+        stream.truncate(8)
+    with pytest.raises(DataError, match=r"train-00000\.ends shrank while in use"):
+        train.documents(0, train.window(0, 9))
+
+
+@pytest.mark.parametrize("form", ["prepared", "megatron"])
+def test_an_index_that_is_written_over_while_training_harms_nothing_but_documents(
+    tmp_path: Path, form: str
+):
+    if form == "prepared":
+        data = write_prepared(tmp_path / "p", [[[1, 0]] * 500])
+        index = data / "train-00000.ends"
+    else:
+        data = write_megatron(tmp_path / "a", [[[1, 0]]] * 500)
+        index = tmp_path / "a.idx"
+    train, _ = load_corpora(str(data), 256)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        index.write_bytes(random.bytes(index.stat().st_size))
+        for start in range(0, 880, 40):
+            found = train.documents(start, train.window(start, 20))
+            assert found[0] == 0
+            assert set(np.diff(found)) <= {0, 1}
+
+
+# Parquet
+
+TEXTS = ["Grüße", "", None, "second\nline", "third"]
+
+
+def write_parquet(path: Path, table: dict[str, object], **options: object) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(table), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+@pytest.mark.parametrize("rows", [1, 2, 100])
+def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(
+    tmp_path: Path, kind: str, rows: int
+):
+    column = pyarrow.array(TEXTS)
+    if kind == "dictionary":
+        column = column.dictionary_encode()
+    else:
+        column = column.cast(getattr(pyarrow, kind)())
+    table = {"id": [1, 2, 3, 4, 5], "text": column}
+    path = write_parquet(tmp_path / "a.parquet", table, row_group_size=rows)
+    splits = load_corpora(str(path), 256)
+    expected = b"".join(text.encode() + b"\xff" for text in TEXTS if text is not None)
+    assert bytes(everything(splits)) == expected
+    assert all(split.is_text and split.has_documents for split in splits)
+
+
+def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined(tmp_path: Path):
+    write_parquet(tmp_path / "b.parquet", {"n": [1.5], "story": ["b"]})
+    write_parquet(tmp_path / "a.parquet", {"n": [1.5], "story": ["a"]})
+    train, val = load_corpora(str(tmp_path), 256)
+    assert bytes(everything((train, val))) == b"a\xffb\xff"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"n": [1], "tokens": [[1, 2]]}, "has no column of text, only n, tokens."),
+        ({"a": ["x"], "b": ["y"]}, "has several columns of text (a, b) and"),
+        ({"a\nb": [1]}, r"has no column of text, only a\nb."),
+        ({"text": ["", None]}, "has no text in its column 'text'"),
+        ({"text": pyarrow.array([], pyarrow.string())}, "has no text in its column 'text'"),
+    ],
+)
+def test_a_parquet_file_without_a_text_is_refused(
+    tmp_path: Path, table: dict[str, object], said: str
+):
+    path = write_parquet(tmp_path / "a.parquet", table)
+    assert f"{path} {said}" in refusal(path)
+
+
+def test_more_text_than_fits_in_memory_names_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("a", "b"):
+        path = write_parquet(
+            tmp_path / f"{name}.parquet", {"text": ["x" * 1999] * 5}, row_group_size=1
+        )
+    for data, needed in ((path, 10_000), (tmp_path, 20_000)):  # with a byte after each text
+        monkeypatch.setattr(parquet, "MOST_BYTES", needed)
+        assert len(everything(load_corpora(str(data), 256))) == needed
+        monkeypatch.setattr(parquet, "MOST_BYTES", needed - 1)
+        assert f"`fp8stack prepare {path} --tokenizer bytes --out tokens`" in refusal(data)
+
+
+def test_no_more_of_a_large_parquet_file_is_read_than_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["x" * 9] * 100})
+    monkeypatch.setattr(parquet, "MOST_BYTES", 95)
+    monkeypatch.setattr(parquet, "ROWS_AT_ONCE", 2)
+    read = []
+    documents = parquet._documents
+    monkeypatch.setattr(parquet, "_documents", lambda texts: read.append(1) or documents(texts))
+    assert "holds too much text to be read into memory" in refusal(path)
+    assert len(read) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(50), bytes(range(256))])
+def test_what_is_no_parquet_file_is_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert "a.parquet as parquet" in refusal(tmp_path / "a.parquet")
+
+
+def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path: Path):
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["some", "text"] * 50})
+    good = path.read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        bad = bytearray(
+            good[: random.integers(1, len(good) + 1)] if random.random() < 0.3 else good
+        )
+        for _ in range(3):
+            bad[random.integers(len(bad))] = random.integers(256)
+        path.write_bytes(bad)
+        message = "none"
+        try:
+            load_corpora(str(path), 256)
+        except UserError as error:
+            message = str(error)
+        assert len(message.splitlines()) == 1
+
+
+def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in refusal(path)
+
+
+def test_kinds_of_files_are_not_mixed_in_a_folder(tmp_path: Path):
+    write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
+    write_llmc(tmp_path / "a.bin", [1, 2])
+    assert "mixes .bin files (a.bin) with parquet files (a.parquet)" in refusal(tmp_path)
+
+
+# Which tokenizer the tokens are of
+
+
+def test_text_and_parquet_and_the_default_are_bytes(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
+    for data in (None, str(tmp_path / "a.txt"), str(tmp_path / "a.parquet")):
+        found = tokenizer_of(data)
+        assert found is not None
+        assert found.sha256 == load_tokenizer("bytes").sha256
+
+
+def test_files_of_tokens_do_not_say_whose_they_are(tmp_path: Path):
+    prefix = write_megatron(tmp_path / "a", [[[1, 2]]])
+    write_llmc(tmp_path / "b.bin", [1])
+    for data in (prefix, f"{prefix}.idx", f"{prefix}.bin", tmp_path / "b.bin", tmp_path):
+        assert tokenizer_of(str(data)) is None
+
+
+def test_a_prepared_folder_brings_its_tokenizer(tmp_path: Path):
+    made_with = load_tokenizer("bytes")
+    folder = write_prepared(tmp_path / "p", [[[1, 255]]], tokenizer=made_with.to_json())
+    found = tokenizer_of(str(folder))
+    assert found is not None
+    assert found.sha256 == made_with.sha256
+    assert found.decode([72, 105]) == "Hi"
+
+
+def test_another_tokenizer_in_a_prepared_folder_is_refused(tmp_path: Path):
+    text = load_tokenizer("bytes").to_json()
+    folder = write_prepared(tmp_path / "p", [[[1, 255]]], tokenizer=text)
+    (folder / "tokenizer.json").write_text(text + " ")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer that made"):
+        tokenizer_of(str(folder))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json: No such file"):
+        tokenizer_of(str(folder))
+
+
+def test_a_tokenizer_of_no_data_is_refused_like_the_data():
+    with pytest.raises(UserError, match="No data at 'gone'"):
+        tokenizer_of("gone")
+
+
+def test_validation_reads_every_format(tmp_path: Path):
+    prefix = write_megatron(tmp_path / "a", [[[n] * 30] for n in range(20)], "int32")
+    _, val = load_corpora(str(prefix), 256)
+    windows = validation_windows(val, count=3, context=16, vocabulary=256, documents=True)
+    assert windows.shape == (3, 2, 17)
+    assert windows[1, 1].max() == 1

@@ -1,0 +1,171 @@
+"""Windows that say which document each token is of."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8stack.data import Corpus, StepBatches, load_corpora, validation_windows
+from fp8stack.distributed.parallelize import part_of
+from fp8stack.errors import UserError
+from tests.support.data_writers import write_llmc, write_megatron, write_prepared
+
+END = 0
+LENGTHS = [3, 1, 5, 2, 9, 1, 1, 4, 30, 2, 6, 7]
+"""Of some documents, the token that separates them included."""
+
+
+def documents() -> list[list[int]]:
+    """Each document's tokens are its number, from 1 on, and END at the end."""
+    return [[number] * (length - 1) + [END] for number, length in enumerate(LENGTHS, 1)]
+
+
+def as_llmc(folder: Path) -> str:
+    tokens = [token for one in documents() for token in (50256, *one[:-1])]
+    return str(write_llmc(folder / "a.bin", tokens))
+
+
+def as_megatron(folder: Path) -> str:
+    return str(write_megatron(folder / "a", [[one] for one in documents()]))
+
+
+def as_megatron_of_many_sequences(folder: Path) -> str:
+    # Two sequences a document, of which one may be empty.
+    return str(write_megatron(folder / "a", [[one[:2], one[2:]] for one in documents()]))
+
+
+def as_prepared(folder: Path) -> str:
+    return str(write_prepared(folder / "p", [documents()[:4], documents()[4:5], documents()[5:]]))
+
+
+def as_nanogpt(folder: Path) -> str:
+    tokens = [token for one in documents() for token in one]
+    for name, some in (("a", tokens[:20]), ("b", tokens[20:])):  # cut within a document
+        np.array(some, dtype="<u2").tofile(folder / f"{name}.bin")
+    return str(folder)
+
+
+FORMATS = [as_llmc, as_megatron, as_megatron_of_many_sequences, as_prepared, as_nanogpt]
+
+
+def load(data: str) -> tuple[Corpus, Corpus]:
+    return load_corpora(data, 60_000, held_out=0.2, end_of_text=END)
+
+
+def expected(start: int, length: int) -> list[int]:
+    """The document of each token of a window, counted from 0, by the lengths alone."""
+    of_token = [number for number, count in enumerate(LENGTHS) for _ in range(count)]
+    window = of_token[start : start + length]
+    return [number - window[0] for number in window]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_window_knows_the_document_of_each_token(form: object, tmp_path: Path):
+    train, val = load(form(tmp_path))  # type: ignore[operator]
+    assert len(train) + len(val) == sum(LENGTHS)
+    for split, before in ((train, 0), (val, len(train))):
+        assert split.has_documents
+        for start, length in itertools.product(range(len(split) - 16), (1, 2, 16)):
+            found = split.documents(start, split.window(start, length))
+            assert found.dtype == np.int64
+            assert found.tolist() == expected(before + start, length), (start, length)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("order", ["random", "epochs"])
+def test_batches_hold_tokens_and_documents(form: object, order: str, tmp_path: Path):
+    train, _ = load(form(tmp_path))  # type: ignore[operator]
+    usual = {"batch": 6, "context": 10, "seed": 3, "vocabulary": 60_000, "order": order}
+    plain = StepBatches(train, **usual)  # type: ignore[arg-type]
+    batches = StepBatches(train, documents=True, **usual)  # type: ignore[arg-type]
+    for step in range(1, 4):
+        batch = batches[step]
+        assert batch.shape == (6, 2, 11)
+        assert batch.dtype == torch.int64
+        assert torch.equal(batch[:, 0], plain[step])
+        starts = batches._starts(step).tolist()
+        assert batch[:, 1].tolist() == [expected(start, 11) for start in starts]
+
+
+def test_validation_windows_hold_documents_too(tmp_path: Path):
+    _, val = load(as_prepared(tmp_path))
+    usual = {"count": 2, "context": 6, "vocabulary": 256}
+    windows = validation_windows(val, documents=True, **usual)  # type: ignore[arg-type]
+    assert windows.shape == (2, 2, 7)
+    assert torch.equal(windows[:, 0], validation_windows(val, **usual))  # type: ignore[arg-type]
+    first = sum(LENGTHS) - len(val)
+    last = sum(LENGTHS) - 7
+    assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]
+
+
+def test_documents_of_a_mixture_are_those_of_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    as_llmc(tmp_path)
+    (tmp_path / "m").mkdir()
+    as_megatron(tmp_path / "m")
+    train, _ = load("1:a.bin,2:m/a")
+    batches = StepBatches(train, batch=30, context=8, seed=0, vocabulary=60_000, documents=True)
+    batch, starts = batches[1], batches._starts(1)
+    length = len(train) // 2
+    assert {start >= length for start in starts.tolist()} == {False, True}
+    for row, start in zip(batch, starts.tolist(), strict=True):
+        assert row[1].tolist() == expected(start % length, 9)
+
+
+def test_a_window_within_one_document_is_all_of_document_0(tmp_path: Path):
+    train, _ = load(as_prepared(tmp_path))
+    start = sum(LENGTHS[:8]) + 2
+    assert train.documents(start, train.window(start, 12)).tolist() == [0] * 12
+
+
+def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path: Path):
+    """llm.c's end-of-text is GPT-2's, also where another tokenizer is named."""
+    path = as_llmc(tmp_path)
+    train, _ = load_corpora(path, 60_000, end_of_text=3)
+    assert train.documents(0, train.window(0, 12)).tolist() == expected(0, 12)
+
+
+def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text " * 99)
+    np.arange(99, dtype="<u2").tofile(tmp_path / "b.bin")
+    for data, said in (
+        (None, "does not say where its documents end"),
+        ("a.txt", "a.txt does not say where its documents end, which document_mask needs"),
+        ("b.bin", "name its tokenizer with --tokenizer"),
+    ):
+        path = None if data is None else str(tmp_path / data)
+        train, val = load_corpora(path, 256, end_of_text=None)
+        assert not train.has_documents
+        for use in (
+            lambda train=train: StepBatches(
+                train, batch=1, context=4, seed=0, vocabulary=256, documents=True
+            ),
+            lambda val=val: validation_windows(
+                val, count=1, context=4, vocabulary=256, documents=True
+            ),
+        ):
+            with pytest.raises(UserError, match="fp8stack prepare") as caught:
+                use()
+            assert said in str(caught.value)
+            assert "\n" not in str(caught.value)
+
+
+def test_text_has_no_documents_even_if_its_tokenizer_has_an_end(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text " * 99)
+    assert not load_corpora(str(tmp_path / "a.txt"), 256, end_of_text=255)[0].has_documents
+
+
+def test_ranks_share_rows_out_with_their_documents(tmp_path: Path):
+    train, _ = load(as_prepared(tmp_path))
+    usual = {"batch": 8, "context": 10, "seed": 3, "vocabulary": 256, "order": "epochs"}
+    batch = StepBatches(train, documents=True, **usual)[2]  # type: ignore[arg-type]
+    parts = [part_of(batch, rank, 2, accumulate=2) for rank in range(2)]
+    assert [part.shape for part in parts] == [(4, 2, 11)] * 2
+    together = torch.cat([torch.cat([part[:2] for part in parts])] + [part[2:] for part in parts])
+    assert torch.equal(together, batch)

@@ -1,0 +1,274 @@
+"""Mixtures: which source a row is of, their shares, and that nothing else depends on more."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fp8stack.data import (
+    Corpus,
+    Mixture,
+    StepBatches,
+    absolute,
+    describe,
+    load_corpora,
+    tokenizer_of,
+    validation_windows,
+)
+from fp8stack.data.order import BLOCK, shares, sources_of
+from fp8stack.errors import UserError
+from tests.support.data_writers import json_of_tokenizer, write_llmc, write_prepared
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Three sources whose tokens are 10, 20 and 30 and something, in shares of 5 : 3 : 2."""
+    monkeypatch.chdir(tmp_path)
+    for number, length in ((1, 2000), (2, 500), (3, 3000)):
+        tokens = [10 * number + at % 10 for at in range(length)]
+        write_llmc(tmp_path / f"{number}.bin", tokens)
+    return "0.5:1.bin,0.3:2.bin,0.2:3.bin"
+
+
+def made(data: str, **changes: object) -> StepBatches:
+    corpus = load_corpora(data, 256)[0]
+    usual: dict[str, object] = {"batch": 64, "context": 8, "seed": 7, "vocabulary": 256}
+    return StepBatches(corpus, **usual | changes)  # type: ignore[arg-type]
+
+
+def counts_of(batches: torch.Tensor) -> list[int]:
+    return torch.bincount(batches[..., 0].flatten() // 10, minlength=4).tolist()
+
+
+@pytest.mark.parametrize("order", ["random", "epochs"])
+def test_every_4096_rows_of_a_run_hold_the_sources_in_their_exact_shares(mixed: str, order: str):
+    batches = made(mixed, order=order)
+    steps = BLOCK // 64
+    for block in range(3):
+        rows = torch.cat([batches[1 + step] for step in range(block * steps, (block + 1) * steps)])
+        assert counts_of(rows) == [0, 2048, 1229, 819]
+
+
+def test_rows_do_not_cross_from_one_source_into_another(mixed: str):
+    rows = torch.cat([made(mixed)[step] for step in range(1, 50)])
+    assert (rows // 10 == rows[:, :1] // 10).all()
+
+
+def test_the_source_of_a_row_does_not_depend_on_how_rows_are_cut_into_steps(mixed: str):
+    whole = [made(mixed, batch=60)[step][:, 0] // 10 for step in range(1, 5)]
+    parts = [made(mixed, batch=24)[step][:, 0] // 10 for step in range(1, 11)]
+    assert torch.equal(torch.cat(whole), torch.cat(parts))
+
+
+def test_sources_do_not_take_turns_in_a_pattern_that_repeats(mixed: str):
+    counts = shares((5.0, 3.0, 2.0), BLOCK)
+    rows = np.arange(3 * BLOCK)
+    sources, _ = sources_of(rows, counts, seed=0)
+    other, _ = sources_of(rows, counts, seed=1)
+    blocks = sources.reshape(3, BLOCK)
+    for one, two in ((blocks[0], blocks[1]), (blocks[1], blocks[2]), (sources, other)):
+        assert 0.2 < (one == two).mean() < 0.6  # by chance 0.38
+    # No stretch of a block is poor in a source: of 256 rows, 128, 77 and 51 are expected.
+    stretches = sources.reshape(-1, 256)
+    for source, share in enumerate((0.5, 0.3, 0.2)):
+        found = (stretches == source).sum(axis=1)
+        assert abs(found - 256 * share).max() < 5 * (256 * share) ** 0.5
+
+
+def test_a_row_has_its_number_among_those_of_its_source():
+    counts = shares((5.0, 3.0, 2.0), BLOCK)
+    sources, numbers = sources_of(np.arange(3 * BLOCK), counts, seed=3)
+    for source in range(3):
+        own = numbers[sources == source]
+        assert own.tolist() == list(range(len(own)))
+    some = np.array([2 * BLOCK + 5, 17, 2 * BLOCK + 5])
+    again = sources_of(some, counts, seed=3)
+    assert again[0].tolist() == sources[some].tolist()
+    assert again[1].tolist() == numbers[some].tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "expected"),
+    [
+        ((0.7, 0.3), 4096, (2867, 1229)),
+        ((1.0, 1.0, 1.0), 4096, (1366, 1365, 1365)),
+        ((1e308, 1e308), 10, (5, 5)),
+        ((1e-300, 3e-300), 8, (2, 6)),
+        ((3.0, 1.0), 1, (1, 0)),
+    ],
+)
+def test_shares_are_whole_and_add_up(
+    weights: tuple[float, ...], total: int, expected: tuple[int, ...]
+):
+    assert shares(weights, total) == expected
+
+
+def test_batches_are_the_same_for_any_workers_and_from_any_step(mixed: str):
+    batches = made(mixed, order="epochs")
+    expected = [batches[step] for step in range(1, 7)]
+    for workers, way in ((0, None), (1, "spawn"), (2, "fork")):
+        options = {"num_workers": workers, "multiprocessing_context": way, "batch_size": None}
+        whole = DataLoader(batches, sampler=range(1, 7), **options)  # type: ignore[arg-type]
+        resumed = DataLoader(batches, sampler=range(5, 7), **options)  # type: ignore[arg-type]
+        assert all(map(torch.equal, whole, expected))
+        assert all(map(torch.equal, resumed, expected[4:]))
+
+
+def test_a_mixture_reaches_a_worker_as_paths(mixed: str):
+    train = load_corpora(mixed, 256)[0]
+    assert isinstance(train, Mixture)
+    assert len(pickle.dumps(train)) < 4000
+    assert pickle.loads(pickle.dumps(train)).fingerprint() == train.fingerprint()
+
+
+def test_the_fingerprint_follows_sources_and_shares(mixed: str):
+    def fingerprint(data: str) -> str:
+        return load_corpora(data, 256)[0].fingerprint()
+
+    same = [mixed, "5:1.bin,3:2.bin,2:3.bin", " 0.5 : 1.bin , 0.3 : 2.bin , 0.2 : 3.bin"]
+    others = ["0.5:1.bin,0.2:2.bin,0.3:3.bin", "0.5:1.bin,0.3:3.bin,0.2:2.bin", "1:1.bin,1:2.bin"]
+    assert len({fingerprint(data) for data in same}) == 1
+    assert len({fingerprint(data) for data in [mixed, *others]}) == 4
+
+
+def test_a_mixture_of_one_is_that_one(mixed: str):
+    alone, mixture = made("1.bin"), made("3:1.bin")
+    assert torch.equal(alone[5], mixture[5])
+    assert alone.corpus.fingerprint() == mixture.corpus.fingerprint()
+
+
+def test_validation_takes_windows_of_all_sources_by_weight(mixed: str):
+    val = load_corpora(mixed, 256)[1]
+    windows = validation_windows(val, count=10, context=8, vocabulary=256)
+    assert counts_of(windows) == [0, 5, 3, 2]
+    assert (windows // 10 == windows[:, :1] // 10).all()
+    many = validation_windows(val, count=1000, context=8, vocabulary=256)
+    assert counts_of(many) == [0, 24, 6, 37]  # as many as fit into 200, 50 and 300 tokens
+
+
+def test_splits_of_a_source_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_prepared(tmp_path / "a", [[[1] * 50]], [[[2] * 50]])
+    write_prepared(tmp_path / "b", [[[3] * 50]])
+    train, val = load_corpora("1:a,1:b", 256)
+    assert (len(train), len(val)) == (95, 55)
+    assert set(train.window(0, 95).tolist()) == {1, 3}
+    assert set(val.window(0, 55).tolist()) == {2, 3}
+
+
+def test_a_path_that_looks_like_a_mixture_is_read_as_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_llmc(tmp_path / "0.5:a.bin,0.5:b.bin", [7] * 50)
+    train = load_corpora("0.5:a.bin,0.5:b.bin", 256)[0]
+    assert train.window(0, 3).tolist() == [7, 7, 7]
+    assert not isinstance(train, Mixture)
+
+
+def test_paths_of_a_mixture_may_hold_commas_and_colons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_llmc(tmp_path / "a,b.bin", [7] * 50)
+    write_llmc(tmp_path / "c:d.bin", [8] * 50)
+    train = load_corpora("1:a,b.bin,1:c:d.bin", 256)[0]
+    assert train.window(44, 2).tolist() == [7, 8]
+
+
+def test_a_mixture_is_named_from_the_root_path_by_path(mixed: str, tmp_path: Path):
+    named = absolute(mixed)
+    assert named == f"0.5:{tmp_path}/1.bin,0.3:{tmp_path}/2.bin,0.2:{tmp_path}/3.bin"
+    assert absolute("1.bin") == str(tmp_path / "1.bin")
+    assert absolute(named) == named
+    assert load_corpora(named, 256)[0].fingerprint() == load_corpora(mixed, 256)[0].fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("0.5:1.bin,0.5:gone", "No data at 'gone'"),
+        ("0.5:1.bin,0:2.bin", "'0:2.bin' in --data '0.5:1.bin,0:2.bin' is not a path with a"),
+        ("0.5:1.bin,-1:2.bin", "'-1:2.bin' in --data"),
+        ("1e999:1.bin,1:2.bin", "'1e999:1.bin' in --data"),
+        ("1.2.3:1.bin,1:2.bin", "'1.2.3:1.bin' in --data"),
+        ("1:,1:2.bin", "'1:' in --data"),
+        ("1:1.bin,", "No data at '1.bin,'"),
+        ("1:1.bin,0.0001:2.bin", "The weight 0.0001 of 2.bin (training part) is less than one row"),
+        ("nan:1.bin,1:2.bin", "No data at 'nan:1.bin,1:2.bin'"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(mixed: str, data: str, said: str):
+    with pytest.raises(UserError) as caught:
+        load_corpora(data, 256)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_source_that_holds_no_window_is_named(mixed: str):
+    train, val = load_corpora(mixed, 256)
+    for use in (
+        lambda: StepBatches(train, batch=1, context=460, seed=0, vocabulary=256),
+        lambda: validation_windows(val, count=9, context=60, vocabulary=256),
+    ):
+        with pytest.raises(UserError, match=r"^2\.bin \(.* part\) has (450|50) tokens"):
+            use()
+
+
+def test_sources_of_different_tokenizers_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("text " * 99)
+    write_llmc(tmp_path / "bin.bin", [7] * 99)
+    for name, word in (("a", "x"), ("b", "y"), ("c", "x")):
+        write_prepared(tmp_path / name, [[[1] * 50]], tokenizer=json_of_tokenizer(word))
+    load_corpora("1:a,1:c", 256)
+    for data in ("1:text,1:bin.bin", "1:a,1:c,1:b"):
+        with pytest.raises(UserError, match="cannot be mixed") as caught:
+            load_corpora(data, 256)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_two_sources_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("text " * 99)
+    write_llmc(tmp_path / "bin.bin", [7] * 99)
+    with pytest.raises(UserError) as caught:
+        load_corpora("1:text,2:bin.bin", 256)
+    assert str(caught.value).startswith("text is of the tokenizer bytes (")
+    assert "and bin.bin is of a tokenizer that it does not name: they cannot" in str(caught.value)
+
+
+def test_text_mixes_with_what_prepare_made_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from fp8stack.tokenizer import load_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("text " * 99)
+    as_json = load_tokenizer("bytes").to_json()
+    write_prepared(tmp_path / "a", [[[1] * 50]], tokenizer=as_json)
+    found = tokenizer_of("1:text,1:a")
+    assert found is not None
+    assert (
+        found.sha256
+        == json.loads((tmp_path / "a" / "manifest.json").read_text())["tokenizer"]["sha256"]
+    )
+    assert isinstance(load_corpora("1:text,1:a", 256)[0], Mixture)
+
+
+def test_what_a_run_reads_of_a_mixture_is_told_source_by_source(mixed: str):
+    train: Corpus = load_corpora(mixed, 256)[0]
+    told = describe(train, batch=64, context=8, steps=100, order="epochs")
+    assert len(told) == 3
+    assert told[0] == (
+        "1.bin (training part): 1,800 tokens, 50.00% of the rows, 224 windows of 8 an epoch, "
+        "14.29 epochs in 100 steps"
+    )

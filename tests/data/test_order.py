@@ -1,0 +1,191 @@
+"""`order="epochs"`: every window once an epoch, in an order that only the seed decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fp8stack.data import Corpus, Part, StepBatches, describe, load_corpora
+from fp8stack.data.order import key, mixed, shuffled, windows_of_epoch
+from fp8stack.errors import UserError
+from tests.support.data_writers import write_llmc
+
+SHUFFLED = [24, 87, 69, 42, 11, 13]
+STARTS = [186, 642, 618, 426, 18, 434]
+
+
+def counting(length: int) -> Corpus:
+    """A corpus whose token at place i is i."""
+    tokens = np.arange(length, dtype=np.uint32)
+    return Corpus(name="numbers", parts=(Part(path=Path("x"), tokens=tokens),))
+
+
+def made(length: int, **changes: int) -> StepBatches:
+    usual = {"batch": 5, "context": 8, "seed": 7, "vocabulary": 2**31}
+    return StepBatches(counting(length), **usual | changes, order="epochs")
+
+
+def starts(batches: StepBatches, rows: int) -> list[int]:
+    """Where the first `rows` rows of a run begin."""
+    steps = range(1, 2 + rows // batches.batch)
+    return torch.cat([batches[step][:, 0] for step in steps]).tolist()[:rows]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097])
+def test_a_shuffle_holds_every_number_once(length: int):
+    for word in range(5):
+        places = np.arange(length)
+        assert sorted(shuffled(places, length, word).tolist()) == places.tolist()
+
+
+def test_a_shuffle_is_read_at_any_place_alone():
+    whole = shuffled(np.arange(1000), 1000, 42)
+    for place in (0, 1, 500, 999):
+        assert shuffled(np.array([place]), 1000, 42).tolist() == [whole[place]]
+
+
+def test_a_shuffle_of_more_than_fits_in_memory_is_read_at_a_few_places():
+    length = 10**15
+    places = np.array([0, 1, 2, length // 2, length - 2, length - 1])
+    found = shuffled(places, length, 5)
+    assert len(set(found.tolist())) == 6
+    assert found.min() >= 0
+    assert found.max() < length
+    assert abs(np.diff(found)).min() > 1000
+
+
+def test_the_orders_never_change_between_releases():
+    assert mixed(np.array([0, 1], dtype=np.uint64)).tolist() == [
+        0xE220A8397B1DCDAF,  # the first output of splitmix64 that is seeded with 0
+        0x910A2DEC89025CC1,  # and with 1
+    ]
+    assert shuffled(np.arange(6), 100, key(3, 4)).tolist() == SHUFFLED
+    assert starts(made(1003), 6) == STARTS
+
+
+def test_numbers_are_spread_evenly_over_places():
+    """Chi-square of the number at each place, over many keys: 63 degrees of freedom."""
+    length, keys = 64, 3200
+    places = np.array([0, 1, 31, 63])
+    found = np.stack([shuffled(places, length, key(0, number)) for number in range(keys)])
+    expected = keys / length
+    for at in range(len(places)):
+        counts = np.bincount(found[:, at], minlength=length)
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        assert 30 < chi_square < 109  # 1 in 10,000 is outside on either side
+
+
+def test_neighbours_do_not_stay_neighbours():
+    """Chi-square of the distance between what stands at two places, over one long shuffle."""
+    length = 2**16
+    found = shuffled(np.arange(length), length, key(1))
+    distance = np.diff(found) % length
+    counts = np.bincount(distance // (length // 64), minlength=64)
+    expected = (length - 1) / 64
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert 30 < chi_square < 109
+    in_place = (found == np.arange(length)).sum()
+    assert in_place < 8  # 1 is expected
+
+
+@pytest.mark.parametrize("length", [9, 10, 16, 17, 100, 1003, 4001])
+def test_an_epoch_reads_every_window_once_and_none_overlap(length: int):
+    batches = made(length)
+    windows = windows_of_epoch(length, 8)
+    found = starts(batches, 3 * windows)
+    for epoch in range(3):
+        own = sorted(found[epoch * windows : (epoch + 1) * windows])
+        assert own == [own[0] + 8 * number for number in range(windows)]
+        assert 0 <= own[0] <= own[-1] < length - 8
+
+
+def test_epochs_have_different_orders():
+    found = np.array(starts(made(1601), 5 * 200)).reshape(5, 200)
+    assert len({tuple(epoch) for epoch in found.tolist()}) == 5
+    assert (found[0] == found[1]).sum() < 12  # 1 is expected
+
+
+def test_seeds_have_different_orders():
+    found = {tuple(starts(made(1601, seed=seed), 50)) for seed in (0, 1, 7, 2**64 - 1)}
+    assert len(found) == 4
+
+
+def test_the_tokens_left_over_at_the_end_have_their_turn():
+    length = 8 * 20 + 1 + 7  # 7 tokens more than the windows and the last label need
+    batches = made(length, batch=20)
+    shifts = [int(batches[1 + epoch][:, 0].min()) for epoch in range(60)]
+    assert set(shifts) == set(range(8))
+    other_seeds = [int(made(length, batch=20, seed=seed)[1].min()) for seed in range(60)]
+    assert set(other_seeds) == set(range(8))
+
+
+def test_the_only_window_is_read_again_and_again():
+    assert starts(made(9), 12) == [0] * 12
+
+
+def test_rows_are_those_of_the_run_however_they_are_cut_into_steps():
+    assert starts(made(1003, batch=5), 300) == starts(made(1003, batch=7), 300)
+
+
+def test_step_0_reads_windows_too():
+    batch = made(1003)[0]
+    assert batch.shape == (5, 9)
+    assert (batch - batch[:, :1] == torch.arange(9)).all()
+
+
+def test_workers_and_restarts_read_the_same(tmp_path: Path):
+    path = write_llmc(tmp_path / "a.bin", range(1000))
+    corpus = load_corpora(str(path), 1000)[0]
+    batches = StepBatches(corpus, batch=9, context=16, seed=1, vocabulary=1000, order="epochs")
+    expected = [batches[step] for step in range(1, 13)]
+    for workers in (0, 1, 2):
+        for first in (1, 8):
+            loader = DataLoader(
+                batches, sampler=range(first, 13), batch_size=None, num_workers=workers
+            )
+            assert all(map(torch.equal, loader, expected[first - 1 :]))
+
+
+def test_sources_of_one_length_are_read_in_different_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write_llmc(tmp_path / f"{name}.bin", range(2000))
+    corpus = load_corpora("1:a.bin,1:b.bin", 2000)[0]
+    batches = StepBatches(corpus, batch=64, context=8, seed=1, vocabulary=2000, order="epochs")
+    sources: dict[bool, list[int]] = {False: [], True: []}
+    for step in range(1, 4):
+        for start in batches._starts(step).tolist():
+            sources[start >= 1800].append(start % 1800)
+    length = min(map(len, sources.values()))
+    assert length > 70
+    assert sources[False][:length] != sources[True][:length]
+    for own in sources.values():
+        assert len(set(own)) == len(own)
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(UserError, match=r"'epoch'.*Did you mean 'epochs'"):
+        StepBatches(
+            counting(99),
+            batch=1,
+            context=8,
+            seed=0,
+            vocabulary=99,
+            order="epoch",  # type: ignore[arg-type]
+        )
+
+
+def test_what_a_run_reads_is_told():
+    corpus = counting(1601)
+    told = describe(corpus, batch=5, context=8, steps=100, order="epochs")
+    assert told == ("numbers: 1,601 tokens, 200 windows of 8 an epoch, 2.50 epochs in 100 steps",)
+    told = describe(corpus, batch=5, context=8, steps=100)
+    assert told == (
+        "numbers: 1,601 tokens, windows of 8 at random places, 2.50 times its tokens in 100 steps",
+    )

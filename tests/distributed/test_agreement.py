@@ -1,0 +1,163 @@
+"""What goes wrong on one rank is known to all, by its own name; and what differs among ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from bench.twins import SMALL, TEXT
+from fp8stack.compiler import require_compilable
+from fp8stack.config import RunConfig
+from fp8stack.distributed.parallelize import require_possible
+from fp8stack.distributed.process_group import ALONE
+from fp8stack.errors import UserError
+from fp8stack.model.config import load_config
+from fp8stack.precision import Hardware
+from fp8stack.training.setup.variants import plan_recipe
+from tests.conftest import Command
+from tests.faults.whole_ranks import run_ranks
+from tests.faults.whole_runs import checkpoints, last_step
+
+WORDS = ["pretrain", *SMALL, "--data", "text.txt", "--recipe", "fp32", "--set", "sample_tokens=0"]
+WORDS += ["--steps", "4", "--save-every", "2", "--set", "rank_timeout=30"]
+WIDE = ["--set", "model_overrides.width=128", "--set", "model_overrides.heads=2"]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two ranks in `r`."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "text.txt").write_text(TEXT)
+    ended = run_ranks([*WORDS, "--parallel", "fsdp", "--out", "r"], folder, 2)
+    assert [each.code for each in ended] == [0, 0], ended
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--out", "r"], 2, "holds a run already"),
+        (["--resume", "nowhere"], 2, "there is no run"),
+        (["--resume", "r", "--seed", "5"], 2, "seed"),
+        (["--out", "n", "--recipe", "fp7"], 2, "No recipe 'fp7'"),
+        (["--out", "n", "--batch", "5"], 2, "cannot be shared equally by 2 ranks"),
+        (["--out", "n", "--data", "none.txt"], 2, "none.txt"),
+    ],
+)
+def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(
+    flags: list[str], code: int, said: str, folder: Path
+) -> None:
+    ended = run_ranks([*WORDS, *flags], folder, 2)
+    assert [each.code for each in ended] == [code, code], ended
+    lines = "".join(each.stderr for each in ended).splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder: Path) -> None:
+    for path in checkpoints(folder / "r"):
+        file = next(path.glob("model/shard-00002*"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    ended = run_ranks([*WORDS, "--resume", "r", "--steps", "6"], folder, 2)
+    assert [each.code for each in ended] == [3, 3]
+    assert "shard-00002" in ended[0].stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("flags", [[], ["--checkpoint-async"]])
+def test_a_full_disk_of_one_rank_ends_all_and_names_it(
+    rank: int, flags: list[str], folder: Path
+) -> None:
+    words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", *flags]
+    ended = run_ranks(words, folder, 2, f"full:3000@save:1/rank={rank}")
+    assert [each.code for each in ended] == [4, 4], ended
+    assert "disk is full" in ended[0].stderr
+    assert last_step(folder / "r") == 4
+    assert not list((folder / "r" / "checkpoints").glob(".tmp*"))
+
+
+def test_three_ranks_share_rows_that_they_cannot_share_equally(folder: Path) -> None:
+    words = [*WORDS, *WIDE, "--recipe", "current", "--backend", "torch", "--batch", "6"]
+    ended = run_ranks([*words, "--parallel", "fsdp", "--out", "three"], folder, 3)
+    assert [each.code for each in ended] == [0, 0, 0], ended
+    one = run_ranks([*words, "--accumulate", "3", "--out", "one"], folder, 1)
+    assert one[0].code == 0
+    ours, theirs = (
+        [
+            row["loss"]
+            for line in (folder / run / "metrics.jsonl").open()
+            if (row := json.loads(line))
+        ]
+        for run in ("three", "one")
+    )
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    assert ours == pytest.approx(theirs, rel=5e-3)
+
+
+def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(folder: Path) -> None:
+    words = [*WORDS, *WIDE, "--recipe", "current", "--backend", "torch", "--out"]
+    for run, flags in (("fsdp", ["--parallel", "fsdp"]), ("ddp", [])):
+        ended = run_ranks([*words, run, *flags], folder, 2)
+        assert [each.code for each in ended] == [0, 0], ended
+    seen = {
+        run: {
+            row["operand"]
+            for line in (folder / run / "telemetry.jsonl").open()
+            if "operand" in (row := json.loads(line))
+        }
+        for run in ("fsdp", "ddp")
+    }
+    assert seen["ddp"] - seen["fsdp"] == {"weight"}
+    assert "input" in seen["fsdp"]
+
+
+def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_began(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    named = "r/checkpoints/step-000002"
+    assert command(*WORDS, "--resume", named, "--steps", "4") == 0
+    assert last_step(folder / "r") == 4
+    assert [path.name for path in checkpoints(folder / "r")] == ["step-000002", "step-000004"]
+
+
+def test_an_error_within_two_agreements_is_told_once() -> None:
+    with pytest.raises(UserError, match="once"), ALONE.together(), ALONE.together():
+        raise UserError("once")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "emulate", "reference"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "block", "mxfp8"])
+def test_whatever_can_be_compiled_may_be_in_several_ranks(
+    recipe: str, backend: Literal["auto"], parallel: Literal["ddp", "fsdp"]
+) -> None:
+    config = RunConfig(parallel=parallel, compile=True, recipe=recipe, backend=backend)
+    for hardware in (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True)):
+        plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
+        require_possible(plan, config, 2)
+        require_compilable(plan)
+
+
+def test_transformer_engine_by_name_is_not_shared_out_by_rows() -> None:
+    config = RunConfig(parallel="fsdp", recipe="delayed", backend="te")
+    hardware = Hardware("cuda", (9, 0), has_te=True)
+    plan = plan_recipe("delayed", config, load_config("gpt-nano"), hardware, 1024)
+    assert plan.backend == "te"
+    require_possible(plan, config, 1)
+    require_possible(plan, RunConfig(parallel="ddp"), 2)
+    said = "cannot share out Transformer Engine's layers. Choose --parallel ddp, or --backend torch"
+    with pytest.raises(UserError, match=said):
+        require_possible(plan, config, 2)

@@ -1,0 +1,446 @@
+"""Training in several ranks comes to the numbers of one, and how ranks agree with each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.twins import TEXT
+from fp8stack.checkpoint import reader
+from fp8stack.checkpoint.state import random_states
+from fp8stack.config import RunConfig
+from fp8stack.distributed.parallelize import part_of, require_divisible
+from fp8stack.distributed.process_group import ALONE, ElsewhereError, Ranks, join
+from fp8stack.errors import RankLost, UserError
+from fp8stack.precision import Hardware
+from fp8stack.training.setup import variants
+from tests.conftest import Command, metrics
+from tests.faults import whole_ranks, whole_runs
+from tests.faults.whole_ranks import run_ranks, states, telling_states
+
+WORDS = [
+    "pretrain", "--data", "text.txt", "--device", "cpu", "--context", "16", "--batch", "8",
+    "--steps", "6", "--eval-every", "6", "--save-every", "6", "--set", "warmup_steps=2",
+    "--set", "eval_windows=5", "--set", "sample_tokens=4", "--set", "model_overrides.layers=2",
+    "--set", "model_overrides.width=128", "--set", "model_overrides.heads=2",
+    "--set", "rank_timeout=60", "--set", "log_every=1",
+]  # fmt: skip
+RECKONED = {  # which backend computes which recipes here
+    "reference": ("fp32", "bf16", "fp16"),
+    "emulate": ("delayed", "current", "block", "mxfp8"),
+    "torch": ("delayed", "current"),
+}
+
+FP8 = {"delayed", "current", "block", "mxfp8"}
+
+
+# What ranks say to each other
+
+
+def _agree(rank: int) -> dict[str, Any]:
+    """Exchanges of two ranks, and what became of each on this one."""
+    ranks = join("cpu", 60)
+    found: dict[str, Any] = {"any": [ranks.any(False), ranks.any(rank == 1)]}
+    found["texts"] = ranks.texts("" if rank == 0 else "zwei \N{GREEK SMALL LETTER PI}")
+    found["main"] = ranks.from_main(lambda: {"asked": rank, "list": [1, None]})
+    found["gather"] = [int(each) for each in ranks.gather(torch.tensor(rank + 5))]
+    found["apart"] = ranks.apart().any(rank == 0)
+    found["random"] = {key: of[:16].tolist() for key, of in _random(ranks, rank).items()}
+
+    def fails(victim: int, message: str) -> None:
+        if rank == victim:
+            error = UserError(message)
+            error.exit_code = 4
+            raise error
+
+    found["from main"] = _raised(lambda: ranks.from_main(lambda: fails(0, "no such file")))
+    found["together"] = _raised(lambda: _within(ranks, lambda: fails(1, "no room")))
+    found["within"] = _raised(
+        lambda: _within(ranks, lambda: (fails(1, "at once"), ranks.wait())),
+    )
+    found["unequal"] = _raised(lambda: ranks.require_equal("plan", f"plan {rank}"))
+    found["equal"] = _raised(lambda: ranks.require_equal("plan", "plan"))
+    if rank == 1:
+        return found
+    found["lost"] = _raised(ranks.wait)  # the other one has left
+    return found
+
+
+def _random(ranks: Ranks, rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    return dict(random_states(ranks))
+
+
+def _within(ranks: Ranks, work: Callable[[], object]) -> None:
+    with ranks.together():
+        work()
+
+
+def _raised(work: Callable[[], object]) -> tuple[str, str, int] | None:
+    try:
+        work()
+    except UserError as error:
+        return type(error).__name__, str(error), error.exit_code
+    return None
+
+
+def _rank(work: Callable[[int], Any], rank: int, variables: dict[str, str], to: Connection) -> None:
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    to.send(work(rank))
+    os._exit(0)
+
+
+def in_ranks(work: Callable[[int], Any], count: int) -> list[Any]:
+    """What `work` returns on each of so many ranks."""
+    context = whole_runs._server()
+    ends, processes = [], []
+    for rank, variables in enumerate(whole_ranks._launched(count)):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(work, rank, variables, sender), daemon=True)
+        process.start()
+        sender.close()
+        ends.append(receiver)
+        processes.append(process)
+    try:
+        assert all(end.poll(60) for end in ends)
+        return [end.recv() for end in ends]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, Any]]:
+    return in_ranks(_agree, 2)
+
+
+def test_what_ranks_exchange_is_the_same_on_all(said: list[dict[str, Any]]) -> None:
+    for key in ("any", "texts", "main", "gather", "apart", "random"):
+        assert said[0][key] == said[1][key], key
+    assert said[0]["any"] == [False, True]
+    assert said[0]["texts"] == ["", "zwei \N{GREEK SMALL LETTER PI}"]
+    assert said[1]["main"] == {"asked": 0, "list": [1, None]}
+    assert said[1]["gather"] == [5, 6]
+    assert said[1]["apart"] is True
+
+
+def test_every_rank_knows_the_random_state_of_all(said: list[dict[str, Any]]) -> None:
+    found = said[1]["random"]
+    assert {"cpu", "cpu.1"} <= found.keys()
+    torch.manual_seed(1)
+    assert found["cpu.1"] == torch.get_rng_state()[:16].tolist()
+    assert found["cpu"] != found["cpu.1"]
+
+
+def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(
+    said: list[dict[str, Any]],
+) -> None:
+    assert said[0]["from main"] == ("UserError", "no such file", 4)
+    assert said[1]["from main"] == ("ElsewhereError", "rank 0: no such file", 4)
+    for key, message in (("together", "no room"), ("within", "at once")):
+        assert said[1][key] == ("UserError", message, 4)
+        assert said[0][key] == ("ElsewhereError", f"rank 1: {message}", 4)
+
+
+def test_ranks_that_differ_are_refused_on_all(said: list[dict[str, Any]]) -> None:
+    for of_rank in said:
+        kind, message, code = of_rank["unequal"]
+        assert (kind, code) == ("UserError", 2)
+        assert message.startswith("Rank 1 has another plan than rank 0")
+        assert of_rank["equal"] is None
+
+
+def test_a_rank_that_left_is_missed_in_one_line(said: list[dict[str, Any]]) -> None:
+    kind, message, code = said[0]["lost"]
+    assert (kind, code) == (RankLost.__name__, 4)
+    assert message.startswith("rank 0 of 2 lost another rank")
+    assert "\n" not in message
+
+
+def _start_again(port: int, restart: int, rank: int) -> list[bool]:
+    """Join by a launcher's store, as the ranks of torchrun do, the main rank well before."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+    time.sleep(rank * restart)
+    return [join("cpu", 10).any(rank == other) for other in (0, 1)]
+
+
+def test_ranks_that_are_started_again_do_not_meet_those_before() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for restart in (0, 1):
+        assert in_ranks(partial(_start_again, store.port, restart), 2) == [[True, True]] * 2
+
+
+def test_one_process_exchanges_nothing() -> None:
+    assert not torch.distributed.is_initialized()
+    assert join("cpu", 60) is ALONE
+    assert ALONE.is_main
+    assert ALONE.any(True) is True
+    assert ALONE.apart() is ALONE
+    assert ALONE.from_main(lambda: (1, 2)) == (1, 2)
+    with pytest.raises(UserError) as error, ALONE.together():
+        raise UserError("x")
+    assert not isinstance(error.value, ElsewhereError)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+    ],
+)
+def test_a_launchers_environment_that_is_incomplete_is_refused(
+    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=re.escape(words)):
+        join("cpu", 60)
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])
+def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(
+    ranks: int, accumulate: int
+) -> None:
+    tokens = torch.arange(8 * 3).view(8, 3)
+    parts = [part_of(tokens, rank, ranks, accumulate) for rank in range(ranks)]
+    for number, whole in enumerate(tokens.chunk(accumulate)):
+        micro = [part.chunk(accumulate)[number] for part in parts]
+        assert torch.equal(torch.cat(micro), whole)
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
+    config = RunConfig(batch=8, accumulate=2)
+    require_divisible(config, 4)
+    with pytest.raises(UserError, match=r"in 2 micro-batches cannot be shared.* multiple of 6"):
+        require_divisible(config, 3)
+
+
+# The numbers
+
+
+class Trained:
+    """Runs of one rank and of several, each trained once.
+
+    Args:
+        folder: for all of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.alone: dict[tuple[str, ...], Path] = {}
+        (folder / "text.txt").write_text(TEXT)
+
+    def one(self, flags: tuple[str, ...], change: whole_ranks.Change) -> Path:
+        """A run of one rank."""
+        if flags not in self.alone:
+            self.alone[flags] = self.several(flags, 1, change)
+        return self.alone[flags]
+
+    def several(self, flags: tuple[str, ...], count: int, change: whole_ranks.Change) -> Path:
+        run = self.folder / f"run-{len(list(self.folder.iterdir()))}"
+        words = [*WORDS, *flags, "--out", run.name]
+        ended = run_ranks(words, self.folder, count, change=change, timeout_s=400)
+        assert [each.code for each in ended] == [0] * count, ended
+        assert [each.stderr for each in ended] == [""] * count
+        assert [bool(each.stdout) for each in ended] == [True] + [False] * (count - 1)
+        return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+def compare(
+    trained: Trained,
+    recipe: str,
+    backend: str,
+    parallel: str,
+    flags: tuple[str, ...] = (),
+    change: whole_ranks.Change = whole_ranks.unchanged,
+    ranks: int = 2,
+) -> None:
+    """Train with so many ranks and with one; the rules are those of the reliability matrix.
+
+    A rank takes the scales of current scaling from its own part of a micro-batch: one rank has
+    those parts if it accumulates as many times more. A delayed history is one for all ranks, and
+    blocks lie within a rank's part; there one rank does the same micro-batches.
+    """
+    # A block of a gradient has 128 tokens, those of one rank's part of a micro-batch.
+    context = ("--context", "64") if recipe == "block" else ()
+    shared = ("--recipe", recipe, "--backend", backend, *context, *flags)
+    accumulate = 2 * ranks if recipe == "current" else 2
+    one = trained.one((*shared, "--accumulate", str(accumulate)), change)
+    told = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
+    told.mkdir()
+    recompute = ("--activation-checkpointing", "block") if parallel == "fsdp" else ()
+    several = trained.several(
+        (*shared, "--accumulate", "2", "--parallel", parallel, *recompute),
+        ranks,
+        partial(_both, change, partial(telling_states, str(told))),
+    )
+    known = states(told, ranks)
+    assert bool(known[0]) == (recipe == "delayed")
+    for other in known[1:]:
+        assert other.keys() == known[0].keys()
+        for name, tensor in other.items():
+            assert torch.equal(tensor, known[0][name]), name
+    require_near(metrics(several), metrics(one), recipe)
+    assert (several / "sample.txt").exists()
+
+
+def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], recipe: str) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == [*range(1, 7)]
+    for row, other in zip(rows, expected, strict=True):
+        near = 1e-5 if recipe == "fp32" or row["step"] == 1 else 5e-3
+        assert row["loss"] == pytest.approx(other["loss"], rel=near, abs=0), row["step"]
+        far = 2e-4 if recipe == "fp32" else 0.05
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=far), row["step"]
+        assert row["lr"] == other["lr"]
+        if row["fp8_gemms"] is not None:  # compiled code does not count
+            assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == (recipe in FP8)
+    assert rows[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=near)
+
+
+@contextmanager
+def _both(one: whole_ranks.Change, other: whole_ranks.Change, rank: int) -> Iterator[None]:
+    with one(rank), other(rank):
+        yield
+
+
+GRID = [
+    (recipe, backend, parallel)
+    for backend, recipes in RECKONED.items()
+    for recipe in recipes
+    for parallel in ("ddp", "fsdp")
+]
+QUICK = {  # test_world_size.py and test_lost_ranks.py have more of emulate
+    ("fp32", "reference", "ddp"), ("bf16", "reference", "fsdp"), ("fp16", "reference", "ddp"),
+    ("delayed", "torch", "ddp"), ("current", "torch", "fsdp"), ("block", "emulate", "ddp"),
+    ("mxfp8", "emulate", "fsdp"),
+}  # fmt: skip
+assert set(GRID) > QUICK
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "parallel"),
+    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in GRID],
+)
+def test_two_ranks_train_as_one(trained: Trained, recipe: str, backend: str, parallel: str) -> None:
+    compare(trained, recipe, backend, parallel)
+
+
+def test_two_ranks_go_through_the_phases_of_one(trained: Trained) -> None:
+    flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
+    runs = [trained.several(flags, count, whole_ranks.unchanged) for count in (1, 2)]
+    one, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
+    assert [row["precision"] for row in two] == ["bf16"] * 2 + ["delayed-emulated"] * 3 + ["bf16"]
+    for row, other in zip(two, one, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=5e-3, abs=0), row["step"]
+        assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == (3 <= row["step"] <= 5)
+    histories = [reader.load(run / "checkpoints/step-000006").tensors["fp8"] for run in runs]
+    assert histories[0].keys() == histories[1].keys()
+    for name, tensor in histories[0].items():
+        if not name.endswith(".amax_history"):
+            continue
+        places = {"weight": 1}.get(name.split(".")[-2], 2)  # of a step, in delayed scaling
+        calibrated = slice(1024 - 3 * places - 2, 1024 - 3 * places)  # in steps 1 and 2
+        assert [int((history[name] > 0).sum()) for history in histories] == [3 * places + 2] * 2
+        expected = histories[1][name][calibrated]  # the maxima over both ranks
+        torch.testing.assert_close(tensor[calibrated], expected, rtol=0.02, atol=1e-6)
+
+
+COMPILED = [  # minutes each
+    ("fp32", "reference", "ddp"), ("bf16", "reference", "ddp"), ("bf16", "reference", "fsdp"),
+    ("fp16", "reference", "ddp"), ("delayed", "emulate", "ddp"), ("delayed", "emulate", "fsdp"),
+    ("delayed", "torch", "ddp"), ("delayed", "torch", "fsdp"), ("current", "torch", "ddp"),
+    ("current", "torch", "fsdp"), ("block", "emulate", "ddp"), ("mxfp8", "emulate", "fsdp"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "backend", "parallel"), COMPILED)
+def test_two_ranks_train_as_one_compiled(
+    trained: Trained, recipe: str, backend: str, parallel: str
+) -> None:
+    compare(trained, recipe, backend, parallel, ("--compile", "--set", "rank_timeout=600"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_four_ranks_train_as_one(trained: Trained, recipe: str, parallel: str) -> None:
+    compare(trained, recipe, "auto", parallel, ranks=4)
+
+
+@contextmanager
+def _on_te(recipe: str, rank: int) -> Iterator[None]:
+    """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
+    from tests.support.te_stand_in import installed
+
+    plan_for = variants.plan_for
+    gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)
+
+    def planned(config: Any, recipe: Any, hardware: Any, backend: Any, strict: Any, **left: Any):
+        return replace(plan_for(config, recipe, gpu, backend, strict, **left), device="cpu")
+
+    # Without `tokens`: for speed, layers as small as these would stay out of FP8.
+    small = lambda *given, tokens, **more: planned(*given, tokens=None, **more)  # noqa: E731
+    with installed(), patch.object(variants, "plan_for", small):
+        yield
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "block", "mxfp8"))],
+)
+def test_two_ranks_train_as_one_by_transformer_engine(trained: Trained, recipe: str) -> None:
+    compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
+
+
+def test_fsdp_by_transformer_engine_is_refused_in_one_line(trained: Trained) -> None:
+    words = [*WORDS, "--recipe", "delayed", "--backend", "te", "--parallel", "fsdp", "--out", "te"]
+    ended = run_ranks(words, trained.folder, 2, change=partial(_on_te, "delayed"))
+    assert [each.code for each in ended] == [2, 2]
+    lines = "".join(each.stderr for each in ended).splitlines()
+    assert len(lines) == 1
+    assert "--parallel fsdp cannot share out Transformer Engine's layers" in lines[0]
+
+
+def test_a_batch_that_two_ranks_cannot_share_ends_both_with_one_line(trained: Trained) -> None:
+    words = [*WORDS, "--recipe", "fp32", "--batch", "3", "--out", "odd"]
+    ended = run_ranks(words, trained.folder, 2)
+    assert [each.code for each in ended] == [2, 2]
+    assert "".join(each.stderr for each in ended).count("\n") == 1
+    assert not (trained.folder / "odd/run.toml").exists()
+
+
+def test_the_parallel_flag_changes_nothing_in_one_process(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(3000)))
+    flags = [*WORDS, "--recipe", "fp32", "--steps", "2"]
+    assert command(*flags, "--parallel", "fsdp", "--out", "a") == 0
+    assert command(*flags, "--out", "b") == 0
+    assert [row["loss"] for row in metrics(tmp_path / "a")] == [
+        row["loss"] for row in metrics(tmp_path / "b")
+    ]
+    assert "torch.distributed.fsdp" in sys.modules  # and yet it was not used

@@ -1,0 +1,73 @@
+"""Checks of commands in the documents that are not run: what they name must be there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bench import runner
+from tests.docs.docs_found import ROOT
+
+OTHERS_PACKAGES = {"vllm", "lm-eval", "lm_eval"}  # of commands that docs_runner.py does not run
+
+
+def check_pip(words: Sequence[str]) -> None:
+    """See that what is to be installed is an extra of ours, or a package that one asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    listed = [*project["dependencies"], *(one for extra in extras.values() for one in extra)]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().splitlines()
+    values = iter(words)
+    for word in values:
+        if word in ("-c", "--index-url"):
+            value = next(values)
+            assert word == "--index-url" or (ROOT / value).is_file(), value
+        elif word.startswith((".", "fp8stack")):
+            for extra in re.findall(r"[\w-]+", word.partition("[")[2]):
+                assert extra in extras, f"pyproject.toml has no extra {extra}"
+        elif not word.startswith("-"):
+            name = re.split(r"[\[<>=!~ ]", word)[0]
+            known = {re.split(r"[\[<>=!~; ]", one)[0].lower() for one in listed}
+            assert name.lower() in known | OTHERS_PACKAGES, f"no extra asks for {name}"
+            assert "==" not in word or word in pinned, f"constraints.txt has no {word}"
+
+
+def check_pytest(words: Sequence[str]) -> None:
+    """See that pytest knows the options and markers, and that the files are there."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    markers = {marker.partition(":")[0] for marker in tool["pytest"]["ini_options"]["markers"]}
+    values = iter(words)
+    for word in values:
+        if word == "-m":
+            names = set(re.findall(r"\w+", next(values))) - {"not", "and", "or"}
+            assert names <= markers, names - markers
+        elif word in ("-n", "--dist", "-k"):
+            next(values)
+        elif not word.startswith("-"):
+            assert (ROOT / word.partition("::")[0]).exists(), word
+        else:
+            assert word in ("-q", "-x", "-v"), f"pytest {word}?"
+
+
+def check_target(words: Sequence[str]) -> None:
+    """See that `make` or `just` has the target."""
+    files = {"make": ("Makefile",), "just": ("justfile", "Justfile")}[words[0]]
+    text = "".join((ROOT / name).read_text() for name in files if (ROOT / name).exists())
+    for target in words[1:]:
+        assert re.search(rf"^{re.escape(target)}\b[^:=\n]*:(?!=)", text, re.M), target
+
+
+def check_bench(words: Sequence[str], folder: Path) -> None:
+    """See that a scenario of `python -m bench` takes these options; without running it."""
+    if not words:
+        return
+    if words[0] == "check":
+        assert runner.check([*words[1:], "--results", str(folder)]) in (0, 2)
+        return
+    assert words[0] in runner.SCENARIOS, words[0]
+    module: Any = import_module(f"bench.{words[0]}")
+    runner.parse(module, words[0], words[1:])

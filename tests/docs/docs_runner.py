@@ -1,0 +1,265 @@
+"""Runs the commands of the documents, made small: fewer steps of a smaller model on small files.
+
+What a command means stays: its flags are kept, and later ones that win make it cheap. Run as a
+program, it is the `fp8stack` or the launcher of a shell script in a document. It must not know
+where commands stand; docs_found.py finds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.docs.docs_found import Command
+
+Invoke = Callable[..., int]  # `fp8stack` with these words, in this process: its exit code
+
+MODEL = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 2, "mlp_width": 64}
+SMALL = [f"--set=model_overrides.{key}={value}" for key, value in MODEL.items()]
+RUN = ["--set=eval_windows=2", "--set=sample_tokens=4", "--set=warmup_steps=1"]
+
+PLACEHOLDERS = {"RUN": "runs/gpt-nano-delayed", "X.Y": "9.0", "N": "2"}
+_PLACEHOLDER = re.compile(r"<[^<>|]+>|[A-Z][A-Z_.]*$")
+
+# Commands that are not run, whole or by how they begin, each with the reason.
+NOT_RUN = {
+    "git clone ": "the repository is here",
+    "cd ": "tests have a folder of their own",
+    "python3 -m venv .venv": ".ci/run makes a fresh environment",
+    ". .venv/bin/activate": ".ci/run makes a fresh environment",
+    "tensorboard --logdir ": "serves pages until it is stopped",
+    "trackio show ": "serves pages until it is stopped",
+    "wandb login": "needs a network and an account",
+    "wandb sync ": "needs a network and an account",
+    "vllm serve ": "needs a GPU; not installed by the extras",
+    "lm_eval ": "downloads its tasks; not installed by the extras",
+}
+NEEDS_GPU = ("bench", "shapes")
+
+
+def substituted(words: Sequence[str]) -> list[str]:
+    """`words` with placeholders and alternatives replaced by what they may stand for.
+
+    Raises:
+        AssertionError: nobody said what a placeholder stands for.
+    """
+    if words[0] == "torchrun" and "..." in words and "-m" not in words:
+        words = [words[0], "--nproc-per-node=2", "-m", "fp8stack", "pretrain", *words[2:]]
+    found = [PLACEHOLDERS.get(word, word) for word in words if word not in ("...", "…")]
+    found = [re.sub(r"^(\w+)\|[\w|]+$", r"\1", word) for word in found]
+    for word in found:
+        assert not _PLACEHOLDER.fullmatch(word), f"what does {word} stand for? docs_runner.py"
+    return found
+
+
+def scaled(words: Sequence[str]) -> list[str]:
+    """The words of a `fp8stack` command and those that make it small."""
+    words = [re.sub(r"^/shared/", "shared/", word) for word in words]
+    command = words[0]
+    if command == "pretrain" and "--resume" in words and _is_there(words):
+        return [*words, f"--steps={_steps(words)}"]
+    if command == "pretrain":
+        return [*words, *SMALL, *RUN, f"--steps={_steps(words)}", *_sizes(words)]
+    if command == "compare":
+        return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *_sizes(words)]
+    if command == "generate":
+        return [*words, "--tokens=4"]
+    return words
+
+
+def _is_there(words: Sequence[str]) -> bool:
+    """Whether the run that is to go on is there: then it is small already."""
+    given = dict(itertools.pairwise(words))
+    return (Path(given.get("--out", given["--resume"])) / "run.toml").is_file()
+
+
+def _steps(words: Sequence[str]) -> int:
+    """As many as it takes for a phase of each kind, a profile, or going on; else two."""
+    most = {"--phases": 10, "--profile": 6, "--resume": 4}
+    return next((steps for flag, steps in most.items() if flag in words), 2)
+
+
+def _sizes(words: Sequence[str]) -> list[str]:
+    """A small batch and context, where the words do not have smaller ones."""
+    given = dict(itertools.pairwise(words))
+    most = {"--batch": 8, "--context": 32}
+    return [f"{flag}={n}" for flag, n in most.items() if int(given.get(flag, n)) >= n]
+
+
+# What the documents speak of
+
+
+def make_goods(folder: Path, invoke: Invoke) -> None:
+    """Make the files that the documents speak of in `folder`, by their names there."""
+    stories = [f"Once there was a number {n}, and it was {n * n} squared.\n" for n in range(200)]
+    (folder / "texts").mkdir(parents=True)
+    (folder / "texts" / "a.txt").write_text("".join(stories))
+    rows = "".join(json.dumps({"text": story * 3}) + "\n" for story in stories)
+    (folder / "texts" / "b.jsonl").write_text(rows)
+    shutil.copytree(folder / "texts", folder / "corpus")
+    (folder / "book.txt").write_text("".join(stories))
+    ids = np.random.default_rng(0).integers(0, 256, 4000)
+    ids.astype("<u2").tofile(folder / "tokens.bin")
+    texts, tokens = str(folder / "texts"), str(folder / "tokens")
+    assert invoke("prepare", texts, "--tokenizer", "bytes", "--out", tokens) == 0
+    run = folder / "runs" / "gpt-nano-delayed"
+    assert invoke(*scaled(["pretrain", "--recipe", "delayed", "--out", str(run)])) == 0
+    for name in ("a", "b", "c", "x"):
+        shutil.copytree(run, folder / "runs" / name)
+    lines = (run / "run.toml").read_text().splitlines()
+    own = "\n".join(line for line in lines if not line.startswith("out "))
+    (folder / "run.toml").write_text(own + "\n")
+
+
+def furnish(folder: Path, goods: Path, commands: Sequence[Command]) -> None:
+    """Copy into `folder` what `make_goods` made, but for what `commands` will make there."""
+    made = {
+        mate
+        for command in commands
+        if "--resume" not in command.text
+        for flag, mate in itertools.pairwise(command.text.split())
+        if flag == "--out"
+    }
+    for path in [*goods.glob("[!r]*"), goods / "run.toml", *(goods / "runs").iterdir()]:
+        name = path.relative_to(goods)
+        if str(name) in made:
+            continue
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, folder / name)
+        else:
+            shutil.copy(path, folder / name)
+
+
+# How each kind of command is checked
+
+
+def not_run(command: Command) -> str | None:
+    """Why a command is not run; None: it is."""
+    for start, why in NOT_RUN.items():
+        if command.text == start or (start.endswith(" ") and command.text.startswith(start)):
+            return why
+    return None
+
+
+def check_name(words: Sequence[str], invoke: Invoke) -> bool:
+    """Whether this only names a command, or a flag of it; then see that both exist."""
+    flag = words[-1].startswith("--") and not _is_switch(words)
+    if not flag and len(words) > (2 if words[0] == "bench" else 1):
+        return False
+    assert invoke(*(words[:-1] if flag else words), "--help") == 0
+    return True
+
+
+def _is_switch(words: Sequence[str]) -> bool:
+    """Whether the last of the words is a flag of the command that takes no value.
+
+    Raises:
+        AssertionError: the command has no such flag.
+    """
+    from typer.main import get_command
+
+    from fp8stack.cli import app as cli
+
+    found = get_command(cli.app)
+    for word in words:
+        found = getattr(found, "commands", {}).get(word, found)
+    for parameter in found.params:
+        if words[-1] in (*parameter.opts, *parameter.secondary_opts):
+            return bool(getattr(parameter, "is_flag", False))
+    raise AssertionError(f"{' '.join(words)}: no such flag")
+
+
+def launched(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of torchrun or `accelerate launch`: the module to run, and what it is given. Their own
+    options are read as they read them."""
+    if words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        asked = get_args_parser().parse_args(words[1:])
+    else:
+        from accelerate.commands.launch import launch_command_parser
+
+        asked = launch_command_parser().parse_args(words[2:])
+    assert asked.module, "launched otherwise than by -m"
+    return [asked.training_script], list(asked.training_script_args)
+
+
+def on_two_ranks(words: Sequence[str]) -> list[str]:
+    """torchrun or `accelerate launch` on this machine: two ranks on the CPU, made small."""
+    (module,), given = launched(words)
+    at = given.index("pretrain")
+    given = [*given[:at], *scaled(given[at:]), "--device=cpu", "--set=rank_timeout=60"]
+    if words[0] == "accelerate":
+        own = [word for word in words[2 : words.index("-m")] if word != "--multi_gpu"]
+        launcher = ["accelerate.commands.launch", "--cpu", *own]
+        return [sys.executable, "-m", *launcher, "-m", module, *given]
+    restarts = [w for k, w in enumerate(words) if "--max-restarts" in (w, words[k - 1])]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", *restarts]
+    return [sys.executable, "-m", *launcher, "-m", module, *given]
+
+
+# Shell scripts
+
+
+SHIMS = {
+    "fp8stack": f'exec "{sys.executable}" -m tests.docs.docs_runner fp8stack "$@"',
+    "torchrun": f'exec "{sys.executable}" -m tests.docs.docs_runner torchrun "$@"',
+    "srun": 'exec "$@"',
+    "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> requeued.txt',
+    "sleep": ":",
+}
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_NNODES": "1",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+
+
+def run_script(text: str, folder: Path, *, launch: bool) -> None:
+    """Run a shell script of a document, where `fp8stack` and others are made small.
+
+    Args:
+        launch: torchrun starts two ranks; else one does the work, in its place.
+    """
+    programs = folder / "programs"
+    programs.mkdir(exist_ok=True)
+    for name, body in SHIMS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    root = str(Path(__file__).parents[2])
+    modules = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **SLURM, "PATH": path, "PYTHONPATH": modules}
+    environment["DOCS_LAUNCH"] = str(int(launch))
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+
+
+def main() -> None:
+    """Be `fp8stack` or torchrun for a script: the same words, made small."""
+    program, *words = sys.argv[1:]
+    words = [program, *words]
+    if program == "torchrun" and os.environ["DOCS_LAUNCH"] == "1":
+        raise SystemExit(subprocess.run(on_two_ranks(words)).returncode)
+    from fp8stack.cli import app as cli
+
+    cli.main(scaled(launched(words)[1] if program == "torchrun" else words[1:]))
+
+
+if __name__ == "__main__":
+    main()

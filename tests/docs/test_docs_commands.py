@@ -1,0 +1,297 @@
+"""Every command in the documents runs, made small; docs_runner.py says how.
+
+Commands of one code block are one session in one folder. Those that take longer are slow tests, and
+here their words alone are read, by what will read them: several ranks (here one does the work),
+comparisons, and the scenarios of `python -m bench`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8stack
+from fp8stack import cli
+from fp8stack.training.pretrain import pretrain
+from tests.docs import docs_checks as checks
+from tests.docs import docs_runner as runner
+from tests.docs.docs_found import PAGES, ROOT, Command, blocks, commands
+
+ALL = [command for page in PAGES for command in commands(page)]
+HERE = [command for command in ALL if runner.not_run(command) is None]
+_LAUNCHERS = ("torchrun", "accelerate")
+
+
+def _launches(command: Command) -> bool:
+    return any(f"{name} " in command.text for name in _LAUNCHERS) and "pip " not in command.text
+
+
+def _measures(command: Command) -> bool:
+    return command.text.startswith("python -m bench")
+
+
+def _compares(command: Command) -> bool:
+    return command.text.startswith("fp8stack compare --")
+
+
+def _draws(command: Command) -> bool:
+    """Whether it draws the page of a report where others do so already."""
+    first = command.page in ("README.md", "docs/getting_started.md")
+    return command.text.startswith("fp8stack report") and not first and "--text" not in command.text
+
+
+# Slow: ranks that meet take 10 s and more; scenarios measure, even in their short form; a
+# comparison starts a process for each run; a report draws for 5 s and more.
+SLOW = [one for one in HERE if _launches(one) or _measures(one) or _compares(one) or _draws(one)]
+
+
+def _invoke(*arguments: str) -> int:
+    """`fp8stack` with these words, in this process: its exit code."""
+    with pytest.raises(SystemExit) as exit:
+        cli.main(list(arguments))
+    return int(exit.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def goods(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+    """The files that the documents speak of, small."""
+    folder = tmp_path_factory.mktemp("goods")
+    runner.make_goods(folder, _invoke)
+    return folder
+
+
+class Sessions:
+    """The folders of code blocks, and which of their commands were run there."""
+
+    def __init__(self, goods: Path, factory: pytest.TempPathFactory) -> None:
+        self.goods = goods
+        self.factory = factory
+        self.folders: dict[tuple[str, int], Path] = {}
+        self.done: set[Command] = set()
+
+    def folder(self, command: Command) -> Path:
+        """Where a command is to be run, with what the documents speak of."""
+        key = (command.page, -1 if command.block is None else command.block)
+        if command.block is None or key not in self.folders:
+            mates = [c for c in ALL if c.page == command.page and c.block == command.block]
+            self.folders[key] = self.factory.mktemp("session")
+            made_here = [command] if command.block is None else mates
+            runner.furnish(self.folders[key], self.goods, made_here)
+        return self.folders[key]
+
+    def before(self, command: Command) -> list[Command]:
+        """The commands of the same block that come first and were not run yet."""
+        if command.block is None:
+            return []
+        mates = [c for c in HERE if (c.page, c.block) == (command.page, command.block)]
+        return [c for c in mates[: mates.index(command)] if c not in self.done]
+
+
+@pytest.fixture(scope="module")
+def sessions(goods: Path, tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    return Sessions(goods, tmp_path_factory)
+
+
+@pytest.mark.parametrize("command", HERE, ids=lambda command: command.place)
+def test_a_command_of_the_documents_runs(
+    command: Command, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sessions.folder(command)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for one in (*sessions.before(command), command):
+        sessions.done.add(one)
+        _run(one, folder, monkeypatch)
+
+
+def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.script:
+        runner.run_script(command.text, folder, launch=False)
+        return
+    words = runner.substituted(command.words)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    program, *rest = words
+    if program == "pip":
+        assert rest[0] == "install"
+        checks.check_pip(rest[1:])
+    elif program == "pytest":
+        checks.check_pytest(rest)
+    elif program in ("make", "just"):
+        checks.check_target(words)
+    elif program in _LAUNCHERS:
+        _, given = runner.launched(words)
+        given = given[given.index("pretrain") :]
+        assert _invoke(*runner.scaled(given)) == 0
+    elif words[:3] == ["python", "-m", "bench"]:
+        checks.check_bench(words[3:], folder)
+    elif words[:3] == ["python", "-m", "tests.faults.harness"]:
+        _be_killed(rest[2:], folder)
+    elif program == "fp8stack" or words[:3] == ["python", "-m", "fp8stack"]:
+        _fp8stack(rest if program == "fp8stack" else rest[2:], command, monkeypatch)
+    else:
+        pytest.fail(f"{command.place}: nobody knows how to check {command.text}")
+
+
+def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.block is None and runner.check_name(words, _invoke):
+        return
+    if _compares(command):
+        from fp8stack.compare import comparison
+
+        monkeypatch.setattr(comparison, "compare", lambda asked: 0)
+    if _draws(command):
+        import fp8stack.report
+
+        monkeypatch.setattr(fp8stack.report, "report", _runs_are_there)
+    without = tuple(words[:2]) == runner.NEEDS_GPU and not torch.cuda.is_available()
+    assert _invoke(*runner.scaled(words)) == (2 if without else 0)
+
+
+def _runs_are_there(runs: list[Path], out: str | None, text: bool) -> None:
+    """In place of a report's drawing."""
+    assert all((run / "metrics.jsonl").exists() for run in runs)
+
+
+def _be_killed(words: list[str], folder: Path) -> None:
+    """A fault that kills: its run, not made shorter, or the fault would never come."""
+    small = [*words, *runner.SMALL, *runner.RUN, "--context=16"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [sys.executable, "-m", "tests.faults.harness", *small]
+    done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SLOW, ids=lambda command: command.place)
+def test_a_command_that_takes_longer_runs_too(
+    command: Command, sessions: Sessions, tmp_path: Path
+) -> None:
+    runner.furnish(tmp_path, sessions.goods, [command])
+    if command.script:
+        runner.run_script(command.text, tmp_path, launch=True)
+        return
+    words = runner.substituted(command.words)
+    if words[0] == "fp8stack":
+        words = [sys.executable, "-m", "fp8stack", *runner.scaled(words[1:])]
+    elif words[0] in _LAUNCHERS:
+        words = runner.on_two_ranks(words)
+    elif words[3:4] != ["check"] and "--short" not in words:
+        words = [sys.executable, *words[1:], *_short(words[3:])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+
+
+def test_every_command_that_is_not_run_has_a_reason_and_is_in_the_documents() -> None:
+    assert len(HERE) > 80
+    assert all(runner.NOT_RUN.values())
+    reasons = {command.text: runner.not_run(command) for command in ALL if command not in HERE}
+    assert len(reasons) < len(HERE) / 5
+
+
+def _small_pretrain(config: str | None = None, **keys: Any) -> Path:
+    """`fp8stack.pretrain`, made small."""
+    small = {"steps": 2, "eval_windows": 2, "sample_tokens": 4, "model_overrides": runner.MODEL}
+    return pretrain(config, **{**keys, **small})
+
+
+PYTHON = [
+    (f"{page}:{block.line}", block.text)
+    for page in PAGES
+    for block in blocks((ROOT / page).read_text(encoding="utf-8"))
+    if block.language == "python"
+]
+
+
+@pytest.mark.parametrize(("place", "code"), PYTHON, ids=[place for place, _ in PYTHON])
+def test_the_python_of_the_documents_runs(
+    place: str, code: str, goods: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.furnish(tmp_path, goods, [])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fp8stack, "pretrain", _small_pretrain)
+    exec(compile(code, place, "exec"), {"__name__": "__main__"})
+
+
+def test_an_unknown_placeholder_is_not_let_through() -> None:
+    with pytest.raises(AssertionError, match="what does FILE stand for"):
+        runner.substituted(["fp8stack", "report", "FILE"])
+    with pytest.raises(AssertionError, match="what does <run> stand for"):
+        runner.substituted(["fp8stack", "report", "<run>"])
+    assert runner.substituted(["fp8stack", "report", "RUN"])[2] == "runs/gpt-nano-delayed"
+
+
+PAGE = """
+Text with `fp8stack plan
+--model gpt-nano` and `torch`.
+
+```
+step 1/2 | loss 1.0
+```
+
+```
+$ fp8stack doctor --json
+{}
+```
+
+```bash
+fp8stack plan \\
+    --json  # as JSON
+rm -rf runs && fp8stack report runs/x
+```
+
+```bash
+cat > a.toml <<'END'
+width = 64
+END
+fp8stack plan --model ./a.toml
+```
+
+| `fp8stack eval RUN` | `a\\|b` |
+"""
+
+
+def test_commands_are_found_wherever_they_stand() -> None:
+    found = [(one.line, one.text, one.block) for one in commands("a.md", PAGE)]
+    assert found == [
+        (2, "fp8stack plan --model gpt-nano", None),
+        (10, "fp8stack doctor --json", 1),
+        (15, "fp8stack plan --json  # as JSON", 2),
+        (17, "rm -rf runs", 2),
+        (17, "fp8stack report runs/x", 2),
+        (21, "cat > a.toml <<'END'\nwidth = 64\nEND\n", 3),
+        (24, "fp8stack plan --model ./a.toml", 3),
+        (27, "fp8stack eval RUN", None),
+    ]
+
+
+def test_a_block_in_a_language_that_nobody_runs_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a code block in 'zsh'"):
+        commands("a.md", "```zsh\nfp8stack plan\n```\n")
+
+
+def test_a_command_that_fails_is_noticed(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Command("README.md", 1, "fp8stack plan --model no-such-model", 99)
+    with pytest.raises(AssertionError):
+        _run(wrong, sessions.folder(wrong), monkeypatch)
+    with pytest.raises(pytest.fail.Exception, match="nobody knows how to check"):
+        _run(Command("README.md", 1, "frobnicate all", 99), Path(), monkeypatch)
+    with pytest.raises(AssertionError, match="no extra gpus"):
+        _run(Command("README.md", 1, "pip install '.[gpus]'", 99), Path(), monkeypatch)
+
+
+def _short(words: list[str]) -> list[str]:
+    """The options of a scenario's quick form."""
+    made = {"reliability": ["--short"], "gpu": ["--quick"], "startup": ["--rounds=2"]}
+    timed = ("emulation", "step", "grid", "scaling", "operations", "telemetry")
+    few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
+    return [*made.get(words[0], ["--tiny", *few]), "--out", "measured"]

@@ -1,0 +1,336 @@
+"""`fp8stack eval` against a plain loop over a loaded model's logits."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+import fp8stack
+from fp8stack import cli, evaluation
+from fp8stack.data import load_corpora, validation_windows
+from fp8stack.errors import UserError
+from fp8stack.evaluation import scores as scoring
+from fp8stack.evaluation.scores import Score, bits_per_byte, nats_of
+from fp8stack.tokenizer import load_tokenizer
+from tests.conftest import Command, metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = "".join(f"line {i}: Größe {i * i % 97}, ☃ {i % 7}\n" for i in range(300))
+SMALL = {"layers": 1, "width": 32, "heads": 2}
+
+
+def trained(folder: Path, **more: Any) -> Path:
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    keys = {
+        "recipe": "delayed", "data": str(folder / "text.txt"), "steps": 6, "batch": 4,
+        "context": 32, "model_overrides": SMALL, "eval_windows": 9, "sample_tokens": 0,
+        "warmup_steps": 1, "telemetry_every": 0, "out": str(folder / "run"),
+    }  # fmt: skip
+    return fp8stack.pretrain(**keys | more)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("eval"))
+
+
+def scores(*runs: Path, **more: Any) -> list[Score]:
+    return evaluation.evaluate(evaluation.Request(runs=[str(run) for run in runs], **more))
+
+
+def by_hand(run: Path, recipe: str, windows: Tensor) -> list[float]:
+    """The mean nats per token of each window."""
+    model = fp8stack.load(run, recipe=recipe)
+    found = []
+    for row in windows:
+        with torch.no_grad():
+            chances = model(row[None, :-1])[0].double().softmax(-1).tolist()
+        likely = [math.log(one[label]) for one, label in zip(chances, row[1:].tolist())]  # noqa: B905
+        found.append(-sum(likely) / len(likely))
+    return found
+
+
+def windows_of(run: Path, count: int = 9, context: int = 32, whole: bool = False) -> Tensor:
+    text = np.frombuffer(TEXT.encode(), dtype=np.uint8).astype(np.int64)
+    part = text if whole else text[len(text) - int(len(text) * 0.1) :]
+    last = len(part) - context - 1
+    starts = [i * last // (count - 1) for i in range(count)]
+    return torch.from_numpy(np.stack([part[s : s + context + 1] for s in starts]))
+
+
+def test_losses_differences_and_errors_are_those_of_a_plain_loop(run: Path) -> None:
+    # One window at a time: in current scaling a window's loss depends on the others in its batch.
+    found = scores(run, recipes=["fp32", "delayed", "current", "mxfp8"], batch=1)
+    first = np.array(by_hand(run, "fp32", windows_of(run)))
+    for score in found:
+        expected = np.array(by_hand(run, score.recipe, windows_of(run)))
+        np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
+        assert score.loss == pytest.approx(expected.mean(), rel=1e-5)
+        assert score.perplexity == pytest.approx(math.exp(expected.mean()), rel=1e-5)
+        assert score.bits_per_byte == pytest.approx(expected.mean() / math.log(2), rel=1e-5)
+        if score.recipe == "fp32":
+            assert score.difference is None
+            assert score.standard_error is None
+            continue
+        paired = expected - first
+        assert score.difference == pytest.approx(paired.mean(), abs=1e-6)
+        error = paired.std(ddof=1) / math.sqrt(9)
+        assert score.standard_error == pytest.approx(error, rel=0.02)
+        assert np.abs(paired).max() > 1e-5  # else it ran in fp32
+
+
+def test_a_run_by_itself_repeats_its_own_validation_loss(run: Path) -> None:
+    (score,) = scores(run)
+    assert score.recipe == "delayed"
+    assert score.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("delayed", {"forward_format": "e5m2"}),
+        ("delayed", {"history_length": 16}),
+        ("delayed", {"head": True}),
+        ("current", {"power_of_two": True}),
+        ("mxfp8", {"scale_rounding": "floor", "head": True}),
+        ("block", {"power_of_two": False, "exclude_first_blocks": 1}),
+    ],
+)
+def test_the_runs_own_recipe_is_that_with_its_overrides(
+    recipe: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, eval_windows=4)
+    last = metrics(run)[-1]["val_loss"]
+    for asked in ([], [recipe]):
+        (score,) = scores(run, recipes=asked)
+        assert score.loss == pytest.approx(last, rel=1e-6)
+
+
+def test_the_gemms_that_ran_are_counted(run: Path) -> None:
+    plain, fp8 = scores(run, recipes=["fp32", "mxfp8"], batch=4)
+    assert plain.fp8_gemms == 0
+    assert fp8.fp8_gemms == 3 * 4  # batches of 4, 4 and 1 windows, four linears
+    assert fp8.plan.summary()[0].startswith("plan: mxfp8, emulated by")
+
+
+def test_windows_and_context_are_as_asked(run: Path) -> None:
+    (score,) = scores(run, recipes=["fp32"], windows=5, context=20)
+    expected = by_hand(run, "fp32", windows_of(run, 5, 20))
+    np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
+
+
+def test_another_file_is_taken_whole_and_the_runs_own_is_not(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(TEXT, encoding="utf-8")
+    own, other = (
+        scores(run, recipes=["fp32"], data=str(path))[0]
+        for path in (run.parent / "text.txt", tmp_path / "other.txt")
+    )
+    np.testing.assert_allclose(own.losses_N, by_hand(run, "fp32", windows_of(run)), rtol=1e-5)
+    expected = by_hand(run, "fp32", windows_of(run, whole=True))
+    np.testing.assert_allclose(other.losses_N, expected, rtol=1e-5)
+
+
+def test_a_single_window_has_no_standard_error(run: Path) -> None:
+    scored = scores(run, recipes=["fp32", "mxfp8"], windows=1)[1]
+    assert scored.difference is not None
+    assert scored.standard_error is None
+
+
+def test_the_losses_do_not_depend_on_the_batch(run: Path) -> None:
+    model = fp8stack.load(run)
+    windows = windows_of(run)
+    one, all_ = nats_of(model, windows, 1), nats_of(model, windows, 9)
+    torch.testing.assert_close(one, all_, rtol=1e-5, atol=1e-6)
+    assert not model.training
+
+
+def test_several_runs_have_a_baseline_each(run: Path, tmp_path: Path) -> None:
+    other = trained(tmp_path, recipe="fp32", seed=3)
+    found = scores(run, other, recipes=["fp32", "current"])
+    assert [score.run for score in found] == [str(run)] * 2 + [str(other)] * 2
+    assert [score.baseline for score in found] == [None, found[0], None, found[2]]
+
+
+# Bits per byte
+
+
+def test_tokens_without_text_count_neither_as_bits_nor_as_bytes() -> None:
+    nats = torch.tensor([[1.0, 2.0, 50.0], [3.0, 4.0, 5.0]], dtype=torch.float64)
+    lengths = torch.tensor([[1, 4, 0], [2, 2, 1]])
+    expected = (1 + 2 + 3 + 4 + 5) / 10 / math.log(2)
+    assert bits_per_byte(nats, lengths) == pytest.approx(expected)
+    assert bits_per_byte(nats, torch.tensor([[5], [5]])) == pytest.approx(65 / 10 / math.log(2))
+    assert bits_per_byte(nats, None) is None
+    assert bits_per_byte(nats, torch.zeros(2, 3, dtype=torch.int64)) is None
+
+
+@pytest.mark.parametrize("known_by_token", [True, False])
+def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(
+    tmp_path: Path, known_by_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    ids = library.encode(TEXT).ids
+    np.array(ids, dtype="<u2").tofile(tmp_path / "tokens.bin")
+    run = trained(
+        tmp_path, data=str(tmp_path / "tokens.bin"), tokenizer=str(tmp_path / "tokenizer.json"),
+        model_overrides=SMALL | {"vocabulary": 300},
+    )  # fmt: skip
+    tokenizer = load_tokenizer(str(run / "tokenizer.json"))
+    if not known_by_token:
+        monkeypatch.setattr(type(tokenizer), "byte_lengths", lambda self: None)
+    (score,) = scores(run, recipes=["fp32"])
+    _, held_out = load_corpora(str(tmp_path / "tokens.bin"), 300)
+    windows = validation_windows(held_out, count=9, context=32, vocabulary=300)
+    nats = sum(by_hand(run, "fp32", windows)) * 32
+    text = sum(len(library.decode(row[1:].tolist()).encode()) for row in windows)
+    # Where a window begins or ends within a character, decoding makes U+FFFD of its bytes.
+    tolerance = 0.02 if known_by_token else 1e-5
+    assert score.bits_per_byte == pytest.approx(nats / text / math.log(2), rel=tolerance)
+    assert score.bits_per_byte < score.loss / math.log(2)
+
+
+def test_without_a_tokenizer_bits_per_byte_are_unknown(tmp_path: Path) -> None:
+    np.random.default_rng(0).integers(0, 300, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
+    run = trained(
+        tmp_path, data=str(tmp_path / "tokens.bin"), model_overrides=SMALL | {"vocabulary": 300}
+    )
+    (score,) = scores(run)
+    assert score.bits_per_byte is None
+    assert evaluation.as_json([score])["scores"][0]["bits_per_byte"] is None
+    assert "unknown" in "\n".join(evaluation.text_lines([score]))
+
+
+def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(
+    run: Path, tmp_path: Path
+) -> None:
+    np.random.default_rng(0).integers(0, 300, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
+    library = Library(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    other = trained(
+        tmp_path, data=str(tmp_path / "tokens.bin"), tokenizer=str(tmp_path / "tokenizer.json"),
+        model_overrides=SMALL | {"vocabulary": 300},
+    )  # fmt: skip
+    made = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
+    with pytest.raises(SystemExit):
+        cli.main(["prepare", str(tmp_path / "text.txt"), *made])
+    with pytest.raises(UserError, match=r"fp8stack prepare .*bytes --tokenizer"):
+        scores(other, data=str(tmp_path / "bytes"))
+
+
+# Documents
+
+
+def test_a_run_with_a_document_mask_is_evaluated_with_it(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 40, 4000)
+    tokens[9::10] = 255  # ends a document
+    tokens.astype("<u2").tofile(tmp_path / "tokens.bin")
+    run = trained(
+        tmp_path, data=str(tmp_path / "tokens.bin"), tokenizer="bytes", document_mask=True
+    )
+    (score,) = scores(run)
+    assert score.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
+    _, held_out = load_corpora(str(tmp_path / "tokens.bin"), 256, end_of_text=255)
+    windows = validation_windows(held_out, count=9, context=32, vocabulary=256)
+    unmasked = np.mean(by_hand(run, "delayed", windows))
+    assert abs(score.loss - unmasked) > 1e-5
+
+
+# The command
+
+
+def test_json_has_the_scores_and_nothing_else_is_on_stdout(
+    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command("eval", str(run), "--recipes", "fp32,mxfp8", "--json") == 0
+    captured = capfd.readouterr()
+    told = json.loads(captured.out)["scores"]
+    found = scores(run, recipes=["fp32", "mxfp8"])
+    for row, score in zip(told, found, strict=True):
+        assert row["loss"] == pytest.approx(score.loss, rel=1e-9)
+        assert row["difference"] == score.difference
+        assert row["standard_error"] == score.standard_error
+        assert (row["windows"], row["context"]) == (9, 32)
+        assert row["plan"] == score.plan.summary()
+    assert [(row["fp8_layers"], row["layers"], row["fp8_gemms"]) for row in told] == [
+        (0, 5, 0),
+        (4, 5, 12),
+    ]
+    assert told[1]["baseline"] == "fp32"
+    assert "step-000006 in mxfp8: 9 windows" in captured.err
+
+
+def test_the_table_says_what_ran_and_why(
+    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command("eval", str(run), "--recipes", "fp32,mxfp8", "--windows", "4") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["run", "recipe"]
+    assert "baseline" in lines[1]
+    assert "mxfp8-emulated (emulate)" in lines[2]
+    assert " ± " in lines[2]
+    assert "FP8 layers 4/5 (lm_head: fp32, the recipe says head = false)" in lines
+    assert any(line.endswith("(held-out part): 4 windows, 128 tokens") for line in lines)
+
+
+def test_a_terminals_table_has_the_same_cells(run: Path) -> None:
+    from rich.console import Console
+
+    found = scores(run, recipes=["fp32", "mxfp8"], windows=4)
+    console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(evaluation.rich_table(found))
+    drawn = console.export_text()
+    for line in evaluation.text_lines(found)[:3]:
+        for cell in line.split("  "):
+            assert cell.strip() in drawn
+
+
+def test_what_is_not_finite_is_null_in_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = scoring.nats_of
+    monkeypatch.setattr(scoring, "nats_of", lambda *args: real(*args) * math.nan)
+    row = evaluation.as_json(scores(run))["scores"][0]
+    assert row["loss"] is row["perplexity"] is row["bits_per_byte"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--windows", "0"], "--windows 0"),
+        (["--context", "-1"], "--context -1"),
+        (["--batch", "0"], "--batch 0"),
+        (["--context", "1000"], "--context 1000 is more than the 128"),
+        (["--recipes", "fp32,mxpf8"], "Did you mean 'mxfp8'?"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--tokenizer", "nowhere.json"], "nowhere.json"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(
+    command: Command, run: Path, capfd: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert command("eval", str(run), *flags) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert words in captured.err.splitlines()[-1]
+    assert "Traceback" not in captured.err
+
+
+def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no scales for recipe 'delayed'"):
+        scores(trained(tmp_path, recipe="fp32"), recipes=["delayed"])

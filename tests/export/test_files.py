@@ -1,0 +1,351 @@
+"""Exported folders, against the programs that they are for: transformers, compressed-tensors,
+safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+
+import fp8stack
+from fp8stack import GPT, GPTConfig, UserError, cli, load_config, presets
+from fp8stack.export import writing
+from fp8stack.export.files import hf_files
+from fp8stack.export.writing import replace_folder, require_room
+from fp8stack.hf import layout_of
+from tests.conftest import TINY, Command
+from tests.support.hf_models import (
+    LAYOUT,
+    ROPE,
+    SHAPES,
+    export_to,
+    random_model,
+    source_of,
+    tokens,
+    weights_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = "def f(x):\n    return 'é…'\n"
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    """What transformers makes of a folder; a tensor that is missing or left over fails."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    assert not any(told.values()), told
+    return model.eval()
+
+
+def logits(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(tokens_BT)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def require_same(ours: GPT, theirs: Any) -> None:
+    x = tokens(ours.config.vocabulary)
+    torch.testing.assert_close(logits(theirs, x), logits(ours, x), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """gpt-nano as it is, trained a few steps in delayed scaling on Python's library."""
+    out = tmp_path_factory.mktemp("runs") / "nano"
+    flags = ["--steps", "6", "--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["pretrain", "--recipe", "delayed", "--out", str(out), *flags])
+    assert not exit.value.code
+    return out
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    model = random_model(GPTConfig(**SHAPES[name]))
+    theirs = loaded(export_to(tmp_path / "out", model))
+    assert theirs.config.model_type == LAYOUT[name]
+    require_same(model, theirs)
+
+
+@pytest.mark.parametrize("name", presets.names("models"))
+def test_every_preset_made_small_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    preset = load_config(name)
+    small = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
+    small |= {"kv_heads": 2} if preset.kv_heads else {}
+    small |= {"mlp_width": 40} if preset.mlp_width else {}
+    model = random_model(load_config(name, small))
+    require_same(model, loaded(export_to(tmp_path / "out", model)))
+
+
+def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
+    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("export", str(nano), "--format", "hf", "--out", "x") == 0
+    told = capsys.readouterr()
+    assert "Qwen3ForCausalLM" in told.out
+    assert "918,912 parameters" in told.out
+    honour = "hidden_act silu, rope_theta 10000, rms_norm_eps 1e-05, a norm of each head's queries"
+    assert told.err.count("note:") == 1
+    assert honour in told.err
+    theirs, ours = loaded(Path("x")), fp8stack.load(nano)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("x")
+    assert tokenizer.encode("é", add_special_tokens=False) == [0xC3, 0xA9]
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.eos_token_id == 255 == theirs.generation_config.eos_token_id
+    require_same(ours, theirs)
+    x = torch.tensor([tokenizer.encode("import ")])
+    said = theirs.generate(x, max_new_tokens=8, do_sample=False)[0].tolist()
+    for count in range(x.shape[1], len(said)):
+        assert int(logits(ours, torch.tensor([said[:count]]))[0, -1].argmax()) == said[count]
+
+
+def test_a_reader_that_computes_silu_whatever_the_config_names_reads_gpt_nano_rightly(
+    nano: Path, command: Command
+) -> None:
+    assert command("export", str(nano), "--out", "x") == 0
+    config = json.loads(Path("x/config.json").read_text())
+    Path("x/config.json").write_text(json.dumps(config | {"hidden_act": "silu"}))
+    require_same(fp8stack.load(nano), loaded(Path("x")))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_activation_that_other_programs_take_for_another_is_warned_of(name: str) -> None:
+    usual = {"gpt2": "gelu_tanh", "llama": "swiglu", "qwen3": "swiglu", "arcee": "relu2"}
+    notes = hf_files(source_of(random_model(GPTConfig(**SHAPES[name]))), None).notes
+    warned = [note for note in notes if "compute wrongly" in note]
+    differs = GPTConfig(**SHAPES[name]).activation != usual[LAYOUT[name]]
+    assert len(warned) == differs
+    if name == "qwen3 relu2":
+        assert "compute silu in any qwen3 model" in warned[0]
+        assert "with relu, they load and compute wrongly" in warned[0]
+
+
+def test_a_gpt2_folder_has_the_key_by_which_llama_cpp_knows_its_context() -> None:
+    files = hf_files(source_of(random_model(GPTConfig(**SHAPES["gpt2"]))), None)
+    assert json.loads(files.texts["config.json"])["n_ctx"] == 64
+
+
+def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
+    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = next((nano / "checkpoints").glob("step-*"))
+    (tmp_path / "moved").symlink_to(checkpoint)
+    assert command("export", "moved", "--out", "without") == 0
+    assert "does not know its tokenizer" in capsys.readouterr().err
+    assert not Path("without/tokenizer.json").exists()
+    assert json.loads(Path("without/config.json").read_text())["eos_token_id"] is None
+    assert command("export", "moved", "--out", "with", "--tokenizer", "bytes") == 0
+    assert "tokenizer" not in capsys.readouterr().err
+    assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
+
+
+def test_bf16_rounds_every_weight_once(nano: Path, command: Command) -> None:
+    assert command("export", str(nano), "--out", "x", "--dtype", "bf16") == 0
+    assert command("export", str(nano), "--out", "y") == 0
+    rounded, exact = (safetensors.torch.load_file(f"{d}/model.safetensors") for d in "xy")
+    assert rounded.keys() == exact.keys()
+    for name, tensor in rounded.items():
+        assert torch.equal(tensor, exact[name].bfloat16()), name
+    assert loaded(Path("x")).dtype == torch.bfloat16
+
+
+def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path: Path) -> None:
+    model = random_model(GPTConfig(**SHAPES["qwen3"]))
+    replace_folder(tmp_path / "out", hf_files(source_of(model), None), largest=20_000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "out" / name).stat().st_size < 22_000 for name in files)
+    require_same(model, loaded(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"positions": "learned"}, "norm = rmsnorm"),
+        ({"positions": "learned", "norm": "layernorm", "activation": "swiglu"}, "activation"),
+        ({"positions": "learned", "norm": "layernorm", "kv_heads": 2}, "kv_heads = 2"),
+        ({"positions": "learned", "norm": "layernorm", "qk_norm": True}, "qk_norm = true"),
+        ({"norm": "layernorm"}, "norm = layernorm"),
+        ({"qk_norm": True, "activation": "swiglu", "bias": True}, "bias = true"),
+        ({"qk_norm": True, "activation": "gelu"}, "activation = gelu"),
+    ],
+)
+def test_what_transformers_has_no_model_for_is_refused_by_its_key(
+    changes: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(UserError, match=key):
+        layout_of(GPTConfig(**(ROPE | changes)))
+
+
+def test_safetensors_hold_our_names_and_a_model_file(nano: Path, command: Command) -> None:
+    assert command("export", str(nano), "--format", "safetensors", "--out", "x") == 0
+    assert sorted(path.name for path in Path("x").iterdir()) == ["model.safetensors", "model.toml"]
+    with safetensors.safe_open("x/model.safetensors", framework="pt") as file:
+        told = file.metadata()
+    assert (told["recipe"], told["step"]) == ("delayed", "6")
+    made, ours = GPT(load_config("x/model.toml"), seed=5), fp8stack.load(nano)
+    safetensors.torch.load_model(made, "x/model.safetensors")
+    assert made.config == ours.config
+    for name, tensor in weights_of(made).items():
+        assert torch.equal(tensor, weights_of(ours)[name]), name
+
+
+def test_a_tied_model_in_safetensors_is_one_again(command: Command) -> None:
+    tied = ["--model", "gpt2-124m", "--set", "model_overrides.vocabulary=256"]
+    tied += ["--set", "model_overrides.context=32"]
+    assert command("pretrain", "--recipe", "bf16", "--out", "run", *TINY, *tied) == 0
+    assert command("export", "run", "--format", "safetensors", "--out", "x") == 0
+    made = GPT(load_config("x/model.toml"), seed=5).eval()
+    safetensors.torch.load_model(made, "x/model.safetensors")
+    x = tokens(256, 32)
+    assert torch.equal(logits(made, x), logits(fp8stack.load("run"), x))
+
+
+def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(
+    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = ["export", str(nano), "--out", "x"]
+    assert command(*export) == 0
+    Path("x/model-00001-of-00002.safetensors").write_text("old")
+    capsys.readouterr()
+    assert command(*export) == 2
+    assert "x is not empty" in capsys.readouterr().err
+    assert command(*export, "--overwrite", "--format", "safetensors") == 0
+    assert sorted(path.name for path in Path("x").iterdir()) == ["model.safetensors", "model.toml"]
+    Path("x/thesis.txt").write_text("mine")
+    assert command(*export, "--overwrite") == 2
+    assert "'thesis.txt', which no export wrote" in capsys.readouterr().err
+    assert Path("x/model.toml").exists()
+    with pytest.raises(UserError, match="which no export wrote"):
+        require_room(nano, overwrite=True)
+
+
+def test_a_full_disk_leaves_the_old_export_and_no_litter(
+    nano: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command("export", str(nano), "--out", "x") == 0
+    before = {path.name: path.read_bytes() for path in Path("x").iterdir()}
+
+    def full(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "write_flushed", full)
+    capsys.readouterr()
+    assert command("export", str(nano), "--out", "x", "--overwrite") == 4
+    assert "the disk is full" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path("x").iterdir()} == before
+    assert [path.name for path in Path().iterdir()] == ["x"]
+
+
+def test_a_rename_that_fails_puts_the_old_export_back(
+    nano: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("export", str(nano), "--out", "x") == 0
+    rename = Path.rename
+
+    def refuses(path: Path, target: Path) -> Path:
+        if target.name == "x" and not path.name.endswith("-old"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    flags = ["--format", "safetensors", "--overwrite"]
+    assert command("export", str(nano), "--out", "x", *flags) == 4
+    assert Path("x/config.json").exists()
+    assert [path.name for path in Path().iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--format", "gguf"], "No export format 'gguf'"),
+        (["--dtype", "fp16"], "No dtype 'fp16'"),
+        (["--tokenizer", "nowhere.json"], "No tokenizer"),
+        (["--format", "safetensors", "--tokenizer", "bytes"], "--tokenizer is of"),
+        (["--strategy", "channel"], "--strategy is of --format fp8"),
+        (["--format", "fp8", "--strategy", "row"], "No strategy 'row'"),
+        (["--out", "file"], "file is no folder"),
+        (["--out", "x" * 5000], "Cannot use the folder of --out"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    flags: list[str],
+    expected: str,
+    nano: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("file").write_text("x")
+    assert command("export", str(nano), "--out", "x", *flags) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_where_there_is_no_run_it_says_so(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("export", "nowhere", "--out", "x") == 2
+    assert "No run and no checkpoint" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_is_refused(
+    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bytes_ = json.loads(fp8stack.load_tokenizer("bytes").to_json())
+    bytes_["model"]["vocab"]["aa"] = 256
+    bytes_["model"]["merges"] = [["a", "a"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(bytes_))
+    shutil.copytree(nano, "run")
+    Path("run/tokenizer.json").unlink()
+    flags = ["--tokenizer", "tokenizer.json", "--out", "x"]
+    assert command("export", "run", *flags) == 2
+    assert "257 tokens, the model a vocabulary of 256" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_not_the_runs_is_refused(
+    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = json.loads(fp8stack.load_tokenizer("bytes").to_json())
+    del other["model"]["vocab"]["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    assert command("export", str(nano), "--tokenizer", "tokenizer.json", "--out", "x") == 2
+    assert "was trained on tokens of bytes, not of --tokenizer" in capsys.readouterr().err
+    assert not Path("x").exists()
+
+
+def test_every_file_can_be_read_by_whom_the_umask_lets(
+    nano: Path, command: Command, tmp_path: Path
+) -> None:
+    assert command("export", str(nano), "--out", "x") == 0
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "x").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
+    assert "model.safetensors" in modes
+
+
+def test_an_export_into_a_checkpoint_is_refused(
+    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = next((nano / "checkpoints").glob("step-*"))
+    before = sorted(checkpoint.iterdir())
+    assert command("export", str(nano), "--out", str(checkpoint / "x")) == 2
+    assert "lies in the checkpoint" in capsys.readouterr().err
+    assert sorted(checkpoint.iterdir()) == before

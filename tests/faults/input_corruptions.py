@@ -1,0 +1,267 @@
+"""Forty ways in which a run on the disk is damaged or made up, and what must become of it (R5)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fp8stack.checkpoint import reader
+from fp8stack.training.loop import train
+from fp8stack.training.setup.start import set_up
+from tests.faults.input_child import Ended, bounded
+
+STEPS = 4
+OLDER, NEWEST = "step-000002", "step-000004"
+FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "fp8.safetensors",
+         "checkpoint.json")  # fmt: skip
+SMALL = [
+    *("model_overrides.layers=1", "model_overrides.width=32", "model_overrides.heads=2"),
+    *("eval_windows=2", "sample_tokens=0", "warmup_steps=1", "telemetry_every=2"),
+]
+Damage = Callable[[Path], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corruption:
+    """`damage` is done to a checkpoint's folder, or with `of_run` to the run's; the message must
+    hold `named`. A damaged run goes on from its newest checkpoint, as those are good."""
+
+    damage: Damage
+    named: str
+    of_run: bool = False
+
+
+def make_run(folder: Path) -> Path:
+    """A finished run in delayed scaling with two checkpoints, and its data beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "data.txt"
+    data.write_text("to be or not to be, that is the question\n" * 100)
+    flags: dict[str, Any] = {"recipe": "delayed", "out": str(folder / "run"), "data": str(data)}
+    flags |= {"steps": STEPS, "save_every": 2, "eval_every": STEPS, "batch": 2, "context": 16}
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):  # here, so that children find all imported
+        train(set_up(flags, None, SMALL, None))
+    return folder / "run"
+
+
+def outcome(pristine: Path, place: Path, corruption: Corruption) -> str:
+    """What is wrong with what becomes of a corrupted copy, in `place`, of the run `pristine`; an
+    empty string if nothing is."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(pristine, place)
+    good = place / "checkpoints" / (NEWEST if corruption.of_run else OLDER)
+    weights = reader.load(good).tensors["model"]
+    bad = place if corruption.of_run else place / "checkpoints" / NEWEST
+    corruption.damage(bad)
+    ended = resumed(place, weights)
+    if ended.code or good.name not in ended.out or "other weights" in ended.out:
+        return f"not resumed from {good.name}: exit {ended.code}, {ended.out}{ended.error[-300:]}"
+    if corruption.named not in ended.out:
+        return f"{corruption.named} is not named: {ended.out}"
+    if corruption.of_run:
+        return ""
+    for path in (place / "checkpoints").iterdir():
+        shutil.rmtree(path, ignore_errors=True)
+    for name in (OLDER, NEWEST):
+        shutil.rmtree(place / "checkpoints" / name, ignore_errors=True)
+        if (place / "checkpoints" / name).is_file():
+            (place / "checkpoints" / name).unlink()
+        shutil.copytree(pristine / "checkpoints" / name, place / "checkpoints" / name)
+        corruption.damage(place / "checkpoints" / name)
+    ended = resumed(place, weights)
+    if ended.code != 3 or not ended.one_line or corruption.named not in ended.error:
+        return f"all bad: exit {ended.code} and not 3: {ended.out}{ended.error[-300:]}"
+    return ""
+
+
+def resumed(run: Path, weights: Mapping[str, Tensor]) -> Ended:
+    """Set up to go on with `run`, bounded; says so if the weights are not `weights`."""
+
+    def work() -> None:
+        ready = set_up({"out": str(run)}, None, [], "auto")
+        print(*ready.notes, sep="\n")
+        if any(not torch.equal(p, weights[name]) for name, p in ready.model.named_parameters()):
+            print("other weights")
+
+    return bounded(work, seconds=20)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest in `folder` and state its new sum, as a stranger could."""
+    file = folder / "checkpoint.json"
+    body = json.loads(file.read_text())
+    del body["sha256"]
+    change(body)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), **body}))
+
+
+def replace(folder: Path, name: str, content: bytes) -> None:
+    """Write another file in place of `name`, with a manifest that agrees."""
+    (folder / name).write_bytes(content)
+    sums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    rewrite(folder, lambda body: body["files"].update({name: sums}))
+
+
+def _with_tensor(group: str, name: str, change: Callable[[Tensor], Tensor] | None) -> Damage:
+    """One tensor is another, or gone, and every sum is right."""
+
+    def damage(folder: Path) -> None:
+        tensors = safetensors.torch.load_file(folder / f"{group}.safetensors")
+        tensor = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(tensor).contiguous()
+        replace(folder, f"{group}.safetensors", safetensors.torch.save(tensors))
+
+    return damage
+
+
+def _edited(file: str, change: Callable[[bytes], bytes]) -> Damage:
+    def damage(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(change(content))
+
+    return damage
+
+
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+def _swap(folder: Path) -> None:
+    model, optimizer = folder / "model.safetensors", folder / "optimizer.safetensors"
+    kept = model.read_bytes()
+    model.write_bytes(optimizer.read_bytes())
+    optimizer.write_bytes(kept)
+
+
+def _linked(name: str, target: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def _piped(folder: Path) -> None:
+    (folder / "checkpoint.json").unlink()
+    os.mkfifo(folder / "checkpoint.json")
+
+
+def _a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+
+
+def _header(content: dict[str, Any], data: bytes = b"", claimed: int | None = None) -> bytes:
+    """A safetensors file, its header as long as it is or as `claimed`."""
+    text = json.dumps(content).encode()
+    return struct.pack("<Q", claimed or len(text)) + text + data
+
+
+def _named(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        rewrite(folder, lambda body: body["files"].update({name: body["files"].popitem()[1]}))
+
+    return damage
+
+
+def _info(**changes: Any) -> Damage:
+    return lambda folder: rewrite(folder, lambda body: body["info"].update(changes))
+
+
+def _many_layers(folder: Path) -> None:
+    rewrite(folder, lambda body: body["info"]["identity"]["model"].update(layers=2**30))
+
+
+def _lines_added(file: str, text: str) -> Damage:
+    return _edited(file, lambda content: content + text.encode())
+
+
+_OVERLAP = {key: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for key in ("a", "b")}
+_UP = "blocks.0.mlp.up"
+_SIMPLE: dict[str, tuple[Damage, str]] = {
+    "swapped files": (_swap, "model.safetensors is damaged"),
+    "bytes too many": (_edited(FILES[0], lambda content: content + b"x"), "model.safetensors"),
+    "another step": (lambda folder: rewrite(folder, lambda body: body.update(step=7)), "step 7"),
+    "another format": (lambda f: rewrite(f, lambda body: body.update(format=2)), "has format 2"),
+    "short weight": (_with_tensor("model", f"{_UP}.weight", lambda t: t[:3]), f"{_UP}.weight"),
+    "double weight": (_with_tensor("model", f"{_UP}.weight", Tensor.double), f"{_UP}.weight"),
+    "NaN weight": (_with_tensor("model", f"{_UP}.weight", lambda t: t * torch.nan), "not finite"),
+    "no weight": (_with_tensor("model", f"{_UP}.weight", None), f"lacks '{_UP}.weight'"),
+    "infinite moment": (
+        _with_tensor("optimizer", f"{_UP}.weight.exp_avg", lambda t: t + torch.inf),
+        f"'{_UP}.weight.exp_avg' is not finite",
+    ),
+    "short random state": (_with_tensor("rng", "cpu", lambda t: t[:9]), "random state"),
+    "no scale": (_with_tensor("fp8", f"{_UP}.input.scale", None), f"{_UP}.input.scale"),
+    "2^40 bytes of header": (
+        lambda folder: replace(folder, FILES[0], _header({}, claimed=2**40)), FILES[0],
+    ),
+    "overlapping offsets": (
+        lambda folder: replace(folder, FILES[0], _header(_OVERLAP, bytes(16))), FILES[0],
+    ),
+    "a name that leads out": (_named("../../run.toml"), "../../run.toml"),
+    "an absolute name": (_named("/etc/passwd"), "/etc/passwd"),
+    "deep nesting": (_edited(FILES[4], lambda _: b"[" * 10**6), "checkpoint.json is damaged"),
+    "a huge number": (_edited(FILES[4], lambda _: b'{"step": ' + b"9" * 10**6 + b"}"), FILES[4]),
+    "a million keys": (
+        _edited(FILES[4], lambda _: b'{"sha256": 1' + b',"step":[{}]' * 10**6 + b"}"), FILES[4],
+    ),
+    "too large a manifest": (lambda f: os.truncate(f / FILES[4], 2**38), "checkpoint.json is too"),
+    "weights of another": (
+        _linked(FILES[0], f"../{OLDER}/../../run.toml"), "model.safetensors is damaged",
+    ),
+    "weights without end": (_linked(FILES[0], "/dev/zero"), "model.safetensors"),
+    "a manifest without end": (_linked(FILES[4], "/dev/zero"), "checkpoint.json"),
+    "a pipe as manifest": (_piped, "checkpoint.json"),
+    "a file as checkpoint": (_a_file, "checkpoint.json"),
+    "no model": (_info(identity={"recipe": {}, "data": {}}), "'model' is missing"),
+    "a billion layers": (_many_layers, "layers, the weights fewer"),
+    "no plan": (_info(plan={}), "plan in checkpoint.json: key 'layers' is missing"),
+    "another configuration": (_info(config={"steps": "many"}), "steps = 'many'"),
+    "no loss scale": (_info(scaler={}), "key 'scale' is missing"),
+    "the guard's memory": (_info(guard={"watch": [], "left_fp16": 3}), "guard"),
+}  # fmt: skip
+_OF_RUNS: dict[str, tuple[Damage, str]] = {
+    "run.toml cut": (_edited("run.toml", lambda content: content[:40]), "run.toml"),
+    "run.toml missing": (lambda run: (run / "run.toml").unlink(), "run.toml"),
+    "metrics nested": (_lines_added("metrics.jsonl", "[" * 10**5 + "\n"), ""),
+    "metrics of digits": (_lines_added("metrics.jsonl", '{"step": 1' + "0" * 5000 + "}\n"), ""),
+    "metrics of NaN": (_lines_added("metrics.jsonl", '{"step": 2, "loss": NaN}\n'), ""),
+}
+_EACH: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[:-1],
+    "flipped": _flipped,
+    "empty": lambda content: b"",
+}
+CORRUPTIONS = (
+    {
+        f"{file} {how}": Corruption(damage=_edited(file, change), named=f"{NEWEST}/{file}"[12:])
+        for file in FILES
+        for how, change in _EACH.items()
+    }
+    | {
+        f"{file} missing": Corruption(damage=lambda f, n=file: (f / n).unlink(), named=file)  # type: ignore[misc]
+        for file in FILES
+    }
+    | {what: Corruption(damage=damage, named=named) for what, (damage, named) in _SIMPLE.items()}
+    | {
+        what: Corruption(damage=damage, named=named, of_run=True)
+        for what, (damage, named) in _OF_RUNS.items()
+    }
+)

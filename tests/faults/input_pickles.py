@@ -1,0 +1,176 @@
+"""Fifteen files that run a program when they are unpickled, and every place where a user may hand
+us a file (R6). The program makes a file; if that is there afterwards, something was executed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import shutil
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp8stack.errors import UserError
+from fp8stack.training.load import load
+from tests.faults.input_child import TRACEBACK, called
+from tests.faults.input_corruptions import NEWEST, replace
+
+
+class Payload:
+    """Unpickled, it runs `touch` on the marker."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def _saved(payload: Payload, zipped: bool) -> bytes:
+    stream = io.BytesIO()
+    torch.save({"model": payload}, stream, _use_new_zipfile_serialization=zipped)
+    return stream.getvalue()
+
+
+def _numpy(payload: Payload, zipped: bool) -> bytes:
+    stream = io.BytesIO()
+    array = np.array([payload], dtype=object)
+    if zipped:
+        np.savez(stream, tokens=array)
+    else:
+        np.save(stream, array, allow_pickle=True)
+    return stream.getvalue()
+
+
+def _zip(payload: Payload) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(payload))
+    return stream.getvalue()
+
+
+def _tar(payload: Payload) -> bytes:
+    stream, content = io.BytesIO(), pickle.dumps(payload)
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        entry = tarfile.TarInfo("pickle")
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def _yaml(payload: Payload) -> bytes:
+    return f"!!python/object/apply:os.system [\"touch '{payload.marker}'\"]\n".encode()
+
+
+def _python(payload: Payload) -> bytes:
+    return f"import os\nos.system(\"touch '{payload.marker}'\")\n".encode()
+
+
+Maker = Callable[[Payload], bytes]
+PAYLOADS: dict[str, Maker] = {
+    "old.pkl": lambda payload: pickle.dumps(payload, protocol=0),
+    "new.txt": lambda payload: pickle.dumps(payload, protocol=5),
+    "saved.pt": lambda payload: _saved(payload, True),
+    "legacy.bin": lambda payload: _saved(payload, False),
+    "saved.safetensors": lambda payload: _saved(payload, True),
+    "objects.npy": lambda payload: _numpy(payload, False),
+    "objects.npz": lambda payload: _numpy(payload, True),
+    "pickle.toml": lambda payload: pickle.dumps(payload, protocol=0),
+    "pickle.json": pickle.dumps,
+    "archive.zip": _zip,
+    "archive.tar": _tar,
+    "model.joblib": lambda payload: zlib.compress(pickle.dumps(payload)),
+    "model.pkl.gz": lambda payload: gzip.compress(pickle.dumps(payload)),
+    "megatron.idx": lambda payload: (
+        b"MMIDIDX\0\0" + struct.pack("<QB", 1, 8) + _saved(payload, False)
+    ),
+    "apply.yaml.toml": _yaml,
+    "recipe.py": _python,
+}
+DOORS: dict[str, tuple[str, ...]] = {
+    **{flag: ("pretrain", f"--{flag}", "{file}") for flag in ("data", "model", "recipe", "config")},
+    **{flag: ("pretrain", f"--{flag}", "{file}") for flag in ("resume", "init-from", "what-if")},
+    "resume a folder": ("pretrain", "--resume", "{folder}"),
+    "data in a folder": ("pretrain", "--data", "{folder}"),
+    "init from a folder": ("pretrain", "--init-from", "{folder}"),
+    "report": ("report", "{file}"),
+    "report on a folder": ("report", "{folder}", "--text"),
+    "resume a run": ("pretrain", "--resume", "{run}"),
+    "init from a run": ("pretrain", "--init-from", "{run}"),
+    "report on a run": ("report", "{run}"),
+    "compare": ("compare", "--recipes", "fp32,{file}"),
+    "compare from": ("compare", "--from", "{file}"),
+    "compare from a run": ("compare", "--from", "{run}", "--recipes", "{file}"),
+    "bench roofline": ("bench", "roofline", "--capability", "9.0", "--results", "{file}"),
+    "bench shapes": ("bench", "shapes", "--model", "{file}"),
+}
+OF_A_RUN = ("run.toml", "plan.json", "metrics.jsonl", "telemetry.jsonl")
+OTHERS = (".metadata", "pytorch_model.bin", "custom_checkpoint_0.pkl", "scheduler.bin",
+          "random_states_0.pkl", "__init__.py", "fp8.pkl")  # fmt: skip
+
+
+def executed(pristine: Path, place: Path, name: str) -> list[str]:
+    """Where the payload `name` was executed, or what failed without a line that says why; `place`
+    is an empty folder, `pristine` a good run."""
+    marker = place / "executed"
+    file, folder, run = place / name, place / "folder", place / "run"
+    content = PAYLOADS[name](Payload(marker))
+    file.write_bytes(content)
+    folder.mkdir()
+    for other in (*OTHERS, name, "run.toml", "checkpoint.json"):
+        (folder / other).write_bytes(content)
+    _plant(pristine, run, content)
+    found = []
+    here = os.getcwd()
+    for door, words in DOORS.items():
+        arguments = [word.format(file=file, folder=folder, run=run) for word in words]
+        os.chdir(place)
+        try:
+            ended = called([*arguments, *_short(arguments[0], place)])
+        finally:
+            os.chdir(here)
+        if marker.exists():
+            found.append(f"{name} was executed by {door}")
+            marker.unlink()
+        if ended.code == TRACEBACK or (ended.code and not ended.one_line):
+            found.append(f"{name} at {door}: exit {ended.code}, {ended.error[-300:]}")
+    for path in (file, folder, run, run / "checkpoints" / NEWEST):
+        try:
+            load(path)
+            found.append(f"load took {path}")
+        except UserError:
+            pass
+        if marker.exists():
+            found.append(f"{name} was executed by load of {path}")
+            marker.unlink()
+    return found
+
+
+def _plant(pristine: Path, run: Path, content: bytes) -> None:
+    """A copy of a run in which every file is the payload; checkpoints have manifests that agree."""
+    shutil.copytree(pristine, run)
+    for checkpoint in (run / "checkpoints").iterdir():
+        for path in list(checkpoint.glob("*.safetensors")):
+            replace(checkpoint, path.name, content)
+        for other in OTHERS:
+            (checkpoint / other).write_bytes(content)
+    for own in OF_A_RUN:
+        (run / own).write_bytes(content)
+
+
+def _short(command: str, place: Path) -> list[str]:
+    """Flags with which a command that goes well after all is soon done."""
+    flags = {
+        "pretrain": ["--steps", "1", "--context", "16", "--batch", "1", "--out", str(place / "o")],
+        "compare": ["--steps", "1", "--seeds", "1", "--context", "16", "--data", __file__],
+    }
+    return flags.get(command, [])

@@ -1,0 +1,133 @@
+"""Rows of the reliability matrix: what comes from outside is bad, made up or malicious."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from tests.faults import input_corruptions, input_data, input_flags, input_fuzz, input_pickles
+from tests.faults.case import Case, Outcome
+
+FUZZ_SHORT, FUZZ_LONG = 1300, 20_000
+RUN_FILES = 60
+"""How many of the fuzzed files of a run are tried: each is a whole report."""
+
+
+def _outcome(problems: Iterable[str]) -> Outcome:
+    """Each of `problems` is what is wrong, or an empty string."""
+    found = list(problems)
+    lost = tuple(one for one in found if one)
+    return Outcome(injected=len(found), survived=len(found) - len(lost), lost=lost)
+
+
+def corruptions(place: Path, count: int) -> Outcome:
+    """R5."""
+    run = input_corruptions.make_run(place)
+    cases = list(input_corruptions.CORRUPTIONS.items())[:count]
+    problems = (input_corruptions.outcome(run, place / "copy", case) for _, case in cases)
+    named = zip(cases, problems, strict=True)
+    return _outcome(f"{name}: {problem}" if problem else "" for (name, _), problem in named)
+
+
+def pickles(place: Path, count: int) -> Outcome:
+    """R6."""
+    run = input_corruptions.make_run(place)
+    found = []
+    for name in list(input_pickles.PAYLOADS)[:count]:
+        (place / f"of {name}").mkdir()
+        found.append("; ".join(input_pickles.executed(run, place / f"of {name}", name)))
+    return _outcome(found)
+
+
+def bad_input(place: Path, count: int) -> Outcome:
+    """R7."""
+    input_flags.make_files(place)
+    found = []
+    for name, (words, said) in list(input_flags.bad_input().items())[:count]:
+        problem = input_flags.problem(place, words, said)
+        found.append(f"{name}: {problem}" if problem else "")
+    return _outcome(found)
+
+
+def fuzz(place: Path, count: int) -> Outcome:
+    """R8: half of the examples are configurations, half data files; files of runs besides."""
+    run = input_corruptions.make_run(place)
+    configs = input_fuzz.configs()
+    tried = dict.fromkeys(configs, count // 2 // len(configs) + 1)
+    tried |= dict.fromkeys(input_fuzz.data_files(), count // 2)
+    tried |= dict.fromkeys(input_fuzz.run_files(run), min(count // 20 + 1, RUN_FILES))
+    everything = configs | input_fuzz.data_files() | input_fuzz.run_files(run)
+    injected, lost = 0, []
+    for name, most in tried.items():
+        folder = place / f"of {name}"
+        folder.mkdir()
+        strategy, example = everything[name]
+        try:
+            injected += input_fuzz.fuzz(folder, strategy, example, most)
+        except Exception as error:
+            injected += 1
+            lost.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return Outcome(injected=injected, survived=injected - len(lost), lost=tuple(lost))
+
+
+def data(place: Path, count: int) -> Outcome:
+    """R9."""
+    return _outcome(
+        input_data.problem(place / "data", fault, workers=at % 3)
+        for at, fault in enumerate(input_data.FAULTS[:count])
+    )
+
+
+def _quiet(run: Callable[[Path, int], Outcome]) -> Callable[[Path, int], Outcome]:
+    """`run` on one thread, since it forks, and without the output of the commands."""
+
+    def quietly(place: Path, count: int) -> Outcome:
+        torch.set_num_threads(1)
+        with contextlib.redirect_stdout(io.StringIO()):
+            return run(place, count)
+
+    return quietly
+
+
+CASES: dict[str, Case] = {
+    "R5": Case(
+        what="files of a run cut, changed, swapped, missing, made up or malicious",
+        passes="the file is named and the last good checkpoint used; with all of them bad, exit "
+        "code 3; memory and time bounded",
+        run=_quiet(corruptions),
+        short=len(input_corruptions.CORRUPTIONS),
+        long=len(input_corruptions.CORRUPTIONS),
+    ),
+    "R6": Case(
+        what="malicious pickles at every place that takes a file",
+        passes="none is executed, and what is refused is refused in one line",
+        run=_quiet(pickles),
+        short=4,
+        long=len(input_pickles.PAYLOADS),
+    ),
+    "R7": Case(
+        what="bad configurations, flags and data files",
+        passes="exit code 2, one line on stderr that names it, nothing left behind",
+        run=_quiet(bad_input),
+        short=len(input_flags.bad_input()),
+        long=len(input_flags.bad_input()),
+    ),
+    "R8": Case(
+        what="fuzzed configurations and data files, and files of runs",
+        passes="each is taken, or refused in one line",
+        run=_quiet(fuzz),
+        short=FUZZ_SHORT,
+        long=FUZZ_LONG,
+    ),
+    "R9": Case(
+        what="data that are bad, or go bad while they are read",
+        passes="refused before the model sees them, with file and offset or size",
+        run=_quiet(data),
+        short=len(input_data.FAULTS),
+        long=len(input_data.FAULTS),
+    ),
+}

@@ -1,0 +1,299 @@
+"""Rows of the matrix: kills, signals, a full disk, a long run with all of them.
+
+What must come out is known without asking the product: a run like it that was left alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.twins import Tally, Twin, spread
+from tests.faults import soak
+from tests.faults.case import Case, Outcome
+from tests.faults.whole_runs import Ended, checkpoint_difference, checkpoints, files, rows
+
+RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
+KILLED, DONE, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 75
+SECONDS_TO_STOP = 10.0
+IN_BACKGROUND = ["--checkpoint-async"]
+
+
+# R1: kill -9, anywhere
+
+
+def kills(
+    folder: Path, count: int, recipes: Sequence[str] = RECIPES, flags: Sequence[str] = ()
+) -> Outcome:
+    """Runs that are killed once to three times and gone on with. Every second one of the recipes
+    has dropout, so that the random state matters; every third is saved in the background."""
+    rng, tally, twins = random.Random(1), Tally(), dict[str, Twin]()
+    for number in range(10 * count + 20):
+        if tally.injected >= count:
+            return tally.outcome()
+        recipe = recipes[number % len(recipes)]
+        if recipe not in twins:
+            dropout = ["--set", f"model_overrides.dropout={0.1 if number % 2 else 0.0}"]
+            own = [*dropout, *([] if number % 3 else IN_BACKGROUND), *flags]
+            twins[recipe] = Twin(folder / recipe, recipe, 10, 3, own)
+        # First each recipe once, one of them twice; then some more than that.
+        most = rng.randint(1, 3) if number >= len(recipes) else 2 if number == 0 else 1
+        _kill_and_finish(twins[recipe], rng, min(most, count - tally.injected), tally)
+    raise RuntimeError("The runs are not killed as they should be.")
+
+
+def _kill_and_finish(twin: Twin, rng: random.Random, times: int, tally: Tally) -> None:
+    """Kill one run so many times, unless it is done before, and see what it comes to."""
+    run, faults, wrong = twin.new(), list[str](), ""
+    while len(faults) < times and not wrong:
+        fault = random_kill(twin, run, rng)
+        ended = twin.go(run, fault)
+        if ended.code == DONE:  # before the time came
+            break
+        faults.append(fault)
+        wrong = _unexpected(ended, KILLED)
+    tally.add(faults, wrong or twin.finish(run)[1], f"{twin.recipe}, ")
+
+
+def random_kill(twin: Twin, run: Path, rng: random.Random) -> str:
+    """A kill at a random place, or time, of what a run has still to do."""
+    step = twin.ahead(run, rng.randint)
+    return rng.choice(
+        [
+            f"kill@step:{step}",
+            f"kill@forward:{step}",
+            f"kill@backward:{step}",
+            f"kill@step:{step}+{rng.uniform(0.001, 0.02):.4f}",
+            f"kill@save:{rng.randint(1, 15)}",
+            f"kill@time:{rng.uniform(0.05, twin.ended.seconds):.3f}",
+        ]
+    )
+
+
+def _unexpected(ended: Ended, code: int) -> str:
+    """What is wrong if a run did not end with `code`."""
+    if ended.code == code:
+        return ""
+    return f"ended with {ended.code}, not {code}: {ended.stderr.strip()[-300:]}"
+
+
+# R2: kill -9 within a save
+
+
+def kills_in_saves(folder: Path, count: int) -> Outcome:
+    """A kill before every operation on files that saving comes to, and some in between; half of
+    them where checkpoints are written in the background."""
+    rng, tally = random.Random(2), Tally()
+    for name, flags, part in (
+        ("waiting", [], count - count // 2),
+        ("background", IN_BACKGROUND, count // 2),
+    ):
+        twin = Twin(folder / name, "delayed", 6, 2, flags)
+        among = [operation for operation in twin.operations() if operation.step]
+        between = part // 4
+        for index in spread(part - between, len(among)):
+            _kill_in_save(twin, f"kill@save:{among[index].number}", tally, 2 if flags else 1)
+        for _ in range(between):
+            later = f"+{10 ** rng.uniform(-5, -2.5):.6f}"  # 10 microseconds to 3 ms
+            fault = f"kill@save:{rng.choice(among).number}{later}"
+            _kill_in_save(twin, fault, tally, 2 if flags else 1)
+    return tally.outcome()
+
+
+def _kill_in_save(twin: Twin, fault: str, tally: Tally, intervals: int) -> None:
+    """Kill a run in a save; at most the steps of so many save intervals may be lost."""
+    run = twin.new()
+    ended = twin.go(run, fault)
+    if ended.code == DONE and "+" in fault:  # the run was over before; try again without delay
+        fault = fault.partition("+")[0]
+        run = twin.new()
+        ended = twin.go(run, fault)
+    wrong = _unexpected(ended, KILLED)
+    if not wrong:
+        reached = max((row["step"] for row in rows(run)), default=0)
+        ended, wrong = twin.finish(run)
+        resumed = re.search(r"resumed from \S*step-(\d+)", ended.stdout)
+        again = reached - int(resumed[1] if resumed else 0)
+        litter = (files(run) ^ files(twin.path)) - _whole_checkpoints(run)
+        if not wrong and again > intervals * twin.save_every:
+            wrong = f"{again} steps were done again, with a save every {twin.save_every}"
+        elif not wrong and litter:
+            wrong = f"left over or missing: {', '.join(sorted(litter))}"
+    tally.add([fault], wrong, f"{twin.folder.name}, ")
+
+
+def _whole_checkpoints(run: Path) -> set[str]:
+    """The checkpoints that lack nothing, with their files: an old one more than is kept does no
+    harm, where the kill came just before it was removed."""
+    found = checkpoints(run)
+    whole = [path for path in found if files(path) == files(found[-1])]
+    return {str(p.relative_to(run)) for path in whole for p in (path, *path.iterdir())}
+
+
+# R3: signals
+
+
+def signals(folder: Path, count: int) -> Outcome:
+    """Signals in a step, before an evaluation, within a save and at random times."""
+    twin = Twin(folder / "delayed", "delayed", 24, 5, ["--set", "model_overrides.dropout=0.1"])
+    rng, tally = random.Random(3), Tally()
+    in_saves = [operation for operation in twin.operations() if 0 < operation.step < twin.steps]
+    for number in range(count):
+        name = ("term", "int", "usr1", "hup")[number % 4]
+        place = (
+            f"save:{rng.choice(in_saves).number}",
+            f"backward:{rng.choice([6, 12, 18])}",  # an evaluation comes next
+            "",
+            f"{rng.choice(['step', 'forward', 'backward'])}:{rng.randint(1, 20)}",
+        )[(number + number // 4) % 4]
+        run = twin.new()
+        if place:
+            fault = f"{name}@{place}"
+            wrong = _not_preempted(twin.go(run, fault), run)
+        else:
+            fault = f"{name} at a random time"
+            wrong = _signal_from_outside(twin, run, f"SIG{name.upper()}", rng)
+        tally.add([fault], wrong or twin.finish(run)[1])
+    return tally.outcome()
+
+
+def _signal_from_outside(twin: Twin, run: Path, name: str, rng: random.Random) -> str:
+    """Signal a run some time after its first step."""
+    child = twin.start(run)
+    while child.alive and not rows(run):
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.1))
+    child.signal(getattr(signal, name))
+    sent = time.monotonic()
+    return _not_preempted(child.wait(), run, time.monotonic() - sent)
+
+
+def _not_preempted(ended: Ended, run: Path, seconds: float | None = None) -> str:
+    """What is wrong with a run that was asked to stop; without the `seconds` that it took to, its
+    whole time counts."""
+    seconds = ended.seconds if seconds is None else seconds
+    if wrong := _unexpected(ended, PREEMPTED):
+        return wrong
+    if seconds > SECONDS_TO_STOP:
+        return f"took {seconds:.1f} s to stop"
+    reached, saved = rows(run)[-1]["step"], checkpoints(run)[-1].name
+    return "" if saved == f"step-{reached:06d}" else f"stopped after {reached}, saved {saved}"
+
+
+# R4: no room on the disk
+
+
+def full_disks(folder: Path, count: int) -> Outcome:
+    """A disk that fills up at cut-offs from nothing to the largest file, as the second checkpoint
+    is written, every second time in the background; every fifth time as the metrics are."""
+    tally = Tally()
+    twins = [Twin(folder / "waiting", "delayed", 6, 3)]
+    twins += [Twin(folder / "background", "delayed", 6, 3, IN_BACKGROUND)] if count > 1 else []
+    second = checkpoints(twins[0].path)[-1]
+    sizes = sorted(path.stat().st_size for path in second.iterdir())
+    for number in range(count):
+        twin = twins[number % len(twins)]
+        begun = next(op.number for op in twin.operations() if second.name in op.what)
+        # One byte short of a file, and evenly spread.
+        cut = sizes[number] - 1 if number < len(sizes) else number * sizes[-1] // count
+        fault = f"full:{cut}@save:{begun}"
+        if number % 5 == 4:
+            fault = f"full:{100 * number}@step:{4 + number % 2}"
+        tally.add([fault], _fill_and_finish(twin, fault), f"{twin.folder.name}, ")
+    return tally.outcome()
+
+
+def _fill_and_finish(twin: Twin, fault: str) -> str:
+    """What is wrong with a run whose disk fills up, and then has room again."""
+    run = twin.new()
+    ended = twin.go(run, fault)
+    lines = ended.stderr.splitlines()
+    old = run / "checkpoints" / f"step-{twin.save_every:06d}"
+    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    litter = sorted(name for name in files(run) if ".tmp-" in name)
+    if wrong := _unexpected(ended, DISK_FULL):
+        return wrong
+    if len(lines) != 1 or "the disk is full" not in lines[0]:
+        return f"what was said: {ended.stderr.strip()[-300:]}"
+    if kept != {old.name} or litter:
+        return f"there were checkpoints {sorted(kept)} and left over {litter}"
+    damaged = checkpoint_difference(old, twin.path / "checkpoints" / old.name)
+    return damaged or twin.finish(run)[1]
+
+
+# R16: the same on a GPU
+
+
+def on_cuda(folder: Path, count: int) -> Outcome:
+    """R1 and R10 with Transformer Engine on a GPU, a fifth of the faults being kills. It is ready
+    to run; no GPU has run it yet."""
+    from tests.faults.numeric_rows import cuda_faults
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("There is no CUDA GPU here.")
+    large = ["--device", "cuda", "--backend", "te", "--batch", "16", "--context", "256"]
+    large += ["--set", "model_overrides.width=1024", "--set", "model_overrides.heads=8"]
+    killed = kills(folder / "kills", max(1, count // 5), ("delayed", "current"), large)
+    faults = cuda_faults(folder / "faults", count - killed.injected)
+    return Outcome(
+        injected=killed.injected + faults.injected,
+        survived=killed.survived + faults.survived,
+        lost=killed.lost + faults.lost,
+    )
+
+
+SAME = "every tensor of the last checkpoint and all losses equal, bit for bit, those of a run that"
+SAME += " was left alone"
+CASES = {
+    "R1": Case(
+        what="kill -9 at random places and times of training, in seven recipes",
+        passes=f"gone on with, {SAME}",
+        run=kills,
+        short=8,
+        long=100,
+    ),
+    "R2": Case(
+        what="kill -9 before each operation on files within a save, and in between",
+        passes=f"at most the steps since the save before are done again, nothing is left over, and "
+        f"{SAME}",
+        run=kills_in_saves,
+        short=12,
+        long=160,
+    ),
+    "R3": Case(
+        what="SIGTERM, SIGINT, SIGHUP, SIGUSR1 in steps, evaluations and saves, and at random",
+        passes=f"saved, exit code 75 within {SECONDS_TO_STOP:.0f} s; gone on with, {SAME}",
+        run=signals,
+        short=4,
+        long=30,
+    ),
+    "R4": Case(
+        what="a disk that is full from some file size on (RLIMIT_FSIZE)",
+        passes="exit code 4 and one line, the checkpoint before is intact, nothing is left over; "
+        f"with room again it goes on, and {SAME}",
+        run=full_disks,
+        short=5,
+        long=20,
+    ),
+    "R14": Case(
+        what=f"kills, signals and full disks in one run, one in {soak.STEPS_PER_FAULT} steps",
+        passes=f"at the end, {SAME}, whose memory and open files did not grow",
+        run=soak.soak,
+        short=6,
+        long=200,
+    ),
+    "R16": Case(
+        what="R1 and R10 on a GPU by Transformer Engine, delayed and current",
+        passes="as in R1 and R10",
+        run=on_cuda,
+        short=10,
+        long=50,
+        needs_cuda=True,
+    ),
+}

@@ -1,0 +1,362 @@
+"""Rows of the matrix: ranks that are lost, and runs that go on with another number of ranks.
+
+What must come out is known without asking the product: a run like it that was left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.twins import SMALL, TEXT, Tally
+from tests.faults.case import Case, Outcome
+from tests.faults.whole_ranks import (
+    Change,
+    broken_gradient,
+    run_difference,
+    run_ranks,
+    states,
+    telling_states,
+    unchanged,
+)
+from tests.faults.whole_runs import Ended, last_step, rows
+
+KILLED, DONE, LOST, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 4, 75
+TIMEOUT_S = 8  # after which a rank counts as lost, here
+SECONDS_TO_END = 30.0
+STEPS, SAVE_EVERY = 7, 3
+BEGUN = 5  # the step in which faults happen
+_NOTE = re.compile(r"^fault: ([\w-]+) (\d+): (.*)$", re.MULTILINE)
+
+
+class Twins:
+    """A run of several ranks that is left alone, and others like it.
+
+    Args:
+        folder: for all of them; made here.
+        count: of ranks.
+        parallel: ddp or fsdp.
+        recipe: of all.
+        flags: further ones.
+    """
+
+    def __init__(
+        self, folder: Path, count: int, parallel: str, recipe: str, flags: Sequence[str] = ()
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.count, self.parallel = folder, count, parallel
+        (folder / "text.txt").write_text(TEXT)
+        self.words = ["pretrain", "--data", "text.txt", "--recipe", recipe, *SMALL]
+        self.words += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--eval-every", "4"]
+        self.words += ["--set", "sample_tokens=0", "--resume", "auto", "--parallel", parallel]
+        self.words += ["--set", "model_overrides.width=64", *flags]
+        self.words += ["--set", f"rank_timeout={TIMEOUT_S}"]
+        self.path = folder / "clean"
+        self._runs = 0
+        ended = self.go(self.path, "note@step,note@save,note@all-reduce")
+        if any(each.code for each in ended):
+            raise RuntimeError(f"The run without faults failed: {ended[0].stderr[-500:]}")
+        self.seconds = max(each.seconds for each in ended)
+        self.notes = [_NOTE.findall(each.stderr) for each in ended]
+
+    def new(self) -> Path:
+        """The folder of another run; nothing is there yet."""
+        self._runs += 1
+        return self.folder / f"run-{self._runs:03}"
+
+    def go(self, run: Path, faults: str = "", change: Change = unchanged) -> list[Ended]:
+        """Begin a run, or go on with it, until all ranks have ended or are stopped."""
+        return run_ranks([*self.words, "--out", run.name], self.folder, self.count, faults, change)
+
+    def finish(self, run: Path) -> str:
+        """Go on with a run to its end: what is wrong with that, or in what it differs from the
+        twin; "" if in nothing."""
+        ended = self.go(run)
+        if any(each.code for each in ended):
+            return f"could not go on: {_said(ended)}"
+        return run_difference(run, self.path)
+
+    def at(self, place: str, rank: int, share: float) -> str:
+        """A place in step `BEGUN`, or in the save after it, of a rank: so far into it."""
+        step, found = 0, list[str]()
+        for kind, number, _ in self.notes[rank]:
+            step = int(number) if kind == "step" else step
+            if kind == place and step == (BEGUN if place == "all-reduce" else 2 * SAVE_EVERY):
+                found.append(number)
+        return f"{place}:{found[int(share * (len(found) - 1))]}/rank={rank}"
+
+
+def _said(ended: Sequence[Ended]) -> str:
+    return f"exit codes {[each.code for each in ended]}: " + " | ".join(
+        each.stderr.strip()[-300:] for each in ended if each.stderr
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of fault: what to do to a run of these twins, and what is wrong with it then."""
+
+    name: str
+    parallel: str
+    inflict: Callable[[Twins, Path], str]
+
+
+def _lost(action: str, place: str, main: bool, twins: Twins, run: Path) -> str:
+    """Kill or stop one rank, and go on."""
+    victim = 0 if main else twins.count - 1
+    where = f"{place}:{BEGUN}/rank={victim}" if place == "forward" else ""
+    ended = twins.go(run, f"{action}@{where or twins.at(place, victim, 0.6)}")
+    survivors = [each for rank, each in enumerate(ended) if rank != victim]
+    if ended[victim].code != KILLED or any(each.code != LOST for each in survivors):
+        return _said(ended)
+    lines = "".join(each.stderr for each in survivors).splitlines()
+    if not all("lost another rank" in line for line in lines) or len(lines) > len(survivors):
+        return f"what was said: {lines}"
+    if not main and len(lines) != 1:
+        return f"what was said: {lines}"
+    took = max(each.seconds for each in ended) - twins.seconds
+    if took > SECONDS_TO_END:
+        return f"took {took:.0f} s more than a run without faults"
+    return twins.finish(run)
+
+
+def _preempted(twins: Twins, run: Path) -> str:
+    """SIGTERM to one rank alone."""
+    ended = twins.go(run, f"term@backward:{BEGUN}/rank={twins.count - 1}")
+    said = "".join(each.stderr for each in ended).strip().splitlines()
+    if any(each.code != PREEMPTED for each in ended) or len(said) != 1:
+        return _said(ended)
+    if last_step(run) != BEGUN:
+        return f"stopped in step {BEGUN}, saved {last_step(run)}"
+    return twins.finish(run)
+
+
+def _full(main: bool, twins: Twins, run: Path) -> str:
+    """A disk that is full for one rank, as the second checkpoint is begun."""
+    victim = 0 if main else twins.count - 1
+    ended = twins.go(run, f"full:100@{twins.at('save', victim, 0.0)}")
+    lines = "".join(each.stderr for each in ended).splitlines()
+    if any(each.code != DISK_FULL for each in ended):
+        return _said(ended)
+    if len(lines) != 1 or "the disk is full" not in lines[0]:
+        return f"what was said: {lines}"
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    if left != [f"step-{SAVE_EVERY:06}"]:
+        return f"left over: {left}"
+    return twins.finish(run)
+
+
+def _not_finite(twins: Twins, run: Path) -> str:
+    """NaN in the gradient of one rank: as if it had been in all, which skip that step."""
+    everywhere, told = twins.new(), twins.folder / f"{run.name}-states"
+    told.mkdir()
+    one = partial(_broken_and_told, twins.count - 1, str(told))
+    ended = [*twins.go(run, "", one), *twins.go(everywhere, "", partial(_broken_and_told, -1, ""))]
+    if any(each.code or each.stderr for each in ended):
+        return _said(ended)
+    skipped = [row["step"] for row in rows(run) if row.get("event") == "skip"]
+    if skipped != [BEGUN]:
+        return f"skipped steps {skipped}, not {BEGUN}"
+    known = states(told, twins.count)
+    for rank, state in enumerate(known):
+        odd = [name for name in known[0] if not torch.equal(known[0][name], state[name])]
+        if odd:
+            return f"rank {rank} has another {odd[0]} than rank 0"
+    return run_difference(run, everywhere)
+
+
+@contextmanager
+def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
+    """NaN on one rank, -1 is all, and their FP8 states in the end."""
+    with broken_gradient(rank if victim < 0 else victim, BEGUN, math.nan, rank):
+        if not told:
+            yield
+            return
+        with telling_states(told, rank):
+            yield
+
+
+KINDS = (
+    Kind(name="kill in forward", parallel="ddp", inflict=partial(_lost, "kill", "forward", False)),
+    Kind(name="stop in forward", parallel="fsdp", inflict=partial(_lost, "stop", "forward", False)),
+    Kind(name="kill at an all-reduce, main rank", parallel="fsdp",
+         inflict=partial(_lost, "kill", "all-reduce", True)),
+    Kind(name="stop at an all-reduce", parallel="ddp",
+         inflict=partial(_lost, "stop", "all-reduce", False)),
+    Kind(name="kill in a save, main rank", parallel="ddp",
+         inflict=partial(_lost, "kill", "save", True)),
+    Kind(name="stop in a save, main rank", parallel="ddp",
+         inflict=partial(_lost, "stop", "save", True)),
+    Kind(name="kill in a save", parallel="fsdp", inflict=partial(_lost, "kill", "save", False)),
+    Kind(name="stop in a save", parallel="fsdp", inflict=partial(_lost, "stop", "save", False)),
+    Kind(name="NaN on one rank", parallel="ddp", inflict=_not_finite),
+    Kind(name="SIGTERM to one rank", parallel="fsdp", inflict=_preempted),
+    Kind(name="disk full, main rank", parallel="ddp", inflict=partial(_full, True)),
+    Kind(name="disk full", parallel="fsdp", inflict=partial(_full, False)),
+)  # fmt: skip
+
+
+def lost_ranks(folder: Path, count: int) -> Outcome:
+    """Each kind with two ranks, then with four, all with dropout and delayed scaling."""
+    which = [(KINDS[n % len(KINDS)], 2 if n < len(KINDS) else 4) for n in range(count)]
+    # Two at a time, since stopped ranks are mostly waited for.
+    ways = [partial(_lost_in, folder, which, parallel) for parallel in ("ddp", "fsdp")]
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(lambda way: way(), ways))
+    return Outcome(
+        injected=sum(each.injected for each in outcomes),
+        survived=sum(each.survived for each in outcomes),
+        lost=tuple(line for each in outcomes for line in each.lost),
+    )
+
+
+def _lost_in(folder: Path, which: Sequence[tuple[Kind, int]], parallel: str) -> Outcome:
+    """Those of the kinds that are of ddp, or of fsdp."""
+    tally, twins = Tally(), dict[int, Twins]()
+    for kind, ranks in which:
+        if kind.parallel != parallel:
+            continue
+        if ranks not in twins:
+            dropout = ["--set", "model_overrides.dropout=0.1"]
+            twins[ranks] = Twins(
+                folder / f"{ranks}-{parallel}", ranks, parallel, "delayed", dropout
+            )
+        try:
+            wrong = kind.inflict(twins[ranks], twins[ranks].new())
+        except TimeoutError as error:
+            wrong = str(error)
+        tally.add([kind.name], wrong, f"{ranks} ranks, {parallel}: ")
+    return tally.outcome()
+
+
+# R13: another number of ranks
+
+EXACT, NEAR = 1e-5, 5e-3
+EACH = 3  # steps of a start
+ODD = ("--set", "model_overrides.vocabulary=257", "--set", "model_overrides.width=64")
+"""A vocabulary that low precision pads, and that ranks do not share equally."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """The starts of one run: with how many ranks, and how they share the work."""
+
+    recipe: str
+    starts: tuple[tuple[int, str], ...]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The recipe, and the ranks start by start."""
+        starts = " -> ".join(f"{count} {how}" if count > 1 else "1" for count, how in self.starts)
+        return " ".join([f"{self.recipe}: {starts}", *self.flags])
+
+
+_DDP = ((1, "ddp"), (2, "ddp"), (1, "ddp"))
+_FSDP = ((1, "ddp"), (2, "fsdp"), (1, "ddp"))
+_LATER = ("--checkpoint-async",)
+_MIXED = ((2, "ddp"), (2, "fsdp"), (1, "ddp"))
+WAYS = (
+    Way(recipe="fp32", starts=_DDP, flags=_LATER),
+    Way(recipe="delayed", starts=_FSDP, flags=ODD),
+    Way(recipe="bf16", starts=((2, "fsdp"), (1, "ddp"), (2, "ddp")), flags=(*ODD, *_LATER)),
+    Way(recipe="fp32", starts=_FSDP, flags=ODD),
+    Way(recipe="delayed", starts=_MIXED),
+    Way(recipe="delayed", starts=((2, "fsdp"), (2, "ddp"), (1, "ddp")), flags=_LATER),
+    Way(recipe="fp16", starts=_FSDP),
+    Way(recipe="current", starts=_DDP),
+    Way(recipe="mxfp8", starts=_FSDP, flags=ODD),
+    Way(recipe="block", starts=_FSDP, flags=("--context", "64")),
+    Way(
+        recipe="delayed",
+        starts=((3, "fsdp"), (2, "fsdp"), (1, "ddp")),
+        flags=(*ODD, "--batch", "12"),
+    ),
+    Way(recipe="fp32", starts=((1, "ddp"), (2, "fsdp"), (1, "ddp"), (4, "fsdp"))),
+    Way(recipe="delayed", starts=((4, "fsdp"), (2, "ddp"), (4, "ddp")), flags=ODD),
+)
+
+
+def world_sizes(folder: Path, count: int) -> Outcome:
+    """Runs whose starts have different numbers of ranks, beside one rank that is left alone."""
+    tally = Tally()
+    for number in range(count):
+        way = WAYS[number % len(WAYS)]
+        wrong = go_way(folder / f"way-{number:02}", way)
+        for _ in way.starts[1:]:
+            tally.add([way.name], wrong)
+    return tally.outcome()
+
+
+def go_way(folder: Path, way: Way) -> str:
+    """What is wrong with a run that was started in these ways, "" if nothing."""
+    folder.mkdir(parents=True)
+    (folder / "text.txt").write_text(TEXT)
+    steps = EACH * len(way.starts)
+    words = ["pretrain", "--data", "text.txt", "--recipe", way.recipe, *SMALL, "--batch", "8"]
+    words += ["--steps", str(steps), "--save-every", "100", "--eval-every", str(steps)]
+    words += ["--accumulate", "2", "--set", "model_overrides.width=128"]
+    words += ["--set", "sample_tokens=0", "--resume", "auto", *way.flags]
+    alone = run_ranks([*words, "--out", "alone"], folder, 1)
+    if alone[0].code:
+        return f"one rank alone: {_said(alone)}"
+    for number, (count, parallel) in enumerate(way.starts, 1):
+        last = number == len(way.starts)
+        # The last rank alone hears of it; all save, and stop.
+        faults = "" if last else f"term@step:{number * EACH}/rank={count - 1}"
+        ended = run_ranks([*words, "--parallel", parallel, "--out", "run"], folder, count, faults)
+        if any(each.code != (DONE if last else PREEMPTED) for each in ended):
+            return f"start {number}: {_said(ended)}"
+        if last_step(folder / "run") != EACH * number:
+            return f"start {number} saved step {last_step(folder / 'run')}"
+    return apart(folder, way)
+
+
+def apart(folder: Path, way: Way) -> str:
+    """Where the losses of a run are too far from those of one rank, "" if nowhere.
+
+    In FP8, the first step and the first one with another number of ranks come from the same weights
+    and scales: so they are as near as in fp32. Later a rounding that flips grows. In current
+    scaling a rank's scales are those of its own part of a batch, so there they are near only.
+    """
+    ours, theirs = (
+        [row for row in rows(folder / run) if "loss" in row] for run in ("run", "alone")
+    )
+    if [row["step"] for row in ours] != [row["step"] for row in theirs]:
+        return f"steps {[row['step'] for row in ours]}"
+    first = next(n for n, (count, _) in enumerate(way.starts) if count > 1) * EACH + 1
+    for row, other in zip(ours, theirs, strict=True):
+        exact = way.recipe == "fp32" or (row["step"] <= first and way.recipe != "current")
+        off = abs(row["loss"] - other["loss"]) / other["loss"]
+        if not off <= (EXACT if exact else NEAR):
+            return f"step {row['step']}: the loss {row['loss']} is {off:.1e} off {other['loss']}"
+    return ""
+
+
+CASES = {
+    "R12": Case(
+        what="one of 2 or 4 ranks killed, stopped, signalled, with NaN or with a full disk",
+        passes=f"no rank hangs over {SECONDS_TO_END:.0f} s, all end alike and say so in a line; "
+        "started again, every tensor and loss equals, bit for bit, a run's that was left alone",
+        run=lost_ranks,
+        short=len(KINDS),
+        long=2 * len(KINDS),
+    ),
+    "R13": Case(
+        what="going on with another number of ranks, DDP and FSDP2, in seven recipes",
+        passes=f"losses as of one rank: fp32 within {EXACT:g} at every step, others within "
+        f"{NEAR:g}, and {EXACT:g} at the first step of several ranks, except in current scaling",
+        run=world_sizes,
+        short=3,
+        long=len(WAYS),
+    ),
+}

@@ -1,0 +1,262 @@
+"""Numbers that break: a step is skipped to the bit, broken state goes back, a layer is named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8stack.errors import NumericFailure
+from fp8stack.training.guard.policy import Guard
+from fp8stack.training.run import Run
+from fp8stack.training.setup.start import set_up
+from tests.faults import numeric_ends, small_runs
+from tests.faults import numeric_rows as reliability_numeric
+from tests.faults.numeric_ends import FP8, RECIPES, transient
+from tests.faults.numeric_faults import VALUES, Fault, places
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAN, INF = math.nan, math.inf
+
+
+def small(folder: Path, recipe: str, *sets: str, **keys: Any) -> Run:
+    return small_runs.small_run(folder, "r", recipe, sets, **keys)
+
+
+def told(run: Run) -> list[tuple[int, str]]:
+    return [(row["step"], row["event"]) for row in small_runs.events(run)]
+
+
+SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("bf16", "block", "mxfp8")]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "delayed", "current", *SLOW])
+def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
+    recipe: str, tmp_path: Path
+) -> None:
+    chosen = [(place, value) for place in places(recipe) for value in VALUES]
+    assert len(chosen) == {"fp16": 36, "delayed": 44}.get(recipe, 32)
+    outcome = transient(tmp_path, recipe, chosen)
+    assert outcome.lost == ()
+    assert outcome.injected == outcome.survived == len(chosen)
+
+
+def test_without_the_guard_the_same_check_finds_every_fault_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
+    monkeypatch.setattr("fp8stack.training.guard.amax.Amaxes.put_back", lambda self, where: None)
+    monkeypatch.setattr(Guard, "weights_failed", lambda self, step, why: None)
+    chosen = [("loss", "inf"), ("wgrad", "nan"), ("moment", "inf")]
+    outcome = transient(tmp_path, "delayed", chosen)
+    assert (outcome.injected, outcome.survived) == (3, 0)
+    assert "amax_history differs after the step" in outcome.lost[0]
+    assert "did not go back" in outcome.lost[2]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "fp16"])
+def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(
+    recipe: str, tmp_path: Path
+) -> None:
+    runs = []
+    for name in ("spoilt", "left out"):
+        keys = {"steps": 8, "accumulate": 2}
+        sets = ["model_overrides.dropout=0.1"]
+        run = small_runs.small_run(tmp_path, name, recipe, sets, **keys)
+        recorder = small_runs.Recorder(run)
+        fault = Fault(place="activation", value=NAN, steps={5}, micro_batch=1)
+        if name == "spoilt":
+            fault.put(run)
+        else:
+            run.guard_state = left_out(5)
+        small_runs.trained(run)
+        assert fault.injected == (name == "spoilt")
+        runs.append({step: digest for step, digest in recorder.starts if step != 5})
+    assert list(runs[0]) == [1, 2, 3, 4, 6, 7, 8]
+    if recipe == "fp16":  # the skip halved the scale, and what underflows is another then
+        runs = [{step: {"cpu": digest["cpu"]} for step, digest in run.items()} for run in runs]
+    assert runs[0] == runs[1]
+    assert len({digest["cpu"] for digest in runs[0].values()}) == 7  # dropout draws
+
+
+def left_out(step: int) -> dict[str, Any]:
+    """The state of a guard that has just begun and is to leave a step out."""
+    watch = {"window": [], "streak": 0, "overflows": 0}
+    state = {"watch": watch, "left_out": [step], "demoted": {}, "incidents": 0, "last_bad": 0}
+    return state | {"tried": [], "bad": [], "left_fp16": False}
+
+
+@pytest.mark.parametrize("step", [1, 4, 8])
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
+    recipe: str, step: int, tmp_path: Path
+) -> None:
+    run = small(tmp_path, recipe, steps=8, save_every=4)
+    recorder = small_runs.Recorder(run)
+    Fault(place="wgrad", value=INF, steps={step}).put(run)
+    small_runs.trained(run)
+    assert told(run) == [(step, "skip")]
+    saved = sorted(path.name for path in run.folder.checkpoints.iterdir())
+    assert saved == ["step-000005" if step == 4 else "step-000004", "step-000008"]
+    before, after = recorder.at(step), recorder.ends[step]
+    assert before is not None
+    assert {name: after[name] for name in before} == before  # step 1 has no moments before it
+
+
+@pytest.mark.parametrize("place", ["wgrad", "weight"])
+def test_a_fault_right_after_a_resumption_is_met_like_any_other(place: str, tmp_path: Path) -> None:
+    small_runs.trained(small(tmp_path, "current", steps=4))
+    run = set_up({"steps": 8}, None, [], str(tmp_path / "r"))
+    Fault(place=place, value=NAN, steps={5}).put(run)
+    small_runs.trained(run)
+    expected = [(5, "skip")] if place == "wgrad" else [(5, "skip"), (5, "rollback"), (5, "skip")]
+    assert told(run) == expected
+    assert run.step == 8
+
+
+def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path: Path) -> None:
+    run = small(tmp_path, "mxfp8", steps=8)
+    Fault(place="moment", value=INF, steps={9}).put(run)
+    small_runs.trained(run)
+    assert told(run) == [(8, "rollback"), (8, "skip")]
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+
+
+def test_weights_that_break_again_go_back_again_if_there_was_progress(tmp_path: Path) -> None:
+    run = small(tmp_path, "fp32", steps=20)
+    faults = [Fault(place="weight", value=NAN, steps={step}) for step in (6, 10, 16)]
+    for fault in faults:
+        fault.put(run)
+    small_runs.trained(run)
+    back = [row["to_step"] for row in small_runs.events(run) if row["event"] == "rollback"]
+    assert back == [4, 8, 14]
+    assert [fault.injected for fault in faults] == [1, 1, 1]
+
+
+def test_a_learning_rate_that_breaks_the_weights_in_a_finite_step_is_told_at_once(
+    tmp_path: Path,
+) -> None:
+    run = small(tmp_path, "delayed", steps=8, lr=1e30)
+    with pytest.raises(NumericFailure, match=r"^Step 1: .*weight contains .*Lower --lr"):
+        small_runs.trained(run)
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(
+    log_every: int, tmp_path: Path
+) -> None:
+    keys = {"save_every": 8, "log_every": log_every, "guard": {"patience": 2}}
+    run = small(tmp_path, "delayed", steps=80, **keys)
+    fault = Fault(
+        place="input", value=NAN, steps=range(11, 100, 2), most=math.inf, only_in_fp8=True
+    )
+    fault.put(run)
+    small_runs.trained(run)
+    rungs = [row for row in small_runs.events(run) if row["event"] in ("rollback", "demote")]
+    assert [row["event"] for row in rungs] == ["rollback", "demote"]
+    assert rungs[0]["to_step"] == 32
+    assert rungs[1]["layer"] == "blocks.0.mlp.down"
+    if log_every == 1:  # 14 of the last 42
+        assert rungs[0]["step"] == 37
+        assert rungs[0]["why"].startswith("14 of 27 steps were bad: the loss is nan")
+
+
+def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path: Path) -> None:
+    found = []
+    for stop in (None, 20):
+        keys = {"steps": stop or 40, "guard": {"patience": 2}, "save_every": 8}
+        run = small_runs.small_run(tmp_path, f"r{stop}", "fp32", **keys)
+        alternating(run)
+        small_runs.trained(run)
+        if stop:
+            run = set_up({"steps": 40}, None, [], str(run.folder.path))
+            alternating(run)
+            small_runs.trained(run)
+        found.append([row for row in told(run) if row[1] == "rollback"])
+    assert found[0] == found[1] == [(37, "rollback")]
+
+
+def alternating(run: Run) -> None:
+    Fault(place="loss", value=INF, steps=range(11, 100, 2), most=math.inf).put(run)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "place"),
+    [
+        *(("delayed", place) for place in ("input", "grad_output", "wgrad", "loss")),
+        *(("fp16", "input"), ("fp16", "grad_output"), ("fp32", "activation"), ("mxfp8", "dgrad")),
+    ],
+)
+def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_named(
+    recipe: str, place: str, tmp_path: Path
+) -> None:
+    assert numeric_ends.persistent(tmp_path, recipe, place) == ""
+
+
+@pytest.mark.parametrize("place", ["weight", "moment"])
+def test_weights_that_break_in_every_step_go_back_once_and_then_the_run_stops(
+    place: str, tmp_path: Path
+) -> None:
+    assert numeric_ends.persistent(tmp_path, "current", place) == ""
+
+
+@pytest.mark.parametrize(("recipe", "place"), [*((r, "input") for r in FP8), ("delayed", "amax")])
+def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(
+    recipe: str, place: str, tmp_path: Path
+) -> None:
+    assert numeric_ends.only_in_fp8(tmp_path, recipe, place) == ""
+
+
+@pytest.mark.parametrize("place", ["history", "scale"])
+def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(
+    place: str, tmp_path: Path
+) -> None:
+    runs = []
+    for most in (0, math.inf):
+        run = small_runs.small_run(tmp_path, f"r{most}", "delayed", steps=10)
+        fault = Fault(place=place, value=1e38, steps=range(5, 11), most=most)
+        fault.put(run)
+        rows = small_runs.trained(run)
+        assert [row["step"] for row in rows] == (list(range(5, 11)) if most else [])
+        runs.append([row["loss"] for row in run.folder.read_metrics() if "loss" in row])
+    assert fault.injected == 6
+    assert runs[0] == runs[1]
+
+
+def test_a_history_of_one_amax_trains_and_skips_like_any_other(tmp_path: Path) -> None:
+    run = small(tmp_path, "delayed", "recipe_overrides.history_length=1", steps=8)
+    recorder = small_runs.Recorder(run)
+    Fault(place="wgrad", value=NAN, steps={5}).put(run)
+    small_runs.trained(run)
+    assert told(run) == [(5, "skip")]
+    assert recorder.at(5) == recorder.at(6)
+
+
+def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path: Path) -> None:
+    run = small(tmp_path, "fp16", steps=8)
+    Fault(place="loss_scale", value=NAN, steps={5}).put(run)
+    small_runs.trained(run)
+    scales = {r["step"]: r["loss_scale"] for r in run.folder.read_metrics() if "loss_scale" in r}
+    assert math.isfinite(scales[6])
+    assert scales[6] > 1024
+    assert told(run) == [(5, "skip")]
+
+
+def test_a_row_of_the_matrix_counts_what_it_injected(tmp_path: Path) -> None:
+    outcome = reliability_numeric.numeric_faults(tmp_path, 5)
+    assert (outcome.injected, outcome.survived, outcome.lost) == (5, 5, ())
+    everything = sum(len(places(recipe)) * len(VALUES) for recipe in RECIPES)
+    assert everything + 7 * 8 + 5 == reliability_numeric.ALL_FAULTS
+
+
+def test_a_digest_tells_any_single_change() -> None:
+    x = torch.zeros(1000)
+    digests = {small_runs.digest_of(x)}
+    for place in (0, 1, 999):
+        for value in (1.0, -1.0, 1e-45, NAN):
+            x.zero_()[place] = value
+            digests.add(small_runs.digest_of(x))
+    assert len(digests) == 13

@@ -1,0 +1,103 @@
+"""A run is resumed as what it is: what differs is refused and named, what may change goes through.
+
+Which checkpoint is taken, and what of a damaged one, is in test_resume.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8stack.config import FREE_ON_RESUME, RunConfig
+from tests.conftest import Command
+from tests.faults import numeric_rows as reliability_numeric
+from tests.faults import other_runs
+from tests.faults.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Begins a new run: on a resumed one there is nothing to begin.
+NOT_TRIED = {"init_from"}
+
+FREE: list[dict[str, Any]] = [
+    {"steps": 6},
+    {"log_every": 3},
+    {"eval_every": 5},
+    {"eval_windows": 2},
+    {"save_every": 3},
+    {"keep_checkpoints": 3},
+    {"sample_tokens": 4},
+    {"sample_prompt": "to"},
+    {"temperature": 0.5},
+    {"workers": 1},
+    {"deterministic": False},
+    {"save_fp8": True},
+    {"telemetry_every": 7},
+    {"telemetry_every": 7, "what_if": ["mxfp8"]},
+    {"guard": {"patience": 7}},
+    {"strict": False},
+    {"activation_checkpointing": "block"},
+    {"debug_steps": 1},
+    {"backend": "torch"},
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in delayed scaling of four steps."""
+    return saved_run(tmp_path_factory.mktemp("other"))
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: str(other.keys))
+def test_a_run_that_differs_is_refused_and_the_difference_named(other: Other, saved: Path) -> None:
+    assert refusal(saved, other) == ""
+
+
+def test_every_key_that_may_not_change_is_tried() -> None:
+    tried = {key for other in OTHERS for key in other.keys}
+    fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
+    assert fixed <= tried | NOT_TRIED
+
+
+@pytest.mark.parametrize("keys", FREE, ids=str)
+def test_what_may_change_goes_through(keys: dict[str, Any], saved: Path) -> None:
+    assert keys.keys() <= FREE_ON_RESUME
+    run = resumed_as(saved, keys)
+    run.folder.release()
+    assert run.step == 4
+    found = run.config.model_dump()
+    for key, value in keys.items():
+        if key == "guard":
+            assert found[key] | value == found[key]
+        else:
+            assert found[key] == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_a_resumption_that_is_not_refused_is_told(saved: Path) -> None:
+    assert refusal(saved, Other({"log_every": 2}, "log_every")) == "the run was resumed"
+    wrong = refusal(saved, Other({"seed": 3}, "lr is"))
+    assert wrong.startswith("exit code 2: Cannot resume")
+
+
+def test_the_row_of_the_matrix_counts_what_it_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = reliability_numeric.other_runs(tmp_path, 12)
+    assert (outcome.injected, outcome.survived, outcome.lost) == (12, 12, ())
+    monkeypatch.setattr(
+        other_runs, "set_up", lambda *_: other_runs.small_run(tmp_path, "n", "fp32")
+    )
+    assert reliability_numeric.other_runs(tmp_path, 2).survived == 0
+
+
+def test_the_command_refuses_with_exit_code_2_and_one_line(
+    saved: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert (
+        command("pretrain", "--resume", str(saved), "--set", "model_overrides.vocabulary=300") == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Leave it as it was, or start a new run in another --out." in line

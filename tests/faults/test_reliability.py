@@ -1,0 +1,153 @@
+"""`python -m bench reliability`: rows are run, kept, shown and judged; what is committed holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import reliability
+from bench.runner import RESULTS
+from fp8stack.errors import UserError
+from tests.faults.case import Case, Outcome
+
+COMMITTED = RESULTS / "cpu" / "reliability.json"
+
+
+def _case(outcome: Outcome | None = None, **facts: bool) -> Case:
+    def run(folder: Path, count: int) -> Outcome:
+        assert folder.is_dir()
+        assert not list(folder.iterdir())
+        (folder / "trace").write_text(str(count))
+        return outcome or Outcome(injected=count, survived=count)
+
+    return Case(what="sparks", passes="nothing burns", run=run, short=2, long=20, **facts)
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
+    """The rows there are, to be changed by a test; two that survive all."""
+    rows = {"R2": _case(), "R10": _case()}
+    monkeypatch.setattr(reliability, "all_cases", lambda: rows)
+    return rows
+
+
+def _run(folder: Path, *words: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=folder)
+    reliability.add_arguments(parser)
+    reliability.run(parser.parse_args(words))
+
+
+def _results(folder: Path) -> dict[str, dict]:
+    text = (folder / "reliability.json").read_text()
+    return {row["case"]: row for row in json.loads(text)["results"]}
+
+
+def test_every_row_is_run_in_its_long_form_and_written(
+    cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(tmp_path)
+    found = _results(tmp_path)
+    assert list(found) == ["R2", "R10"]
+    assert [(row["injected"], row["survived"], row["lost"]) for row in found.values()] == [
+        (20, 20, []),
+        (20, 20, []),
+    ]
+    assert found["R2"]["command"] == "python -m bench reliability --only R2"
+    assert found["R2"]["versions"]["torch"] == torch.__version__
+    assert "R10: 20 of 20 survived" in capsys.readouterr().out
+    assert "| R2 | sparks | nothing burns | 20 | 20 | none |" in (
+        (tmp_path / "reliability.md").read_text()
+    )
+    assert (tmp_path / "reliability.png").stat().st_size > 1000
+
+
+def test_rows_that_are_not_run_now_stay_as_they_were(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    _run(tmp_path)
+    before = _results(tmp_path)
+    _run(tmp_path, "--only", "R10", "--short")
+    found = _results(tmp_path)
+    assert found["R2"] == before["R2"]
+    assert found["R10"]["injected"] == 2
+    assert found["R10"]["command"].endswith("--short")
+    assert "(short) |" in (tmp_path / "reliability.md").read_text()
+
+
+def test_what_was_lost_is_shown_and_the_exit_code_is_1(
+    cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases["R2"] = _case(Outcome(injected=3, survived=1, lost=("spark 2: burnt", "spark 3: gone")))
+    with pytest.raises(SystemExit) as exit:
+        _run(tmp_path)
+    assert exit.value.code == 1
+    assert list(_results(tmp_path)) == ["R2", "R10"]  # the rows after it were run all the same
+    text = (tmp_path / "reliability.md").read_text()
+    assert "| 3 | 1 | **2 LOST** |" in text
+    assert "- spark 3: gone\n" in text
+    assert "LOST: spark 2: burnt" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_by_itself_counts_as_lost(cases: dict[str, Case], tmp_path: Path) -> None:
+    def fail(folder: Path, count: int) -> Outcome:
+        raise RuntimeError("no sparks here")
+
+    cases["R2"] = Case(what="sparks", passes="never", run=fail, short=1, long=1)
+    with pytest.raises(SystemExit):
+        _run(tmp_path)
+    found = _results(tmp_path)
+    assert found["R2"]["lost"] == ["the row itself failed: RuntimeError: no sparks here"]
+    assert found["R10"]["survived"] == 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_row_for_a_gpu_is_left_out_without_one_and_the_table_says_so(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    cases["R16"] = _case(needs_cuda=True)
+    _run(tmp_path)
+    assert "R16" not in _results(tmp_path)
+    assert "not run, needs a GPU |" in (tmp_path / "reliability.md").read_text()
+
+
+def test_a_short_run_leaves_the_committed_table_alone(
+    cases: dict[str, Case], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reliability.reports, "write", lambda *a: pytest.fail("it was written"))
+    _run(RESULTS, "--short")
+    assert "nothing is written" in capsys.readouterr().out
+
+
+def test_runs_are_kept_where_asked_and_not_written_over(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    _run(tmp_path / "out", "--keep", str(tmp_path / "runs"), "--only", "R2")
+    assert (tmp_path / "runs" / "R2" / "trace").read_text() == "20"
+    with pytest.raises(UserError, match="is there already"):
+        _run(tmp_path / "out", "--keep", str(tmp_path / "runs"), "--only", "R2")
+
+
+def test_an_unknown_row_is_refused_by_name(cases: dict[str, Case], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No row 'R3'"):
+        _run(tmp_path, "--only", "R3")
+
+
+def test_the_rows_of_all_themes_are_found_in_order() -> None:
+    found = reliability.all_cases()
+    assert {"R1", "R2", "R3", "R4", "R14", "R16"} <= found.keys()
+    assert list(found) == sorted(found, key=lambda name: int(name[1:]))
+    assert all(0 < case.short <= case.long for case in found.values())
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="the table is not made yet")
+def test_nothing_is_lost_in_the_committed_table() -> None:
+    cases = reliability.all_cases()
+    for name, row in _results(COMMITTED.parent).items():
+        assert row["lost"] == [], name
+        assert row["injected"] == row["survived"], name
+        assert row["injected"] >= cases[name].long, name

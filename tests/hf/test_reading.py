@@ -1,0 +1,397 @@
+"""Folders that transformers saved, as weights to begin with: `--init-from hf:PATH`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import fp8stack
+from fp8stack import GPT, GPTConfig, UserError
+from fp8stack.checkpoint.state import restore_weights
+from fp8stack.config import RunConfig, parse_config
+from fp8stack.hf import found_in, from_hf, open_folder
+from fp8stack.training.setup.init_from import find_source, nearest_preset, same_source, with_source
+from tests.conftest import Command, losses, metrics
+from tests.support.hf_models import (
+    LAYOUT,
+    SHAPES,
+    config_json,
+    export_to,
+    random_model,
+    randomize,
+    tokens,
+    weights_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROTARY = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
+    "gpt2": (transformers.GPT2Config, SMALL),
+    "gpt2 untied": (transformers.GPT2Config, SMALL | {"tie_word_embeddings": False, "n_inner": 40}),
+    "gpt2 gelu": (transformers.GPT2Config, SMALL | {"activation_function": "gelu"}),
+    "llama": (transformers.LlamaConfig, ROTARY),
+    "llama tied": (transformers.LlamaConfig, ROTARY | {"tie_word_embeddings": True}),
+    "llama biased": (transformers.LlamaConfig, ROTARY | {"attention_bias": True, "mlp_bias": True}),
+    "llama theta": (
+        transformers.LlamaConfig,
+        ROTARY | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
+    "qwen3": (transformers.Qwen3Config, ROTARY),
+    "arcee": (transformers.ArceeConfig, ROTARY),
+}
+
+
+def their(name: str) -> Any:
+    """A random model of transformers' own making."""
+    kind, keys = THEIRS[name]
+    model = transformers.AutoModelForCausalLM.from_config(kind(**keys)).eval()
+    randomize(model)
+    return model
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    their("llama").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def model_in(folder: Path) -> GPT:
+    """The folder as a model of ours."""
+    source = find_source(f"hf:{folder}")
+    model = GPT(source.shape, seed=3).eval()
+    restore_weights(model, source.weights)
+    return model
+
+
+def require_same_logits(ours: GPT, theirs: Any) -> None:
+    x = tokens(ours.config.vocabulary)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("files", ["one file", "several files"])
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_model_of_transformers_computes_the_same_here(
+    name: str, files: str, tmp_path: Path
+) -> None:
+    theirs = their(name)
+    theirs.save_pretrained(tmp_path, max_shard_size="5GB" if files == "one file" else "20KB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "several files")
+    require_same_logits(model_in(tmp_path), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_16_bit_weights_are_float32_of_the_same_values(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    theirs = their("qwen3").to(dtype)
+    theirs.save_pretrained(tmp_path)
+    ours = model_in(tmp_path)
+    assert all(tensor.dtype == torch.float32 for tensor in ours.parameters())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    require_same_logits(ours, again)
+
+
+def _said(config: GPTConfig) -> GPTConfig:
+    """With what follows from other keys."""
+    return config.model_copy(update={"kv_heads": config.query_groups, "mlp_width": config.hidden})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_we_export_comes_back_from_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = random_model(GPTConfig(**SHAPES[name]))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export_to(tmp_path / "a", model))
+    theirs.save_pretrained(tmp_path / "b")
+    folder = open_folder(tmp_path / "b")
+    found = found_in(folder.config, "b")
+    assert found.layout.model_type == LAYOUT[name]
+    assert _said(found.config) == _said(model.config)
+    back, ours = from_hf(found.config, found.layout, folder.tensors, "b"), weights_of(model)
+    assert back.keys() == ours.keys()
+    assert all(torch.equal(back[key], ours[key]) for key in ours)
+
+
+def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path: Path) -> None:
+    theirs = their("gpt2")
+    theirs.save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    safetensors.torch.save_file(old, tmp_path / "model.safetensors")
+    config_json(tmp_path, n_ctx=64, task_specific_params={}, dtype=None)
+    require_same_logits(model_in(tmp_path), theirs)
+
+
+def test_rope_theta_of_transformers_4_is_read(tmp_path: Path) -> None:
+    theirs = their("llama theta")
+    theirs.save_pretrained(tmp_path)
+    config_json(tmp_path, rope_parameters=None, rope_theta=500000)
+    require_same_logits(model_in(tmp_path), theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "mistral"}, "model_type = 'mistral'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type = linear"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"sliding_window": 16}, "sliding_window = 16"),
+        ({"is_causal": False}, "is_causal = false"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types = sliding_attention"),
+        ({"attention_bias": True}, "mlp_bias = false"),
+        ({"head_dim": 16}, "head_dim = 16: here it is hidden_size / num_attention_heads, 8"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ({"hidden_act": "relu"}, "up_proj is not the same as its gate_proj"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"auto_map": {"AutoModel": "x.y"}}, "auto_map is set"),
+        ({"hidden_size": "wide"}, "hidden_size = 'wide'"),
+        ({"hidden_size": None}, "key 'hidden_size' is missing"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"vocab_size": 255}, "'model.embed_tokens.weight' is torch.float32 (256, 32)"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
+        ({"num_hidden_layers": 3}, "lacks the tensor 'model.layers.2."),
+        ({"num_hidden_layers": 1}, "has a tensor too many, 'model.layers.1."),
+        ({"rope_parameters": 7}, "rope_parameters = 7"),
+    ],
+)
+def test_what_a_model_here_cannot_be_is_refused_by_its_key(
+    changes: dict[str, Any], told: str, llama: Path
+) -> None:
+    config_json(llama, **changes)
+    with pytest.raises(UserError) as error:
+        find_source(f"hf:{llama}")
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias = true"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = true"),
+        ("qwen3", {"head_dim": None}, "head_dim = 128"),
+        ("gpt2", {"resid_pdrop": 0.2}, "attn_pdrop = 0.1"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = false"),
+        ("gpt2", {"fp8stack": {"bias": False}}, "bias = false, and"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act = silu"),
+    ],
+)
+def test_so_is_what_other_layouts_have(
+    name: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    their(name).save_pretrained(tmp_path)
+    config_json(tmp_path, **changes)
+    with pytest.raises(UserError, match=told):
+        find_source(f"hf:{tmp_path}")
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _not_finite(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def _integers(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def _index_elsewhere(folder: Path) -> None:
+    table = {"weight_map": {"a": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+
+
+def _index_of_nothing(folder: Path) -> None:
+    table = {"weight_map": {"a": "gone.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+
+
+def _not_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (shutil.rmtree, "No folder"),
+        (_pickled, "pytorch_model.bin, a pickle"),
+        (_cut, "model.safetensors is not a safetensors file"),
+        (_not_finite, "'model.norm.weight' is not finite"),
+        (_integers, "'model.norm.weight' is torch.int32"),
+        (_index_elsewhere, "elsewhere"),
+        (_index_of_nothing, "gone.safetensors is missing"),
+        (_not_json, "config.json is not valid JSON"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+    ],
+)
+def test_a_damaged_folder_is_one_line_and_no_run(
+    damage: Any, told: str, llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(llama)
+    assert command("pretrain", "--init-from", f"hf:{llama}", "--out", "new", "--steps", "2") == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert not Path("new").exists()
+
+
+TRAIN = [
+    "--steps", "4", "--batch", "4", "--context", "32", "--eval-every", "2", "--save-every", "2",
+    "--set", "eval_windows=4", "--set", "sample_tokens=0",
+]  # fmt: skip
+
+
+def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(
+    llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["--init", "hf:llama", "--recipe", "fp32", "--lr", "1e-9", *TRAIN]
+    assert command("pretrain", "--out", "a", *start) == 0
+    assert f"weights of hf:{llama}" in capsys.readouterr().out
+    from fp8stack import data
+
+    ours = model_in(llama)
+    _, validation = data.load_corpora(None, 256)
+    windows = data.validation_windows(validation, count=4, context=32, vocabulary=256)
+    with torch.no_grad():
+        loss = ours(windows[:, :-1], windows[:, 1:]).item()
+    assert metrics(Path("a"))[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+    shutil.copytree("a", "cut")
+    shutil.rmtree("cut/checkpoints/step-000004")
+    assert command("pretrain", "--config", "a/run.toml", "--out", "b") == 0
+    shutil.rmtree(llama)
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(Path("cut")) == losses(Path("a")) == losses(Path("b"))
+    assert fp8stack.load("cut").config.kv_heads == 2
+
+
+def test_in_fp8_and_out_again_it_is_still_theirs(llama: Path, command: Command) -> None:
+    start = ["--init", "hf:llama", "--recipe", "delayed", *TRAIN]
+    assert command("pretrain", "--out", "a", *start) == 0
+    assert command("export", "a", "--out", "x") == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("x")
+    assert isinstance(theirs, transformers.LlamaForCausalLM)
+    require_same_logits(fp8stack.load("a"), theirs)
+
+
+def test_the_preset_nearest_to_the_folder_is_named_and_the_rest_overridden() -> None:
+    shape = GPTConfig(vocabulary=50257, context=1024, layers=12, width=768, heads=12, dropout=0.1)
+    assert nearest_preset(shape) == ("gpt2-124m", {"dropout": 0.1})
+
+
+def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama: Path) -> None:
+    source = find_source(f"hf:{llama}")
+    with pytest.raises(UserError, match="context is 128 here and 64"):
+        with_source(parse_config(None, {"model": "gpt-nano"}), source)
+    made = with_source(RunConfig(model_overrides={"dropout": 0.1}), source)
+    assert made.model_overrides["dropout"] == 0.1
+    assert made.init_from == f"hf:{llama.resolve()}"
+
+
+def test_the_same_folder_is_known_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama.parent)
+    assert same_source("hf:llama", f"hf:{llama.resolve()}")
+    assert not same_source("hf:llama", str(llama.resolve()))
+    assert not same_source("llama", f"hf:{llama.resolve()}")
+    assert not same_source("hf:llama", None)
+
+
+def test_dropout_and_keys_without_meaning_here_are_told(tmp_path: Path) -> None:
+    their("gpt2").save_pretrained(tmp_path / "gpt2")
+    config_json(tmp_path / "gpt2", embedding_multiplier=12.0)
+    notes = " ".join(find_source(f"hf:{tmp_path / 'gpt2'}").notes)
+    assert "dropout 0.1, as in the folder" in notes
+    assert "keys that are not known here: embedding_multiplier" in notes
+    their("llama").save_pretrained(tmp_path / "llama")
+    assert not find_source(f"hf:{tmp_path / 'llama'}").notes
+    config_json(tmp_path / "llama", attention_dropout=0.3)
+    assert "attention_dropout 0.3" in find_source(f"hf:{tmp_path / 'llama'}").notes[0]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_text_becomes_tokens_of_the_weights_and_other_tokens_are_refused(
+    same: bool,
+    llama: Path,
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = fp8stack.load_tokenizer("bytes").to_json()
+    table = json.loads(text)
+    if not same:
+        vocabulary = table["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (llama / "tokenizer.json").write_text(json.dumps(table | {"padding": None}))
+    (tmp_path / "text.txt").write_text("the cat sat on a mat\n" * 500)
+    begin = ["pretrain", "--init", "hf:llama", *TRAIN]
+    assert command(*begin, "--out", "a", "--data", "text.txt") == 0
+    sample = fp8stack.load_tokenizer(str(tmp_path / "a"))
+    assert sample.encode("a")[0] == (ord("a") if same else ord("b"))
+    assert command("prepare", "text.txt", "--tokenizer", "bytes", "--out", "tokens") == 0
+    capsys.readouterr()
+    assert command(*begin, "--out", "b", "--data", "tokens") == (0 if same else 2)
+    assert ("their ids mean other texts" in capsys.readouterr().err) == (not same)
+    assert command(*begin, "--out", "c", "--data", "tokens", "--tokenizer", "bytes") == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", 64), ("num_hidden_layers", 1), ("num_attention_heads", 2)],
+)
+def test_other_names_of_gpt2s_sizes_must_agree(key: str, value: int, tmp_path: Path) -> None:
+    their("gpt2").save_pretrained(tmp_path)
+    config_json(tmp_path, **{key: value})
+    with pytest.raises(UserError, match=f"{key} = {value}"):
+        find_source(f"hf:{tmp_path}")
+
+
+def test_an_arcee_without_its_norms_epsilon_has_that_of_transformers(tmp_path: Path) -> None:
+    theirs = their("arcee")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    require_same_logits(model_in(tmp_path), again)
+
+
+def test_of_two_rope_bases_the_one_that_transformers_takes_is_taken(tmp_path: Path) -> None:
+    their("llama theta").save_pretrained(tmp_path)
+    rope = {"rope_type": "default"}
+    config_json(
+        tmp_path,
+        rope_parameters={**rope, "rope_theta": 100.0},
+        rope_scaling={**rope, "rope_theta": 9000.0},
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    require_same_logits(model_in(tmp_path), again)

@@ -1,0 +1,483 @@
+"""`convert` in code of others: their linears, wrappers and loops; and a plan that stays true."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from fp8stack import LossScaler, UserError, convert, fp8_state
+from tests.distributed.test_process_group import in_ranks
+from tests.model.test_convert import (
+    AMPERE,
+    HOPPER,
+    MLP,
+    TURING,
+    Blocks,
+    fit,
+    gpt2,
+    gradients,
+    in_fp8,
+    llama,
+    normal,
+    plan,
+    reason,
+    replaced,
+    same,
+)
+from tests.support import converted_ranks
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+BACKENDS = ["emulate", "torch"]
+
+
+# Linears of others
+
+
+class Inherits(nn.Linear):
+    """As torchtitan has it: nn.Linear with something beside it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.tag = "theirs"
+
+    def describe(self) -> str:
+        return self.tag
+
+
+class Plain(nn.Linear):
+    """As Falcon and nanochat have it: a forward of its own that does the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Scratch(nn.Module):
+    """A linear without nn.Linear, and without a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def of_others() -> nn.Sequential:
+    torch.manual_seed(0)
+    kinds = (Inherits, nn.Linear, Plain, Scratch, Doubled)
+    return nn.Sequential(*(kind(32, 32) for kind in kinds))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linears_of_others_are_converted_where_their_forward_is_one(backend: str) -> None:
+    model = convert(of_others(), plan("delayed", backend), also=(Plain, Scratch))
+    assert replaced(model) == in_fp8(model) == ["0", "1", "2", "3"]
+    assert reason(model, "4") == (
+        "unchanged, a Doubled has a forward of its own: pass also=(Doubled,) if that is a plain "
+        "x W^T + b"
+    )
+    usual = nn.Sequential(*(nn.Linear(32, 32, bias=i != 3) for i in range(4)), Doubled(32, 32))
+    usual.load_state_dict(model.state_dict())
+    convert(usual, plan("delayed", backend))
+    assert fit(model) == fit(usual)
+    assert same(fp8_state(model), fp8_state(usual))
+
+
+def test_their_linears_stay_what_they_are_also_in_copies() -> None:
+    model = convert(of_others(), plan(), also=Plain)
+    fit(model)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(each[0], Inherits)
+        assert isinstance(each[2], Plain)
+        assert each[0].describe() == "theirs"
+        assert replaced(each) == ["0", "1", "2"]
+        assert same(fp8_state(each), fp8_state(model))
+        with torch.no_grad():
+            assert torch.equal(each(normal(4, 32)), model(normal(4, 32)))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (lambda: nn.Sequential(Plain(32, 32)), {}, r"in FP8 \(0: a Plain .*also=\(Plain,\)"),
+        (MLP, {"exclude": "*"}, r"in FP8 \(up and 1 more: excluded by the pattern"),
+        (lambda: MLP(20, 24), {}, r"in FP8 \(up: 20 in features, not divisible by 16; down: 24"),
+        (lambda: nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), {}, "head = false"),
+        (of_others, {"also": (Scratch, nn.Conv2d)}, "also: no layer of this model is a Conv2d"),
+        (lambda: nn.Sequential(nn.LayerNorm(32)), {"also": nn.LayerNorm}, r"no parameter `weight`"),
+    ],
+)
+def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options, said) -> None:
+    model = make()
+    with pytest.raises(UserError, match=said):
+        convert(model, plan("current", "torch", HOPPER), **options)
+    assert replaced(model) == []
+    assert not hasattr(model, "fp8_plan")
+
+
+def test_where_the_hardware_has_no_fp8_nothing_is_refused() -> None:
+    model = nn.Sequential(Plain(32, 32), nn.Linear(32, 32))
+    assert replaced(convert(model, plan("delayed", "auto", AMPERE), exclude="1")) == []
+
+
+def test_an_attribute_that_a_converted_layer_needs_is_not_taken_from_its_owner() -> None:
+    model = MLP()
+    model.down.scaling = 0.5
+    with pytest.raises(UserError, match="down has an attribute 'scaling' of its own"):
+        convert(model, plan())
+    assert replaced(model) == []
+
+
+# Heads
+
+
+class Headed(nn.Module):
+    """Blocks between an embedding and what `heads` gives."""
+
+    def __init__(self, tie: str = "", **heads: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(96, 32), nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList([MLP(), MLP(32, 96)])
+        for name, head in heads.items():
+            self.add_module(name, head)
+        if tie:
+            self.get_submodule(tie).weight = self.embedding.weight
+
+
+def linears(*sizes: tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*size) for size in sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (Headed(output=nn.Linear(32, 96)), ["output"]),
+        (Headed(logits=linears((32, 32), (32, 96))), ["logits.1"]),
+        (Headed(lm_head=nn.ModuleDict({"w_out": nn.Linear(32, 48)})), ["lm_head.w_out"]),
+        (Headed(classifier=linears((32, 32), (32, 16))), ["classifier.1"]),
+        (Headed(model=nn.ModuleDict({"score": nn.Linear(32, 16)})), ["model.score"]),
+        (Headed(tie="blocks.1.up"), ["blocks.1.up"]),
+        (Headed(proj=nn.Linear(32, 64)), []),
+    ],
+)
+def test_what_gives_logits_is_a_head_whatever_its_name(model: nn.Module, heads: list[str]) -> None:
+    convert(model, plan())
+    found = {layer.name for layer in model.fp8_plan.layers if not layer.fp8}
+    assert found == set(heads)
+    assert all(reason(model, head) == "unchanged, the recipe says head = false" for head in found)
+
+
+# Weights that are no parameter of the layer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functional_calls_compute_with_the_tensors_that_they_are_given(backend: str) -> None:
+    for recipe in ("current", "delayed"):
+        model, twin = (convert(MLP(), plan(recipe, backend)) for _ in range(2))
+        for step in range(3):
+            given = {
+                name: (value.detach() * (step + 2)).requires_grad_()
+                for name, value in model.named_parameters()
+            }
+            with torch.no_grad():
+                for name, value in twin.named_parameters():
+                    value.copy_(given[name])
+            x = normal(8, 32, seed=step)
+            y, expected = functional_call(model, given, (x,)), twin(x)
+            assert torch.equal(y, expected)
+            y.sum().backward()
+            expected.sum().backward()
+            assert same({name: value.grad for name, value in given.items()}, gradients(twin))
+            twin.zero_grad()
+        assert same(fp8_state(model), fp8_state(twin))
+
+
+def test_transforms_of_torch_func_are_refused_in_a_sentence() -> None:
+    model = convert(MLP(), plan("current"))
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, given, (normal(8, 32),)).sum()
+
+    with pytest.raises(UserError, match=r"cannot run under torch\.func's grad"):
+        grad(loss)(dict(model.named_parameters()))
+
+
+class Unit(nn.Module):
+    """Computes a weight of length 1 in each row, and counts how often."""
+
+    count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        Unit.count += 1
+        return F.normalize(weight)
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.custom_from_mask(layer, "weight", (torch.arange(32 * 64).view(64, 32) % 3 > 0).float())
+
+
+COMPUTED: dict[str, Callable[[Any], object]] = {
+    "pruned": pruned,
+    "parametrized": lambda layer: parametrize.register_parametrization(layer, "weight", Unit()),
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", COMPUTED)
+def test_a_weight_may_be_computed_from_another_after_convert(how: str, backend: str) -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    plain = copy.deepcopy(model)
+    convert(model, plan("current", backend))
+    fit(model, 1)  # what the torch backend keeps of the weight must be forgotten
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    for each in (model, plain):
+        torch.manual_seed(1)
+        COMPUTED[how](each.up)
+    Unit.count = 0
+    for step in range(3):
+        x = normal(64, 32, seed=step)
+        y, expected = model(x), plain(x)
+        y.square().mean().backward()
+        expected.square().mean().backward()
+        assert 1e-3 < ((y - expected).norm() / expected.norm()) < 0.1
+        found = gradients(model)
+        assert found.keys() == gradients(plain).keys()
+        for name, value in gradients(plain).items():
+            assert (found[name] - value).norm() < 0.15 * value.norm() + 1e-6, name
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+            each.zero_grad()
+    if how == "parametrized":
+        assert Unit.count == 2 * 3, "once in each pass of each model"
+
+
+# Ranks
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    return in_ranks(converted_ranks.all_of, 2)
+
+
+def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(
+    of_ranks: list[dict[str, Any]],
+) -> None:
+    for found in of_ranks:
+        for how, losses in zip(converted_ranks.WRAPS, found["fsdp"], strict=True):
+            wrapped, expected = losses[:6], losses[6:]
+            assert wrapped == pytest.approx(expected, rel=1e-5), how
+            assert len(set(wrapped)) == 6
+
+
+def test_ranks_with_other_layers_are_told_so_instead_of_waiting_for_ever(
+    of_ranks: list[dict[str, Any]],
+) -> None:
+    for found in of_ranks:
+        assert "have different layers, as in pipeline parallelism" in found["stages"]
+        assert found["own group"] == "it runs"
+
+
+def test_tensor_parallel_weights_are_refused_in_a_sentence(of_ranks: list[dict[str, Any]]) -> None:
+    for found in of_ranks:
+        assert found["tensor parallel"].startswith("FP8 layers do not take the DTensors")
+
+
+# A plan that stays true
+
+
+class ReadsWeights(Blocks):
+    """As Mamba has it: one linear's weight is read, and its forward never called."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.dt_proj = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.dt_proj.weight
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own, which never compiled anything."""
+    import torch._dynamo.utils as dynamo
+
+    monkeypatch.setattr(dynamo, "counters", {"frames": {}})
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_layers_that_never_ran_are_warned_of_once(recipe, nothing_compiled, caplog) -> None:
+    silent, model = convert(Blocks(1), plan(recipe)), convert(ReadsWeights(), plan(recipe))
+    with torch.no_grad():
+        model(normal(8, 32))  # no pass that trains
+    fit(silent)
+    assert caplog.records == []
+    fit(model)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith(
+        "1 converted layer(s) were not called in the first training pass: dt_proj."
+    )
+    assert record.message in model.fp8_plan.reasons
+
+
+def shape(model: Any, name: str) -> tuple[int, int]:
+    layer = model.fp8_plan.layer(name)
+    return layer.in_features, layer.out_features
+
+
+@pytest.mark.parametrize(
+    ("make", "backend", "precision"),
+    [(gpt2, "emulate", "delayed"), (gpt2, "torch", "fp32"), (llama, "torch", "unchanged")],
+)
+def test_the_plan_follows_resized_embeddings(make, backend, precision, caplog) -> None:
+    """GPT-2's head is tied and stays the same module; Llama's becomes a new one."""
+    model = convert(make(), plan("delayed", backend, head=True))
+    model.resize_token_embeddings(300)
+    tokens = torch.arange(64).view(2, 32)
+    for _ in range(2):
+        assert model(tokens, labels=tokens).logits.shape[-1] == 300
+    assert shape(model, "lm_head") == (32, 300)
+    assert model.fp8_plan.layer("lm_head").precision == precision
+    assert ("lm_head" in in_fp8(model)) == (precision == "delayed")
+    expected = {
+        "delayed": None,
+        "fp32": "fp32, 300 out features, not divisible by 16",
+        "unchanged": (
+            "unchanged, replaced after convert: convert the model once its layers are final"
+        ),
+    }[precision]
+    if expected is not None:
+        assert reason(model, "lm_head") == expected
+        told = [record.message for record in caplog.records if record.name == "fp8stack"]
+        assert told == [f"lm_head: {expected}"]
+
+
+def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed() -> None:
+    model = convert(Blocks(3), plan())
+    fit(model, 1)
+    model.blocks[0].up = nn.Linear(32, 64)
+    model.blocks[1].up = nn.Sequential(model.blocks[1].up)
+    del model.blocks[2]
+    fit(model, 1)
+    assert in_fp8(model) == ["blocks.0.down", "blocks.1.up", "blocks.1.down"]
+    assert reason(model, "blocks.0.up").startswith("unchanged, replaced after convert")
+    assert reason(model, "blocks.2.up") == "it is no longer a linear of this model"
+    told = model.fp8_plan.reasons
+    fit(model, 1)
+    assert model.fp8_plan.reasons == told
+
+
+def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused() -> None:
+    """What Accelerator(mixed_precision="fp8") does to a model that it prepares."""
+    from torchao.float8 import convert_to_float8_training
+
+    model = convert(Blocks(2), plan("current"))
+    convert_to_float8_training(model, module_filter_fn=lambda part, name: "down" in name)
+    with pytest.raises(UserError, match=r"2 of 4 linears were replaced .* Float8Linear of torchao"):
+        model(normal(16, 32))
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 32) > 0])
+@pytest.mark.parametrize("recipe", ["delayed", "bf16"])
+def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe: str, x: Tensor) -> None:
+    model = MLP()
+    with pytest.raises(RuntimeError) as expected:
+        model.up(x)
+    convert(model, plan(recipe, "auto"))
+    with pytest.raises(RuntimeError) as found:
+        model(x)
+    assert str(found.value) == str(expected.value)
+
+
+# fp16, and what accelerate saves
+
+
+def test_under_a_scaled_loss_layers_compute_in_fp16() -> None:
+    torch.manual_seed(0)
+    plain = Blocks(2)
+    model = convert(copy.deepcopy(plain), plan("delayed", "auto", TURING), scaled_loss=True)
+    assert {layer.precision for layer in model.fp8_plan.layers} == {"fp16"}
+    assert replaced(model) == [layer.name for layer in model.fp8_plan.layers]
+    layer, x = plain.blocks[0].up, normal(8, 32)
+    expected = F.linear(x.half(), layer.weight.half(), layer.bias.half()).float()
+    assert torch.equal(model.blocks[0].up(x), expected)
+    scaler = LossScaler("cpu")
+    losses = []
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for step in range(10):
+            loss = 1e-6 * each(normal(8, 32, seed=step)).pow(2).mean()
+            if each is model:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(1e6 * loss.item())
+    assert losses[9] < 0.9 * losses[0]
+    assert losses[:10] == pytest.approx(losses[10:], rel=1e-2)
+    seen = scaler.statistics()
+    assert (seen.steps, seen.overflows) == (10, 0)
+
+
+def test_without_a_scaled_loss_the_plan_says_how_fp16_is_had() -> None:
+    model = convert(MLP(), plan("fp16", "auto", TURING))
+    assert replaced(model) == []
+    assert "pass scaled_loss=True" in reason(model, "up")
+
+
+def test_accelerate_saves_and_loads_the_scales(tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, nn.Module, Any]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = convert(Blocks(1), plan())
+        accelerator.register_for_checkpointing(model.delayed_scaling)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: range) -> list:
+        losses = []
+        for step in steps:
+            loss = model(normal(8, 32, seed=step)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    straight = prepared()
+    losses = train(*straight, range(3))
+    straight[0].save_state(str(tmp_path))
+    losses += train(*straight, range(3, 6))
+    resumed = prepared()
+    resumed[0].load_state(str(tmp_path))
+    assert train(*resumed, range(3, 6)) == losses[3:]
+    assert same(fp8_state(resumed[1]), fp8_state(straight[1]))

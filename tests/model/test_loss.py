@@ -1,0 +1,419 @@
+"""The head's loss in chunks of rows: what it equals, what it leaves alone, what it never holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from fp8stack.backends import Backend, build_backend, fp8_state
+from fp8stack.model import loss as head_module
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.gpt import GPT
+from fp8stack.model.loss import chunk_rows, head_loss
+from fp8stack.precision import Hardware, load_recipe, resolve
+from tests.support.gemm_oracle import oracle
+from tests.support.te_stand_in import installed
+
+CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
+TINY = {"vocabulary": 61, "context": 60, "layers": 1, "width": 32, "heads": 2}
+ROWS = 8 * 60  # three chunks of 128 and one of 96
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PLAIN = [(dtype, "reference", dtype) for dtype in DTYPES]
+FP8 = [
+    *((recipe, "emulate", "fp32") for recipe in ("delayed", "current", "block", "mxfp8")),
+    *((recipe, "torch", "fp32") for recipe in ("delayed", "current")),
+    ("delayed", "emulate", "bf16"),
+    ("delayed", "torch", "bf16"),
+]
+BY_NAME = {"-".join(kind): kind for kind in [*PLAIN, *FP8]}
+# In current scaling a chunk has a scale of its own, unless the head runs once over all rows.
+TO_THE_BIT = {name: kind for name, kind in BY_NAME.items() if "current" not in name}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are as small as they get: 128 rows."""
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 1)
+
+
+def backend_for(
+    recipe: str,
+    backend: str,
+    dtype: str,
+    shapes: dict[str, tuple[int, int]] | GPTConfig,
+    hardware: Hardware = CPU,
+) -> Backend:
+    loaded = load_recipe(recipe)
+    if loaded.is_fp8:
+        loaded = loaded.model_copy(update={"head": True})
+    plan = dataclasses.replace(resolve(loaded, hardware, backend), compute_dtype=dtype)
+    if isinstance(shapes, GPTConfig):
+        shapes = shapes.linear_shapes(padded_vocabulary(shapes, plan.vocabulary_multiple))
+    return build_backend(plan.for_layers(shapes))
+
+
+def gpt(recipe: str = "fp32", backend: str = "auto", dtype: str = "fp32", **shape: object) -> GPT:
+    config = GPTConfig(**(TINY | shape))
+    return GPT(config, backend_for(recipe, backend, dtype, config))
+
+
+def batch(seed: int = 1, ignored: int = 70) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(61, (2, 8, 60), generator=generator)
+    targets.view(-1)[5 : 5 + ignored] = -100
+    return tokens, targets
+
+
+def head_of(
+    recipe: str, backend: str, dtype: str, inputs: int = 32, outputs: int = 64
+) -> nn.Linear:
+    made = backend_for(recipe, backend, dtype, {"lm_head": (inputs, outputs)})
+    torch.manual_seed(0)
+    layer = made.linear("lm_head", inputs, outputs, False)
+    made.attach(layer)
+    return layer
+
+
+def head_inputs(rows: int = ROWS, width: int = 32, vocabulary: int = 61) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, rows, width, generator=generator).requires_grad_()
+    targets = torch.randint(vocabulary, (1, rows), generator=generator)
+    targets[0, 200:240] = -100
+    return x, targets
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    """Of the largest element."""
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+# The numbers
+
+TOLERANCES = {"fp32": 2e-6, "bf16": 2**-7, "fp16": 2**-10}
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_and_gradients_of_a_plain_head_equal_float64(dtype):
+    head = head_of(dtype, "reference", dtype)
+    x, targets = head_inputs()
+    factor = 1024.0 if dtype == "fp16" else 1.0
+    loss = head_loss(head, x, targets, 61)
+    (factor * loss).backward()
+    x64 = x.detach().double().requires_grad_()
+    w64 = head.weight.detach().double().requires_grad_()
+    expected = F.cross_entropy((x64 @ w64.T)[0, :, :61], targets[0])
+    expected.backward()
+    assert (loss.dtype, loss.shape) == (torch.float32, ())
+    assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCES[dtype])
+    assert x.grad.shape == x.shape
+    assert error(x.grad / factor, x64.grad) < TOLERANCES[dtype]
+    assert error(head.weight.grad / factor, w64.grad) < TOLERANCES[dtype]
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_loss_and_gradients_of_an_fp8_head_equal_float64_on_quantized_operands(recipe):
+    head = head_of(recipe, "emulate", "fp32")
+    x, targets = head_inputs()
+    loss = head_loss(head, x, targets, 61)
+    loss.backward()
+    y, *_ = oracle(recipe, head, x.detach(), torch.zeros(1, ROWS, 64))
+    y.requires_grad_()
+    expected = F.cross_entropy(y[0, :, :61], targets[0])
+    expected.backward()
+    _, dx, dw, _ = oracle(recipe, head, x.detach(), y.grad.float())
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    # A last bit of difference in a gradient can move it by one FP8 step.
+    assert error(x.grad, dx) < 0.01
+    assert error(head.weight.grad, dw) < 0.01
+
+
+def both(monkeypatch, kind, factor=1.0, passes=2, **shape):
+    """The same passes by a model that computes all rows at once and by one that does chunks."""
+    models, losses = [], []
+    for size in (2**40, 1):
+        monkeypatch.setattr(head_module, "CHUNK_BYTES", size)
+        model = gpt(*kind, **shape)
+        for step in range(passes):
+            loss = model(*batch(step))
+            (loss * factor).backward()
+        models.append(model)
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    return models
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3], ids=["one", "quarter", "third"])
+@pytest.mark.parametrize("kind", TO_THE_BIT.values(), ids=TO_THE_BIT)
+def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, tied):
+    """Only sums over rows change: the gradient of the head's weight, by its rounding. Where
+    gradients are found before what scales the loss is known, that rounds them once more."""
+    whole, chunked = both(monkeypatch, kind, factor, tied=tied)
+    assert fp8_state(whole).keys() == fp8_state(chunked).keys()
+    for name, tensor in fp8_state(whole).items():
+        assert torch.equal(tensor, fp8_state(chunked)[name]), name
+    once_more = factor == 1 / 3 and kind[0] in ("fp32", "bf16")
+    for name, gradient in gradients(whole).items():
+        found = chunked.get_parameter(name).grad
+        if once_more or name in ("lm_head.weight", "embedding.weight"):
+            rounding = {"fp32": 2e-6}.get(kind[2], 2**-6)
+            assert error(found, gradient) < rounding, name
+        else:
+            assert torch.equal(found, gradient), name
+
+
+def test_each_chunk_has_its_own_scale_in_emulated_current_scaling(monkeypatch):
+    whole, chunked = both(monkeypatch, ("current", "emulate", "fp32"))
+    for name, gradient in gradients(whole).items():
+        assert error(chunked.get_parameter(name).grad, gradient) < 0.1, name
+
+
+class HeadAlone(nn.Module):
+    def __init__(self, backend):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head = backend.linear("lm_head", 32, 64, False)
+        backend.attach(self)
+
+    def forward(self, x, targets):
+        return head_loss(self.lm_head, x, targets, 61)
+
+
+def test_an_update_of_the_scales_ends_a_pass_whose_head_alone_is_in_fp8(monkeypatch):
+    states = []
+    for size in (2**40, 1):
+        monkeypatch.setattr(head_module, "CHUNK_BYTES", size)
+        model = HeadAlone(backend_for("delayed", "emulate", "fp32", {"lm_head": (32, 64)}))
+        model(*head_inputs()).backward()
+        states.append(model.delayed_scaling.history.state_dict())  # as it lies there
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert states[1]["lm_head.grad_output.scale"] != 1
+
+
+def test_transformer_engine_computes_a_head_once_over_all_rows(monkeypatch):
+    machines = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200}
+    for recipe, machine in machines.items():
+        config, found = GPTConfig(**TINY), []
+        for size in (2**40, 1):
+            monkeypatch.setattr(head_module, "CHUNK_BYTES", size)
+            with installed():
+                hardware = dataclasses.replace(machine, has_te=True)
+                backend = backend_for(recipe, "te", "bf16", config, hardware)
+                model = GPT(config, backend)
+                model(*batch()).backward()
+                found.append((backend.fp8_gemms(), fp8_state(model), gradients(model)))
+        whole, chunked = found
+        assert chunked[0] == whole[0] == 3 * 5
+        for one, other in zip(whole[1:], chunked[1:], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one), recipe
+
+
+@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
+def test_without_gradients_the_loss_is_the_same(monkeypatch, kind):
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 1)
+    model = gpt(*kind).eval()
+    trained = model(*batch())
+    with torch.no_grad():
+        assert model(*batch()).item() == trained.item()
+    with torch.inference_mode():
+        assert model(*batch()).item() == trained.item()
+
+
+def test_fp16_gradients_wait_for_the_loss_scale(monkeypatch):
+    """Of 480 rows and 61 tokens, most are below the smallest normal number of fp16."""
+    whole, chunked = both(monkeypatch, ("fp16", "reference", "fp16"), 1024.0)
+    for name, gradient in gradients(whole.blocks).items():
+        assert torch.equal(chunked.blocks.get_parameter(name).grad, gradient), name
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", [PLAIN[0], PLAIN[1], FP8[0]], ids=["fp32", "bf16", "fp8"])
+def test_a_batch_without_targets_has_the_loss_and_gradients_of_torch(kind):
+    head = head_of(*kind)
+    head.eval()
+    x, targets = head_inputs()
+    nothing = torch.full_like(targets, -100)
+    loss = head_loss(head, x, nothing, 61)
+    loss.backward()
+    assert math.isnan(loss.item())
+    logits = torch.randn(3, 61, requires_grad=True)
+    F.cross_entropy(logits, nothing[0, :3]).backward()
+    assert not logits.grad.any()  # so torch has it
+    assert not x.grad.any()
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", PLAIN, ids=DTYPES)
+def test_a_target_in_the_padding_is_refused_as_torch_refuses_it(kind):
+    x, targets = head_inputs()
+    targets[0, 300] = 61
+    with pytest.raises(IndexError, match="out of bounds"):
+        head_loss(head_of(*kind), x, targets, 61)
+
+
+# What stands around it
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
+def test_frozen_parts_get_no_gradient(kind):
+    x, targets = head_inputs()
+    for frozen in ("head", "body", "both"):
+        head = head_of(*kind)
+        head.eval()
+        head.weight.requires_grad_(frozen == "body")
+        x = x.detach().requires_grad_(frozen == "head")
+        loss = head_loss(head, x, targets, 61)
+        assert loss.requires_grad == (frozen != "both")
+        if loss.requires_grad:
+            loss.backward()
+        assert (x.grad is not None) == (frozen == "head")
+        assert (head.weight.grad is not None) == (frozen == "body")
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
+def test_hooks_run(kind):
+    """A hook of the head sees all rows, a hook of a parameter its whole gradient, once."""
+    model, rows, seen = gpt(*kind, tied=False), [], []
+    model.lm_head.register_forward_hook(lambda *args: rows.append(args[2][..., 0].numel()))
+    model.lm_head.weight.register_hook(seen.append)
+    model(*batch()).backward()
+    by_chunks = [128, 128, 128, 96]
+    if kind in PLAIN:
+        assert rows == (by_chunks if kind[0] == "fp32" else [ROWS])
+    elif kind[2] == "fp32" or kind[1] == "emulate":  # again in the backward pass, last chunk first
+        assert rows == by_chunks + by_chunks[::-1]
+    else:
+        assert rows == [ROWS]
+    assert len(seen) == 1 or kind[1] == "emulate" or kind[2] == "fp32"
+    assert torch.equal(seen[-1], model.lm_head.weight.grad)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("kind", TO_THE_BIT.values(), ids=TO_THE_BIT)
+def test_a_model_that_is_recomputed_gets_the_same_gradients(kind, reentrant):
+    plain, frugal = gpt(*kind), gpt(*kind)
+    blocks = frugal.blocks[0].forward
+    frugal.blocks[0].forward = lambda *args: checkpoint(blocks, *args, use_reentrant=reentrant)
+    for step in range(2):
+        plain(*batch(step)).backward()
+        frugal(*batch(step)).backward()
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(frugal.get_parameter(name).grad, gradient), name
+    for name, tensor in fp8_state(plain).items():
+        assert torch.equal(fp8_state(frugal)[name], tensor), name
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_graph_that_is_kept_gives_the_gradient_again(dtype):
+    head = head_of(dtype, "reference", dtype)
+    x, targets = head_inputs()
+    loss = head_loss(head, x, targets, 61)
+    loss.backward(retain_graph=True)
+    once = x.grad.clone(), head.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * once[0])
+    assert torch.equal(head.weight.grad, 2 * once[1])
+
+
+@pytest.mark.usefixtures("chunked")
+def test_a_plain_head_keeps_its_precision_under_autocast():
+    """fp16 gradients must wait for the loss scale there too."""
+    head, found = head_of("fp32", "reference", "fp32"), []
+    for dtype in (torch.float32, torch.float16):
+        x, targets = head_inputs()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = head_loss(head, x, targets, 61)
+        (1024 * loss).backward()
+        found.append(x.grad)
+    assert error(found[1], found[0]) < 2**-9
+
+
+# What is not held
+
+
+class Largest(TorchDispatchMode):
+    """The largest float32 tensor that an operation gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+# The operands of the torch backend are rounded in float32 where there is no FP8 GPU.
+FRUGAL = {name: kind for name, kind in BY_NAME.items() if kind[1:] != ("torch", "bf16")}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("kind", FRUGAL.values(), ids=FRUGAL)
+def test_no_float32_tensor_has_the_size_of_all_logits(monkeypatch, kind, trains):
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * 2**20)
+    head = head_of(*kind, outputs=4096).eval()
+    x, targets = head_inputs(2048, vocabulary=4090)
+    with Largest() as largest, torch.set_grad_enabled(trains):
+        loss = head_loss(head, x, targets, 4090)
+        if trains:
+            loss.backward()
+    assert chunk_rows(4090) == 256
+    assert 256 * 4090 <= largest.numel <= 256 * 4096
+
+
+def test_small_logits_are_computed_at_once(monkeypatch):
+    calls = []
+    model = gpt("fp32")
+    model.lm_head.register_forward_hook(lambda *args: calls.append(args[2].shape))
+    model(*batch())
+    assert calls == [(8, 60, 61)]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 61, 256, 50_257, 128_256, 2**31])
+def test_a_chunk_is_a_multiple_of_the_longest_block(vocabulary):
+    rows = chunk_rows(vocabulary)
+    assert rows % 128 == 0
+    assert rows == 128 or rows * vocabulary * 4 <= 128 * 2**20 < (rows + 128) * vocabulary * 4
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(("bf16", "reference", "bf16"), id="plain"),
+        pytest.param(("delayed", "torch", "bf16"), id="fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_code_has_no_float32_tensor_of_the_size_of_the_logits(kind):
+    rows, vocabulary = 1152, 1210
+    head = head_of(*kind, outputs=1216)
+    x, targets = head_inputs(rows, vocabulary=vocabulary)
+    compiled = torch.compile(lambda: head_loss(head, x, targets, vocabulary), fullgraph=True)
+    loss, codes = run_fw_bw_and_get_code(compiled)
+    made = re.findall(r"= empty_strided_cpu\(\((\d+), (\d+)\), .*?, torch\.(\w+)\)", "".join(codes))
+    logits = {dtype for *sizes, dtype in made if math.prod(map(int, sizes)) >= rows * vocabulary}
+    assert "bfloat16" in logits
+    assert "float32" not in logits
+    assert loss.item() == pytest.approx(head_loss(head.eval(), x, targets, vocabulary).item(), 0.01)

@@ -1,0 +1,331 @@
+"""MXFP8 and block scaling, to the bit, against torchao, gfloat and plain numpy loops."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import gfloat
+import numpy as np
+import pytest
+import torch
+from gfloat.formats import format_info_mxfp8_e4m3, format_info_mxfp8_e5m2
+from hypothesis import given
+from hypothesis import strategies as st
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+from fp8stack.numerics import (
+    dequantize_blocks,
+    dequantize_mxfp8,
+    quantize_blocks,
+    quantize_mxfp8,
+)
+from fp8stack.numerics.blocks import block_scale
+from tests.support.oracles import (
+    FLOAT_DTYPES,
+    FLT_MAX,
+    FP8_MAX,
+    STEADY,
+    blocked,
+    codes,
+    decoded,
+    mxfp8,
+    rceil_code,
+    to_numpy,
+)
+
+FORMATS = ["e4m3", "e5m2"]
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+GFLOAT = {"e4m3": format_info_mxfp8_e4m3, "e5m2": format_info_mxfp8_e5m2}
+MODES = {
+    "rceil": ScaleCalculationMode.RCEIL,
+    "floor": ScaleCalculationMode.FLOOR,
+    "even": ScaleCalculationMode.EVEN,
+}
+positive_floats = st.floats(0, width=32, exclude_min=True, allow_infinity=False)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(*shape: int) -> torch.Tensor:
+    """Normal values whose rows differ in magnitude by up to 2^16."""
+    return normal(*shape) * 2.0 ** (torch.arange(shape[0]) % 17 - 8)[:, None]
+
+
+def with_specials(x: torch.Tensor) -> torch.Tensor:
+    x[1, 3], x[2, 7], x[5, 0], x[4] = math.nan, math.inf, -math.inf, 0.0
+    x[7] = math.nan
+    return x
+
+
+def mx_code(amax: float, name: str, rounding: str) -> int:
+    _, scales = quantize_mxfp8(torch.tensor([0.0, -amax]), format=name, scale_rounding=rounding)
+    return codes(scales).item()
+
+
+# MXFP8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("magnitude", [2.0**-80, 1e-4, 1.0, 3e4, 2.0**90])
+@pytest.mark.parametrize("rounding", MODES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_mxfp8_equals_torchao(name, rounding, magnitude, dtype):
+    x = (uneven(64, 256) * magnitude).to(dtype)
+    x[3, 32:64] = 0
+    scales, data = to_mx(x, FP8_DTYPES[name], 32, MODES[rounding])
+    ours, our_scales = quantize_mxfp8(x, format=name, scale_rounding=rounding)
+    np.testing.assert_array_equal(codes(our_scales), codes(scales))
+    np.testing.assert_array_equal(codes(ours), codes(data))
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-126, 2.0**-100, 1.0, 2.0**100])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_floor_rule_equals_gfloat(name, magnitude):
+    x = uneven(17, 32) * magnitude
+    values = dequantize_mxfp8(*quantize_mxfp8(x, format=name, scale_rounding="floor"))
+    for row, ours in zip(x.numpy().astype(np.float64), values.numpy(), strict=True):
+        theirs = gfloat.quantize_block(GFLOAT[name], row, gfloat.compute_scale_amax)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("amax", "code"),
+    [
+        (0.0, 0),
+        (2.0**-149, 0),  # and its product with 1/448 is zero
+        (448 * 2.0**-127, 0),  # 2^-127 exactly, a subnormal float
+        (449 * 2.0**-127, 1),
+        (448 * 2.0**-126, 1),
+        (449 * 2.0**-126, 2),
+        (1.0, 119),
+        (224.0, 126),
+        (225.0, 127),
+        (256.0, 127),
+        (448.0, 127),
+        (448 + 2.0**-15, 128),  # the next float
+        (449.0, 128),
+        (512.0, 128),
+        (2.0**127, 246),
+        (FLT_MAX, 247),
+        (math.inf, 254),
+    ],
+)
+def test_hand_computed_codes_rounded_up(amax, code):
+    assert mx_code(amax, "e4m3", "rceil") == code
+
+
+@pytest.mark.parametrize(
+    ("name", "rounding", "amax", "code"),
+    [
+        ("e5m2", "rceil", 57344.0, 127),
+        ("e5m2", "rceil", 57345.0, 128),
+        ("e5m2", "rceil", 1.0, 112),
+        ("e4m3", "floor", 0.0, 0),
+        ("e4m3", "floor", 2.0**-149, 0),
+        ("e4m3", "floor", 2.0**-119, 0),
+        ("e4m3", "floor", 2.0**-118, 1),
+        ("e4m3", "floor", 1.0, 119),
+        ("e4m3", "floor", 449.0, 127),
+        ("e4m3", "floor", 511.0, 127),
+        ("e4m3", "floor", 512.0, 128),
+        ("e4m3", "floor", FLT_MAX, 246),
+        ("e5m2", "floor", 65535.0, 127),
+        ("e5m2", "floor", 65536.0, 128),
+        ("e4m3", "even", 0.0, 0),
+        ("e4m3", "even", 480.0, 127),
+        ("e4m3", "even", 496 - 2.0**-15, 127),
+        ("e4m3", "even", 496.0, 128),  # halfway to 512
+        ("e4m3", "even", 1.0, 119),
+        ("e4m3", "even", 1.9375, 120),
+        ("e5m2", "even", 61439.0, 127),
+        ("e5m2", "even", 61440.0, 128),
+        ("e4m3", "even", FLT_MAX, 247),
+    ],
+)
+def test_hand_computed_codes_of_the_other_rules(name, rounding, amax, code):
+    assert mx_code(amax, name, rounding) == code
+
+
+@STEADY
+@given(positive_floats, st.sampled_from(FORMATS))
+def test_rceil_is_the_smallest_power_of_two_not_below_amax_over_fp8_max(amax, name):
+    assert mx_code(amax, name, "rceil") == rceil_code(amax, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_element_saturates_when_the_scale_is_rounded_up(name):
+    edges = np.array([1.0, 1.75, 1.875, 448, 57344], np.float32)
+    near = [edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(1e9))]
+    for power in range(-110, 110, 11):
+        x = torch.from_numpy(np.concatenate(near) * np.float32(2.0) ** power)[:, None]
+        _, scales = quantize_mxfp8(x, format=name)
+        for amax, code in zip(x[:, 0].tolist(), codes(scales)[:, 0].tolist(), strict=True):
+            assert Fraction(amax) <= int(FP8_MAX[name]) * Fraction(2) ** (code - 127)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((32,), 0),
+        ((70,), -1),
+        ((1,), 0),
+        ((33, 64), 0),
+        ((33, 64), 1),
+        ((5, 31), -1),
+        ((40, 3, 65), 0),
+        ((3, 40, 65), 1),
+        ((3, 40, 65), -1),
+        ((2, 33, 2, 34), -3),
+        ((2, 3, 2, 95), 3),
+    ],
+)
+def test_blocks_run_along_the_chosen_dimension_with_a_short_last_one(shape, dim, name):
+    x = normal(*shape) * 2.0 ** (3 * normal(*shape, seed=1))
+    data, scales = quantize_mxfp8(x, dim, name)
+    expected, expected_scales = mxfp8(x.numpy(), dim, name)
+    assert (data.dtype, data.shape) == (FP8_DTYPES[name], shape)
+    assert (scales.dtype, scales.shape) == (torch.float8_e8m0fnu, expected_scales.shape)
+    assert scales.shape[dim] == math.ceil(shape[dim] / 32)
+    np.testing.assert_array_equal(codes(data), expected)
+    np.testing.assert_array_equal(codes(scales), expected_scales)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_mxfp8_of_a_non_contiguous_tensor_with_zeros_inf_and_nan(dim, dtype):
+    x = with_specials(uneven(96, 40)).to(dtype).T[::2]
+    data, scales = quantize_mxfp8(x, dim)
+    expected, expected_scales = mxfp8(to_numpy(x), dim, "e4m3")
+    np.testing.assert_array_equal(codes(data), expected)
+    np.testing.assert_array_equal(codes(scales), expected_scales)
+
+
+@pytest.mark.parametrize("rounding", MODES)
+def test_a_zero_block_stores_code_0_and_keeps_the_signs_of_its_zeros(rounding):
+    data, scales = quantize_mxfp8(torch.tensor([0.0, -0.0] * 16), scale_rounding=rounding)
+    assert codes(scales).tolist() == [0]
+    assert codes(data).tolist() == [0x00, 0x80] * 16
+
+
+@pytest.mark.parametrize("rounding", MODES)
+def test_a_nan_stays_nan_and_does_not_touch_the_scale_of_its_block(rounding):
+    x = normal(64)
+    clean, clean_scales = quantize_mxfp8(x, scale_rounding=rounding)
+    x[x.abs().argmin()] = math.nan
+    data, scales = quantize_mxfp8(x, scale_rounding=rounding)
+    np.testing.assert_array_equal(codes(scales), codes(clean_scales))
+    np.testing.assert_array_equal(codes(data), np.where(x.isnan(), 0x7F, codes(clean)))
+    assert torch.equal(dequantize_mxfp8(data, scales).isnan(), x.isnan())
+
+
+def test_an_inf_saturates_at_the_largest_scale_and_only_in_its_own_block():
+    x = torch.ones(64)
+    x[5], x[6] = math.inf, -math.inf
+    data, scales = quantize_mxfp8(x)
+    assert codes(scales).tolist() == [254, 119]
+    assert codes(data)[4:8].tolist() == [0x00, 0x7E, 0xFE, 0x00]
+    assert codes(data)[32:].tolist() == [0x78] * 32  # 256
+
+
+def test_scales_add_3_125_percent():
+    data, scales = quantize_mxfp8(normal(64, 128))
+    assert scales.nbytes / data.nbytes == 0.03125
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantize_mxfp8_is_the_exact_product(name, dim):
+    data = torch.arange(256, dtype=torch.uint8).reshape(4, 64).repeat(12, 1)
+    scales = torch.arange(2 * (64 if dim == 0 else 48), dtype=torch.uint8) * 2
+    scales = scales.reshape((2, 64) if dim == 0 else (48, 2))
+    power = np.repeat(scales.numpy().astype(int) - 127, 32, axis=dim)[:48, :64]
+    with np.errstate(over="ignore"):  # 448 * 2^127
+        expected = np.ldexp(decoded(name)[data.numpy()], power)
+    values = dequantize_mxfp8(data.view(FP8_DTYPES[name]), scales.view(torch.float8_e8m0fnu), dim)
+    assert values.dtype == torch.float32
+    np.testing.assert_array_equal(values.numpy(), expected)
+
+
+def test_scale_code_255_is_nan():
+    nan = torch.tensor([255], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert dequantize_mxfp8(torch.ones(3).to(torch.float8_e4m3fn), nan).isnan().all()
+
+
+def test_an_unknown_format_or_rounding_is_refused():
+    with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
+        quantize_mxfp8(torch.ones(32), format="e8m0")
+    with pytest.raises(ValueError, match=r"No scale rounding 'ceil'.*rceil, floor, even"):
+        quantize_mxfp8(torch.ones(32), scale_rounding="ceil")
+
+
+# 1x128 and 128x128 blocks
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_equal_a_loop_over_them(name, block, power_of_two, dtype):
+    x = uneven(150, 300)
+    x[:, 128:256] *= 1e-42  # subnormal, and zero in float16
+    x = with_specials(x).to(dtype)
+    data, inv_scale = quantize_blocks(x, block, name, power_of_two)
+    overflow = torch.finfo(dtype).max
+    expected, expected_inverse = blocked(to_numpy(x), block, name, power_of_two, overflow)
+    assert (data.dtype, inv_scale.dtype) == (FP8_DTYPES[name], torch.float32)
+    np.testing.assert_array_equal(codes(data), expected)
+    np.testing.assert_array_equal(inv_scale.numpy(), expected_inverse)
+    spread = np.kron(expected_inverse, np.ones(block, np.float32))[:150, :300]
+    values = dequantize_blocks(data, inv_scale, block).numpy()
+    np.testing.assert_array_equal(values, decoded(name)[expected] * spread)
+
+
+def test_the_rows_of_more_dimensions_are_blocked_alike():
+    x = normal(2, 3, 200)
+    data, inv_scale = quantize_blocks(x)
+    flat, flat_inverse = blocked(x.reshape(6, 200).numpy(), (1, 128), "e4m3", True, FLT_MAX)
+    np.testing.assert_array_equal(codes(data), flat.reshape(2, 3, 200))
+    np.testing.assert_array_equal(inv_scale.numpy(), flat_inverse.reshape(2, 3, 2))
+    one_row, _ = quantize_blocks(x[0, 0])
+    np.testing.assert_array_equal(codes(one_row), flat[0])
+
+
+@pytest.mark.parametrize("fill", [0.0, math.nan])
+def test_a_block_without_numbers_has_inverse_scale_1(fill):
+    data, inv_scale = quantize_blocks(torch.full((1, 128), fill))
+    assert inv_scale.tolist() == [[1.0]]
+    assert (codes(data) == (0x7F if fill else 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "truncated"),
+    [
+        (torch.float32, FLT_MAX, 2.0**127),
+        (torch.bfloat16, (2 - 2**-7) * 2.0**127, 2.0**127),
+        (torch.float16, 65504.0, 32768.0),
+    ],
+    ids=str,
+)
+def test_an_overflowed_scale_becomes_the_maximum_of_the_inputs_dtype(dtype, scale, truncated):
+    amax = torch.tensor([2.0**-130, 7.0])
+    assert block_scale(amax, dtype, "e4m3", power_of_two=False).tolist() == [scale, 64.0]
+    assert block_scale(amax, dtype, "e4m3", power_of_two=True).tolist() == [truncated, 64.0]
+
+
+@pytest.mark.parametrize("block", [(1, 2, 128), (128, 128), (0,)], ids=str)
+def test_a_block_that_does_not_fit_is_refused(block):
+    with pytest.raises(ValueError, match="does not fit a tensor of shape"):
+        quantize_blocks(torch.ones(5), block)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0,)], ids=str)
+def test_an_empty_tensor_has_no_blocks(shape):
+    data, scales = quantize_mxfp8(torch.ones(shape))
+    assert (data.shape, scales.numel()) == (shape, 0)
+    data, inv_scale = quantize_blocks(torch.ones(shape))
+    assert (data.shape, inv_scale.numel()) == (shape, 0)

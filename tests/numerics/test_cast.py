@@ -1,0 +1,287 @@
+"""The FP8 cast and the per-tensor scale, to the bit, against ml_dtypes and numpy float32."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8stack.numerics import cast_to_fp8, tensor_scale
+from tests.support.oracles import (
+    FLOAT_DTYPES,
+    FLT_MAX,
+    FP8_MAX,
+    MAX_CODE,
+    STEADY,
+    codes,
+    decoded,
+    default_dtype,
+    every_value,
+    fp8_codes,
+    scale_of,
+    to_numpy,
+)
+
+FORMATS = ["e4m3", "e5m2"]
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SCALES = [1.0, 0.1, 448 / 3, 2.0**-20, 3e7, 2.0**127, FLT_MAX, 2.0**-140]
+positive_floats = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
+
+
+def cast_codes(x: torch.Tensor, scale: torch.Tensor | float, name: str) -> np.ndarray:
+    return codes(cast_to_fp8(x, scale, name))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-30, 2.0**60])
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_256_codes_come_back(name, scale):
+    values = decoded(name)
+    expected = np.arange(256, dtype=np.uint8)
+    expected[np.isnan(values)] = 0x7F
+    expected[values == np.inf] = MAX_CODE[name]
+    expected[values == -np.inf] = MAX_CODE[name] | 0x80
+    data = cast_to_fp8(torch.from_numpy(values / np.float32(scale)), scale, name)
+    assert data.dtype == FP8_DTYPES[name]
+    np.testing.assert_array_equal(codes(data), expected)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_16_bit_value_casts_as_ml_dtypes_does(name, dtype, scale):
+    x = every_value(dtype)
+    np.testing.assert_array_equal(cast_codes(x, scale, name), fp8_codes(to_numpy(x), scale, name))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_float32_bits_cast_as_ml_dtypes_does(name, scale):
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
+    x = bits.view(np.float32)
+    np.testing.assert_array_equal(
+        cast_codes(torch.from_numpy(x), scale, name), fp8_codes(x, scale, name)
+    )
+
+
+@pytest.mark.parametrize("sign", [0x00, 0x80])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tie_goes_to_the_even_code_and_one_ulp_decides_otherwise(name, sign):
+    low = np.arange(MAX_CODE[name], dtype=np.uint8)  # and each one's neighbour above, low + 1
+    values = decoded(name)
+    tie = (values[low] + values[low + 1]) / 2
+    for x, expected in (
+        (tie, low + low % 2),
+        (np.nextafter(tie, np.float32(np.inf)), low + 1),
+        (np.nextafter(tie, np.float32(0)), low),
+    ):
+        signed = torch.from_numpy(-x if sign else x)
+        np.testing.assert_array_equal(cast_codes(signed, 1.0, name), expected | sign)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("value", "e4m3", "e5m2"),
+    [
+        (0.0, 0x00, 0x00),
+        (-0.0, 0x80, 0x80),
+        (math.inf, 0x7E, 0x7B),
+        (-math.inf, 0xFE, 0xFB),
+        (math.nan, 0x7F, 0x7F),
+        (-math.nan, 0x7F, 0x7F),
+        (448.0, 0x7E, 0x5F),
+        (464.0, 0x7E, 0x5F),  # E4M3: the tie of 448 and what would be 480
+        (-466.0, 0xFE, 0xDF),
+        (57344.0, 0x7E, 0x7B),
+        (61440.0, 0x7E, 0x7B),  # E5M2: the tie of 57344 and what would be 65536
+        (-64000.0, 0xFE, 0xFB),
+        (2.0**-9, 0x01, 0x18),
+        (2.0**-10, 0x00, 0x14),
+        (-(2.0**-16), 0x80, 0x81),
+        (2.0**-17, 0x00, 0x00),
+    ],
+)
+def test_the_special_values(value, e4m3, e5m2, dtype):
+    x = torch.tensor([value], dtype=dtype)
+    assert cast_codes(x, 1.0, "e4m3").tolist() == [e4m3]
+    assert cast_codes(x, 1.0, "e5m2").tolist() == [e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_nan_of_either_sign_and_any_payload_becomes_0x7f(name, dtype):
+    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    nan = torch.tensor([math.nan], dtype=dtype).view(bits)
+    both = torch.cat([nan, -(2 ** (8 * dtype.itemsize - 1)) | nan, nan | 3]).view(dtype)
+    assert both.isnan().all()
+    assert both.signbit().tolist() == [False, True, False]
+    assert cast_codes(both, 1.0, name).tolist() == [0x7F, 0x7F, 0x7F]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_beyond_float32_saturates(name):
+    x = torch.tensor([3e38, -3e38])
+    assert cast_codes(x, 3e38, name).tolist() == [MAX_CODE[name], MAX_CODE[name] | 0x80]
+
+
+def test_subnormal_floats_are_not_flushed():
+    x = torch.tensor([2.0**-136, 3 * 2.0**-136, -(2.0**-149)])
+    assert cast_codes(x, 2.0**127, "e4m3").tolist() == [0x01, 0x03, 0x80]
+
+
+def test_a_bfloat16_tensor_is_multiplied_in_float32():
+    x, scale = torch.ones(1, dtype=torch.bfloat16), torch.tensor(1.0625 + 2**-10)
+    # In bfloat16 the product would be 1.0625, the tie of 0x38 and 0x39, and end in 0x38.
+    assert (x * scale).to(torch.float32).item() == 1.0625
+    assert cast_codes(x, scale, "e4m3").tolist() == [0x39]
+
+
+def test_multiplying_in_bfloat16_would_change_one_code_in_a_hundred():
+    x, scale = every_value(torch.bfloat16), torch.tensor(1.1)
+    once = fp8_codes(to_numpy(x), 1.1, "e4m3")
+    twice = fp8_codes(to_numpy(x * scale), 1.0, "e4m3")
+    in_range = (np.abs(to_numpy(x)) > 2**-6) & (np.abs(to_numpy(x)) < 400)
+    assert (once != twice)[in_range].mean() > 0.01
+    np.testing.assert_array_equal(cast_codes(x, scale, "e4m3"), once)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.T,
+        lambda x: x[::3, 1::2],
+        lambda x: x.reshape(8, 6, 8).permute(2, 0, 1),
+        lambda x: x[0].expand(5, 8),
+    ],
+    ids=["transposed", "strided", "permuted", "expanded"],
+)
+def test_a_non_contiguous_tensor_casts_like_its_copy(view, dtype):
+    whole = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole[0, 3], whole[6, 1] = math.nan, math.inf
+    x = view(whole)
+    expected = fp8_codes(np.ascontiguousarray(to_numpy(x)), 100.0, "e4m3")
+    data = cast_to_fp8(x, 100.0, "e4m3")
+    assert data.shape == x.shape
+    np.testing.assert_array_equal(codes(data.contiguous()), expected)
+
+
+def test_the_input_is_left_alone():
+    x = torch.tensor([1.0, math.nan, math.inf, 1000.0])
+    before = x.clone()
+    cast_to_fp8(x, 2.0)
+    assert torch.equal(x.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_0_dim_or_empty_tensor_keeps_its_shape(name, shape):
+    data = cast_to_fp8(torch.full(shape, math.nan), 1.0, name)
+    assert (data.shape, data.dtype) == (shape, FP8_DTYPES[name])
+    assert (codes(data.reshape(-1)) == 0x7F).all()
+
+
+@pytest.mark.parametrize("name", ["fp8", "e8m0", "bf16", "E4M3", ""])
+def test_an_unknown_format_is_refused(name):
+    with pytest.raises(ValueError, match="No FP8 format"):
+        cast_to_fp8(torch.ones(1), 1.0, name)
+    with pytest.raises(ValueError, match="No FP8 format"):
+        tensor_scale(1.0, name)
+
+
+def test_a_number_and_a_tensor_are_the_same_scale():
+    x = every_value(torch.bfloat16)
+    expected = fp8_codes(to_numpy(x), np.float32(0.1), "e4m3")
+    for scale in (0.1, torch.tensor(0.1), torch.tensor([0.1])):
+        np.testing.assert_array_equal(cast_codes(x, scale, "e4m3"), expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (1, 5), (6, 5)])
+def test_a_scale_of_more_elements_is_broadcast(shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 5, generator=generator)
+    scale = 100 * torch.rand(shape, generator=generator)
+    np.testing.assert_array_equal(
+        cast_codes(x, scale, "e4m3"), fp8_codes(x.numpy(), scale.numpy(), "e4m3")
+    )
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_amax_of_0_inf_or_nan_gives_scale_1(name, amax, power_of_two, margin):
+    scale = tensor_scale(torch.tensor(amax), name, margin=margin, power_of_two=power_of_two)
+    assert (scale.item(), scale.dtype) == (1.0, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "amax", "margin", "power_of_two", "expected"),
+    [
+        ("e4m3", 7.0, 0, False, 64.0),
+        ("e4m3", 7.0, 2, False, 16.0),
+        ("e4m3", 7.0, -1, False, 128.0),
+        ("e5m2", 7.0, 0, False, 8192.0),
+        ("e4m3", 448.0, 0, True, 1.0),
+        ("e4m3", 449.0, 0, True, 0.5),
+        ("e4m3", 1.0, 0, True, 256.0),
+        ("e4m3", 1.75, 0, True, 256.0),
+        ("e4m3", 1.0, 1, True, 128.0),
+        ("e5m2", 3.0, 0, True, 16384.0),
+        ("e4m3", 2.0**-149, 0, False, FLT_MAX),
+        ("e4m3", 2.0**-149, 0, True, 2.0**127),
+        ("e4m3", 1.75 * 2.0**-119, 0, False, 2.0**127),
+        ("e4m3", 1.75 * 2.0**-120, 0, False, FLT_MAX),
+        ("e5m2", 2.0**-113, 0, False, FLT_MAX),
+    ],
+)
+def test_hand_computed_scales(name, amax, margin, power_of_two, expected):
+    scale = tensor_scale(amax, name, margin=margin, power_of_two=power_of_two)
+    assert (scale.item(), scale.dtype, scale.shape) == (expected, torch.float32, ())
+
+
+def test_an_amax_below_eps_counts_as_eps():
+    amax = torch.tensor([0.0, 2.0**-9, 2.0**-8, 2.0**-7, math.nan, math.inf])
+    expected = [448.0 * 256, 448.0 * 256, 448.0 * 256, 448.0 * 128, 1.0, 1.0]
+    assert tensor_scale(amax, "e4m3", eps=2.0**-8).tolist() == expected
+
+
+def test_an_overflowing_scale_becomes_what_the_caller_says():
+    amax = torch.tensor([2.0**-130, 448.0])
+    assert tensor_scale(amax, overflow=65504.0).tolist() == [65504.0, 1.0]
+    assert tensor_scale(amax, overflow=65504.0, power_of_two=True).tolist() == [32768.0, 1.0]
+
+
+@STEADY
+@given(st.lists(positive_floats, min_size=1, max_size=20), st.sampled_from(FORMATS), st.booleans())
+def test_a_scale_is_the_float32_quotient(amaxes, name, power_of_two):
+    expected = [scale_of(amax, name, power_of_two) for amax in amaxes]
+    scale = tensor_scale(torch.tensor(amaxes), name, power_of_two=power_of_two)
+    np.testing.assert_array_equal(scale.numpy(), np.array(expected))
+
+
+@STEADY
+@given(positive_floats, st.sampled_from(FORMATS))
+def test_a_truncated_scale_never_saturates_its_amax(amax, name):
+    scale = tensor_scale(amax, name, power_of_two=True).item()
+    assert amax * scale <= FP8_MAX[name]
+    assert math.frexp(scale)[0] == 0.5
+
+
+def test_the_inverse_scale_is_not_amax_over_fp8_max():
+    scale = tensor_scale(11.0)
+    assert (1 / scale).item() == float(np.float32(1) / (np.float32(448) / np.float32(11)))
+    assert (1 / scale).item() == 0.02455357275903225
+    assert float(np.float32(11) / np.float32(448)) == 0.0245535708963871
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_scale_arithmetic_is_float32_whatever_torchs_default_dtype(dtype):
+    with default_dtype(dtype):
+        for amax in (11.0, torch.tensor(11.0, dtype=torch.float32)):
+            scale = tensor_scale(amax)
+            assert (scale.item(), scale.dtype) == (float(scale_of(11.0, "e4m3")), torch.float32)
+        assert tensor_scale(11.0, power_of_two=True).item() == 32.0

@@ -1,0 +1,238 @@
+"""The figures of a quantization against float64 in numpy and the casts of ml_dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.numerics import error
+from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
+from tests.support.oracles import (
+    FLOAT_DTYPES,
+    FLT_MAX,
+    FP8_MAX,
+    ML_DTYPES,
+    blocked,
+    fp8_codes,
+    mxfp8,
+    scale_of,
+    to_numpy,
+)
+
+FORMATS = ["e4m3", "e5m2"]
+LIMIT = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half of the last step
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def normal(*shape: int, std: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)) * std
+
+
+def spiked() -> Tensor:
+    """A few elements far above the others."""
+    x = normal(96, 160)
+    x[5, 7], x[40, 100], x[95, 0] = 4000.0, -900.0, 70.0
+    return x
+
+
+def with_values(*values: float) -> Tensor:
+    x = normal(8, 64)
+    for i, value in enumerate(values):
+        x[i, 3 * i] = value
+    return x
+
+
+TENSORS = {
+    "normal": normal(96, 160),
+    "tall": normal(700, 96),  # more than one chunk
+    "spikes": spiked(),
+    "some zeros": normal(64, 64).relu(),
+    "all zeros": torch.zeros(4, 40),
+    "infs": with_values(math.inf, -math.inf),
+    "nans": with_values(math.nan, -math.nan),
+    "both": with_values(math.nan, math.inf, 0.0, -math.inf),
+    "all inf": torch.full((2, 32), math.inf),
+    "all nan": torch.full((2, 32), math.nan),
+    "subnormals": torch.logspace(-45, -36, 512).view(4, 128),
+    "tiny": normal(40, 64, std=1e-30),
+    "huge": normal(40, 64, std=1e37),
+    "every magnitude": torch.logspace(-40, 38, 4096).view(32, 128),
+    "one": torch.tensor([[-3.0]]),
+}
+
+
+def expected(
+    x: np.ndarray, decoded: np.ndarray, scaled: np.ndarray, limit: float
+) -> dict[str, float]:
+    """The figures by their definition: `decoded` and `scaled` are float64, of x's shape."""
+    finite = np.isfinite(x)
+    exact = np.where(finite, x, 0).astype(np.float64)
+    difference = np.where(finite, exact - decoded, 0)
+    numbers = np.abs(x[~np.isnan(x)])
+    largest = np.abs(scaled[~np.isnan(scaled)])
+    return {
+        "amax": float(numbers.max(initial=0)),
+        "saturated": float(np.mean(np.abs(scaled) > limit)),
+        "underflow": float(np.mean((x != 0) & (decoded == 0))),
+        "nonfinite": float(np.mean(~finite)),
+        "signal": math.fsum((exact**2).ravel()),
+        "noise": math.fsum((difference**2).ravel()),
+        "largest": float(largest.max(initial=0)),
+    }
+
+
+def decode(codes: np.ndarray, name: str) -> np.ndarray:
+    return codes.view(ML_DTYPES[name]).astype(np.float64)
+
+
+def check(found: Tensor, wanted: dict[str, float]) -> None:
+    assert found.dtype == torch.float64
+    values = dict(zip(FIGURES, found.tolist(), strict=True))
+    for name, value in wanted.items():
+        assert values[name] == pytest.approx(value, rel=1e-6, abs=0), name
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("stale", [1.0, 16.0, 2.0**-12])
+def test_one_scale(name: str, format: str, dtype: torch.dtype, stale: float) -> None:
+    # `stale`: delayed scaling's scale is that of another amax
+    x = TENSORS[name].to(dtype)
+    numbers = to_numpy(x)
+    largest = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
+    with np.errstate(all="ignore"):
+        scale = np.float32(min(scale_of(largest, format) * np.float32(stale), FLT_MAX))
+        scaled = (numbers * scale).astype(np.float64)
+        decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
+    found = error.tensor_error(x, torch.tensor(scale), format)
+    check(found, expected(numbers, decoded, scaled, LIMIT[format]))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", TENSORS)
+def test_mxfp8(name: str, format: str, dtype: torch.dtype) -> None:
+    x = TENSORS[name].to(dtype)
+    numbers = to_numpy(x)
+    codes, scales = mxfp8(numbers, -1, format)
+    power = np.exp2(scales.astype(np.float64) - 127).repeat(32, -1)[:, : x.shape[1]]
+    with np.errstate(all="ignore"):
+        wanted = expected(numbers, decode(codes, format) * power, numbers / power, LIMIT[format])
+    check(error.mxfp8_error(x, format), wanted)
+
+
+@pytest.mark.parametrize("rounding", ["floor", "even"])
+def test_mxfp8_scales_that_do_not_round_up_saturate(rounding: str) -> None:
+    x = normal(64, 128)
+    data, scales = numerics.quantize_mxfp8(x, -1, "e4m3", rounding)
+    power = np.exp2(scales.view(torch.uint8).numpy().astype(np.float64) - 127).repeat(32, -1)
+    decoded = decode(data.view(torch.uint8).numpy(), "e4m3") * power
+    wanted = expected(to_numpy(x), decoded, to_numpy(x) / power, LIMIT["e4m3"])
+    assert wanted["saturated"] > 0
+    check(error.mxfp8_error(x, "e4m3", rounding), wanted)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_blocks(name: str, dtype: torch.dtype, block: tuple[int, int], power_of_two: bool) -> None:
+    x = TENSORS[name].to(dtype)
+    numbers = to_numpy(x)
+    overflow = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    codes, inv_scale = blocked(numbers, block, "e4m3", power_of_two, overflow)
+    spread = inv_scale.repeat(block[0], 0).repeat(block[1], 1)[: x.shape[0], : x.shape[1]]
+    with np.errstate(all="ignore"):
+        # what a GEMM multiplies is the float32 product
+        decoded = (decode(codes, "e4m3").astype(np.float32) * spread).astype(np.float64)
+        wanted = expected(numbers, decoded, numbers / spread.astype(np.float64), LIMIT["e4m3"])
+    check(error.block_error(x, block, "e4m3", power_of_two), wanted)
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_cast_without_scale(name: str, dtype: torch.dtype, to: str) -> None:
+    x = TENSORS[name].to(dtype)
+    numbers = to_numpy(x)
+    with np.errstate(all="ignore"):
+        decoded = numbers.astype(ML_DTYPES[to]).astype(np.float64)
+        wanted = expected(numbers, decoded, numbers.astype(np.float64), math.inf)
+        wanted["saturated"] = float(np.mean(np.isinf(decoded)))
+    target = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[to]
+    check(error.cast_error(x, target), wanted)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_rounds_down_to_the_maximum_is_not_saturated(format: str) -> None:
+    limit = LIMIT[format]
+    above = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
+    x = torch.tensor([[limit, -limit, FP8_MAX[format], 1.0]])
+    found = error.tensor_error(x, torch.ones(()), format)
+    assert found[FIGURES.index("saturated")] == 0
+    x[0, 1] = -above
+    found = error.tensor_error(x, torch.ones(()), format)
+    assert found[FIGURES.index("saturated")] == 0.25
+
+
+def test_float64_counts_as_float32() -> None:
+    x = normal(8, 64)
+    for figures in (error.tensor_error(x.double(), torch.tensor(50.0)), error.mxfp8_error(x)):
+        assert figures[4] == error.block_error(x.double())[4]
+
+
+def test_a_transposed_weight_gives_its_own_figures() -> None:
+    x = normal(96, 160)
+    assert torch.equal(error.mxfp8_error(x.t()), error.mxfp8_error(x.t().contiguous()))
+    assert not torch.equal(error.mxfp8_error(x.t()), error.mxfp8_error(x))
+
+
+def test_an_empty_matrix_has_zeros() -> None:
+    x = torch.zeros(0, 32)
+    for found in (error.tensor_error(x, torch.ones(())), error.mxfp8_error(x)):
+        assert found.tolist() == [0.0] * len(FIGURES)
+
+
+@pytest.mark.parametrize("power", [-30, 0, 30])
+def test_the_ratio_does_not_depend_on_the_magnitude(power: int) -> None:
+    x = normal(64, 128)
+    wanted = error.mxfp8_error(x)
+    found = error.mxfp8_error(x * 2.0 ** (3 * power))
+    db = [sqnr_db(float(f[4]), float(f[5])) for f in (found, wanted)]
+    assert db[0] == pytest.approx(db[1], abs=1e-9)
+    assert 25 < db[0] < 35
+
+
+def test_the_ratio_is_in_decibels_and_missing_where_there_is_none() -> None:
+    assert sqnr_db(1000.0, 1.0) == pytest.approx(30.0)
+    assert sqnr_db(1e-70, 1e-73) == pytest.approx(30.0)
+    for signal, noise in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, math.inf), (math.nan, 1.0)):
+        assert sqnr_db(signal, noise) is None
+
+
+def test_headroom_is_in_bits_and_negative_where_values_are_clipped() -> None:
+    assert headroom_bits(448.0, "e4m3") == 0
+    assert headroom_bits(112.0, "e4m3") == 2
+    assert headroom_bits(896.0, "e4m3") == -1
+    assert headroom_bits(57344.0 / 2, "e5m2") == 1
+    for largest in (0.0, math.inf, math.nan):
+        assert headroom_bits(largest, "e4m3") is None
+
+
+def test_a_device_is_asked_for_no_number() -> None:
+    x = torch.ones(256, 256, device="meta")  # where reading a value raises
+    for found in (
+        error.tensor_error(x, torch.ones((), device="meta")),
+        error.mxfp8_error(x),
+        error.block_error(x),
+        error.block_error(x, (128, 128)),
+        error.cast_error(x, torch.bfloat16),
+    ):
+        assert found.device.type == "meta"
+        assert found.shape == (len(FIGURES),)

@@ -1,0 +1,188 @@
+"""fp8stack on a CPU against what Transformer Engine computed on real GPUs.
+
+As long as no file was captured, the comparison itself is tested: on a file that the capturing code
+makes of the stand-in, and on that file with one number changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import golden
+from bench.gpu_cases import Context
+from fp8stack.precision import Hardware
+from tests.support.golden_checks import check, load
+from tests.support.oracles import fp8_codes, scale_of, to_numpy
+from tests.support.te_quantizers import te_with_quantizers
+
+FOLDER = Path(__file__).parents[1] / "golden"
+FILES = sorted(FOLDER.glob("*.safetensors"))
+MACHINE = Hardware("cpu", has_te=True, te_version="2.20.2", name="Stand-In")
+MOST_BYTES = 2_000_000
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+loaded = functools.lru_cache(load)
+
+
+@pytest.mark.skipif(not FILES, reason="no golden file was captured yet: python -m bench golden")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_cpu_computes_what_transformer_engine_did_on_a_gpu(path: Path) -> None:
+    description, tensors = loaded(path)
+    wrong = {}
+    for case in description["cases"]:
+        try:
+            check(case, tensors)
+        except AssertionError as error:
+            wrong[case["name"]] = str(error)[:500]
+    assert not wrong, wrong
+
+
+@pytest.mark.skipif(not FILES, reason="no golden file was captured yet: python -m bench golden")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_golden_file_is_small_and_says_how_it_came_about(path: Path) -> None:
+    description, _ = loaded(path)
+    assert path.stat().st_size < MOST_BYTES
+    assert not description["failed"]
+    assert {"date", "command", "gpu", "driver", "versions", "commit"} <= description.keys()
+    version = description["versions"]["transformer-engine"].partition("+")[0]
+    assert path.name.startswith(f"te-{version}-")
+
+
+# The comparison, on a file of the stand-in's
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `bench.golden` captures of the stand-in, and the weight's bytes, which it does not
+    show."""
+    folder = tmp_path_factory.mktemp("golden")
+    with te_with_quantizers():
+        facts = golden.captured(Context(MACHINE), folder)
+    assert facts["holds"], facts
+    assert not facts["refused"]
+    path = folder / facts["file"]
+    description, tensors = load(path)
+    for case in description["cases"]:
+        if case["kind"] == "module" and case["module"] == "Linear":
+            tensors |= _weight(case, tensors["inputs/Linear weight"])
+    golden.write(path, description, tensors)
+    return path
+
+
+def _weight(case: dict, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    if case["scaling"] not in ("delayed", "current"):
+        return {}
+    scale = scale_of(float(weight.abs().max()), "e4m3")
+    data = torch.from_numpy(fp8_codes(to_numpy(weight), scale, "e4m3"))
+    inverse = torch.tensor(1.0) / torch.tensor(scale)
+    return {f"{case['name']}/weight bytes": data, f"{case['name']}/weight inverse": inverse}
+
+
+def test_what_is_captured_of_the_stand_in_compares_well_and_is_small(captured: Path) -> None:
+    description, tensors = loaded(captured)
+    for case in description["cases"]:
+        check(case, tensors)
+    kinds = [case["kind"] for case in description["cases"]]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "cast": 4, "history": 16, "current": 9, "block": 10, "mxfp8": 3, "module": 24,
+    }  # fmt: skip
+    assert captured.stat().st_size < MOST_BYTES
+    assert captured.name == "te-2.20.2-stand-in.safetensors"
+    assert description["refused"] == description["failed"] == {}
+
+
+CHANGES = [
+    ("cast bf16 e4m3", "bytes"),
+    ("cast fp32 e5m2", "bytes"),
+    ("cast fp32 e4m3", "inverses"),
+    ("cast bf16 e5m2", "amax"),
+    ("history 1 most_recent margin 1", "scales"),
+    ("history 4 max margin 0", "scales"),
+    ("history 16 max margin 0", "histories"),
+    ("history 1024 most_recent margin 0", "histories"),
+    ("current special bf16 e4m3 False 0", "bytes"),
+    ("current ordinary fp32 e4m3 True 0", "inverse"),
+    ("block ordinary bf16 1x128 True", "bytes along"),
+    ("block special bf16 1x128 False", "scales across"),
+    ("block ordinary fp32 128x128 True", "scales along"),
+    ("mxfp8 ordinary bf16", "bytes across"),
+    ("mxfp8 special bf16", "scales along"),
+    ("module Linear bf16 delayed", "weight bytes"),
+    ("module Linear fp32 current", "weight inverse"),
+    ("module Linear bf16 delayed", "scale gemm1.input"),
+    ("module Linear fp32 delayed", "amax_history gemm1.grad_output"),
+    ("module LayerNormMLP bf16 delayed", "scale gemm2.grad_output"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize(("name", "field"), CHANGES)
+def test_one_changed_bit_is_found(captured: Path, name: str, field: str, place: str) -> None:
+    description, tensors = loaded(captured)
+    (case,) = [case for case in description["cases"] if case["name"] == name]
+    changed = tensors[f"{name}/{field}"].clone()
+    bits = changed.view(-1).view(torch.uint8)
+    bits[0 if place == "first" else -changed.element_size()] ^= 1
+    with pytest.raises(AssertionError):
+        check(case, tensors | {f"{name}/{field}": changed})
+
+
+@pytest.mark.parametrize("field", ["y", "dx", "d weight", "d bias"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "block", "mxfp8"])
+def test_outputs_that_are_two_percent_off_are_found(
+    captured: Path, scaling: str, field: str
+) -> None:
+    description, tensors = loaded(captured)
+    name = f"module Linear bf16 {scaling}"
+    (case,) = [case for case in description["cases"] if case["name"] == name]
+    with pytest.raises(AssertionError, match="dB"):
+        check(case, tensors | {f"{name}/{field}": tensors[f"{name}/{field}"] * 1.02})
+
+
+@pytest.mark.parametrize("module", ["LayerNormLinear", "LayerNormMLP"])
+def test_an_amax_after_a_norm_that_is_five_percent_off_is_found(
+    captured: Path, module: str
+) -> None:
+    description, tensors = loaded(captured)
+    name = f"module {module} bf16 delayed"
+    (case,) = [case for case in description["cases"] if case["name"] == name]
+    field = f"{name}/amax_history gemm1.input"
+    with pytest.raises(AssertionError):
+        check(case, tensors | {field: tensors[field] * 1.05})
+
+
+def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> None:
+    description, tensors = loaded(captured)
+    case = description["cases"][0]
+    kept = {name: value for name, value in tensors.items() if not name.startswith(case["name"])}
+    with pytest.raises(AssertionError, match="no tensors"):
+        check(case, kept)
+
+
+def test_what_cannot_be_captured_is_written_down_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench import te_raw
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("no kernel for this")
+
+    def few(context: Context) -> object:
+        names = ("current ordinary bf16 e4m3 False 0", "cast bf16 e4m3")
+        return [(name, capture) for name, capture in every(context) if name in names]
+
+    every = golden.captures
+    monkeypatch.setattr(te_raw, "current", broken)
+    monkeypatch.setattr(golden, "captures", few)
+    with te_with_quantizers():
+        facts = golden.captured(Context(MACHINE), tmp_path)
+    assert not facts["holds"]
+    assert facts["captured"] == 1
+    assert "no kernel for this" in facts["not_captured"]["current ordinary bf16 e4m3 False 0"]
+    description, _ = load(tmp_path / facts["file"])
+    assert "no kernel for this" in str(description["failed"])

@@ -1,0 +1,242 @@
+"""The cast with transpose and amax: the operator on a CPU, and its kernel in Triton's interpreter.
+
+Triton's interpreter runs a kernel by numpy, where `TRITON_INTERPRET` was set before Triton came in:
+hence the second process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from bench.gpu_inputs import fp32_values
+from fp8stack.ops import kernels
+from fp8stack.ops.kernels import cast_transpose
+from tests.support.oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+FORMATS = ("e4m3", "e5m2")
+SCALES = (1.0, 3.7, 2.0**-20, 1e10, 1.3e-36, FLT_MAX, math.inf)
+# Single rows and columns, parts of tiles, whole tiles, more than one.
+SHAPES = ((1, 1), (1, 200), (300, 1), (7, 5), (128, 64), (129, 65), (272, 144), (0, 5), (5, 0))
+Run = Callable[[torch.Tensor, torch.Tensor, str], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def inputs() -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    """All values of the 16-bit formats; float32's ties, ends and specials; NaN alone; shapes. With
+    each, which of the scales are tried."""
+    every = tuple(range(len(SCALES)))
+    yield "bf16", every_value(torch.bfloat16).view(256, 256), every
+    yield "fp16", every_value(torch.float16).view(256, 256), every
+    yield "fp32", fp32_values(), every
+    yield "NaN", torch.full((130, 70), math.nan), (1,)
+    generator = torch.Generator().manual_seed(0)
+    for shape in SHAPES:
+        x = torch.randn(shape, generator=generator)
+        x[-1:, -1:] = -1000  # the amax, in the last tile's corner
+        x[:1, 1:2] = math.nan
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"{shape} of {dtype}", x.to(dtype), (1,)
+
+
+def differences(run: Run, device: str = "cpu", skip_subnormal_bf16: bool = False) -> list[str]:
+    """Where `run` does not give the bytes, the transpose and the amax that numpy gives."""
+    wrong = []
+    scales = torch.tensor(SCALES, device=device)  # each a view, as in a history
+    for name, x, tried in inputs():
+        if skip_subnormal_bf16 and x.dtype == torch.bfloat16:
+            x = x.where(x.abs() >= torch.finfo(x.dtype).smallest_normal, 0.0)
+        size = np.abs(to_numpy(x))
+        amax = np.float32(np.max(size, where=~np.isnan(size), initial=0))
+        for format in FORMATS:
+            for index in tried:
+                scale = SCALES[index]
+                data, transposed, found = (
+                    part.cpu() for part in run(x.to(device), scales[index], format)
+                )
+                expected = fp8_codes(to_numpy(x), scale, format)
+                same = {
+                    "data": np.array_equal(codes(data), expected),
+                    "transpose": np.array_equal(codes(transposed), expected.T),
+                    "contiguous": data.is_contiguous() and transposed.is_contiguous(),
+                    "amax": found.dtype == torch.float32 and found.numpy() == amax,
+                }
+                wrong += [f"{name}, {format}, {scale}: {key}" for key in same if not same[key]]
+    return wrong
+
+
+def test_data_transpose_and_amax_are_numpys_to_the_bit() -> None:
+    assert differences(cast_transpose) == []
+
+
+def test_a_tensor_that_is_not_contiguous_casts_like_its_copy() -> None:
+    x = torch.randn(96, 40)
+    data, transposed, amax = cast_transpose(x.t(), torch.tensor(3.7), "e5m2")
+    np.testing.assert_array_equal(codes(data), fp8_codes(to_numpy(x.t().clone()), 3.7, "e5m2"))
+    assert transposed is not None
+    np.testing.assert_array_equal(codes(transposed), codes(data).T)
+    assert data.is_contiguous()
+    assert transposed.is_contiguous()
+    assert torch.equal(amax, x.abs().max())
+
+
+def test_what_is_not_wanted_is_not_given() -> None:
+    x, scale = torch.randn(3, 5), torch.tensor(2.0)
+    whole = cast_transpose(x, scale)
+    data, transposed, amax = cast_transpose(x, scale, across=False)
+    assert transposed is None
+    assert torch.equal(amax, whole[2])
+    data, transposed, amax = cast_transpose(x, scale, record=False)
+    assert amax is None
+    np.testing.assert_array_equal(codes(data), codes(whole[0]))
+    np.testing.assert_array_equal(codes(transposed), codes(whole[1]))
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16, 1)])
+def test_a_transpose_has_its_own_memory(shape: tuple[int, int]) -> None:
+    data, transposed, _ = cast_transpose(torch.ones(shape), torch.tensor(1.0))
+    assert data.data_ptr() != transposed.data_ptr()
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
+        cast_transpose(torch.ones(1, 1), torch.tensor(1.0), "e8m0")
+
+
+@pytest.mark.parametrize(("across", "record"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("shape", [(33, 20), (1, 16), (16, 1), (0, 4)])
+def test_the_operator_is_as_torch_wants_it(shape, across, record) -> None:
+    x = torch.randn(shape).to(torch.bfloat16)
+    operator = torch.ops.fp8stack.cast_transpose.default
+    torch.library.opcheck(operator, (x, torch.tensor(3.7), "e4m3", across, record))
+
+
+def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows() -> None:
+    def norm_and_cast(x: torch.Tensor, scales: torch.Tensor, recorded: torch.Tensor):
+        data, transposed, amax = cast_transpose(x / 2, scales[1], "e5m2")
+        recorded.copy_(torch.fmax(recorded, amax))
+        return data, transposed
+
+    scales = torch.tensor([1.0, 3.7])
+    compiled = torch.compile(norm_and_cast, fullgraph=True, dynamic=True)
+    for rows in (20, 33):
+        x = torch.randn(rows, 48).to(torch.bfloat16)
+        expected = fp8_codes(to_numpy(x / 2), 3.7, "e5m2")
+        recorded = torch.tensor(0.5)
+        data, transposed = compiled(x, scales, recorded)
+        np.testing.assert_array_equal(codes(data), expected)
+        np.testing.assert_array_equal(codes(transposed), expected.T)
+        assert recorded == (x / 2).abs().max()
+    torch._dynamo.reset()
+
+
+# The kernel
+
+
+@pytest.fixture
+def _fresh_choice() -> Iterator[None]:
+    kernels.has_kernel.cache_clear()
+    yield
+    kernels.has_kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_choice")
+@pytest.mark.parametrize(
+    ("capability", "cuda", "triton", "expected"),
+    [
+        ((8, 0), "13.0", True, False),  # has no E4M3
+        ((8, 9), "13.0", True, True),
+        ((9, 0), "13.0", True, True),
+        ((9, 0), "13.0", False, False),
+        ((9, 4), None, True, False),  # torch for AMD
+    ],
+)
+def test_the_kernel_runs_on_nvidia_gpus_with_fp8(
+    monkeypatch: pytest.MonkeyPatch, capability, cuda, triton, expected
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if triton else None)
+    assert kernels.has_kernel(torch.device("cuda", 0)) is expected
+    assert not kernels.has_kernel(torch.device("cpu"))
+
+
+def test_a_trace_has_one_amax_per_tile_where_the_kernel_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "has_kernel", lambda device: True)
+    for rows, columns, tiles in ((1, 1, 1), (128, 64, 1), (129, 65, 4), (0, 9, 1), (256, 192, 6)):
+        with FakeTensorMode():
+            x, scale = torch.empty(rows, columns), torch.empty(())
+            made = torch.ops.fp8stack.cast_transpose(x, scale, "e4m3", True, True)
+        assert [part.shape for part in made] == [(rows, columns), (columns, rows), (tiles,)]
+
+
+def interpreted_differences() -> list[str]:
+    """`differences` of the kernel itself, where Triton interprets it."""
+
+    def run(x: torch.Tensor, scale: torch.Tensor, format: str):
+        if x.numel() == 0:  # launches nothing
+            return cast_transpose(x, scale, format)
+        data, transposed, amaxes = kernels.run_kernel(x, scale, format, True, True)
+        if x.dtype == torch.float32:
+            alone, *nothing = kernels.run_kernel(x, scale, format, False, False)
+            assert [part.numel() for part in nothing] == [0, 0]
+            np.testing.assert_array_equal(codes(alone), codes(data))
+        return data, transposed, amaxes.max()
+
+    # Triton 3.9's interpreter reads subnormal bfloat16 wrongly; float32 has subnormals too.
+    return differences(run, skip_subnormal_bf16=True)
+
+
+@needs_triton
+def test_the_interpreted_kernel_is_numpys_to_the_bit() -> None:
+    code = "import json; from tests.ops import test_kernels as kernels;"
+    code += "print(json.dumps(kernels.interpreted_differences()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+@needs_triton
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_what_triton_makes_for_a_gpu_converts_float32_in_one_instruction(
+    capability: int, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = kernels.kernel()
+    constants = kernels.kernel_constants(format, across=True, record=True, exact=True)
+    types = {"x": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8", "amaxes": "*fp32"}
+    types |= {"rows": "i32", "columns": "i32"} | dict.fromkeys(constants, "constexpr")
+    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=function, signature=types, constexprs=places)
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=kernels.OPTIONS)
+    ptx = made.asm["ptx"]
+    assert f"cvt.rn.satfinite.{format}x2.f32" in ptx
+    assert "f16x2" not in ptx  # rounds no second time
+    assert "fma." not in ptx  # rounds the product
+    assert ".ftz" not in ptx  # keeps subnormals

@@ -1,0 +1,259 @@
+"""Clipping: by the global norm, by entry, by what was usual; after unscaling, and nothing waits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8stack.config import GuardConfig
+from fp8stack.errors import UserError
+from fp8stack.optim.chained import ChainedOptimizer
+from fp8stack.optim.grad_clip import FEWEST, Norms, adaptive_limit, clip_gradients, total_norm
+from fp8stack.optim.grad_scaler import LossScaler
+from fp8stack.training.guard.monitor import Monitor
+from tests.conftest import metrics
+from tests.support.small_loop import SmallLoop, host_reads
+
+CPU = torch.device("cpu")
+INF = math.inf
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def with_gradients(*scales: float) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """An optimizer of some parameters that have gradients of these sizes."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.zeros(4, 3)) for _ in scales]
+    for parameter, scale in zip(parameters, scales, strict=True):
+        parameter.grad = torch.randn(4, 3, generator=generator) * scale
+    return torch.optim.SGD(parameters), parameters
+
+
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    found = [one.grad.clone() for one in parameters if one.grad is not None]
+    assert len(found) == len(parameters)
+    return found
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit: float) -> None:
+    optimizer, parameters = with_gradients(1.0, 3.0)
+    _, others = with_gradients(1.0, 3.0)
+    norm = total_norm(clip_gradients(optimizer, limit))
+    expected = nn.utils.clip_grad_norm_(others, limit or INF)
+    assert torch.equal(norm, expected)
+    pairs = zip(gradients(parameters), gradients(others), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before() -> None:
+    optimizer, parameters = with_gradients(1.0, 3.0)
+    before = torch.cat(gradients(parameters))
+    norm = total_norm(clip_gradients(optimizer, 0.5, "value"))
+    after = torch.cat(gradients(parameters))
+    assert torch.equal(after, before.clamp(-0.5, 0.5))
+    assert float(norm) == pytest.approx(float(before.norm()), rel=1e-6)
+    assert float(norm) > float(after.norm())
+    clip_gradients(optimizer, 0.0, "value")
+    assert torch.equal(torch.cat(gradients(parameters)), after)
+
+
+@pytest.mark.parametrize("count", [10, 57, 100, 250])
+@pytest.mark.parametrize("percent", [5.0, 50.0, 95.0])
+def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(
+    count: int, percent: float
+) -> None:
+    random = np.random.default_rng(count)
+    values = np.exp(random.standard_normal(count)).astype(np.float32)
+    norms = Norms(100, CPU)
+    for value in values:
+        norms.add(torch.tensor(value), torch.tensor(True))
+    limit = adaptive_limit(norms, percent)
+    expected = np.percentile(values[-100:].astype(np.float64), percent)
+    assert float(limit) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_adaptive_limit_is_the_ceiling_until_ten_norms_are_known_and_never_above() -> None:
+    norms = Norms(100, CPU)
+    for _ in range(FEWEST - 1):
+        norms.add(torch.tensor(5.0), torch.tensor(True))
+    assert adaptive_limit(norms, 95.0, ceiling=2.0) == 2
+    assert adaptive_limit(norms, 95.0) == INF
+    norms.add(torch.tensor(5.0), torch.tensor(True))
+    assert adaptive_limit(norms, 95.0) == 5
+    assert adaptive_limit(norms, 95.0, ceiling=2.0) == 2
+
+
+def test_gradients_above_what_was_usual_are_scaled_to_it_and_those_below_are_kept() -> None:
+    norms = Norms(20, CPU)
+    for _ in range(20):
+        norms.add(torch.tensor(0.5), torch.tensor(True))
+    optimizer, parameters = with_gradients(3.0)
+    before = gradients(parameters)[0]
+    clip_gradients(optimizer, adaptive_limit(norms, 95.0), "adaptive")
+    after = gradients(parameters)[0]
+    assert float(after.norm()) == pytest.approx(0.5, rel=1e-5)
+    torch.testing.assert_close(after / after.norm(), before / before.norm())
+    small, kept = with_gradients(0.01)
+    before = gradients(kept)[0]
+    clip_gradients(small, adaptive_limit(norms, 95.0), "adaptive")
+    assert torch.equal(gradients(kept)[0], before)
+
+
+@pytest.mark.parametrize("limit", [INF, 0.0])
+def test_an_adaptive_limit_that_is_infinite_or_tiny_makes_no_nan(limit: float) -> None:
+    norms = Norms(20, CPU)
+    for _ in range(20 if limit == 0 else 3):
+        norms.add(torch.tensor(limit if limit == 0 else 1.0), torch.tensor(True))
+    for size in (0.0, 1.0):
+        optimizer, parameters = with_gradients(size)
+        before = gradients(parameters)[0]
+        clip_gradients(optimizer, adaptive_limit(norms, 95.0), "adaptive")
+        after = gradients(parameters)[0]
+        assert after.isfinite().all()
+        if limit == INF:
+            assert torch.equal(after, before)
+
+
+def test_steps_that_are_not_good_and_norms_that_are_not_finite_leave_the_window_alone() -> None:
+    norms = Norms(3, CPU)
+    for norm, good in ((1.0, True), (2.0, False), (INF, True), (math.nan, True), (3.0, True)):
+        norms.add(torch.tensor(norm), torch.tensor(good))
+    assert norms.state() == [1, 3]
+    shorter = Norms(1, CPU)
+    shorter.load_state(norms.state())
+    assert shorter.state() == [3]
+
+
+@pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
+def test_gradients_that_are_still_scaled_are_refused(mode: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    scaler = LossScaler("cpu")
+    limit = torch.tensor(1.0) if mode == "adaptive" else 1.0
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        scaled = weight.grad.clone()
+        with pytest.raises(UserError, match=r"^Unscale first: .*scaler.unscale_\(optimizer\)"):
+            clip_gradients(optimizer, limit, mode, scaler)
+        assert torch.equal(weight.grad, scaled)
+        scaler.unscale_(optimizer)
+        norm = total_norm(clip_gradients(optimizer, limit, mode, scaler))
+        assert float(norm) == pytest.approx(3**0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def test_of_several_optimizers_one_that_is_still_scaled_is_refused() -> None:
+    first, second = (torch.optim.AdamW([nn.Parameter(torch.ones(3))]) for _ in range(2))
+    both = ChainedOptimizer([first, second])
+    scaler = LossScaler("cpu")
+    scaler.scale(sum(group["params"][0].sum() for group in both.param_groups)).backward()
+    scaler.unscale_(first)
+    with pytest.raises(UserError, match="Unscale first"):
+        clip_gradients(both, 1.0, "norm", scaler)
+
+
+def test_an_optimizer_whose_gradients_overflow_does_not_clip_those_of_another_away() -> None:
+    healthy, parameters = with_gradients(2.0)
+    broken, (infinite,) = with_gradients(1.0)
+    infinite.grad[0, 0] = math.nan
+    alone, others = with_gradients(2.0)
+    norms = clip_gradients(ChainedOptimizer([healthy, broken]), 1.0)
+    assert norms.isfinite().tolist() == [True, False]
+    assert not total_norm(norms).isfinite()
+    clip_gradients(alone, 1.0)
+    torch.testing.assert_close(gradients(parameters)[0], gradients(others)[0])
+
+
+def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients() -> None:
+    first, a = with_gradients(2.0)
+    second, b = with_gradients(5.0)
+    before = torch.cat(gradients([*a, *b]))
+    norms = clip_gradients(ChainedOptimizer([first, second]), 1.0)
+    assert float(total_norm(norms)) == pytest.approx(float(before.norm()), rel=1e-6)
+    after = torch.cat(gradients([*a, *b]))
+    torch.testing.assert_close(after, before / before.norm(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
+def test_a_step_that_clips_reads_nothing_on_the_host(mode: str, tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", clip_mode=mode)
+    small.advance(12)
+    assert host_reads(small.next_step()) == {}
+
+
+def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by_the_window(
+    tmp_path: Path,
+) -> None:
+    keys = {"clip_mode": "adaptive", "clip_window": 12, "clip_percentile": 50.0, "clip": 0.0}
+    small = SmallLoop(tmp_path / "r", "fp32", **keys)
+    small.advance(13)
+    usual = small.loop.train_step.norms
+    assert usual is not None
+    limit = float(adaptive_limit(usual, 50.0))
+    taken: list[float] = []
+    step = small.run.optimizer.step
+
+    def watched() -> None:
+        parts = [one.grad.norm() for one in small.run.model.parameters()]
+        taken.append(float(torch.stack(parts).norm()))
+        step()
+
+    weight = small.run.model.final_norm.weight
+    weight.register_hook(lambda gradient: gradient * 5)
+    small.run.optimizer.step = watched  # type: ignore[method-assign]
+    small.advance(1)
+    rows = metrics(tmp_path / "r")
+    expected = np.percentile([row["grad_norm"] for row in rows[1:13]], 50)
+    assert limit == pytest.approx(expected, rel=1e-6)
+    assert rows[-1]["grad_norm"] > limit
+    assert taken == [pytest.approx(limit, rel=1e-5)]
+
+
+def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_alone(
+    tmp_path: Path,
+) -> None:
+    keys = {"clip_mode": "adaptive", "clip_window": 11, "clip_percentile": 30.0, "clip": 0.0}
+    keys |= {"save_every": 14, "steps": 18}
+
+    def spoilt(folder: Path, resume: str | None = None) -> SmallLoop:
+        small = SmallLoop(folder, "fp32", resume=resume, **keys)
+        small.run.model.final_norm.weight.register_hook(
+            lambda gradient: gradient * (math.nan if small.run.step + 1 == 5 else 1.0)
+        )
+        return small
+
+    through = spoilt(tmp_path / "through")
+    through.advance(18)
+    stopped = spoilt(tmp_path / "stopped")
+    stopped.advance(14)
+    stopped.loop.wait()
+    stopped.run.folder.release()
+    resumed = spoilt(tmp_path / "stopped", resume="auto")
+    resumed.advance(4)
+    for small in (through, resumed):
+        assert small.loop.train_step.norms is not None
+    assert resumed.loop.train_step.norms.state() == through.loop.train_step.norms.state()
+    after, expected = resumed.state(), through.state()
+    assert [name for name in expected if not torch.equal(after[name], expected[name])] == []
+    rows = [row["grad_norm"] for row in metrics(tmp_path / "through") if "lr" in row]
+    assert rows[4] is None
+    assert through.loop.train_step.norms.state() == pytest.approx(rows[-11:])
+
+
+def test_the_norm_of_a_step_that_is_bad_for_its_loss_is_not_taken_into_the_window() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    watch = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig())
+    norms = watch.keep_norms(4)
+    for step, loss, norm in ((1, 3.0, 1.0), (2, math.nan, 2.0), (3, 3.0, 4.0)):
+        watch.see(step, torch.tensor(loss), torch.tensor(norm))
+    assert norms.state() == [1, 4]
+    other = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig())
+    other.load_state(watch.state())
+    assert other.keep_norms(4).state() == [1, 4]

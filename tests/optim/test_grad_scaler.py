@@ -1,0 +1,367 @@
+"""The loss scale of fp16: how it moves, its bounds, what it counts, what an overflow changes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
+from fp8stack.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
+from fp8stack.precision import Hardware
+from tests.conftest import TINY, Command, metrics
+from tests.support.small_loop import SmallLoop, host_reads
+
+INF = math.inf
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Loop:
+    """A parameter in anyone's loop; a step overflows if that is asked for."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, fused: bool = True) -> None:
+        self.scaler = scaler
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+        self.optimizer = torch.optim.AdamW([self.weight], lr=0.1, fused=fused)
+
+    def step(self, overflows: bool = False) -> float:
+        """One step; the scale after it."""
+        loss = self.weight.sum() * (INF if overflows else 1.0)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return self.scaler.get_scale()
+
+    def state(self) -> list[Tensor]:
+        kept = self.optimizer.state[self.weight].values()
+        return [self.weight.detach().clone(), *(value.clone() for value in kept)]
+
+
+def test_the_scale_doubles_after_2000_clean_steps_and_an_overflow_halves_it() -> None:
+    loop = Loop(build_scaler(RunConfig(), torch.device("cpu")))
+    assert loop.step() == 65536
+    loop.scaler.load_state_dict(loop.scaler.state_dict() | {"_growth_tracker": 1998})
+    assert [loop.step(), loop.step(), loop.step(overflows=True)] == [65536, 131072, 65536]
+
+
+def test_the_interval_counts_from_the_last_overflow() -> None:
+    loop = Loop(LossScaler("cpu", first=8, interval=3))
+    scales = [loop.step(overflows) for overflows in (0, 0, 1, 0, 0, 0, 0)]
+    assert scales == [8, 8, 4, 4, 4, 8, 8]
+
+
+def test_the_scale_stays_between_1_and_262144() -> None:
+    loop = Loop(LossScaler("cpu", interval=1))
+    assert [loop.step() for _ in range(5)] == [131072, 262144, 262144, 262144, 262144]
+    assert [loop.step(overflows=True) for _ in range(20)][16:] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("broken", [0.0, math.nan, INF, -1.0])
+def test_a_scale_that_is_none_is_begun_anew(broken: float) -> None:
+    loop = Loop(LossScaler("cpu", first=1024))
+    loop.step()
+    loop.scaler.load_state_dict(loop.scaler.state_dict() | {"scale": broken})
+    assert loop.step() == 1024
+
+
+def test_a_scale_that_is_set_is_held_to_the_bounds_and_is_no_step() -> None:
+    loop = Loop(LossScaler("cpu"))
+    loop.step()
+    loop.scaler.update(1e9)
+    assert loop.scaler.statistics() == ScaleStatistics(steps=1, overflows=0, scale=262144)
+
+
+def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same() -> None:
+    loop = Loop(LossScaler("cpu", interval=1, static=1024))
+    loop.step()
+    before = loop.state()
+    assert [loop.step(overflows=True) for _ in range(3)] == [1024] * 3
+    assert all(torch.equal(a, b) for a, b in zip(loop.state(), before, strict=True))
+    assert [loop.step() for _ in range(3)] == [1024] * 3
+    assert not loop.scaler.is_dynamic
+    assert loop.scaler.statistics().overflows == 3
+
+
+@pytest.mark.parametrize("key", ["first_loss_scale", "loss_scale"])
+@pytest.mark.parametrize(
+    ("scale", "remedy"), [(0.5, "lower min_loss_scale to 0.5"), (262145.0, "raise max_loss_scale")]
+)
+def test_a_scale_beyond_the_bounds_is_refused_by_name(key: str, scale: float, remedy: str) -> None:
+    where = (
+        rf"^{key} {scale:g} is not between min_loss_scale 1 and max_loss_scale 262144\..*{remedy}"
+    )
+    with pytest.raises(UserError, match=where):
+        build_scaler(RunConfig(**{key: scale}), torch.device("cpu"))
+
+
+def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raised_with_it(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "1"]
+    first = ["--set", "first_loss_scale=1048576"]
+    assert command("pretrain", *flags, *first) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("or raise max_loss_scale to 1048576 too.")
+    assert command("pretrain", *flags, *first, "--set", "max_loss_scale=1048576") == 0
+    assert metrics(Path("r"))[0]["loss_scale"] in (1048576, 524288)
+
+
+def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for() -> None:
+    keys = {
+        "first_loss_scale": 2.0**20, "loss_scale_interval": 2, "loss_scale_growth": 4.0,
+        "loss_scale_backoff": 0.125, "min_loss_scale": 2.0**12, "max_loss_scale": 2.0**23,
+    }  # fmt: skip
+    loop = Loop(build_scaler(RunConfig(**keys), torch.device("cpu")))
+    scales = [math.log2(loop.step(overflows)) for overflows in (0, 0, 0, 0, 1, 1, 1, 1, 1)]
+    assert scales == [20, 22, 22, 23, 20, 17, 14, 12, 12]
+    assert loop.scaler.can_fall(loop.weight.sum()).item() is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"growth": 1.0}, "loss_scale_growth 1 is not above 1"),
+        ({"growth": INF}, "loss_scale_growth inf is not above 1"),
+        ({"backoff": 1.0}, "loss_scale_backoff 1 is not between 0 and 1"),
+        ({"backoff": 0.0}, "loss_scale_backoff 0 is not between 0 and 1"),
+        ({"interval": 0}, "loss_scale_interval 0 is below 1"),
+        ({"smallest": 0.0}, "min_loss_scale 0 and max_loss_scale 262144 are no range"),
+        ({"smallest": 8.0, "largest": 4.0}, "min_loss_scale 8 and max_loss_scale 4 are no range"),
+        ({"largest": math.nan}, "max_loss_scale nan are no range"),
+    ],
+)
+def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(
+    wrong: dict[str, float], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        LossScaler("cpu", **wrong)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "loss_scale_growth=1.0", "loss_scale_growth=-2.0", "loss_scale_backoff=1.0",
+        "loss_scale_backoff=0.0", "min_loss_scale=0.0", "max_loss_scale=1e39",
+        "loss_scale_interval=0",
+    ],
+)  # fmt: skip
+def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(
+    key: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--recipe", "fp16", "--out", "r", *TINY, "--set", key) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert key.partition("=")[0] in line
+
+
+def scale_and_weights_after_166_overflows(
+    scaler: torch.amp.GradScaler,
+) -> tuple[float, Tensor]:
+    """And after one clean step more."""
+    loop = Loop(scaler)
+    for _ in range(166):
+        scale = loop.step(overflows=True)
+    assert torch.equal(loop.weight, torch.full((3,), 2.0))
+    loop.step()
+    return scale, loop.weight.detach()
+
+
+def test_an_unclamped_scale_reaches_0_and_the_next_step_writes_nan_but_ours_does_not() -> None:
+    scale, weights = scale_and_weights_after_166_overflows(torch.amp.GradScaler("cpu"))
+    assert scale == 0
+    assert weights.isnan().all()
+    scale, weights = scale_and_weights_after_166_overflows(LossScaler("cpu"))
+    assert scale == 1
+    assert weights.isfinite().all()
+    assert not torch.equal(weights, torch.full((3,), 2.0))  # and it goes on
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflowing_step_leaves_weights_and_moments_bitwise_unchanged(fused: bool) -> None:
+    loop = Loop(LossScaler("cpu"), fused)
+    loop.step()
+    before = loop.state()
+    loop.step(overflows=True)
+    assert all(torch.equal(a, b) for a, b in zip(loop.state(), before, strict=True))
+    loop.step()
+    assert not torch.equal(loop.state()[0], before[0])
+
+
+def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent() -> None:
+    loop = Loop(LossScaler("cpu"))
+    for step in range(1000):
+        loop.scaler.scale(loop.weight.sum())
+        loop.weight.grad = torch.full((3,), INF if step % 142 == 100 else 1.0)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.scaler.update()
+    seen = loop.scaler.statistics()
+    assert (seen.steps, seen.overflows, seen.rate) == (1000, 7, 0.007)
+    assert str(seen) == "loss scale 512, 7 of 1,000 steps overflowed (0.70 %)"
+    assert LossScaler("cpu").statistics().rate == 0
+
+
+def test_counting_and_bounding_read_nothing_on_the_host() -> None:
+    loop = Loop(LossScaler("cpu"))
+    loop.step()
+
+    def work() -> None:
+        loop.scaler.scale(loop.weight.sum()).backward()
+        loop.scaler.unscale_(loop.optimizer)
+        loop.scaler.update()
+        loop.scaler.can_fall(loop.weight.sum())
+
+    assert host_reads(work) == {}
+    assert loop.scaler.statistics().steps == 2
+
+
+def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_taken() -> None:
+    loop = Loop(LossScaler("cpu", interval=5))
+    for overflows in (0, 1, 0, 0):
+        loop.step(bool(overflows))
+    other = Loop(LossScaler("cpu", interval=5))
+    other.scaler.load_state_dict(loop.scaler.state_dict())
+    assert other.scaler.statistics() == loop.scaler.statistics()
+    assert (
+        [other.step() for _ in range(3)] == [loop.step() for _ in range(3)] == [32768, 32768, 65536]
+    )
+    assert other.scaler.statistics() == ScaleStatistics(steps=7, overflows=1, scale=65536)
+    torchs = torch.amp.GradScaler("cpu", init_scale=256).state_dict()
+    other.scaler.load_state_dict(torchs)
+    assert other.scaler.statistics() == ScaleStatistics(steps=0, overflows=0, scale=256)
+
+
+def overflow_in(small: SmallLoop, steps: set[int], weight: Tensor) -> None:
+    """Have a gradient be infinite in some steps."""
+    weight.register_hook(lambda gradient: gradient * (INF if small.run.step + 1 in steps else 1.0))
+
+
+def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_when_resumed(
+    tmp_path: Path,
+) -> None:
+    keys = {"first_loss_scale": 1024.0, "loss_scale_interval": 3, "steps": 8}
+    small = SmallLoop(tmp_path / "r", "fp16", save_every=4, **keys)
+    overflow_in(small, {3}, small.run.model.final_norm.weight)
+    small.advance(4)
+    small.loop.wait()
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "fp16", save_every=4, resume="auto", **keys)
+    overflow_in(resumed, {6}, resumed.run.model.final_norm.weight)
+    resumed.advance(4)
+    rows = metrics(tmp_path / "r")
+    assert [row["overflows"] for row in rows] == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert [row["loss_scale"] for row in rows] == [1024, 1024, 512, 512, 512, 256, 256, 256]
+    assert resumed.run.scaler is not None
+    assert resumed.run.scaler.statistics().steps == 8
+
+
+def test_a_run_whose_static_scale_overflows_has_a_bad_step_and_keeps_the_scale(
+    tmp_path: Path,
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", loss_scale=128.0)
+    overflow_in(small, {2}, small.run.model.final_norm.weight)
+    small.advance(3)
+    rows = metrics(tmp_path / "r")
+    assert [row["loss_scale"] for row in rows if "loss" in row and "lr" in row] == [128] * 3
+    (event,) = [row for row in rows if "event" in row]  # and no warning of a low scale
+    assert (event["step"], event["event"]) == (2, "skip")
+
+
+def test_a_loss_scale_below_256_is_warned_of_once_with_what_to_do(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", first_loss_scale=512.0)
+    overflow_in(small, {2, 4}, small.run.model.final_norm.weight)
+    small.advance(5)
+    (event,) = [row for row in metrics(tmp_path / "r") if "event" in row]
+    assert (event["step"], event["event"]) == (4, "loss_scale")
+    assert event["why"].startswith("the loss scale is down to 128. Lower --lr, clip harder")
+
+
+def test_four_halvings_in_a_row_raise_an_alarm_that_says_what_to_do(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16")
+    overflow_in(small, {1, 2, 3, 4}, small.run.model.final_norm.weight)
+    small.advance(3)
+    assert [row for row in metrics(tmp_path / "r") if "event" in row] == []
+    small.advance(1)
+    (event,) = [row for row in metrics(tmp_path / "r") if "event" in row]
+    assert event["why"].startswith("4 overflows in a row. Lower --lr, clip harder")
+    assert "a larger scale is no help" in event["why"]
+    assert small.run.scaler is not None
+    assert small.run.scaler.get_scale() == 4096
+
+
+def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", guard={"overflows": 5})
+    small.run.hardware = Hardware("cuda", (7, 5))
+    overflow_in(small, {1, 2, 3, 4, 5, 6}, small.run.model.final_norm.weight)
+    small.advance(6)
+    told = [row["event"] for row in metrics(tmp_path / "r") if "event" in row]
+    assert told == ["loss_scale"]
+    assert small.run.scaler is not None
+    assert small.run.scaler.get_scale() == 1024
+
+
+def gradients_of_a_step(folder: Path, accumulate: int, recipe: str = "fp32") -> list[Tensor]:
+    """What the optimizer gets in the first step, unclipped."""
+    small = SmallLoop(folder, recipe, batch=8, accumulate=accumulate, clip=0.0)
+    found: list[Tensor] = []
+    scales: list[float] = []
+    run = small.run
+    run.model.register_forward_hook(
+        lambda *_: scales.append(run.scaler.get_scale() if run.scaler else 1.0)
+    )
+    step = run.optimizer.step
+    run.optimizer.step = lambda: found.extend(one.grad.clone() for one in run.model.parameters())  # type: ignore[method-assign, union-attr]
+    small.advance(1)
+    run.optimizer.step = step  # type: ignore[method-assign]
+    run.folder.release()
+    assert scales == [65536.0 if recipe == "fp16" else 1.0] * accumulate
+    return found
+
+
+def test_four_micro_batches_give_the_gradients_of_the_full_batch(tmp_path: Path) -> None:
+    whole = gradients_of_a_step(tmp_path / "whole", 1)
+    parts = gradients_of_a_step(tmp_path / "parts", 4)
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert any(one.abs().max() > 1e-2 for one in whole)
+    (full,), (told,) = (metrics(tmp_path / name) for name in ("whole", "parts"))
+    assert [told["loss"], told["grad_norm"]] == pytest.approx(
+        [full["loss"], full["grad_norm"]], rel=1e-5
+    )
+
+
+def test_in_fp16_the_scale_is_constant_over_the_micro_batches_and_divided_out_once(
+    tmp_path: Path,
+) -> None:
+    whole = gradients_of_a_step(tmp_path / "whole", 1)
+    parts = gradients_of_a_step(tmp_path / "parts", 4, "fp16")
+    for one, other in zip(parts, whole, strict=True):
+        error = (one - other).norm() / other.norm()
+        assert error < 0.02
+
+
+def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(
+    tmp_path: Path,
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", batch=8, accumulate=4, first_loss_scale=1024.0)
+    model, passes, scales = small.run.model, [0], []
+
+    def count(*_: object) -> None:
+        passes[0] += 1
+        scales.append(small.run.scaler.get_scale())  # type: ignore[union-attr]
+
+    model.register_forward_pre_hook(count)
+    # The second of the four micro-batches of the second step.
+    model.final_norm.weight.register_hook(lambda g: g * (INF if passes[0] == 6 else 1.0))
+    small.advance(1)
+    before = small.state()
+    small.advance(1)
+    assert all(torch.equal(value, before[name]) for name, value in small.state().items())
+    small.advance(1)
+    assert scales == [1024] * 8 + [512] * 4
+    assert small.run.scaler is not None
+    assert small.run.scaler.statistics() == ScaleStatistics(steps=3, overflows=1, scale=512)

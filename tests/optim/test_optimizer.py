@@ -1,0 +1,485 @@
+"""SGD, Muon and AdamW with moments of 8 bits: what each takes, skipped steps, and resuming."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fp8stack.checkpoint.state import capture, largest_of_state, restore
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.chained import ChainedOptimizer, optimizers_in, parameters_of, plain
+from fp8stack.optim.grad_scaler import LossScaler
+from fp8stack.optim.optimizer import build_optimizer, require_optimizer, set_learning_rate
+from fp8stack.precision import Hardware
+from tests.conftest import metrics
+from tests.support.small_loop import SmallLoop, host_reads
+
+INF = math.inf
+OTHERS = ["muon", "adamw8bit", "adamwfp8"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """torchao compiles its step, for half a minute; here it runs as it is written."""
+    if "slow" in request.keywords:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def state_of(small: SmallLoop) -> dict[str, Tensor]:
+    """Copies of the weights and of all that the optimizers keep."""
+    groups = capture(small.run.model, small.run.optimizer)
+    named = {**groups["model"], **{f"{name} kept": v for name, v in groups["optimizer"].items()}}
+    return {name: value.clone() for name, value in named.items()}
+
+
+def bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8) if value.ndim else value
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+
+
+def names_of(small: SmallLoop, place: int) -> set[str]:
+    """The names of the parameters that an optimizer has."""
+    names = {id(one): name for name, one in small.run.model.named_parameters()}
+    return {names[id(one)] for one in parameters_of(optimizers_in(small.run.optimizer)[place])}
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer="muon")
+    muon, adamw = optimizers_in(small.run.optimizer)
+    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(adamw, torch.optim.AdamW)
+    matrices = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+    assert names_of(small, 0) == {f"blocks.0.{name}.weight" for name in matrices}
+    every = {name for name, _ in small.run.model.named_parameters()}
+    assert names_of(small, 1) == every - names_of(small, 0)
+    assert "embedding.weight" in names_of(small, 1)
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum: float) -> None:
+    """b = m b + g + decay w; w = w - lr b, in float64; decay is for matrices alone."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    config = RunConfig(optimizer="sgd", lr=0.1, momentum=momentum, weight_decay=0.25)
+    optimizer = build_optimizer(model, config)
+    parameters = list(model.parameters())
+    expected = [one.detach().double() for one in parameters]
+    kept = [torch.zeros_like(one) for one in expected]
+    for step in range(4):
+        optimizer.found_inf = torch.tensor(float(step == 0))  # type: ignore[attr-defined]
+        gradients = [torch.randn_like(one) for one in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient * INF if step == 0 else gradient
+        optimizer.step()
+        if step == 0:
+            continue
+        for place, (weight, gradient) in enumerate(zip(expected, gradients, strict=True)):
+            decayed = gradient.double() + (0.25 * weight if weight.ndim > 1 else 0)
+            kept[place] = momentum * kept[place] + decayed
+            weight -= 0.1 * kept[place]
+    for parameter, weight in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.double(), weight, rtol=1e-5, atol=1e-6)
+    assert all(
+        set(optimizer.state[one]) == ({"momentum_buffer"} if momentum else set())
+        for one in parameters
+    )
+
+
+def _through_and_resumed(folder: Path, steps: int, **keys: Any) -> tuple[SmallLoop, SmallLoop]:
+    """A run in delayed scaling, and one that was stopped half-way and went on; both ended."""
+    keys |= {"save_every": steps // 2, "steps": steps}
+    through = SmallLoop(folder / "through", "delayed", **keys)
+    through.advance(steps)
+    stopped = SmallLoop(folder / "stopped", "delayed", **keys)
+    stopped.advance(steps // 2)
+    stopped.loop.wait()
+    stopped.run.folder.release()
+    resumed = SmallLoop(folder / "stopped", "delayed", resume="auto", **keys)
+    resumed.advance(steps // 2)
+    return through, resumed
+
+
+def test_a_run_with_plain_gradient_descent_keeps_nothing_and_is_resumed_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    through, resumed = _through_and_resumed(tmp_path, 4, optimizer="sgd", momentum=0.0)
+    assert differing(state_of(through), state_of(resumed)) == []
+    assert capture(resumed.run.model, resumed.run.optimizer)["optimizer"] == {}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_learning_rate_schedule_holds_for_every_optimizer(name: str, tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
+    small.advance(3)
+    rate = metrics(tmp_path / "r")[-1]["lr"]
+    rates = [float(g["lr"]) for o in optimizers_in(small.run.optimizer) for g in o.param_groups]
+    assert rates == pytest.approx([rate] * len(rates), rel=1e-6)
+    assert len(rates) == 3
+
+
+def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws() -> None:
+    model = GPT(GPTConfig(vocabulary=64, context=16, layers=1, width=128, heads=2))
+    config = RunConfig(optimizer="muon", lr=0.01, weight_decay=0.0)
+    optimizer = build_optimizer(model, config)
+    weight = model.blocks[0].mlp.up.weight
+    before = weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    moved = weight.detach() - before
+    # Orthogonal but for the roughness of Newton and Schulz, times 0.2 lr sqrt(the longer side).
+    singular = torch.linalg.svdvals(moved) / (0.01 * 0.2 * max(weight.shape) ** 0.5)
+    assert float(singular.min()) > 0.5
+    assert float(singular.max()) < 1.5
+    rms = float(moved.square().mean().sqrt())
+    assert rms == pytest.approx(0.2 * 0.01, rel=0.3)  # what AdamW's steps come to
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"), [("adamw8bit", torch.uint8), ("adamwfp8", torch.float8_e4m3fn)]
+)
+def test_moments_of_large_matrices_are_codes_of_one_byte(
+    name: str, codes: torch.dtype, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
+    assert names_of(small, 0) == {"blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight"}
+    small.advance(1)
+    kept = plain(small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight])
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert kept[f"{moment}.codes"].dtype == codes
+        assert kept[f"{moment}.codes"].float().abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("adamw", 8.0), ("muon", 4.0), ("adamw8bit", 2.0), ("adamwfp8", 2.0)]
+)
+def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
+    name: str, expected: float, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, width=128)
+    small.advance(1)
+    weight = small.run.model.blocks[0].mlp.up.weight
+    kept = plain(small.run.optimizer.state[weight])
+    kept = {key: v for key, v in kept.items() if key != "step" and not key.endswith("qmap")}
+    counted = sum(value.numel() * value.element_size() for value in kept.values())
+    if expected == 2:
+        expected += 2 * 4 / 256  # the scales
+    assert counted / weight.numel() == expected
+    embedding = small.run.optimizer.state[small.run.model.embedding.weight]
+    counted = sum(value.numel() * value.element_size() for value in embedding.values()) - 4
+    assert counted / small.run.model.embedding.weight.numel() == 8
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "sgd"])
+def test_a_run_learns_with_every_optimizer(name: str, tmp_path: Path) -> None:
+    keys = {"lr": 0.1} if name == "sgd" else {}
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, steps=15, **keys)
+    small.advance(15)
+    rows = metrics(tmp_path / "r")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
+    assert [row for row in rows if "event" in row] == []
+
+
+def test_8_bits_stay_close_to_adamw_with_float32_moments(tmp_path: Path) -> None:
+    ends = {}
+    for name in ("adamw", "adamw8bit", "adamwfp8"):
+        small = SmallLoop(tmp_path / name, "fp32", optimizer=name, steps=20)
+        small.advance(20)
+        ends[name] = metrics(tmp_path / name)[-1]["loss"]
+    assert ends["adamw8bit"] == pytest.approx(ends["adamw"], rel=0.01)
+    assert ends["adamwfp8"] == pytest.approx(ends["adamw"], rel=0.01)
+    assert len(set(ends.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "step"),
+    [
+        ("muon", "loss", 3), ("adamw8bit", "gradient", 3), ("adamwfp8", "loss", 3),
+        ("muon", "gradient", 1), ("adamw8bit", "loss", 1),
+        ("sgd", "gradient", 3), ("sgd", "loss", 1),
+    ],
+)  # fmt: skip
+def test_a_bad_step_changes_nothing_to_the_bit(
+    name: str, what: str, step: int, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", "delayed", optimizer=name)
+
+    def factor() -> float:
+        return math.nan if small.run.step + 1 == step else 1.0
+
+    if what == "loss":
+        small.run.model.register_forward_hook(lambda model, args, loss: loss * factor())
+    else:  # of a parameter that AdamW has
+        small.run.model.final_norm.weight.register_hook(lambda gradient: gradient * factor())
+    weights = {n: one.detach().clone() for n, one in small.run.model.named_parameters()}
+    if step > 1:
+        small.advance(step - 1)
+        before = state_of(small)
+        small.advance()
+        assert differing(before, state_of(small)) == []
+    else:
+        small.advance()
+        now = dict(small.run.model.named_parameters())
+        assert all(torch.equal(now[n], weight) for n, weight in weights.items())
+        kept = [
+            v
+            for k in small.run.optimizer.state.values()
+            for n, v in plain(k).items()
+            if "qmap" not in n
+        ]
+        assert len(small.run.optimizer.state) == len(weights)
+        assert all(not value.float().any() for value in kept)
+    assert [row["event"] for row in metrics(tmp_path / "r") if "event" in row] == ["skip"]
+    before = state_of(small)
+    small.advance()
+    assert len(differing(before, state_of(small))) > len(weights)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("layer", ["blocks.0.mlp.up", "final_norm"])
+def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(
+    name: str, layer: str, tmp_path: Path
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", optimizer=name, first_loss_scale=1024.0)
+    parameter = small.run.model.get_submodule(layer).weight
+    parameter.register_hook(lambda gradient: gradient * (INF if small.run.step + 1 == 3 else 1.0))
+    small.advance(2)
+    before = state_of(small)
+    small.advance()
+    moved = {one.removesuffix(" kept") for one in differing(before, state_of(small))}
+    skipped, taken = (0, 1) if layer.startswith("blocks") else (1, 0)
+    assert not any(one.startswith(name) for one in moved for name in names_of(small, skipped))
+    assert names_of(small, taken) <= moved
+    rows = metrics(tmp_path / "r")
+    assert [row["skipped"] for row in rows] == [False, False, True]
+    assert [row["loss_scale"] for row in rows] == [1024, 1024, 512]  # one update
+    assert rows[-1]["overflows"] == 1
+    assert all(value.float().isfinite().all() for value in state_of(small).values())
+    assert small.loop.watch.look().overflows == 1
+
+
+def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update() -> None:
+    scaler = LossScaler("cpu")
+    weights = [nn.Parameter(torch.full((4, 4), 2.0)) for _ in range(2)]
+    muon = torch.optim.Muon(weights[:1], lr=0.1)
+    adamw = torch.optim.AdamW(weights[1:], lr=0.1, fused=True)
+    for overflows in (False, True):
+        before = [weight.detach().clone() for weight in weights]
+        loss = weights[0].sum() * (INF if overflows else 1.0) + weights[1].sum()
+        scaler.scale(loss).backward()
+        for optimizer in (muon, adamw):
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(muon)
+        for optimizer in (muon, adamw):
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        stood = [torch.equal(weight, old) for weight, old in zip(weights, before, strict=True)]
+        assert stood == [overflows, False]
+    assert str(scaler.statistics()) == "loss scale 32768, 1 of 2 steps overflowed (50.00 %)"
+
+
+def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path: Path) -> None:
+    for name, expected in (("adamw", 0), ("sgd", 0), ("muon", 1)):
+        small = SmallLoop(tmp_path / name, "fp16", optimizer=name)
+        small.advance(2)
+        reads = host_reads(small.next_step())
+        assert reads["aten::is_nonzero"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("muon", "fp16"), ("sgd", "fp16"), ("adamw8bit", "delayed"), ("adamwfp8", "fp32")],
+)
+def test_a_resumed_run_goes_on_to_the_bit(name: str, recipe: str, tmp_path: Path) -> None:
+    keys = {"optimizer": name, "save_every": 3, "steps": 6}
+    through = SmallLoop(tmp_path / "through", recipe, **keys)
+    through.advance(6)
+    stopped = SmallLoop(tmp_path / "stopped", recipe, **keys)
+    stopped.advance(3)
+    saved = state_of(stopped)
+    stopped.loop.wait()
+    stopped.run.folder.release()
+    resumed = SmallLoop(tmp_path / "stopped", recipe, resume="auto", **keys)
+    assert differing(saved, state_of(resumed)) == []
+    resumed.advance(3)
+    assert differing(state_of(through), state_of(resumed)) == []
+
+
+def test_a_run_that_was_saved_after_a_first_step_that_was_skipped_can_be_resumed(
+    tmp_path: Path,
+) -> None:
+    small = SmallLoop(tmp_path / "r", "fp16", optimizer="muon", save_every=1)
+    weight = small.run.model.blocks[0].mlp.up.weight
+    weight.register_hook(lambda gradient: gradient * INF)
+    small.advance(1)
+    small.loop.wait()
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "fp16", optimizer="muon", resume="auto")
+    assert resumed.run.step == 1
+    resumed.advance(1)
+
+
+def test_resuming_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", save_every=2)
+    small.advance(2)
+    small.loop.wait()
+    small.run.folder.release()
+    with pytest.raises(UserError, match="optimizer is 'muon' here and 'adamw' in the checkpoint"):
+        SmallLoop(tmp_path / "r", "fp32", resume="auto", optimizer="muon")
+
+
+def saved_moments(folder: Path, name: str) -> tuple[SmallLoop, dict[str, dict[str, Tensor]]]:
+    """A run after two steps, and what a checkpoint of it holds."""
+    small = SmallLoop(folder, "fp32", optimizer=name)
+    small.advance(2)
+    groups = capture(small.run.model, small.run.optimizer)
+    save_file(groups["optimizer"], folder / "moments.safetensors")  # it takes plain tensors alone
+    return small, groups | {"optimizer": load_file(folder / "moments.safetensors")}
+
+
+UP = "blocks.0.mlp.up.weight"
+
+
+def damaged(good: Tensor) -> dict[str, Tensor | None]:
+    """A tensor, spoilt in every way that can be told; None is one that is missing."""
+    found = {
+        "missing": None,
+        "dtype": good.to(torch.float64),
+        "shape": torch.zeros(5).to(good.dtype),
+    }
+    if good.dtype != torch.uint8:  # of which each value is a number
+        found["not finite"] = torch.full_like(good.float(), math.nan).to(good.dtype)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("muon", [f"{UP}.momentum_buffer", "embedding.weight.exp_avg"]),
+        ("adamw8bit", [f"{UP}.exp_avg.{part}" for part in ("codes", "scale", "qmap")]),
+        ("adamwfp8", [f"{UP}.exp_avg_sq.codes", f"{UP}.exp_avg_sq.scale", f"{UP}.step"]),
+    ],
+)
+def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
+    name: str, tensors: list[str], tmp_path: Path
+) -> None:
+    small, groups = saved_moments(tmp_path / "r", name)
+    groups["model"] = {n: value.clone() for n, value in groups["model"].items()}
+    small.advance(1)
+    before = state_of(small)
+    for tensor in tensors:
+        good = groups["optimizer"][tensor]
+        for value in damaged(good).values():
+            spoilt = {key: one for key, one in groups["optimizer"].items() if key != tensor}
+            spoilt |= {} if value is None else {tensor: value}
+            with pytest.raises(UserError, match=re.escape(f"'{tensor}'")):
+                restore(small.run.model, small.run.optimizer, groups | {"optimizer": spoilt})
+        more = groups["optimizer"] | {f"{tensor}.more": good}
+        with pytest.raises(UserError, match="a tensor too many"):
+            restore(small.run.model, small.run.optimizer, groups | {"optimizer": more})
+    assert differing(before, state_of(small)) == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_moments_that_are_whole_are_put_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    small, groups = saved_moments(tmp_path / "r", name)
+    saved = {f"{n} kept": value.clone() for n, value in groups["optimizer"].items()}
+    saved |= {n: value.clone() for n, value in groups["model"].items()}
+    groups["model"] = {n: value.clone() for n, value in groups["model"].items()}
+    small.advance(2)
+    assert len(differing(saved, state_of(small))) > len(groups["model"])
+    restore(small.run.model, small.run.optimizer, groups)
+    assert differing(saved, state_of(small)) == []
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
+def test_moments_of_8_bits_that_are_not_finite_are_noticed(name: str, tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
+    small.advance(1)
+    assert largest_of_state(small.run.optimizer).isfinite()
+    kept = small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight]
+    kept["exp_avg"].copy_(torch.full_like(kept["exp_avg"].dequantize(), INF))
+    assert not largest_of_state(small.run.optimizer).isfinite()
+
+
+def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = Hardware("cpu")
+    for name in OTHERS:
+        with pytest.raises(UserError, match=f"optimizer {name} is not tested with --parallel fsdp"):
+            require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 2)
+        require_optimizer(RunConfig(optimizer=name, parallel="fsdp"), cpu, 1)
+        require_optimizer(RunConfig(optimizer=name), cpu, 2)
+    with pytest.raises(UserError, match="adamwfp8 needs a GPU that converts to FP8"):
+        require_optimizer(RunConfig(optimizer="adamwfp8"), Hardware("cuda", (8, 0)), 1)
+
+    def none() -> str:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    with pytest.raises(UserError, match=r"optimizer adamw8bit needs a C\+\+ compiler"):
+        SmallLoop(tmp_path / "r", "fp32", optimizer="adamw8bit")
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UserError, match="need torchao: pip install"):
+        SmallLoop(tmp_path / "r", "fp32", optimizer="adamw8bit")
+    assert not (tmp_path / "r" / "run.toml").exists()
+
+
+def test_a_model_without_a_matrix_large_enough_for_8_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no matrix in the blocks .* 4,096 elements"):
+        SmallLoop(
+            tmp_path / "r",
+            "fp32",
+            optimizer="adamw8bit",
+            width=16,
+            model_overrides={"mlp_width": 64},
+        )
+
+
+def test_several_optimizers_have_one_set_of_groups_and_one_state() -> None:
+    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    muon, adamw = torch.optim.Muon(weights[:1]), torch.optim.AdamW(weights[1:], fused=True)
+    both = ChainedOptimizer([muon, adamw])
+    set_learning_rate(both, 0.25)
+    assert [muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]] == [0.25, 0.25]
+    for weight in weights:
+        weight.grad = torch.ones(4, 4)
+    both.step()
+    assert set(both.state) == set(weights)
+    assert both.state is muon.state
+    both.zero_grad()
+    assert [weight.grad for weight in weights] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
+def test_compiled_as_torchao_does_it_a_run_learns_and_resumes_to_the_bit(
+    name: str, tmp_path: Path
+) -> None:
+    through, resumed = _through_and_resumed(tmp_path, 8, optimizer=name)
+    assert differing(state_of(through), state_of(resumed)) == []
+    rows = metrics(tmp_path / "through")
+    assert rows[-1]["loss"] < rows[0]["loss"]

@@ -1,0 +1,355 @@
+"""What a real training pass computes in is what `fp8stack plan` says, operation by operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8stack.backends import build_backend
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.planner import Operation, casts_of, operations_of
+from fp8stack.precision import Hardware, Plan, load_recipe
+from tests.support.dtype_recorder import Recorder, Seen, fp8_of
+from tests.support.small_loop import SmallLoop
+from tests.support.te_stand_in import installed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+B, T = 3, 32
+SIZES = {"vocabulary": 61, "context": T, "layers": 2, "width": 64, "heads": 4}
+GPT2 = GPTConfig(**SIZES)
+LLAMA = GPTConfig(
+    **SIZES,
+    kv_heads=2,
+    mlp_width=128,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rope",
+    qk_norm=True,
+    bias=False,
+    tied=False,
+)
+STYLES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "dropout": LLAMA.model_copy(update={"dropout": 0.1, "qk_norm": False}),
+}
+# Recipe, backend, and the compute dtype of an FP8 recipe, which on a GPU is bf16.
+RUNS = [
+    ("fp32", "auto", None),
+    ("bf16", "auto", None),
+    ("fp16", "auto", None),
+    *[(name, "emulate", "fp32") for name in ("delayed", "current", "block", "mxfp8")],
+    ("delayed", "emulate", "bf16"),
+    ("mxfp8", "emulate", "bf16"),
+    ("delayed", "torch", "fp32"),
+    ("current", "torch", "bf16"),
+]
+
+
+def plan_of(
+    config: GPTConfig, recipe: str, backend: str, dtype: str | None, **keys: object
+) -> Plan:
+    plan = plan_for(config, load_recipe(recipe, keys), Hardware("cpu", cpu_bf16=True), backend)
+    if dtype is None:
+        return plan
+    layers = [la if la.fp8 else replace(la, precision=dtype) for la in plan.layers]
+    return replace(plan, compute_dtype=dtype, layers=tuple(layers))
+
+
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> Recorder:
+    """The passes of a model of the plan, forward and backward."""
+    model = GPT(config, build_backend(plan))
+    model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
+    tokens = torch.randint(config.vocabulary, (B, T + 1))
+    recorder = Recorder(model, rows=B * T)
+    with recorder.recording():
+        for _ in range(passes):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return recorder
+
+
+def planned(operations: list[Operation]) -> set[Seen]:
+    """The operations of a pass as the recorder writes them: of alike operands one, but for GEMMs
+    and attention."""
+    made = set()
+    for one in operations:
+        if one.path != "step":
+            made.add((one.path, one.name, one.operands, one.output))
+    return made
+
+
+def observed(recorder: Recorder) -> set[Seen]:
+    return {seen for seen in recorder.operations if seen[0] != "step"}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS)
+def test_a_real_pass_computes_in_what_the_plan_says(style, recipe, backend, dtype):
+    config = STYLES[style]
+    plan = plan_of(config, recipe, backend, dtype)
+    assert observed(record(config, plan)) == planned(operations_of(config, plan))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS)
+def test_a_real_pass_casts_where_and_as_often_as_the_plan_says(style, recipe, backend, dtype):
+    config = STYLES[style]
+    plan = plan_of(config, recipe, backend, dtype)
+    recorder = record(config, plan)
+    casts = [cast for cast in casts_of(config, plan) if not cast.to_fp8]
+    assert recorder.casts == Counter((c.path, c.source, c.target, c.runs) for c in casts)
+
+
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS[3:])
+def test_operands_are_quantized_as_often_as_the_plan_says(recipe, backend, dtype):
+    plan = plan_of(LLAMA, recipe, backend, dtype)
+    casts = [cast for cast in casts_of(LLAMA, plan) if cast.to_fp8]
+    names = {"output gradient": "grad_output"}
+    for passes in (1, 3):  # of one optimizer step
+        expected = Counter[tuple[str, str, str]]()
+        for c in casts:
+            times = 1 if c.per == "step" else passes
+            expected[c.path, names.get(c.what, c.what), c.runs] += times
+        assert record(LLAMA, plan, passes).quantized == expected
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("style", STYLES)
+def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
+    config = STYLES[style]
+    plan = plan_of(config, recipe, "auto", None, attention="fp32")
+    recorder = record(config, plan)
+    assert ("blocks.1.attention", "attention", ("fp32",) * 3, "fp32") in recorder.operations
+    assert observed(recorder) == planned(operations_of(config, plan))
+    casts = casts_of(config, plan)
+    assert recorder.casts == Counter((c.path, c.source, c.target, c.runs) for c in casts)
+
+
+def test_an_excluded_layer_and_the_rest_run_as_planned():
+    plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
+    recorder = record(LLAMA, plan)
+    seen = observed(recorder)
+    assert seen == planned(operations_of(LLAMA, plan))
+    assert ("blocks.0.attention.output", "fprop", ("bf16", "bf16"), "bf16") in seen
+    assert ("lm_head", "dgrad", ("e5m2 in fp32", "e4m3 in fp32"), "bf16") in seen
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "norm", "output": "bf16"},
+        {"name": "attention", "operands": ("fp32",) * 3},
+        {"name": "dgrad", "operands": ("e4m3 in fp32", "e4m3 in fp32")},
+        {"name": "wgrad", "output": "bf16"},
+        {"name": "loss", "operands": ("bf16",)},
+        {"name": "residual", "output": "bf16"},
+    ],
+)
+def test_a_plan_that_is_wrong_in_one_operation_is_found_out(wrong):
+    plan = plan_of(GPT2, "delayed", "emulate", "bf16")
+    seen = observed(record(GPT2, plan))
+    operations = operations_of(GPT2, plan)
+    found = [index for index, one in enumerate(operations) if one.name == wrong["name"]]
+    operations[found[0]] = replace(operations[found[0]], **wrong)
+    assert seen != planned(operations)
+
+
+def test_the_significand_tells_the_formats_apart():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype, name in ((torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
+        values = codes.view(dtype).float()
+        assert fp8_of(values[values.isfinite()] * 2.0**-9) == name
+    assert fp8_of(torch.tensor([1.0, 1 + 2.0**-4])) == "no FP8"
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums, and what happens once per optimizer step
+
+
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS)
+def test_a_gemm_adds_in_float32(recipe, backend, dtype):
+    """In bf16 a sum of ones would stop at 256, in fp16 at 2048, in FP8 at 16."""
+    config = GPTConfig(vocabulary=64, context=8, layers=1, width=4096, heads=1, bias=False)
+    made = build_backend(plan_of(config, recipe, backend, dtype))
+    linear = made.linear("blocks.0.attention.output", 4096, 128, False)
+    model = nn.Sequential(linear)
+    made.attach(model)
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+        y = model(torch.ones(32, 4096))
+    # Scales of 448 / 1 are no powers of two: the last bits may differ.
+    torch.testing.assert_close(y.float(), torch.full((32, 128), 4096.0), rtol=1e-6, atol=0)
+
+
+class Step(TorchDispatchMode):
+    """The floating-point dtypes of what an optimizer step does, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
+        gathers = node is not None and "AccumulateGrad" in node.name()
+        name = "accumulate" if gathers else str(func).split(".")[1]
+        found = {x.dtype for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)}
+        floats = {dtype for dtype in found if dtype.is_floating_point}
+        self.dtypes.setdefault(name, set()).update(floats)
+        return out
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed"])
+def test_gradients_clipping_and_the_optimizer_are_float32(tmp_path: Path, recipe):
+    small = SmallLoop(tmp_path, recipe, accumulate=2, clip=1e-3, telemetry_every=0)
+    step = small.next_step()
+    recorded = Step()
+    with recorded:
+        step()
+    run = small.run
+    plan = run.plan
+    assert plan.compute_dtype == {"delayed": "fp32"}.get(recipe, recipe)
+    rows = {one.name: one for one in operations_of(run.model.config, plan) if one.path == "step"}
+    assert ("amax history" in rows) == (recipe == "delayed")
+    assert ("loss scaling" in rows) == (recipe == "fp16")
+    for name, operator in (
+        ("gradient accumulation", "accumulate"),
+        ("clipping", "_foreach_norm"),
+        ("clipping", "_foreach_mul_"),
+        ("optimizer", "_fused_adamw_"),
+    ):
+        assert rows[name].operands == ("fp32",)
+        assert recorded.dtypes[operator] == {torch.float32}
+    for state in run.optimizer.state.values():
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention in float32
+
+
+def attention_oracle(q, k, v):
+    """Causal attention in float64, row by row."""
+    q, k, v = q.double(), k.double(), v.double()
+    y = torch.empty_like(q)
+    for t in range(q.shape[2]):
+        logits = (k[:, :, : t + 1] @ q[:, :, t, :, None])[..., 0] / q.shape[-1] ** 0.5
+        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+        weights = weights / weights.sum(-1, keepdim=True)
+        y[:, :, t] = (weights[..., None] * v[:, :, : t + 1]).sum(2)
+    return y
+
+
+def huge_heads() -> list[torch.Tensor]:
+    """Queries, keys and values in fp16; all logits are near 113137, which fp16 cannot hold."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3))
+    q[..., 0], k[..., 0] = 400.0, 800.0
+    return [q.half(), k.half(), v.half()]
+
+
+@pytest.fixture
+def _half_sums() -> Iterator[None]:
+    """Kernels of torch that hold what they compute in fp16, as torch may be told to."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+@pytest.mark.usefixtures("_half_sums")
+def test_logits_beyond_fp16_stay_finite_in_float32_attention_and_overflow_without():
+    q, k, v = huge_heads()
+    assert float((q.double() @ k.double().transpose(2, 3) / 8**0.5).abs().min()) > 65504
+    made = {}
+    for asked in ("compute", "fp32"):
+        backend = build_backend(plan_of(GPT2, "fp16", "auto", None, attention=asked))
+        made[asked] = backend.attention(q, k, v, dropout=0.0)
+        assert made[asked].dtype == torch.float16
+    assert not made["compute"].isfinite().any()
+    # A float32 logit of 113137 is known to 113137 x 2**-23, and sums of eight terms to a few times
+    # that: weights to 3 %.
+    error = made["fp32"].double() - attention_oracle(q, k, v)
+    assert float(error.abs().max()) < 0.03 * float(v.abs().max())
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_float32_attention_is_closer_to_the_oracle(style, recipe):
+    """Of queries and keys that RoPE gave in float32, rounded to the compute dtype or not."""
+    config = STYLES[style]
+    generator = torch.Generator().manual_seed(2)
+    heads, groups = config.heads, config.query_groups
+    q = 3 * torch.randn(2, heads, 32, 16, generator=generator)
+    k = 3 * torch.randn(2, groups, 32, 16, generator=generator)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    v = torch.randn(2, groups, 32, 16, generator=generator).to(dtype)
+    repeats = heads // groups
+    whole = [x.repeat_interleave(repeats, 1) for x in (k, v)]
+    oracle = attention_oracle(q, *whole)
+    errors = {}
+    for attention in ("compute", "fp32"):
+        backend = build_backend(plan_of(config, recipe, "auto", None, attention=attention))
+        y = backend.attention(q, k, v, dropout=0.0)
+        errors[attention] = float((y.double() - oracle).square().mean().sqrt())
+    assert errors["fp32"] < 0.7 * errors["compute"]
+
+
+@pytest.mark.parametrize("asked", ["fp32", "compute"])
+def test_transformer_engines_backend_runs_attention_as_planned(asked):
+    config = LLAMA.model_copy(update={"layers": 1})
+    gpu = Hardware("cuda", (9, 0), has_te=True)
+    plan = plan_for(config, load_recipe("current", {"attention": asked}), gpu, "te")
+    dtype = {"fp32": "fp32", "compute": "bf16"}[asked]
+    assert (plan.backend, plan.attention) == ("te", dtype)
+    with installed():  # on a CPU, in place of Transformer Engine
+        seen = record(config, replace(plan, device="cpu")).operations
+    assert {one for one in seen if one[1] == "attention"} == {
+        ("blocks.0.attention", "attention", (dtype,) * 3, dtype)
+    }
+
+
+def test_an_autocast_around_the_model_does_not_round_float32_attention(monkeypatch):
+    seen = []
+    real = F.scaled_dot_product_attention
+
+    def attention(q, k, v, **more):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return real(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for asked in ("fp32", "compute"):
+        model = GPT(GPT2, build_backend(plan_of(GPT2, "bf16", "auto", None, attention=asked)))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(1, 8, dtype=torch.long))
+    assert seen == [False, False, True, True]
+
+
+@pytest.mark.slow
+def test_float32_attention_gives_the_same_compiled_and_eager():
+    config = LLAMA.model_copy(update={"layers": 1})
+    plan = plan_of(config, "bf16", "auto", None, attention="fp32")
+    tokens = torch.randint(61, (2, 17))
+    losses = []
+    for compiled in (False, True):
+        model = GPT(config, build_backend(plan))
+        if compiled:
+            model.compile_blocks("aot_eager")
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append((loss, model.blocks[0].attention.qkv.weight.grad))
+    assert torch.equal(losses[0][0], losses[1][0])
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-5, atol=1e-7)

@@ -1,0 +1,740 @@
+"""What a machine is, as a value: asked of this one, of a fake one, or assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from fp8stack import doctor
+from fp8stack.errors import UserError
+from fp8stack.precision import Hardware, assumed, hardware, probe, resolve, rules
+from fp8stack.precision.gpus import find_gpu
+from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
+
+XEON = """processor\t: 0
+vendor_id\t: GenuineIntel
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu sse2 avx512f {flags}
+vmx flags\t: vnmi preemption_timer
+
+processor\t: 1
+model name\t: another
+flags\t\t: fpu avx512_bf16
+"""
+GRAVITON = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd {flags}
+CPU implementer\t: 0x41
+"""
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Makes torch report a GPU."""
+
+    def fake(
+        name: str,
+        capability: tuple[int, int],
+        gib: float,
+        cuda: str | None,
+        te: str | None,
+        problem: str = "",
+    ):
+        properties = SimpleNamespace(
+            name=name,
+            major=capability[0],
+            minor=capability[1],
+            total_memory=int(gib * 2**30),
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(hardware, "find_te", lambda: (te, problem))
+
+    return fake
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Makes a version of Transformer Engine count as installed."""
+
+    def install(version: str | None) -> None:
+        def find(name: str) -> str:
+            assert name == "transformer-engine"
+            if version is None:
+                raise metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(hardware.metadata, "version", find)
+
+    return install
+
+
+@pytest.fixture
+def import_ends(monkeypatch: pytest.MonkeyPatch):
+    """Makes the process that imports Transformer Engine end in some way; gives its calls."""
+
+    def end(code: int = 0, stderr: str = "", error: Exception | None = None) -> list:
+        calls = []
+
+        def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+            calls.append((command, options))
+            if error is not None:
+                raise error
+            return subprocess.CompletedProcess(command, code, "some output", stderr)
+
+        monkeypatch.setattr(hardware.subprocess, "run", run)
+        return calls
+
+    return end
+
+
+@pytest.fixture
+def fake_te(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a `transformer_engine.pytorch` of some source on the path of new processes."""
+
+    def write(source: str, fake_torch: bool = True) -> None:
+        site = tmp_path / "site"
+        (site / "transformer_engine").mkdir(parents=True)
+        (site / "transformer_engine" / "__init__.py").write_text("")
+        (site / "transformer_engine" / "pytorch.py").write_text(source)
+        if fake_torch:  # the real one takes seconds
+            (site / "torch.py").write_text("")
+        here = tmp_path / "here"
+        here.mkdir()
+        monkeypatch.chdir(here)
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        monkeypatch.setattr(hardware, "_te_version", lambda: "2.20.0")
+
+    return write
+
+
+@pytest.fixture
+def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_cuda: None):
+    """Replaces /proc/cpuinfo."""
+
+    def write(text: str | bytes | None) -> None:
+        monkeypatch.delenv(hardware.CPU_BF16, raising=False)
+        path = tmp_path / "cpuinfo"
+        if text is not None:
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        monkeypatch.setattr(hardware, "Path", lambda asked: path)
+
+    return write
+
+
+# This machine
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_machine_without_cuda_is_its_cpu(no_cuda, device):
+    found = probe(device)
+    assert (found.device, found.capability, found.has_te) == ("cpu", None, False)
+    assert found.cuda_version is None
+    assert found.name
+    assert 0.1 < found.memory_gib < 1e5
+    assert found.torch_version == torch.__version__
+    assert isinstance(found.cpu_bf16, bool)
+    assert found.name in str(found)
+
+
+def test_probing_twice_gives_the_same_value(no_cuda):
+    assert probe() == probe()
+
+
+def test_cuda_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
+    with pytest.raises(UserError, match="No CUDA GPU") as caught:
+        probe("cuda")
+    assert "--device cpu" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["gpu", "CUDA", "cuda:0", "mps", "", "xpu"])
+def test_an_unknown_device_is_refused(device):
+    with pytest.raises(UserError) as caught:
+        probe(device)
+    assert str(caught.value) == f"No device '{device}'. Known: auto, cpu, cuda."
+
+
+# A fake GPU
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_an_h100_is_read_from_what_torch_says(fake_gpu, device):
+    fake_gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.19, "12.9", "2.20.0")
+    assert probe(device) == Hardware(
+        "cuda",
+        (9, 0),
+        has_te=True,
+        cuda_version=(12, 9),
+        name="NVIDIA H100 80GB HBM3",
+        memory_gib=79.2,
+        torch_version=torch.__version__,
+        te_version="2.20.0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "expected"),
+    [("12.8", (12, 8)), ("13.0", (13, 0)), ("12.10", (12, 10)), ("12.4.1", (12, 4)), (None, None)],
+)
+def test_the_cuda_version_is_read_as_two_numbers(fake_gpu, cuda, expected):
+    fake_gpu("a GPU", (8, 9), 24.0, cuda, None)
+    assert probe().cuda_version == expected
+
+
+def test_a_gpu_without_te_says_so(fake_gpu):
+    fake_gpu("a GPU", (9, 0), 80.0, "12.9", None)
+    found = probe()
+    assert (found.has_te, found.te_version, found.te_problem) == (False, None, "")
+
+
+def test_a_gpu_with_a_te_that_cannot_be_used_says_which_and_why(fake_gpu):
+    fake_gpu("a GPU", (9, 0), 80.0, "12.9", "2.20.0", "it is broken: mend it")
+    found = probe()
+    assert (found.has_te, found.te_version) == (False, "2.20.0")
+    assert found.te_problem == "it is broken: mend it"
+
+
+def test_te_is_not_imported_for_a_cpu(no_cuda, installed, monkeypatch):
+    def looked(*args: object) -> None:
+        raise AssertionError("Transformer Engine was looked for")
+
+    installed("2.20.0")
+    monkeypatch.setattr(hardware, "find_te", looked)
+    monkeypatch.setattr(hardware.subprocess, "run", looked)
+    found = probe("cpu")
+    assert (found.has_te, found.te_version, found.te_problem) == (False, "2.20.0", "")
+
+
+def test_the_cpu_is_probed_without_a_look_at_the_gpu(fake_gpu, monkeypatch):
+    fake_gpu("a GPU", (9, 0), 80.0, "12.9", "2.20.0")
+
+    def touched(*args: object) -> None:
+        raise AssertionError("the GPU was asked")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", touched)
+    found = probe("cpu")
+    assert (found.device, found.capability, found.has_te) == ("cpu", None, False)
+
+
+# Before torch is imported
+
+ASK = """
+import sys
+from fp8stack.precision import Hardware, hardware, probe
+hardware._te_version = lambda: None
+hardware._has_driver = lambda: {driver}
+print(repr(probe("{device}")))
+print("torch" in sys.modules)
+"""
+# A torch that knows what it was built for, and what its CUDA says.
+BUILD = "__version__ = '2.99.0+fake'\ncuda = {cuda!r}\nhip = {hip!r}\n"
+SAYS = """
+from types import SimpleNamespace as Some
+from torch import version
+__version__ = version.__version__
+gpu = Some(name="a GPU", major=9, minor=0, total_memory=80 * 2**30)
+cuda = Some(
+    is_available=lambda: {available}, get_device_properties=lambda index: gpu, get_arch_list=list
+)
+"""
+
+
+@pytest.fixture
+def asked_of_a_fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The machine as it is found by a new process with such a torch, and if torch was imported."""
+
+    def ask(
+        cuda: str | None = "12.9",
+        hip: str | None = None,
+        driver: bool = True,
+        available: bool = True,
+        device: str = "auto",
+    ) -> tuple[Hardware, bool]:
+        site = tmp_path / "site" / "torch"
+        site.mkdir(parents=True)
+        (site / "version.py").write_text(BUILD.format(cuda=cuda, hip=hip))
+        (site / "__init__.py").write_text(SAYS.format(available=available))
+        monkeypatch.setenv("PYTHONPATH", str(site.parent))
+        command = [sys.executable, "-c", ASK.format(driver=driver, device=device)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found, imported = done.stdout.splitlines()
+        return eval(found, {"Hardware": Hardware}), imported == "True"
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "here",
+    [{"cuda": None}, {"cuda": None, "hip": "6.4"}, {"driver": False}, {"device": "cpu"}],
+    ids=["no CUDA", "ROCm", "no driver", "not asked for"],
+)
+def test_torch_is_not_imported_where_it_can_find_no_gpu(asked_of_a_fake_torch, here):
+    found, imported = asked_of_a_fake_torch(**here)
+    assert not imported
+    assert (found.device, found.capability, found.torch_version) == ("cpu", None, "2.99.0+fake")
+
+
+def test_torch_is_asked_where_it_may_find_a_gpu(asked_of_a_fake_torch):
+    found, imported = asked_of_a_fake_torch()
+    assert imported
+    assert (found.device, found.capability, found.name) == ("cuda", (9, 0), "a GPU")
+    assert (found.cuda_version, found.memory_gib) == ((12, 9), 80.0)
+    assert found.torch_version == "2.99.0+fake"
+
+
+def test_torchs_word_counts_where_there_is_a_driver_and_no_gpu(asked_of_a_fake_torch):
+    found, imported = asked_of_a_fake_torch(available=False)
+    assert imported
+    assert (found.device, found.torch_version) == ("cpu", "2.99.0+fake")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the driver's name is known on Linux alone")
+@pytest.mark.parametrize("there", [True, False])
+def test_the_driver_is_the_library_that_cuda_loads(monkeypatch, there):
+    def load(name: str) -> None:
+        assert name == "libcuda.so.1"
+        if not there:
+            raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", load)
+    assert hardware._has_driver() is there
+
+
+def test_where_the_drivers_name_is_not_known_there_may_be_one(monkeypatch):
+    def load(name: str) -> None:
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", load)
+    monkeypatch.setattr(hardware.sys, "platform", "win32")
+    assert hardware._has_driver()
+
+
+def test_rocm_does_not_count_as_cuda(fake_gpu, monkeypatch):
+    fake_gpu("a GPU", (9, 4), 192.0, None, None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert probe().device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("version", "pair"),
+    [("2.13.0+cpu", (2, 13)), ("2.10", (2, 10)), ("12", None), ("x2.1", None), ("", None)],
+)
+def test_a_version_is_its_first_two_numbers(version, pair):
+    assert version_pair(version) == pair
+
+
+# Transformer Engine
+
+LEAST = "2.20"
+UPGRADE = "pip install --upgrade --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
+AGAIN = (
+    "pip install --force-reinstall --no-cache-dir --no-build-isolation "
+    "'transformer-engine[pytorch]=={}'"
+)
+TRACEBACK = """Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+{}
+
+"""
+
+
+def test_a_te_that_is_not_installed_is_no_problem_and_not_imported(installed, import_ends):
+    installed(None)
+    calls = import_ends(1)
+    assert find_te() == (None, "")
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "version", ["2.19.0", "2.9", "2.2.0", "1.13.0", "0.6+abc", "1.99", "2", "2.x", "stable", ""]
+)
+def test_a_te_that_is_too_old_is_named_with_the_remedy_and_not_imported(
+    installed, import_ends, version
+):
+    installed(version)
+    calls = import_ends(0)
+    problem = f"Transformer Engine {version} is older than {LEAST}: {UPGRADE}"
+    assert find_te() == (version, problem)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "version", ["2.20", "2.20.0", "2.20.0.dev0+1a2b3c", "2.20rc1", "2.21.1", "2.100", "3.0.0"]
+)
+def test_a_te_that_can_be_imported_can_be_used(installed, import_ends, version):
+    installed(version)
+    calls = import_ends(0, stderr="UserWarning: something\n")
+    assert find_te() == (version, "")
+    assert len(calls) == 1
+
+
+def test_te_is_imported_by_this_python_in_a_safe_path_and_with_a_time_limit(installed, import_ends):
+    installed("2.20.0")
+    calls = import_ends(0)
+    find_te()
+    find_te(timeout_s=7)
+    for command, _ in calls:
+        assert command[:3] == [sys.executable, "-P", "-c"]
+        assert "import torch, transformer_engine.pytorch" in command[3]
+    assert [options["timeout"] for _, options in calls] == [180, 7]
+
+
+@pytest.mark.parametrize("version", ["2.20.0", "2.31"])
+@pytest.mark.parametrize(
+    ("code", "stderr", "error", "why"),
+    [
+        (1, TRACEBACK.format("ImportError: libcudnn.so.9"), None, "failed (ImportError: libcudnn"),
+        (1, TRACEBACK.format("  OSError: indented\t"), None, "failed (OSError: indented)"),
+        (1, "A\r\nB\r\n\r\n", None, "failed (B)"),
+        (3, "", None, "exit code 3"),
+        (3, " \n\n", None, "exit code 3"),
+        (-6, "", None, "exit code -6"),
+        (-11, "", None, "exit code -11"),
+        (0, "", subprocess.TimeoutExpired("python", 180.0), "took more than 180 s"),
+    ],
+)
+def test_a_te_that_cannot_be_imported_is_one_line_with_why_and_the_remedy(
+    installed, import_ends, version, code, stderr, error, why
+):
+    installed(version)
+    import_ends(code, stderr, error)
+    found, problem = find_te()
+    assert found == version
+    assert problem.startswith(f"importing Transformer Engine {version} ")
+    assert why in problem
+    assert problem.endswith(f": {AGAIN.format(version)}")
+    assert problem.isprintable()
+
+
+@pytest.mark.parametrize("length", [100, 200, 10_000])
+def test_a_long_reason_is_cut_and_the_remedy_is_not(installed, import_ends, length):
+    installed("2.20.0")
+    import_ends(1, "ImportError: " + "x" * length)
+    _, problem = find_te()
+    assert problem.startswith("importing Transformer Engine 2.20.0 failed (ImportError: xxx")
+    assert problem.endswith(f"): {AGAIN.format('2.20.0')}")
+    assert len(problem) < 360
+    assert ("x...)" in problem) == (length > 100)
+
+
+def test_what_a_terminal_would_act_on_is_escaped(installed, import_ends):
+    installed("2.20.0")
+    import_ends(1, "\x1b[31mImportError: \x07red\x1b[0m\n")
+    _, problem = find_te()
+    assert "ImportError" in problem
+    assert problem.isprintable()
+
+
+GOOD = "def autocast(): ...\nclass Linear: ...\n"
+# What `transformer_engine.pytorch` holds, and what is said of it.
+BROKEN = {
+    "import error": (
+        "raise ImportError('libcudnn.so.9: cannot open shared object file')",
+        "failed (ImportError: libcudnn.so.9: cannot open shared object file)",
+    ),
+    "chained": (
+        "try:\n    1 / 0\nexcept ArithmeticError:\n    raise OSError('undefined symbol: _Z3c10')",
+        "failed (OSError: undefined symbol: _Z3c10)",
+    ),
+    "no dependency": (
+        "import no_such_dependency",
+        "failed (ModuleNotFoundError: No module named 'no_such_dependency')",
+    ),
+    "no autocast": ("class Linear: ...", "autocast"),
+    "no Linear": ("def autocast(): ...", "Linear"),
+    "syntax": ("def autocast(:", "failed (SyntaxError"),
+    "exit": ("import sys; sys.exit(3)", "exit code 3"),
+    "abort": ("import os; os.abort()", "exit code -6"),
+    "fault": ("import os; os.kill(os.getpid(), 11)", "exit code -11"),
+    "kill": ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
+    "noise before it": (
+        "import warnings; warnings.warn('noise'); print('noise'); raise ImportError('the cause')",
+        "failed (ImportError: the cause)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_real_te_that_is_broken_does_not_break_us_and_says_why(fake_te, case):
+    source, why = BROKEN[case]
+    fake_te(source)
+    version, problem = find_te()
+    assert version == "2.20.0"
+    assert problem.startswith("importing Transformer Engine 2.20.0 ")
+    assert why in problem
+    assert problem.endswith(AGAIN.format("2.20.0"))
+    assert problem.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import os; os.write(2, b'caf\\xe9'); raise ImportError('why')", "ImportError: why"),
+        ("import os; os.write(1, b'\\xff\\xfe'); raise ImportError('why')", "ImportError: why"),
+        ("import os, warnings; warnings.warn('slow'); os.abort()", "-6"),
+        ("import os; os.write(2, b'terminate called\\n'); os.abort()", "-6"),
+    ],
+)
+def test_what_a_broken_te_writes_does_not_hide_how_it_ended(fake_te, source, why):
+    fake_te(source)
+    _, problem = find_te()
+    assert why in problem
+
+
+def test_a_real_te_that_hangs_is_given_up_and_ended(fake_te):
+    fake_te("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    version, problem = find_te(timeout_s=2)
+    assert version == "2.20.0"
+    assert problem.startswith("importing Transformer Engine 2.20.0 took more than 2 s: pip install")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("noise", ["", "import sys; print('noise', file=sys.stderr)\n"])
+def test_a_real_te_that_works_is_found_and_not_imported_here(fake_te, capfd, noise):
+    fake_te(noise + GOOD)
+    assert find_te() == ("2.20.0", "")
+    assert "transformer_engine" not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_real_te_is_imported_after_the_real_torch(fake_te):
+    fake_te("import sys\nassert sys.modules['torch'].nn.functional\n" + GOOD, fake_torch=False)
+    assert find_te() == ("2.20.0", "")
+
+
+@pytest.mark.parametrize("name", ["torch.py", "transformer_engine.py"])
+def test_files_of_the_working_directory_are_not_taken_for_te(fake_te, name):
+    fake_te(GOOD)
+    Path(name).write_text("raise ImportError('this is the file beside the run')")
+    assert find_te() == ("2.20.0", "")
+
+
+def test_the_least_versions_are_those_that_the_package_asks_for():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    te = "transformer-engine[pytorch]>={}.{}".format(*TE_MINIMUM)
+    assert project["optional-dependencies"]["te"] == [te]
+    assert re.search(rf"'{re.escape(te)}'$", TE_REMEDY)
+    assert "torch>={}.{}".format(*rules.TORCH_MINIMUM) in project["dependencies"]
+
+
+# A fake CPU
+
+
+@pytest.mark.parametrize("text", [XEON, GRAVITON], ids=["xeon", "graviton"])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("amx_bf16", True),
+        ("avx512_bf16 amx_tile", True),
+        ("bf16", True),
+        ("", False),
+        ("avx512vl amx_int8 amx_tile", False),
+        ("ebf16x not_bf16", False),
+    ],
+)
+def test_bf16_hardware_is_read_from_the_flags_of_the_first_cpu(cpuinfo, text, flags, expected):
+    cpuinfo(text.format(flags=flags))
+    assert probe("cpu").cpu_bf16 is expected
+
+
+@pytest.mark.parametrize("flags", ["amx_bf16", ""])
+def test_the_environment_says_yes_or_no_in_place_of_the_flags(cpuinfo, monkeypatch, flags):
+    cpuinfo(XEON.format(flags=flags))
+    for said, expected in (("yes", True), ("no", False), ("", bool(flags))):
+        monkeypatch.setenv("FP8STACK_CPU_BF16", said)
+        assert probe("cpu").cpu_bf16 is expected
+    monkeypatch.setenv("FP8STACK_CPU_BF16", "true")
+    with pytest.raises(UserError, match=r"FP8STACK_CPU_BF16 is 'true'\. Set it to yes or no"):
+        probe("cpu")
+
+
+def test_the_cpus_name_is_read(cpuinfo):
+    cpuinfo(XEON.format(flags=""))
+    assert probe("cpu").name == "Intel(R) Xeon(R) Platinum 8480+"
+
+
+@pytest.mark.parametrize("text", [None, "", b"\xff\xfe\x00", "flags", "nothing : known\n"], ids=str)
+def test_a_machine_that_does_not_describe_its_cpu_is_still_a_value(cpuinfo, text):
+    cpuinfo(text)
+    found = probe("cpu")
+    assert (found.device, found.cpu_bf16) == ("cpu", False)
+    assert isinstance(found.name, str)
+
+
+def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
+    def refuse(name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(hardware.os, "sysconf", refuse)
+    assert probe("cpu").memory_gib == 0.0
+
+
+# Assumed machines
+
+
+@pytest.mark.parametrize(
+    ("text", "capability"),
+    [("6.0", (6, 0)), ("7.5", (7, 5)), ("8.9", (8, 9)), ("9.0", (9, 0)), ("12.1", (12, 1))],
+)
+def test_an_assumed_gpu_has_current_software(text, capability):
+    found = assumed(text)
+    assert (found.device, found.capability) == ("cuda", capability)
+    assert (found.has_te, found.te_version, found.te_problem) == (True, LEAST, "")
+    assert found.cuda_version == ((12, 6) if capability < (7, 5) else (12, 9))
+    assert text in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("9.0", "H200"), ("8.9", "L40S"), ("12.0", "RTX 5090"), ("7.0", "V100"), ("8.7", "GPU")],
+)
+def test_an_assumed_gpu_is_a_usual_one_of_its_generation_and_says_which(text, name):
+    assert str(assumed(text)) == f"assumed {name} (compute capability {text})"
+    assert (find_gpu(assumed(text).name) is None) == (name == "GPU")
+
+
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "cuda", "runs"),
+    [
+        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"], (12, 6), True),
+        ((7, 0), CUDA_13, (13, 0), False),
+        ((7, 2), ["sm_70"], (12, 6), True),
+        ((7, 5), CUDA_13, (13, 0), True),
+        ((8, 9), CUDA_13, (13, 0), True),
+        ((8, 0), ["sm_86"], (13, 0), False),
+        ((10, 3), CUDA_13, (13, 0), True),
+        ((11, 0), CUDA_13, (13, 0), False),
+        ((13, 0), CUDA_13, (13, 0), True),  # by PTX
+        ((10, 0), ["sm_90", "sm_90a"], (12, 4), False),
+        ((7, 0), [], (13, 0), False),
+        ((7, 0), [], (12, 6), True),
+        ((7, 0), [], None, True),
+    ],
+)
+def test_a_torch_runs_on_the_gpus_that_it_was_built_for(capability, built_for, cuda, runs):
+    assert hardware.has_kernels(capability, built_for, cuda) == runs
+
+
+def test_a_v100_is_planned_for_only_with_a_torch_that_has_code_for_it(fake_gpu, monkeypatch):
+    fake_gpu("Tesla V100-SXM2-16GB", (7, 0), 16, "12.6", None)
+    assert resolve("delayed", probe()).compute_dtype == "fp16"
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_13)
+    here = probe()
+    assert (here.device, here.capability) == ("cpu", None)
+    remedy = (
+        "pip install --force-reinstall --index-url https://download.pytorch.org/whl/cu126 torch"
+    )
+    assert here.gpu_problem.startswith(f"torch {torch.__version__} has no kernels for Tesla V100")
+    assert here.gpu_problem.endswith(remedy)
+    plan = resolve("fp32", here)
+    assert plan.reasons == (f"{here.gpu_problem}; until then the CPU runs",)
+    with pytest.raises(UserError, match="has no kernels for Tesla V100"):
+        resolve("fp32", here, strict=True)
+    with pytest.raises(UserError, match=r"cu126 torch, or use --device cpu\.$"):
+        probe("cuda")
+
+
+def test_doctor_says_once_why_the_gpu_cannot_be_used(capsys):
+    problem = "torch 2.13.0+cu130 has no kernels for Tesla V100: pip install another"
+    doctor.show(Hardware("cpu", gpu_problem=problem), Console(width=200))
+    assert capsys.readouterr().out.count(problem) == 1
+
+
+def test_an_assumed_gpu_can_be_without_te():
+    found = assumed("9.0", has_te=False)
+    assert (found.has_te, found.te_version) == (False, None)
+
+
+@pytest.mark.parametrize("has_te", [True, False])
+def test_an_assumed_cpu_has_no_capability_and_no_bf16(has_te):
+    found = assumed("none", has_te)
+    assert (found.device, found.capability, found.cpu_bf16) == ("cpu", None, False)
+    assert (found.has_te, found.te_version, found.cuda_version) == (False, None, None)
+
+
+def test_assuming_asks_nothing_of_this_machine(monkeypatch):
+    def touched(*args: object) -> None:
+        raise AssertionError("the machine was asked")
+
+    for name in ("is_available", "get_device_properties", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    for name in ("_te_version", "find_te", "_cpu_flags", "_cpu_name", "_system_memory_gib"):
+        monkeypatch.setattr(hardware, name, touched)
+    assert assumed("9.0") == assumed("9.0")
+    assert assumed("none") == assumed("none")
+
+
+# fmt: off
+NO_CAPABILITIES = [
+    "", " ", "9", "90", "x.y", "9.x", "9.0.1", ".", "9.", ".0", "-1.0", "9.-1", "+9.0", " 9.0",
+    "9.0 ", "9.0\n", "sm_90", "9,0", "None", "NONE", "cpu", "1e1.0", "9.²", "100.0", "9.100",
+    "9.0a",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("text", NO_CAPABILITIES, ids=repr)
+def test_what_is_no_compute_capability_is_refused_in_one_line(text):
+    with pytest.raises(UserError, match="is no compute capability") as caught:
+        assumed(text)
+    assert "8.0 or 9.0, or none" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# The value itself
+
+
+def test_a_cuda_device_has_a_capability():
+    with pytest.raises(ValueError, match="compute capability"):
+        Hardware("cuda")
+
+
+def test_hardware_is_never_mutated():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Hardware().has_te = True
+
+
+def test_hardware_is_equal_and_hashed_by_value():
+    one, other = (Hardware("cuda", (9, 0), has_te=True) for _ in range(2))
+    assert one == other
+    assert len({one, other, Hardware()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        (Hardware(), "CPU (without bf16 instructions)"),
+        (Hardware("cpu", cpu_bf16=True, name="Zen 4"), "Zen 4 (with bf16 instructions)"),
+        (Hardware("cuda", (9, 0)), "CUDA GPU (compute capability 9.0)"),
+        (Hardware("cuda", (12, 1), name="GB10"), "GB10 (compute capability 12.1)"),
+    ],
+)
+def test_hardware_reads_as_its_name_and_what_decides_the_plan(machine, text):
+    assert str(machine) == text

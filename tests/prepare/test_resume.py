@@ -1,0 +1,387 @@
+"""`fp8stack prepare`: the same bytes with any number of processes and however often it was cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fp8stack.errors import RankLost, StorageError
+from fp8stack.prepare import encode, run, shards
+from fp8stack.prepare.encode import Encoder
+from fp8stack.training.signals import stop_requests
+from tests.prepare.test_run import documents, lines, prepared, refusal
+
+
+class Cut(BaseException):
+    """What a process that is killed would not live to see."""
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+@pytest.fixture(autouse=True)
+def _small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ITEM_BYTES", 2000)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> list[str]:
+    """An input of every kind."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(documents(40, seed=1)))
+    (folder / "b.txt").write_text(" ".join(documents(30, seed=2)))
+    pq.write_table(pa.table({"text": documents(40, seed=3)}), folder / "c.parquet", 17)
+    for number, text in enumerate(documents(20, seed=4)):
+        (folder / f"d{number:02}.md").write_text(text)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").write_bytes(lines(documents(30, seed=5)))
+    (tmp_path / "set" / "b.jsonl").write_bytes(lines(documents(30, seed=6)))
+    return [str(folder), f"hf:{tmp_path / 'set'}", str(folder / "a.jsonl")]
+
+
+SETTINGS: dict[str, Any] = {"shard_tokens": 3000, "train_bpe": 300}
+
+
+def test_the_number_of_processes_changes_nothing(mixed: list[str], tmp_path: Path) -> None:
+    for workers in (1, 2, 3):
+        prepared(*mixed, out=tmp_path / str(workers), workers=workers, **SETTINGS)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    assert len(contents(tmp_path / "1")) > 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_however_it_is_cut_it_ends_in_the_same_bytes(
+    seed: int, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
+    rng = random.Random(seed)
+    names = ["_append", "_close_shard", "sync", "add"]
+    cuts = 0
+    for _ in range(12):
+        with monkeypatch.context() as patched:
+            left = rng.randrange(1, 10)
+            doing = rng.choice(names)
+            real = getattr(shards.SplitWriter, doing)
+
+            def dies(self: Any, *a: Any, real: Any = real, doing: str = doing) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0 and rng.random() < 0.5 and doing == "_append":
+                    real(self, a[0][: len(a[0]) // 2], a[1][:0])  # half of it was written
+                elif left == 0 and rng.random() < 0.5:
+                    real(self, *a)
+                if left <= 0:
+                    raise Cut
+                return real(self, *a)
+
+            patched.setattr(shards.SplitWriter, doing, dies)
+            # Some of the journals do not come to be.
+            patched.setattr(run, "SAVE_EVERY_S", rng.choice([0.0, 0.0, 0.02]))
+            try:
+                prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
+                break
+            except Cut:
+                cuts += 1
+    assert cuts > 2
+    prepared(*mixed, out=tmp_path / "cut", **SETTINGS)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+COMMAND = (
+    "import sys; from fp8stack.cli import main; from fp8stack.prepare import run;"
+    "run.ITEM_BYTES = 20000; run.SAVE_EVERY_S = 0.05; main(sys.argv[1:])"
+)
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", COMMAND, "prepare", *map(str, words)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large") / "a.jsonl"
+    content = lines(documents(2000)) * 5
+    path.write_bytes(content)
+    return path
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("asked", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
+    asked: signal.Signals, large: Path, tmp_path: Path
+) -> None:
+    words = [large, "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
+    running = start(*words)
+    shard = tmp_path / "out" / "train-00000.bin"
+    deadline = time.monotonic() + 60
+    while not (shard.exists() and shard.stat().st_size > 20_000):
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    assert len(children) >= 2
+    running.send_signal(asked)
+    _, said = running.communicate(timeout=60)
+    if asked == signal.SIGKILL:
+        assert running.returncode == -signal.SIGKILL
+    else:
+        assert running.returncode == 75
+        assert said == (
+            "fp8stack: Stopped. What is done is kept; the same command goes on with it.\n"
+        )
+    while any(alive(int(child)) for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    again = start(*words)
+    assert again.communicate(timeout=120)[1] == ""
+    assert again.returncode == 0
+    prepared(large, out=tmp_path / "whole", train_bpe=300, held_out=0.01)
+    whole, cut = contents(tmp_path / "whole"), contents(tmp_path / "out")
+    assert whole == cut
+
+
+def test_a_stop_is_heard_within_the_command(
+    mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8stack.training.signals import Preempted
+
+    real = shards.SplitWriter.add
+    calls = 0
+
+    def add(self: Any, *a: Any) -> None:
+        nonlocal calls
+        real(self, *a)
+        calls += 1
+        if calls == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(shards.SplitWriter, "add", add)
+    with pytest.raises(Preempted), stop_requests() as stop, stop.at_once("told"):
+        prepared(*mixed, out=tmp_path / "out", **SETTINGS)
+    prepared(*mixed, out=tmp_path / "out", **SETTINGS)
+    prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+# What changed meanwhile
+
+
+def cut_after(count: int, *paths: object, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preparation that died after so many items."""
+    left = count
+    with monkeypatch.context() as patched:
+
+        def call(self: Encoder, item: Any, real: Any = Encoder.__call__) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Cut
+            return real(self, item)
+
+        patched.setattr(Encoder, "__call__", call)
+        with pytest.raises(Cut):
+            prepared(*paths, out=out)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_that_changed_where_it_was_read_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.prepare.test_run import pack
+
+    path, suffix = tmp_path / name, ".gz" if name.endswith("gz") else ""
+    path.write_bytes(pack(lines(documents(100)), suffix))
+    cut_after(3, path, out=tmp_path / "out", monkeypatch=monkeypatch)
+    path.write_bytes(pack(lines(documents(100, seed=9)), suffix))
+    assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
+    path.write_bytes(pack(b"{}\n", suffix))
+    assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
+
+
+def test_inputs_read_already_must_be_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.jsonl").write_bytes(lines(documents(60)))
+    cut_after(9, folder, out=out, monkeypatch=monkeypatch)
+    assert json.loads((out / "progress.json").read_text())["position"]["source"] >= 1
+    (folder / "0.jsonl").write_bytes(lines(["new"]))
+    assert "read already have changed" in refusal(folder, out=out)
+    (folder / "0.jsonl").unlink()
+    (folder / "d.jsonl").write_bytes(lines(["new"]))  # was not yet to be read
+    assert prepared(folder, out=out)["documents"]["documents"] == 181
+
+
+def test_shards_that_are_gone_or_shorter_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
+    cut_after(5, tmp_path / "a.jsonl", out=tmp_path / "out", monkeypatch=monkeypatch)
+    os.truncate(tmp_path / "out" / "train-00000.bin", 10)
+    message = refusal(tmp_path / "a.jsonl", out=tmp_path / "out")
+    assert "train-00000.bin is missing or shorter than it was" in message
+
+
+def test_another_tokenizer_of_that_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.made_tokenizers import trained
+
+    (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
+    given = tmp_path / "tokenizer.json"
+    trained(300).save(str(given))
+    real = Encoder.__call__
+
+    def call(self: Encoder, item: Any) -> Any:
+        if item.first > 30:
+            raise Cut
+        return real(self, item)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Encoder, "__call__", call)
+        with pytest.raises(Cut):
+            prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=str(given))
+    trained(310).save(str(given))
+    message = refusal(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=str(given))
+    assert "begun with another tokenizer" in message
+
+
+# The machine fails
+
+
+def test_a_full_disk_ends_in_code_4_and_goes_on(large: Path, tmp_path: Path) -> None:
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, -1)); "
+    )
+    out = tmp_path / "out"
+    words = ["prepare", str(large), "--out", str(out), "--workers", "1"]
+    command = [sys.executable, "-c", code + COMMAND, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4
+    assert "the disk is full. Make room there." in done.stderr
+    assert done.stderr.count("\n") == 1
+    prepared(large, out=out, held_out=0.01)
+    prepared(large, out=tmp_path / "whole", held_out=0.01)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def dies(item: object) -> None:
+    os._exit(9)
+
+
+def test_a_process_that_dies_is_told_and_nothing_is_lost(
+    mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("fp8stack.prepare.pool.encode", dies)
+        with pytest.raises(RankLost, match="fewer --workers") as caught:
+            prepared(*mixed, out=tmp_path / "out", workers=2)
+        assert caught.value.exit_code == 4
+    prepared(*mixed, out=tmp_path / "out", workers=2)
+    prepared(*mixed, out=tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_written_ends_in_code_4(mixed: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError) as caught:
+        prepared(*mixed, out=tmp_path / "file" / "out")
+    assert caught.value.exit_code == 4
+
+
+def test_two_commands_do_not_write_to_one_folder(mixed: list[str], tmp_path: Path) -> None:
+    from fp8stack.prepare.folder import Folder
+
+    with Folder(tmp_path / "out").claimed():
+        assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
+
+
+def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)))
+    said = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
+    assert said[0] == said[1]
+    one, two = (json.loads((tmp_path / str(n) / "progress.json").read_text()) for n in (1, 2))
+    assert one == two
+    assert one["counts"]["documents"] > 80
+
+
+# Memory
+
+# Not by ru_maxrss of the process itself, which begins with what its parent had when it forked.
+MEASURED = """
+import resource, sys
+from fp8stack.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code
+with open("/proc/self/status") as status:
+    own = next(line.split()[1] for line in status if line.startswith("VmHWM"))
+print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_mib(*words: object) -> float:
+    """The most memory that the command's process, or one that it started, had."""
+    command = [sys.executable, "-c", MEASURED, "prepare", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    return max(map(int, done.stdout.splitlines()[-1].split())) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz"])
+def test_memory_does_not_grow_with_the_input(kind: str, tmp_path: Path) -> None:
+    from tests.prepare.test_run import pack
+
+    peaks = []
+    texts = documents(20000)  # 2 to 3 MB
+    for times in (8, 80):
+        path = tmp_path / f"{times}.{kind}"
+        if kind == "txt":
+            path.write_bytes(" ".join(texts).encode() * times)
+        elif kind == "parquet":
+            table = pa.table({"text": texts})
+            with pq.ParquetWriter(path, table.schema) as file:
+                for _ in range(times):
+                    file.write_table(table)
+        else:
+            content = lines(texts)
+            with path.open("wb") as stream:
+                for _ in range(times):
+                    stream.write(pack(content, ".gz" if kind.endswith("gz") else ""))
+        peaks.append(peak_mib(path, "--out", tmp_path / f"out-{times}", "--workers", 2))
+    assert peaks[1] - peaks[0] < 40, peaks
+
+
+def test_workers_end_when_their_parent_does() -> None:
+    """`start_worker` is told by a pipe that closes with the parent, however that ends."""
+    assert encode.parent_process() is None  # this one has none, and must not end
+    encode._end_with_parent()

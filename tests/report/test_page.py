@@ -1,0 +1,687 @@
+"""`fp8stack report`: what it reads, what it points at, the page, the terminal, wrong input."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fp8stack.report import page, summary
+from fp8stack.report import text as terminal
+from fp8stack.report.attention import Judged, judge, verdict
+from fp8stack.report.drawing import MOST_POINTS, thinned
+from fp8stack.report.events import folded
+from fp8stack.report.grids import joined
+from fp8stack.report.read import read_run
+from fp8stack.report.summary import headline, what_if
+from fp8stack.training.metrics.plot import view_range
+from tests.conftest import Command
+from tests.support.made_runs import KINDS, make_run, metric_rows, operand_rows, outlier, write_lines
+
+ATTENTION = ("alarm", "warning")
+
+
+def judged(run: Path) -> Judged:
+    return judge(read_run(run))
+
+
+def told(run: Path, *levels: str) -> list[str]:
+    """The findings about a run, of some levels."""
+    return [one.text for one in judged(run).findings if one.level in (levels or ATTENTION)]
+
+
+def html_of(*runs: Path) -> str:
+    return page.render([judged(run) for run in runs], "report_files")[0]
+
+
+# Reading
+
+
+def test_of_several_rows_of_a_step_the_last_counts_and_all_events_are_kept(tmp_path):
+    rows = metric_rows(40)
+    back = {"step": 40, "event": "rollback", "why": "a spike", "to_step": 30}
+    again = [row | {"loss": 9.0} for row in rows[30:35]]
+    run = read_run(make_run(tmp_path / "r", metrics=[*rows, back, *again]))
+    assert [row["step"] for row in run.rows] == list(range(1, 36))
+    assert [row["loss"] for row in run.rows[28:32]] == [
+        *(row["loss"] for row in rows[28:30]), 9.0, 9.0,
+    ]  # fmt: skip
+    assert run.events == [back]
+
+
+def test_samples_after_a_step_that_is_done_again_do_not_count(tmp_path):
+    rows = operand_rows(4, [10, 20, 30])
+    again = [row | {"amax": 7.0} if "amax" in row else row for row in rows if row["step"] == 20]
+    run = read_run(make_run(tmp_path / "r", telemetry=[*rows, *again]))
+    assert [row["step"] for row in run.models] == [10, 20]
+    for operand in run.operands:
+        assert operand.steps.tolist() == [10, 20]
+        assert operand.figures["amax"][-1] == 7.0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
+def test_a_line_that_is_being_written_is_left_out_in_silence(tmp_path, name):
+    path = make_run(tmp_path / "r") / name
+    whole = read_run(path.parent)
+    with path.open("a") as stream:
+        stream.write('{"step": 201, "lo')
+    run = read_run(path.parent)
+    assert run.notes == []
+    assert len(run.rows) == len(whole.rows) == 200
+    assert len(run.models) == len(whole.models)
+
+
+def test_a_damaged_line_is_said_and_ends_what_is_read(tmp_path):
+    path = make_run(tmp_path / "r", every=0) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:50], "\x00\x00\n", *lines[50:]]))
+    run = read_run(path.parent)
+    assert len(run.rows) == 50
+    assert run.notes == ["metrics.jsonl is damaged: line 51 and on are left out."]
+
+
+def test_a_run_without_rows_gets_a_page(tmp_path):
+    run = make_run(tmp_path / "r", metrics=[], every=0)
+    assert headline(judged(run))["state"] == "no step yet"
+    assert "No step is logged yet." in html_of(run)
+    (run / "metrics.jsonl").unlink()
+    assert "No step is logged yet." in html_of(run)
+
+
+def test_a_run_of_bare_metrics_gets_a_page(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.4}])
+    html = html_of(tmp_path)
+    assert "plan.json is missing." in html
+    assert "run.toml is missing." in html
+    assert headline(judged(tmp_path))["validation loss"] == "not evaluated"
+
+
+def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
+    odd: list[Any] = [None, "2.5", True, [], {}, 10**400]
+    rows = [{"step": at, "loss": value, "lr": value} for at, value in enumerate(odd, start=1)]
+    rows += [{"step": "seven", "loss": 1.0}, {"step": -1, "loss": 1.0}, {"loss": 1.0}]
+    run = make_run(tmp_path / "r", metrics=rows, telemetry=[
+        {"step": 1, "layer": 5, "operand": "input", "amax": "much", "sqnr_db": None},
+        {"step": 1, "layer": "a", "operand": "new", "format": "e9m9", "amax": 1e308, "scale": 0},
+        {"step": 1, "operand": None}, {"step": 2, "not_fp8": 7}, {"plan": 3},
+    ])  # fmt: skip
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 9, "loss": NaN, "lr": Infinity}\n')
+    assert [row["step"] for row in read_run(run).rows] == [1, 2, 3, 4, 5, 6, 9]
+    assert "</html>" in html_of(run)
+
+
+def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path, capsys):
+    run = make_run(tmp_path / "r")
+    assert headline(judged(run))["began"] == "unknown"
+    versions = {"fp8stack": "0.1.0", "torch": "2.13.0"}
+    begin = {"event": "begin", "time": "2026-03-01T08:30:00+00:00", "step": 0, "versions": versions}
+    end = {"event": "end", "step": 90, "seconds": 3600.4, "how": "stopped by a signal, and saved"}
+    again = begin | {"time": "2026-03-02T08:30:00+00:00", "step": 90}
+    write_lines(run / "sessions.jsonl", [begin, end, again])
+    told = headline(judged(run))
+    assert told["began"] == "2026-03-01 08:30 UTC"
+    assert told["took"] == "at least 1:00:00, in 2 sessions"
+    assert told["with"] == "fp8stack 0.1.0, torch 2.13.0"
+    html = html_of(run)
+    assert "stopped by a signal, and saved" in html
+    assert "killed, or still running" in html
+
+
+def test_notes_are_announced_as_notes(tmp_path):
+    run = make_run(tmp_path / "r")
+    (run / "plan.json").unlink()
+    judgement = judged(run)
+    assert {finding.level for finding in judgement.findings} == {"note"}
+    assert verdict(judgement) == "Nothing alarming: 2 notes."
+
+
+def test_telemetry_that_holds_nothing_is_not_said_to_be_missing(tmp_path):
+    run = make_run(tmp_path / "r", telemetry=[])
+    (run / "telemetry.jsonl").write_text('{"event": "plan", "plan": {}}\n')
+    assert summary.without_telemetry(read_run(run)) == (
+        "No telemetry yet: telemetry.jsonl holds no sample."
+    )
+    (run / "telemetry.jsonl").unlink()
+    assert "there is no telemetry.jsonl" in summary.without_telemetry(read_run(run))
+
+
+def test_the_axis_of_the_loss_holds_every_step_that_is_no_spike():
+    low, high = view_range([3.0, 2.0], [4.0, 3.9, 1.5, 40.0, 0.1])
+    assert low < 1.5 < 4.0 < high < 5.0
+    assert low > 1.0
+
+
+def test_no_plot_has_formulas_for_numbers_and_none_is_wider_than_a_telephone(tmp_path):
+    rows = [
+        {"gradient": f"blocks.{at}.a", "step": step, "norm": 10.0**-at, "ratio": 1.0, "zeros": 0.0}
+        for step in (10, 20, 30)
+        for at in range(2)
+    ]
+    html = html_of(make_run(tmp_path / "r", telemetry=[*operand_rows(4, [10, 20, 30]), *rows]))
+    assert "Gradient by part of the model" in html
+    assert "mathdefault" not in html
+    narrow = html[html.index("@media (max-width: 600px)") :]
+    assert ".plot svg, .plot.wide svg { min-width: 0; }" in narrow[:400]
+
+
+# What stands out
+
+CLEAN = ["delayed", "current", "block", "mxfp8"]
+
+
+@pytest.mark.parametrize("recipe", CLEAN)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_nothing_stands_out_in_a_clean_run(tmp_path, recipe, seed):
+    rows = operand_rows(6, [1, *range(20, 401, 20)], recipe, seed)
+    run = make_run(tmp_path / "r", 400, 6, recipe, telemetry=rows)
+    assert told(run) == []
+    assert verdict(judged(run)).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
+
+
+def test_scales_that_have_not_settled_are_no_alarm(tmp_path):
+    rows = operand_rows(4, [1])
+    assert min(row["sqnr_db"] for row in rows[1:]) == 3.0
+    run = make_run(tmp_path / "r", telemetry=rows)
+    assert told(run) == []
+    assert "had not settled" in verdict(judged(run))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("since", [0, 120])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
+    tmp_path, kind, since, recipe
+):
+    change = outlier("blocks.2.mlp.up", kind, since)
+    run = make_run(tmp_path / "r", 200, 4, recipe, change=change)
+    found = judged(run).standing_out
+    assert [(out.operand.layer, out.operand.kind) for out in found] == [("blocks.2.mlp.up", kind)]
+    when = "from step 120 on" if since else "all along"
+    sentence = next(text for text in told(run, "warning") if "stands out" in text)
+    assert sentence.startswith(f"blocks.2.mlp.up, {kind} stands out {when}.")
+    assert "underflow 31 %" in sentence
+    assert "SQNR 17.5 dB" in sentence
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"), [("sqnr_db", 19.0), ("saturated", 0.02), ("underflow", 0.2), ("amax", 900)]
+)
+def test_one_figure_is_enough_to_stand_out(tmp_path, figure, value):
+    def change(row):
+        if (row.get("layer"), row.get("operand")) == ("blocks.1.attention.qkv", "input"):
+            row[figure] = value if row["step"] > 100 else row[figure]
+
+    found = judged(make_run(tmp_path / "r", change=change)).standing_out
+    assert [out.operand.name for out in found] == ["blocks.1.attention.qkv, input"]
+    assert list(found[0].values) == [figure]
+    assert found[0].step == 120
+
+
+def test_what_passed_after_one_sample_is_a_note(tmp_path):
+    def change(last):
+        def once(row):
+            if (row.get("layer"), row.get("operand")) == ("blocks.1.mlp.up", "grad_output"):
+                row["sqnr_db"] = 10.7 if row["step"] == (200 if last else 100) else row["sqnr_db"]
+
+        return once
+
+    passed = make_run(tmp_path / "passed", change=change(last=False))
+    assert told(passed) == []
+    assert (
+        "blocks.1.mlp.up, grad_output was out of line at step 100 alone" in told(passed, "note")[0]
+    )
+    newest = make_run(tmp_path / "newest", change=change(last=True))
+    assert "grad_output stands out at step 200: SQNR 10.7 dB" in told(newest, "warning")[0]
+
+
+def test_what_all_layers_do_together_does_not_stand_out(tmp_path):
+    def change(row):
+        if "amax" in row and row["step"] >= 100:
+            row["amax"] *= 1000
+            row["underflow"] += 0.3
+            row["sqnr_db"] -= 6
+
+    assert judged(make_run(tmp_path / "r", change=change)).standing_out == []
+
+
+def test_what_one_kind_of_layer_is_by_nature_does_not_stand_out(tmp_path):
+    def change(row):
+        if row.get("layer", "").endswith("mlp.down") and row["operand"] == "input":
+            row["amax"] *= 40
+            row["underflow"] += 0.2
+            row["sqnr_db"] -= 4
+
+    assert judged(make_run(tmp_path / "r", change=change)).standing_out == []
+
+
+def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
+    def change(row):
+        if row.get("layer") == "blocks.0.mlp.down" and row["operand"] == "grad_output":
+            at = row["step"] == 160
+            row |= {"amax": None, "sqnr_db": None, "nonfinite": 0.02} if at else {}
+
+    (alarm,) = told(make_run(tmp_path / "r", change=change), "alarm")
+    assert alarm.startswith(
+        "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
+    )
+    assert "2 % of them" in alarm
+
+
+def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_path):
+    def change(bits):
+        def clip(row):
+            if (row.get("layer"), row.get("operand")) == ("blocks.3.mlp.up", "weight"):
+                row["headroom_bits"] = -bits if row["step"] == 80 else 0.5
+
+        return clip
+
+    (warning,) = told(make_run(tmp_path / "much", change=change(3.5)), "warning")
+    assert "blocks.3.mlp.up, weight at step 80, by 3.5 bits" in warning
+    slight = make_run(tmp_path / "slight", change=change(0.6))
+    assert told(slight) == []
+    assert "blocks.3.mlp.up, weight at step 80, by 0.6 bits" in told(slight, "note")[0]
+
+
+def test_the_extremes_name_the_worst_settled_sample(tmp_path):
+    def change(row):
+        if row.get("step") == 60 and row.get("layer") == "blocks.0.mlp.up":
+            row |= {"sqnr_db": 22.4} if row.get("operand") == "weight" else {}
+
+    extremes = judged(make_run(tmp_path / "r", change=change)).extremes
+    assert ("lowest SQNR", "blocks.0.mlp.up, weight", 60, "22.4 dB") in extremes
+
+
+# DebugLog
+
+
+def events() -> list[dict[str, Any]]:
+    skips = [
+        {"step": at, "event": "skip", "why": f"the loss is {at / 7:.3f}", "loss": None}
+        for at in (42, 43, 44)
+    ]
+    return [
+        *skips,
+        {"step": 44, "event": "rollback", "why": "three bad steps in a row", "to_step": 30},
+        {"step": 44, "event": "demote", "why": "its amax is not finite", "precision": "bf16",
+         "layer": "blocks.1.mlp.up", "operand": "grad_output", "until_step": 120},
+        {"step": 120, "event": "restore", "layer": "blocks.1.mlp.up", "why": "its time is up"},
+        {"step": 130, "event": "phase", "to": "cooldown"},
+        {"step": 131, "event": "skip", "why": "the loss is nan", "loss": None},
+    ]  # fmt: skip
+
+
+def test_equal_events_in_a_row_are_one_line_and_unknown_ones_stay():
+    lines = folded(events())
+    assert [(line["steps"], line["event"]) for line in lines] == [
+        ("42 to 44", "skip (3 times)"), ("44", "rollback"), ("44", "demote"), ("120", "restore"),
+        ("130", "phase"), ("131", "skip"),
+    ]  # fmt: skip
+    assert lines[1]["more"] == "to_step 30"
+    assert lines[2]["where"] == "blocks.1.mlp.up grad_output"
+    assert lines[4]["more"] == "to cooldown"
+
+
+def test_what_the_guard_did_is_said(tmp_path):
+    rows = metric_rows(200)
+    run = make_run(tmp_path / "r", metrics=[*rows[:44], *events()[:5], *rows[30:], *events()[5:]])
+    text = " ".join(told(run))
+    assert "4 steps were skipped (steps 42, 43, 44 and 131)" in text
+    assert "Step 44: the run went back to step 30, because three bad steps in a row." in text
+    assert "blocks.1.mlp.up (grad_output) was taken out of FP8 to bf16 until step 120" in text
+    assert headline(judged(run))["state"] == "done"
+
+
+def test_a_run_that_failed_says_why_first(tmp_path):
+    rows = metric_rows(200)[:70]
+    stop = {"step": 71, "event": "stop", "why": "The loss is nan. Lower --lr.", "loss": None}
+    run = make_run(tmp_path / "r", metrics=[*rows, stop])
+    assert headline(judged(run))["state"] == "failed"
+    assert told(run)[0] == "The run stopped at step 71: The loss is nan. Lower --lr."
+    going_on = [*rows, stop, *metric_rows(200)[70:]]
+    resumed = make_run(tmp_path / "s", metrics=going_on)
+    assert headline(judged(resumed))["state"] == "done"
+
+
+def test_a_few_skipped_steps_of_fp16_are_usual_and_many_are_not(tmp_path):
+    def run(name, skipped):
+        rows = [
+            row | {"loss_scale": 65536.0, "skipped": row["step"] <= skipped}
+            for row in metric_rows(200)
+        ]
+        return make_run(tmp_path / name, recipe="fp16", metrics=rows, every=0)
+
+    assert told(run("few", 3)) == []
+    assert "3 steps were skipped" in told(run("few again", 3), "note")[0]
+    assert "30 steps were skipped" in told(run("many", 30), "warning")[0]
+
+
+# Other recipes
+
+
+def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(tmp_path):
+    exact = {("delayed", "input"): 30.0, ("mxfp8", "input"): 34.1, ("current", "input"): 28.5}
+
+    def change(row):
+        if "operand" in row:
+            row["sqnr_db"] = exact.get((row["recipe"], row["operand"]), 25.0)
+
+    run = make_run(tmp_path / "r", change=change, what_if=("current", "mxfp8"))
+    found = what_if(judged(run))
+    assert found is not None
+    rows = {name: dict(zip(found.kinds, cells, strict=True)) for name, cells, _ in found.rows}
+    assert rows["mxfp8"]["input"] == (34.1, pytest.approx(4.1))
+    assert rows["current"]["input"] == (28.5, pytest.approx(-1.5))
+    assert rows["delayed"]["input"] == (30.0, None)
+    assert rows["mxfp8"]["weight"] == (25.0, 0.0)
+    assert found.sentence.startswith(
+        "mxfp8 would have cost 4.1 dB less on input; current would have cost 1.5 dB more on input."
+    )
+    assert what_if(judged(make_run(tmp_path / "none"))) is None
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """What a page refers to and holds; fails where tags do not match."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.resources: list[str] = []
+        self.tags: list[str] = []
+        self.images: list[str | None] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [values["id"]] if values.get("id") else []
+        if tag == "a":
+            self.links.append(values["href"] or "")
+        else:
+            names = ("src", "href", "xlink:href", "data", "poster", "srcset", "action")
+            self.resources += [value for name in names if (value := values.get(name))]
+        if values.get("role") == "img":
+            self.images.append(values.get("aria-label"))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def said(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+SECTIONS = ("attention", "training", "fp8", "plan", "events", "configuration")
+
+
+def test_a_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
+    runs = [
+        make_run(
+            tmp_path / "a", change=outlier("blocks.1.mlp.up", "input", 100), what_if=["mxfp8"]
+        ),
+        make_run(tmp_path / "b", recipe="mxfp8"),
+    ]
+    html = html_of(*runs)
+    assert html.startswith("<!DOCTYPE html>")
+    seen = Page(html)
+    assert len(set(seen.ids)) == len(seen.ids)
+    wanted = {f"run{at}-{section}" for at in (1, 2) for section in SECTIONS}
+    assert wanted | {"overview", "compared", "run1-what-if"} <= set(seen.ids)
+    assert all(link.startswith("#") and link[1:] in seen.ids for link in seen.links)
+    for resource in seen.resources:
+        assert resource.startswith(("data:", "#")), resource
+        assert resource[0] != "#" or resource[1:] in seen.ids
+    assert not re.search(r"https?://|@import|<script", html)
+    assert set(re.findall(r"url\((.)", html)) <= {"#"}
+    assert {"script", "iframe", "object"} & set(seen.tags) == set()
+    assert len(seen.images) == 2 + 2 * 7
+    assert all(alt and len(alt) > 30 for alt in seen.images)
+    assert seen.tags.count("h1") == 1
+    assert "blocks.1.mlp.up, input stands out from step 100 on." in seen.said
+
+
+def test_the_same_runs_give_the_same_page(tmp_path):
+    run = make_run(tmp_path / "a", 40, 2)
+    assert html_of(run) == html_of(run)
+
+
+EVIL = '<script>alert("x")</script>\'&{{ 7 * 7 }}$\\frac$'
+
+
+def test_what_comes_from_files_is_escaped_wherever_it_stands(tmp_path):
+    def change(row):
+        row |= {"layer": f"{EVIL}.{row['layer']}"} if "layer" in row else {"not_fp8": {EVIL: EVIL}}
+        if row.get("layer", "").endswith("blocks.1.mlp.up") and row["step"] > 100:
+            row |= {"sqnr_db": 9.0}
+
+    rows = [*metric_rows(200), {"step": 200, "event": EVIL, "why": EVIL, "layer": EVIL, EVIL: EVIL}]
+    rows += [{"step": 200, "event": "demote", "why": EVIL, "layer": EVIL, "precision": EVIL}]
+    rows[-3]["precision"] = EVIL
+    run = make_run(tmp_path / "<b>name", metrics=rows, change=change, what_if=[EVIL],
+                   config=f"data = '''{EVIL}'''\n")  # fmt: skip
+    plan = json.loads((run / "plan.json").read_text())
+    plan |= {"asked": EVIL, "backend": EVIL, "device": EVIL, "reasons": [EVIL]}
+    plan["layers"][0] |= {"name": EVIL, "fp8": False, "reason": EVIL}
+    (run / "plan.json").write_text(json.dumps(plan))
+    html = html_of(run, make_run(tmp_path / "c"))
+    assert "<script" not in html
+    assert "<b>" not in html
+    seen = Page(html)
+    assert "49" not in re.findall(r"\{\{.*?\}\}|&49", html)
+    assert seen.said.count(EVIL) >= 10
+    console = Console(file=io.StringIO(), width=200, markup=False)
+    terminal.show([judged(run)], ["a\x1b[2J"], console)
+    assert "\x1b[2J" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_a_run_without_telemetry_says_so(tmp_path, recipe):
+    html = html_of(make_run(tmp_path / "r", recipe=recipe, every=0))
+    why = {
+        "fp32": "No operands to show: no layer of this run is in FP8 (fp32)",
+        "delayed": "No telemetry: it was switched off",
+    }
+    assert why[recipe] in Page(html).said
+
+
+def test_losses_that_are_not_finite_are_said_and_left_out_of_the_plot(tmp_path):
+    rows = metric_rows(60)
+    for row in rows[20:23]:
+        row |= {"loss": None, "grad_norm": None}
+    run = make_run(tmp_path / "r", 60, metrics=rows)
+    assert "The loss is not finite at steps 21, 22 and 23." in told(run, "alarm")
+    assert "run1-loss" in html_of(run)
+
+
+def test_a_long_run_makes_no_large_page(tmp_path):
+    rows = operand_rows(50, [1, *range(50, 1001, 50)], "current")
+    run = make_run(tmp_path / "r", 1000, 50, "current", telemetry=rows)
+    assert len(html_of(run)) < 3_000_000
+
+
+def test_a_long_line_keeps_its_extremes_when_it_is_thinned():
+    values = np.zeros(100_000)
+    values[[777, 60_001]] = [9.0, -9.0]
+    steps, kept = thinned(list(range(100_000)), list(values))
+    assert len(steps) <= MOST_POINTS
+    assert dict(zip(steps.tolist(), kept.tolist(), strict=True))[777] == 9.0
+    assert kept.min() == -9.0
+    assert (np.diff(steps) > 0).all()
+
+
+def test_samples_that_are_joined_show_the_worst():
+    values = np.full((2, 100), 30.0)
+    values[1, 57] = 4.0
+    values[0, 3] = np.nan
+    steps, few = joined(np.arange(100), values, worst_is_high=False, most=10)
+    assert steps.tolist() == list(range(0, 100, 10))
+    assert few[1].tolist() == [30.0] * 5 + [4.0] + [30.0] * 4
+    assert few[0].tolist() == [30.0] * 10
+
+
+# The command
+
+
+def test_the_command_writes_the_page_and_its_plots(tmp_path, command: Command, capsys):
+    make_run(tmp_path / "runs" / "a")
+    assert command("report", "runs/a") == 0
+    assert "report: runs/a/report.html" in capsys.readouterr().out
+    assert (tmp_path / "runs/a/report.html").read_text().startswith("<!DOCTYPE html>")
+    plots = sorted(path.name for path in (tmp_path / "runs/a/report_files").iterdir())
+    assert plots == [
+        f"run1-{name}.png"
+        for name in ("amax", "loss", "rates", "saturated", "sqnr_db", "throughput", "underflow")
+    ]
+    for name in plots:
+        content = (tmp_path / "runs/a/report_files" / name).read_bytes()
+        assert content.startswith(b"\x89PNG")
+    assert command("report", "runs/a") == 0  # over its own, not over others'
+
+
+def test_several_runs_share_a_page_beside_them(tmp_path, command: Command):
+    make_run(tmp_path / "runs" / "a", every=0)
+    make_run(tmp_path / "runs" / "b", every=0)
+    assert command("report", "runs/a", "runs/b") == 0
+    assert (tmp_path / "runs" / "report_files" / "runs-loss.png").exists()
+    assert command("report", "runs/a", "--out", "new/one.html") == 0
+    assert (tmp_path / "new" / "one_files" / "run1-loss.png").exists()
+
+
+WRONG = {
+    "no such run": (["none"], "No run in 'none'"),
+    "no run": (["empty"], "No run in 'empty'"),
+    "a file": (["file"], "No run in 'file'"),
+    "a folder as page": (["runs/a", "--out", "empty"], "--out empty is a folder"),
+    "below a file": (["runs/a", "--out", "file/x.html"], "file is no folder"),
+    "something else": (["runs/a", "--out", "file"], "file exists and is no report of fp8stack"),
+    "a pipe": (["runs/a", "--out", "pipe"], "pipe exists and is no report of fp8stack"),
+    "its metrics": (["runs/a", "--out", "runs/a/metrics.jsonl"], "is no report of fp8stack"),
+    "plots' place": (["runs/a", "--out", "taken.html"], "taken_files is where the plots belong"),
+    "apart": (["runs/a", "far/b"], "different folders. Say by --out"),
+    "nothing": ([], "Missing argument"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_one_line_and_writes_nothing(case, tmp_path, command: Command, capsys):
+    import os
+
+    arguments, expected = WRONG[case]
+    make_run(tmp_path / "runs" / "a", every=0)
+    make_run(tmp_path / "far" / "b", every=0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken_files").mkdir()
+    (tmp_path / "taken_files" / "mine.png").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(tmp_path.rglob("*"))
+    assert command("report", *arguments) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1, error
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev here")
+def test_a_place_that_cannot_be_written_is_exit_code_4(tmp_path, command: Command, capsys):
+    make_run(tmp_path / "a", every=0)
+    assert command("report", "a", "--out", "/proc/none/report.html") == 4
+    assert "Cannot write to /proc/none" in capsys.readouterr().err
+
+
+def test_text_prints_the_essentials_and_writes_nothing(tmp_path, command: Command, capsys):
+    change = outlier("blocks.1.mlp.up", "input", 100)
+    make_run(tmp_path / "a", change=change, what_if=["mxfp8"])
+    make_run(tmp_path / "b", recipe="fp32", every=0)
+    before = sorted(tmp_path.rglob("*"))
+    assert command("report", "a", "b", "--text") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "blocks.1.mlp.up, input stands out from step 100 on" in out
+    assert "mxfp8 would have cost" in out
+    assert "No operands to show: no layer of this run is in FP8" in out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert command("report", "a", "--text", "--out", "page.html") == 0
+    assert (tmp_path / "page.html").exists()
+
+
+def test_the_map_of_a_terminal_shows_bad_samples_dark():
+    assert terminal.shades(np.array([31.0, 25.0, 17.0, 5.0, np.nan, -3.0])) == "·░▓█ █"
+    assert terminal.sparkline([0.0, 1.0, 0.5], 10) == "▁█▅"
+    assert terminal.sparkline([2.0] * 50, 4) == "▁▁▁▁"
+
+
+# A browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+                None)  # fmt: skip
+FRAME = """<!DOCTYPE html><iframe id="f" src="{page}" style="width:{width}px;height:900px;border:0">
+</iframe><script>onload = () => {{
+const frame = document.getElementById("f").contentWindow, root = frame.document.documentElement;
+const fetched = frame.performance.getEntriesByType("resource").map(entry => entry.name)
+  .filter(name => !name.startsWith("data:"));
+document.body.innerHTML = "<p>" + JSON.stringify({{scroll: root.scrollWidth,
+  client: root.clientWidth, fetched: fetched, plots: frame.document.querySelectorAll("svg").length,
+  shown: [...frame.document.querySelectorAll("svg")].filter(s => s.clientHeight > 100).length}});
+}}</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to look with")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_the_page_without_scrolling_sideways(tmp_path, width):
+    long = "blocks.1." + "very_long_name." * 8 + "up"
+
+    def change(row):
+        row |= {"layer": long} if row.get("layer") == "blocks.1.mlp.up" else {}
+
+    make_run(tmp_path / "a", change=change, what_if=["mxfp8", "current", "block"])
+    make_run(tmp_path / ("b" * 80), metrics=[*metric_rows(200), *events()])
+    html = html_of(tmp_path / "a", tmp_path / ("b" * 80))
+    (tmp_path / "page.html").write_text(html)
+    (tmp_path / "frame.html").write_text(FRAME.format(page="page.html", width=width))
+    done = subprocess.run(
+        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+         "--dump-dom", "--allow-file-access-from-files",
+         f"--user-data-dir={tmp_path / 'profile'}",
+         "--window-size=1400,1000", "--virtual-time-budget=5000",
+         (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    match = re.search(r"<p>(\{.*?\})</p>", done.stdout)
+    assert match, done.stderr[-2000:]
+    seen = json.loads(match[1].replace("&quot;", '"'))
+    assert seen["client"] == width
+    assert seen["scroll"] <= width
+    assert seen["fetched"] == []
+    assert seen["plots"] == seen["shown"] == 2 + 2 * 7

@@ -1,0 +1,163 @@
+"""The stand-in for Transformer Engine with TE's quantizers, and TE's own update of delayed scales.
+
+They compute by the oracles and share no code with fp8stack. Results lie in memory as TE's do:
+padded, transposed, scales in the order that its GEMMs want.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.support.oracles import FLT_MAX, block_amax, blocked, fp8_codes, mxfp8, scale_of, to_numpy
+from tests.support.te_stand_in import Source, StandIn, installed
+
+SOURCE = Source()
+FILES = {
+    "Float8Quantizer": "float8_tensor",
+    "Float8CurrentScalingQuantizer": "float8_tensor",
+    "Float8BlockQuantizer": "float8_blockwise_tensor",
+    "MXFP8Quantizer": "mxfp8_tensor",
+}
+MAXIMA = {torch.float32: FLT_MAX, torch.bfloat16: float(torch.finfo(torch.bfloat16).max)}
+
+
+class DType(enum.IntEnum):
+    """Two of TE's; the order alone is TE's, the numbers are in its compiled part."""
+
+    kFloat8E4M3 = 1
+    kFloat8E5M2 = 2
+
+
+class Quantizer:
+    """What TE's quantizers share: arguments by TE's own signatures, and the format."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        name = type(self).__name__
+        where = f"pytorch/tensor/{FILES[name]}.py:{name}.__init__"
+        bound = SOURCE.signature(where).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        self.given = bound.arguments
+        self.format = "e4m3" if self.given["fp8_dtype"] == DType.kFloat8E4M3 else "e5m2"
+
+    def per_tensor(self, x: Tensor, scale: np.float32) -> SimpleNamespace:
+        """A `Float8Tensor`."""
+        data = torch.from_numpy(fp8_codes(to_numpy(x), scale, self.format))
+        transpose = data.t().contiguous() if self.given["columnwise"] else None
+        inverse = torch.from_numpy(np.array([np.float32(1) / np.float32(scale)]))
+        return SimpleNamespace(_data=data, _transpose=transpose, _scale_inv=inverse)
+
+
+class Float8Quantizer(Quantizer):
+    """Casts with a given scale, and notes the amax."""
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        amax, scale = self.given["amax"], self.given["scale"]
+        assert amax.shape == (1,)
+        assert scale.shape == ()
+        amax.copy_(torch.fmax(amax, torch.tensor(block_amax(to_numpy(x)))))
+        return self.per_tensor(x, np.float32(scale.item()))
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """Casts with the scale of the tensor's own amax."""
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        amax = max(block_amax(to_numpy(x)), np.float32(self.given["amax_epsilon"]))
+        return self.per_tensor(x, scale_of(amax, self.format, self.given["force_pow_2_scales"]))
+
+
+class Float8BlockQuantizer(Quantizer):
+    """Casts by blocks; scales are transposed for 1x128, and padded to multiples of 4."""
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        square = self.given["block_scaling_dim"] == 2
+        power_of_two = self.given["force_pow_2_scales"]
+        made = {}
+        for name, matrix in (("rowwise", x), ("columnwise", x.t())):
+            block = (128, 128) if square else (1, 128)
+            numbers = np.ascontiguousarray(to_numpy(matrix))
+            data, inverse = blocked(numbers, block, self.format, power_of_two, MAXIMA[x.dtype])
+            scales = torch.from_numpy(inverse if square else np.ascontiguousarray(inverse.T))
+            padding = (0, -scales.shape[1] % 4)
+            made[f"_{name}_data"] = torch.from_numpy(data)
+            made[f"_{name}_scale_inv"] = torch.nn.functional.pad(scales, padding, value=-1)
+        return SimpleNamespace(**made)
+
+
+class MXFP8Quantizer(Quantizer):
+    """Casts by 1x32 and 32x1; codes are padded to tiles of 128 x 4, or 4 x 128."""
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        made = {}
+        for name, dim, tile in (("rowwise", 1, (128, 4)), ("columnwise", 0, (4, 128))):
+            data, codes = mxfp8(to_numpy(x), dim, self.format)
+            missing = [-size % multiple for size, multiple in zip(codes.shape, tile, strict=True)]
+            padding = (0, missing[1], 0, missing[0])
+            made[f"_{name}_data"] = torch.from_numpy(np.ascontiguousarray(data))
+            scales = torch.from_numpy(np.ascontiguousarray(codes))
+            made[f"_{name}_scale_inv"] = torch.nn.functional.pad(scales, padding, value=99)
+        return SimpleNamespace(**made)
+
+
+def available(return_reason: bool = False) -> Any:
+    """`is_fp8_available` and its kin, where everything is available."""
+    return (True, "") if return_reason else True
+
+
+def update(stand_in: StandIn, forward: bool) -> None:
+    """The scales as TE's kernel updates them, one number after another."""
+    for state in stand_in.registered:
+        if state.forward != forward:
+            continue
+        formats = state.recipe.fp8_format.value
+        target = np.float32(formats.max_fwd if forward else formats.max_bwd)
+        target = np.float32(target * 2.0**-state.recipe.margin)
+        for slot in range(len(state.scale)):
+            _update_slot(state.amax_history[:, slot], state.scale, slot, target, state.recipe)
+
+
+def _update_slot(
+    history: Tensor, scales: Tensor, slot: int, target: np.float32, recipe: Any
+) -> None:
+    window = [float(number) for number in history]
+    last = window[0]
+    if last == 0:
+        return
+    window = [*window[1:], last]
+    amax = max(window) if recipe.amax_compute_algo == "max" else last
+    history.copy_(torch.tensor([0.0, *window[1:]]))
+    if np.isfinite(amax) and amax > 0:
+        with np.errstate(over="ignore"):
+            scales[slot] = min(float(target / np.float32(amax)), FLT_MAX)
+
+
+@contextmanager
+def te_with_quantizers() -> Iterator[StandIn]:
+    """Transformer Engine can be imported, with quantizers and the update of its kernel."""
+    with installed() as stand_in:
+        pytorch = sys.modules["transformer_engine.pytorch"]
+        quantizers = (
+            *(Float8Quantizer, Float8CurrentScalingQuantizer),
+            *(Float8BlockQuantizer, MXFP8Quantizer),
+        )
+        vars(pytorch).update({quantizer.__name__: quantizer for quantizer in quantizers})
+        asks = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available")
+        vars(pytorch).update(dict.fromkeys(asks, available), DType=DType)
+        quantization = sys.modules["transformer_engine.pytorch.quantization"]
+        manager: Any = quantization.FP8GlobalStateManager
+        quantization.FP8GlobalStateManager = type(
+            "FP8GlobalStateManager",
+            (manager,),
+            {"reset": classmethod(lambda cls: stand_in.registered.clear())},
+        )
+        stand_in.update = lambda forward: update(stand_in, forward)  # type: ignore[method-assign]
+        yield stand_in

@@ -1,0 +1,370 @@
+"""Compiled code: no graph break in any recipe, one compilation for all blocks, eager bytes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fp8stack import numerics
+from fp8stack.backends import build_backend, fp8_state
+from fp8stack.backends.torch import ScaledLinear
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware
+from fp8stack.training.setup import build
+from tests.support.gemm_oracle import normal
+from tests.support.small_loop import SmallLoop
+
+CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
+RECIPES = ["delayed", "current", "block", "mxfp8"]
+SHAPE = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gpt(recipe, backend="emulate", hardware=CPU, layers=3):
+    config = GPTConfig(**SHAPE | {"layers": layers})
+    plan = plan_for(config, recipe, hardware, "auto" if recipe in ("fp32", "bf16") else backend)
+    return GPT(config, build_backend(plan))
+
+
+def loss_of(model, step):
+    tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(step))
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def train(model, steps, micro_batches=1):
+    """The losses of some steps, each followed by one of an evaluation."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        for part in range(micro_batches):
+            loss = loss_of(model, 10 * step + part)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses.append(loss_of(model, 99).item())
+        model.train()
+    return losses
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+# Values: inductor's are eager's
+
+
+def hard_cases() -> list[Tensor]:
+    """All of bfloat16, and float32 values over the whole range with ties and subnormals."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    mantissas = 1 + torch.arange(256).repeat(256) / 256
+    exponents = torch.arange(256).repeat_interleave(256) - 130
+    wide = (mantissas.double() * 2.0 ** exponents.double()).float().view(256, 256)
+    wide[3, 5], wide[70, 9], wide[200, 100] = math.nan, -math.inf, -0.0
+    small = normal(256, 256, seed=1) * 1e-3
+    return [every.view(256, 256), wide, -wide.t().contiguous(), small]
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal, NaN being NaN whatever its bits; the sign of a zero is free."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_compiled_rounding_gives_eagers_values(format):
+    compiled = torch.compile(numerics.round_to_fp8, fullgraph=True)
+    for x in hard_cases():
+        for scale in (1.0, 3.7, 2.0**-20, 1e10):
+            scale = torch.tensor(scale)
+            expected = numerics.round_to_fp8(x, scale, format)
+            assert equal_bits(compiled(x, scale, format), expected)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("exponent", [-16, -7, 0, 8])
+def test_compiled_rounding_gives_the_cast_of_every_mantissa(format, exponent):
+    """Of one binade: subnormals, across the smallest normal, normals, near the largest."""
+    compiled = torch.compile(numerics.round_to_fp8, fullgraph=True)
+    x = (torch.arange(2**23, dtype=torch.int32) + ((127 + exponent) << 23)).view(torch.float32)
+    one = torch.ones(())
+    expected = numerics.cast_to_fp8(x, one, format).float()
+    assert torch.equal(compiled(x, one, format), expected)
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor", "even"])
+def test_compiled_mxfp8_gives_the_values_of_the_bytes(rounding):
+    compiled = torch.compile(numerics.round_to_mxfp8, fullgraph=True)
+    for x in hard_cases():
+        for dim, values in zip((1, 0), compiled(x, (1, 0), "e4m3", rounding), strict=True):
+            exact = numerics.quantize_mxfp8(x, dim, "e4m3", rounding)
+            assert equal_bits(values, numerics.dequantize_mxfp8(*exact, dim))
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_compiled_blocks_give_the_values_of_the_bytes(power_of_two):
+    compiled = torch.compile(numerics.round_to_blocks, fullgraph=True)
+    for x in hard_cases():
+        for blocks in ([(1, 128), (128, 1)], [(128, 128)]):
+            found = compiled(x, blocks, "e4m3", power_of_two)
+            for block, values in zip(blocks, found, strict=True):
+                exact = numerics.quantize_blocks(x, block, "e4m3", power_of_two)
+                assert equal_bits(values, numerics.dequantize_blocks(*exact, block))
+
+
+def test_a_compiled_amax_ignores_nan_and_not_infinity():
+    compiled = torch.compile(numerics.amax, fullgraph=True)
+    for x in hard_cases():
+        assert torch.equal(compiled(x), numerics.amax(x))
+    assert compiled(torch.tensor([[math.nan, -math.inf]])) == math.inf
+    assert compiled(torch.full((2, 2), math.nan)) == 0
+
+
+# Models
+
+
+@pytest.fixture
+def cuda_gemm(monkeypatch):
+    """torch's FP8 GEMM of blocks, which no CPU has, as an operator that compiled code can call."""
+
+    def fake(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
+        return (a.float() @ b.float()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", fake)
+
+
+def made(recipe, backend, layers=2):
+    hardware = CPU
+    if backend == "torch" and recipe in ("block", "mxfp8"):
+        hardware = H100 if recipe == "block" else B200
+    return gpt(recipe, backend, hardware, layers)
+
+
+# Blocks of elements take a quarter of a minute each to compile.
+BLOCKS = {("block", "emulate"), ("block", "torch"), ("mxfp8", "torch")}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair in BLOCKS else [])
+        for pair in product(RECIPES, ["emulate", "torch"])
+    ],
+)
+def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
+    plain, fast = made(recipe, backend), made(recipe, backend)
+    fast.compile_blocks(backend="aot_eager")
+    assert train(fast, 3, micro_batches=2) == pytest.approx(train(plain, 3, micro_batches=2))
+    assert same(fp8_state(plain), fp8_state(fast))
+
+
+SLOW = pytest.mark.slow
+WHOLE = [("delayed", "emulate"), ("delayed", "torch"), ("current", "emulate")]
+WHOLE += [pytest.param(r, b, marks=SLOW) for r in ("block", "mxfp8") for b in ("emulate", "torch")]
+
+
+@pytest.mark.parametrize(("recipe", "backend"), WHOLE)
+def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
+    plain, fast = made(recipe, backend, layers=1), made(recipe, backend, layers=1)
+    whole = torch.compile(fast, backend="aot_eager", fullgraph=True)
+    losses = []
+    for model, call in ((plain, plain), (fast, whole)):
+        for step in range(2):
+            loss = loss_of(call, step)
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            losses.append(loss.item())
+    assert losses[:2] == pytest.approx(losses[2:])
+    assert same(fp8_state(plain), fp8_state(fast))
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("block", marks=pytest.mark.slow), "delayed", "current", "mxfp8", "fp32"]
+)
+def test_one_compilation_serves_all_blocks(recipe):
+    counter = CompileCounterWithBackend("aot_eager")
+    model = gpt(recipe)
+    model.compile_blocks(backend=counter)
+    for step in range(2):
+        loss_of(model, step).backward()
+    assert counter.frame_count == 2  # a block of three, and the loss
+
+
+@pytest.mark.slow
+def test_save_fp8_compiles():
+    losses = []
+    for compiled in (False, True):
+        config = GPTConfig(**SHAPE, layers=1)
+        backend = build_backend(plan_for(config, "mxfp8", CPU, "emulate"), save_fp8=True)
+        model = GPT(config, backend)
+        if compiled:
+            model.compile_blocks(backend="aot_eager")
+        losses.append(train(model, 2))
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["emulate", "torch"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_compiled_by_inductor_learns_as_in_eager_mode(recipe, backend):
+    if backend == "torch" and recipe in ("block", "mxfp8"):
+        pytest.skip("no FP8 GEMM of blocks on a CPU")
+    plain, fast = made(recipe, backend), made(recipe, backend)
+    fast.compile_blocks()
+    assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
+
+
+def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
+    modes = []
+
+    def compiling(forward, **options):
+        modes.append(options.get("mode"))
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(build, "_be_deterministic", lambda: None)
+    for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
+        modes.clear()
+        SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)
+        assert modes == [None if mode == "default" else mode] * 2  # a block, and the loss
+
+
+@pytest.mark.slow
+def test_a_model_compiled_with_autotuning_learns_as_in_eager_mode():
+    plain, fast = gpt("bf16", layers=2), gpt("bf16", layers=2)
+    fast.compile_blocks(mode="max-autotune-no-cudagraphs")
+    assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)
+
+
+# Weights, quantized once per optimizer step
+
+WEIGHTS = [(384, 128), (128, 128), (512, 128), (128, 512)]  # of a block
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """The weights that are quantized to be kept, while a test runs."""
+    shapes = []
+    keep = ScaledLinear.keep_weight
+
+    def counting(layer, record):
+        shapes.append(tuple(layer.weight.shape))
+        return keep(layer, record)
+
+    monkeypatch.setattr(ScaledLinear, "keep_weight", counting)
+    return shapes
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_micro_batches_share_one_quantized_weight(casts, recipe, compiled):
+    model = gpt(recipe, "torch")
+    if compiled:
+        model.compile_blocks(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        casts.clear()
+        for part in range(3):
+            loss_of(model, part).backward()
+            assert casts == [shape for _ in range(3) for shape in WEIGHTS]
+        optimizer.step()
+
+
+def test_a_weight_changed_in_place_is_quantized_again(casts):
+    model = gpt("current", "torch")
+    loss_of(model, 0)
+    before = loss_of(model, 0).item()
+    casts.clear()
+    with torch.no_grad():
+        model.blocks[1].mlp.up.weight.mul_(3)
+    assert loss_of(model, 0).item() != before
+    assert casts == [shape for _ in range(3) for shape in WEIGHTS]
+
+
+def swap_values(model):
+    """As evaluations with averaged weights do: torch counts no change."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.roll(1, 0))
+
+
+def replace_tensors(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+
+
+@pytest.mark.parametrize("change", [swap_values, replace_tensors])
+def test_an_evaluation_sees_weights_that_changed_unseen(change):
+    model = gpt("current", "torch").eval()
+    with torch.no_grad():
+        loss_of(model, 0)
+        change(model)
+        fresh = gpt("current", "torch").eval()
+        fresh.load_state_dict(model.state_dict())
+        assert loss_of(model, 0).item() == loss_of(fresh, 0).item()
+
+
+def test_a_part_that_is_called_by_itself_has_its_weight_of_now():
+    model = gpt("current", "torch").eval()
+    with torch.no_grad():
+        loss_of(model, 0)
+        up, x = model.blocks[0].mlp.up, normal(16, 128)
+        before = up(x)
+        up.weight.mul_(2)
+        torch.testing.assert_close(up(x) - up.bias, 2 * (before - up.bias))
+
+
+def test_a_pass_compiled_as_a_whole_reads_no_weight_that_an_earlier_one_kept():
+    model, other = gpt("current", "torch", layers=1), gpt("current", "torch", layers=1)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    loss_of(model, 0)
+    model.load_state_dict(other.state_dict())
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert loss_of(whole, 0).item() == pytest.approx(loss_of(other, 0).item(), rel=1e-5)
+
+
+def test_inference_tensors_are_quantized_at_each_pass():
+    with torch.inference_mode():
+        model, other = gpt("current", "torch"), gpt("current", "torch")
+        for parameter in other.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        loss_of(model, 0)
+        model.load_state_dict(other.state_dict())
+        assert loss_of(model, 0).item() == loss_of(other, 0).item()
+
+
+def test_a_copy_of_a_compiled_model_has_its_own_weights():
+    model = gpt("current", layers=1)
+    model.compile_blocks(backend="aot_eager")
+    before = loss_of(model, 0).item()
+    copied = copy.deepcopy(model)
+    for parameter in copied.blocks.parameters():
+        parameter.data.mul_(0.5)
+    assert loss_of(copied, 0).item() != before
+    assert loss_of(model, 0).item() == before
+
+
+def test_a_model_first_evaluated_in_inference_mode_can_be_trained():
+    model = gpt("delayed", "torch")
+    with torch.inference_mode():
+        loss_of(model.eval(), 0)
+    loss_of(model.train(), 0).backward()
+    assert model.blocks[0].mlp.up.weight.grad is not None

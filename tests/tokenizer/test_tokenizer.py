@@ -1,0 +1,296 @@
+"""Tokenizers: text to ids and back, alike for the `tokenizers` library and for tiktoken."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from fp8stack.errors import UserError
+from fp8stack.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from fp8stack.tokenizer.gpt2 import merges_of
+from tests.support.made_tokenizers import (
+    CORPUS,
+    byte_characters,
+    metaspace,
+    small_encoding,
+    trained,
+)
+
+TEXTS = [
+    *CORPUS[:3],
+    "",
+    " ",
+    "x",
+    "<|endoftext|>",
+    "a<|endoftext|>b",
+    "\n\n \t ",
+    "\x00\x7f\u0085",
+]
+
+
+@pytest.fixture
+def gpt2(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    encoding = small_encoding()
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": encoding}[name])
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(params=["bytes", "gpt2", "file", "metaspace"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    if request.param == "gpt2":
+        return request.getfixturevalue("gpt2")
+    if request.param == "bytes":
+        return load_tokenizer("bytes")
+    library = trained() if request.param == "file" else metaspace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(str(tmp_path))
+
+
+# What is encoded
+
+
+def test_bytes_are_the_bytes_of_utf8() -> None:
+    bytes_ = load_tokenizer("bytes")
+    for text in TEXTS:
+        assert bytes_.encode(text) == list(text.encode())
+    assert (bytes_.vocabulary, bytes_.end_of_text, bytes_.name) == (256, 255, "bytes")
+
+
+def test_gpt2_encodes_as_tiktoken_does(gpt2: Tokenizer) -> None:
+    encoding = small_encoding()
+    for text in TEXTS:
+        assert gpt2.encode(text) == encoding.encode_ordinary(text)
+    assert gpt2.vocabulary == encoding.n_vocab
+    assert gpt2.end_of_text == encoding.eot_token
+
+
+def test_a_file_encodes_as_the_library_does(tmp_path: Path) -> None:
+    library = trained()
+    library.save(str(tmp_path / "mine.json"))
+    mine = load_tokenizer(str(tmp_path / "mine.json"))
+    for text in CORPUS:
+        assert mine.encode(text) == library.encode(text).ids
+    assert mine.vocabulary == library.get_vocab_size()
+    assert mine.end_of_text == library.token_to_id("<|endoftext|>")
+    assert mine.name == "mine.json"
+
+
+def test_a_special_token_in_a_text_is_ordinary_text(tokenizer: Tokenizer) -> None:
+    for text in ("<|endoftext|>", "<s>", "</s>"):
+        assert tokenizer.end_of_text not in tokenizer.encode(text)
+
+
+def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer) -> None:
+    batch = tokenizer.encode_batch(TEXTS)
+    assert all(tokens.dtype == np.uint32 for tokens in batch)
+    assert [tokens.tolist() for tokens in batch] == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded() -> None:
+    library = trained()
+    end = library.token_to_id("<|endoftext|>")
+    library.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    plain = trained().encode(CORPUS[0]).ids
+    library.enable_truncation(5)
+    library.enable_padding(length=2000)
+    mine = tokenizer_from_json(library.to_str())
+    assert mine.encode(CORPUS[0]) == plain
+    others = tokenizers.Tokenizer.from_str(mine.to_json())
+    assert others.encode(CORPUS[0], add_special_tokens=False).ids == plain
+
+
+# Back again
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back(text: str) -> None:
+    for mine in (load_tokenizer("bytes"), _FILE):
+        assert mine.decode(mine.encode(text)) == text
+
+
+_FILE = tokenizer_from_json(trained().to_str())
+
+
+def test_texts_come_back_and_special_tokens_are_left_out(tokenizer: Tokenizer) -> None:
+    for text in ("Hello there, hello world.", "Grüße 😀 x"):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.end_of_text is not None
+        assert tokenizer.decode([*tokens, tokenizer.end_of_text]) == text
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_left_out(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("hello")
+    assert tokenizer.decode([*tokens, tokenizer.vocabulary, 10**6, -1]) == "hello"
+
+
+def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "Hello there 😀 Grüße, hello world."
+    stream = tokenizer.stream()
+    pieces = [stream.step(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert stream.finish() == ""
+    assert "\ufffd" not in "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > 3  # not all of it at the end
+
+
+def test_a_character_that_is_cut_ends_as_a_replacement() -> None:
+    bytes_ = load_tokenizer("bytes")
+    stream = bytes_.stream()
+    assert [stream.step(token) for token in "é😀".encode()[:-1]] == ["", "é", "", "", ""]
+    assert stream.finish() == "\ufffd"
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 419), max_size=30))
+def test_any_ids_decode_as_the_library_decodes_them(ids: list[int]) -> None:
+    ids = [id for id in ids if id < _FILE.vocabulary]
+    known = tokenizers.Tokenizer.from_str(_FILE.to_json())
+    assert _FILE.decode(ids) == known.decode(ids, skip_special_tokens=True)
+    stream = _FILE.stream()
+    assert "".join(map(stream.step, ids)) + stream.finish() == _FILE.decode(ids)
+
+
+# Bytes of tokens
+
+
+def test_byte_lengths_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    lengths = tokenizer.byte_lengths()
+    if lengths is None:  # Metaspace: a space before a word depends on where the word is
+        assert "Metaspace" in tokenizer.to_json()
+        return
+    assert lengths.shape == (tokenizer.vocabulary,)
+    assert lengths[tokenizer.end_of_text] == 0
+    for text in TEXTS:
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+# As JSON
+
+
+def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer: Tokenizer) -> None:
+    library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    library.encode_special_tokens = True
+    for text in TEXTS:
+        assert library.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
+    assert library.get_vocab_size() == tokenizer.vocabulary
+    again = tokenizer_from_json(tokenizer.to_json())
+    assert (again.sha256, again.end_of_text) == (tokenizer.sha256, tokenizer.end_of_text)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_transformers_loads_the_json(name: str, gpt2: Tokenizer, tmp_path: Path) -> None:
+    mine = load_tokenizer(name)
+    (tmp_path / "tokenizer.json").write_text(mine.to_json(), encoding="utf-8")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    assert theirs.eos_token_id == mine.end_of_text
+    assert theirs("Grüße, x  y")["input_ids"] == mine.encode("Grüße, x  y")
+
+
+def test_the_json_of_bytes_is_known_for_what_it_is() -> None:
+    assert tokenizer_from_json(load_tokenizer("bytes").to_json()).name == "bytes"
+
+
+def test_merges_are_those_that_the_tokens_were_learned_by() -> None:
+    library = trained(600, special_tokens=[])
+    characters = byte_characters()
+    learned = [
+        tuple(bytes(characters[char] for char in part) for part in pair)
+        for pair in json.loads(library.to_str())["model"]["merges"]
+    ]
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for left, right in learned:
+        ranks[left + right] = len(ranks)
+    assert merges_of(ranks) == learned
+    with pytest.raises(ValueError, match="made of 3"):
+        merges_of({b"a": 0, b"b": 1, b"aba": 2})
+
+
+def test_a_tokenizer_goes_to_another_process(tokenizer: Tokenizer) -> None:
+    # A tiktoken encoding of a name that tiktoken knows is sent as that name, others whole.
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
+    assert again.sha256 == tokenizer.sha256
+
+
+# Which special token ends a text
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<eos>", "[SEP]"])
+def test_the_end_of_text_is_found_by_its_usual_names(name: str) -> None:
+    library = trained(special_tokens=["<unk>", name])
+    assert tokenizer_from_json(library.to_str()).end_of_text == 1
+
+
+def test_there_need_be_no_end_of_text() -> None:
+    assert tokenizer_from_json(trained(special_tokens=["<pad>"]).to_str()).end_of_text is None
+
+
+# What is refused
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])
+def test_an_unknown_name_is_refused_with_what_there_is(name: str) -> None:
+    assert "Give bytes, gpt2, or the path" in refusal(name)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    assert f"folder {tmp_path} has no tokenizer.json" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{}", b"[]", b"nonsense", b'{"model": 3}', b"\xff\xfe"),
+        *(b'{"model": {"type": "BPE"}}', b"[" * 100000),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    message = refusal(str(tmp_path / "tokenizer.json"))
+    assert "is not a tokenizer.json" in message
+    assert "saved." in message
+
+
+def test_ids_beyond_reason_are_refused(tmp_path: Path) -> None:
+    content = json.loads(trained().to_str())
+    content["model"]["vocab"]["far"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert "2147483648" in refusal(str(tmp_path))
+
+
+def test_gpt2_without_tiktoken_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert "pip install tiktoken" in refusal("gpt2")
+
+
+def test_gpt2_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    message = refusal("gpt2")
+    assert "TIKTOKEN_CACHE_DIR" in message
+    assert "tokenizer.json" in message

@@ -1,0 +1,85 @@
+"""Losses that spike are caught; clean steps are left alone; what is as good as infinite is one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.guard import SPIKES
+from fp8stack.config import GuardConfig
+from fp8stack.training.guard.spikes import LARGEST, spike_limit
+from tests.faults import numeric_rows as reliability_numeric
+from tests.faults.case import Outcome
+from tests.faults.numeric_rows import clean, falsely_skipped, spiked, spikes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_all_of_twenty_tenfold_losses_are_caught(recipe: str, tmp_path: Path) -> None:
+    outcome = spiked(tmp_path, recipe, SPIKES)
+    assert (outcome.injected, outcome.survived, outcome.lost) == (20, 20, ())
+
+
+def test_a_guard_that_lets_spikes_pass_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reliability_numeric, "spiked_steps", lambda steps: [7, 8])  # none is there
+    outcome = spiked(tmp_path, "fp32", 2)
+    assert (outcome.injected, outcome.survived) == (2, 0)
+    assert outcome.lost[0] == "fp32: the spike of step 7 was taken"
+
+
+@pytest.mark.parametrize("recipe", ["current", "fp16"])
+def test_of_clean_steps_none_or_almost_none_is_skipped(recipe: str, tmp_path: Path) -> None:
+    assert falsely_skipped(tmp_path, recipe, 150) == 0
+
+
+def test_clean_steps_that_are_skipped_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reliability_numeric, "falsely_skipped", lambda *_: 3)
+    assert clean(tmp_path, "fp32", 1000).lost == (
+        "fp32: 3 of 1,000 clean steps were skipped (0.3 %)",
+    )
+    monkeypatch.setattr(reliability_numeric, "falsely_skipped", lambda *_: 1)
+    assert clean(tmp_path, "fp32", 1000).lost == ()
+
+
+def test_spikes_are_spread_over_the_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        reliability_numeric, "falsely_skipped", lambda _, r, n: asked.append((r, n)) or 0
+    )
+    monkeypatch.setattr(
+        reliability_numeric, "spiked", lambda _, r, n: Outcome(injected=n, survived=n)
+    )
+    assert spikes(tmp_path, 20).injected == 20
+    assert asked == [(recipe, 2500) for recipe in ("fp32", "delayed", "current", "fp16")]
+
+
+def test_what_float32_cannot_square_counts_as_infinite() -> None:
+    largest = torch.tensor(LARGEST)
+    assert (largest * largest).isinf()
+    below = torch.nextafter(largest, torch.tensor(0.0))
+    assert (below * below).isfinite()
+
+
+def test_a_tenfold_loss_is_a_spike_while_losses_fall_fast() -> None:
+    steps = torch.arange(128, dtype=torch.float64)[:, None]
+    falling = 0.6 + 4.9 * torch.exp(-steps / 40)
+    limit = spike_limit(falling, GuardConfig(), 1.5).item()
+    assert limit == pytest.approx(1.5 * falling[-32].item())
+    assert falling[-1] < limit < 10 * falling[-1]
+
+
+def test_a_window_without_values_has_no_limit() -> None:
+    for rows in (0, 8):
+        window = torch.full((rows, 2), math.nan)
+        limit = spike_limit(window, GuardConfig(warmup=8, window=8), 1.5)
+        assert limit.tolist() == [math.inf, math.inf]

@@ -1,0 +1,199 @@
+"""What a step allocates, told by `--profile`, and how allocators are set."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8stack.training.metrics import allocations, profiler
+from fp8stack.training.metrics.allocations import Allocations, on_cpu, on_gpu, words
+from fp8stack.training.setup import build
+from fp8stack.training.setup.allocator import expand_segments
+from tests.support.small_loop import SmallLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+def test_a_gpus_figures_are_those_of_the_step_alone() -> None:
+    before = {
+        "allocation.all.allocated": 1000, "allocated_bytes.all.allocated": 500 * MIB,
+        "allocated_bytes.all.current": 100 * MIB, "segment.all.allocated": 7,
+        "num_alloc_retries": 1,
+    }  # fmt: skip
+    after = {
+        "allocation.all.allocated": 1250, "allocated_bytes.all.allocated": 620 * MIB,
+        "allocated_bytes.all.current": 100 * MIB, "allocated_bytes.all.peak": 140 * MIB,
+        "reserved_bytes.all.current": 200 * MIB, "inactive_split_bytes.all.current": 15 * MIB,
+        "segment.all.allocated": 7, "num_alloc_retries": 1,
+    }  # fmt: skip
+    found = on_gpu(before, after)
+    assert found == Allocations(
+        count=250, bytes=120 * MIB, peak_bytes=40 * MIB, held_bytes=200 * MIB,
+        unused_bytes=15 * MIB, fresh=0, retries=0,
+    )  # fmt: skip
+    assert words(found) == (
+        "Memory in this step: 250 allocations of 120.0 MiB together, 40.0 MiB at once beyond what "
+        "the step began with. The allocator holds 200.0 MiB, of which 15.0 MiB (7.5 %) lie unused "
+        "between blocks in use. No new segment was asked of the GPU."
+    )
+
+
+def test_a_gpu_that_runs_out_of_memory_is_told_of_with_a_remedy() -> None:
+    found = on_gpu({}, {"segment.all.allocated": 3, "num_alloc_retries": 2})
+    assert words(found).endswith(
+        "Segments newly asked of the GPU: 3. Memory ran out 2 times and caches were emptied: lower "
+        "--batch or use --activation-checkpointing selective."
+    )
+
+
+def test_a_cpus_figures_count_allocations_and_the_most_at_once() -> None:
+    found = on_cpu([10 * MIB, 20 * MIB, -10 * MIB, 5 * MIB, -40 * MIB], (64 * MIB, 16 * MIB))
+    assert (found.count, found.bytes, found.peak_bytes) == (3, 35 * MIB, 30 * MIB)
+    assert "of which 16.0 MiB (25.0 %)" in words(found)
+    assert "GPU" not in words(found)
+
+
+def test_what_the_system_does_not_tell_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert allocations.heap_bytes() is None
+    assert words(on_cpu([MIB], None)) == (
+        "Memory in this step: 1 allocations of 1.0 MiB together, 1.0 MiB at once beyond what the "
+        "step began with."
+    )
+
+
+def test_the_profiler_sees_each_tensor() -> None:
+    a = torch.ones(256, 256)  # 256 KiB
+    with profiler.recording(CPU) as recorded:
+        kept = a.neg()
+        for _ in range(3):
+            a.mm(a)
+    found = recorded.allocations
+    assert found is not None
+    assert (found.count, found.bytes) == (4, 4 * a.nbytes)
+    assert found.peak_bytes == 2 * a.nbytes
+    assert kept.nbytes == a.nbytes
+    assert "[memory]" not in profiler.table(recorded, 1)
+
+
+@pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
+def test_the_heap_grows_with_what_is_held() -> None:
+    before = allocations.heap_bytes()
+    held = torch.ones(64, MIB // 4)  # 64 MiB
+    after = allocations.heap_bytes()
+    assert before is not None
+    assert after is not None
+    in_use = [total - free for total, free in (before, after)]
+    assert in_use[1] - in_use[0] >= held.nbytes - MIB
+
+
+def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_path: Path) -> None:
+    """In the steady state each step allocates as often and as much as the one before."""
+    counts = []
+    for extra in (0, 1):
+        small = SmallLoop(tmp_path / str(extra), "delayed", profile=True, profile_step=5 + extra)
+        small.advance(5 + extra)
+        text = (tmp_path / str(extra) / "profile" / "profile.md").read_text()
+        (line,) = [one for one in text.splitlines() if one.startswith("Memory in this step")]
+        counts.append(re.findall(r"([\d,.]+) allocations of ([\d,.]+) MiB", line)[0])
+        assert len(re.findall(r"^\| (?!operator)\S+ +\|", text, re.M)) == profiler.TOP
+        assert (tmp_path / str(extra) / "profile" / "trace.json.gz").stat().st_size > 1000
+    assert counts[0] == counts[1]
+    assert int(counts[0][0].replace(",", "")) > 100
+
+
+def test_less_is_held_at_once_with_activation_checkpointing(tmp_path: Path) -> None:
+    peaks = []
+    for mode in ("none", "selective", "block"):
+        small = SmallLoop(
+            tmp_path / mode, "fp32", activation_checkpointing=mode,
+            model_overrides={"layers": 4, "width": 64, "heads": 2},
+        )  # fmt: skip
+        small.advance(2)
+        step = small.next_step()
+        with profiler.recording(CPU) as recorded:
+            step()
+        assert recorded.allocations is not None
+        peaks.append(recorded.allocations.peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "begun", "environment", "done"),
+    [
+        ("auto", "13.0", False, {}, True),
+        ("cuda", "13.0", False, {}, True),
+        ("cpu", "13.0", False, {}, False),
+        ("auto", None, False, {}, False),
+        ("auto", "13.0", True, {}, False),
+        ("auto", "13.0", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ("auto", "13.0", False, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
+    ],
+)
+def test_segments_expand_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    cuda: str | None,
+    begun: bool,
+    environment: dict[str, str],
+    done: bool,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:  # set first, so that what is set within is taken back
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expand_segments(device) is done
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if done else environment
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+FAULTS = """
+import resource, torch
+from fp8stack.training.setup.allocator import keep_freed_memory
+
+def faults():
+    def work():
+        held = [torch.ones(24, 2**18) for _ in range(4)]  # 24 MiB each
+    work()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+without = faults()
+assert keep_freed_memory()
+print(without, faults())
+"""
+
+
+@pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
+def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
+    )
+    without, kept = map(int, done.stdout.split())
+    assert without >= 10 * 48  # 96 MiB anew each time, in pages of 2 MiB at most
+    assert kept < without / 10
+    assert kept < 100
+
+
+def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: called.append(True))
+    SmallLoop(tmp_path / "r", "fp32")
+    assert called == [True]

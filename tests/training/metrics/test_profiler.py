@@ -1,0 +1,204 @@
+"""`--profile`: one step after warm-up, as a trace and as a table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8stack.training import loop
+from fp8stack.training.metrics import profiler
+from tests.conftest import TINY, Command, losses, metrics
+from tests.support.small_loop import SmallLoop
+
+CPU = torch.device("cpu")
+
+
+def traced(run: Path) -> list[str]:
+    """The names of all events in a run's trace."""
+    content = json.loads(gzip.decompress((run / "profile" / "trace.json.gz").read_bytes()))
+    return [event["name"] for event in content["traceEvents"]]
+
+
+def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp32", *TINY]
+    assert command("pretrain", "--out", "plain", *flags) == 0
+    assert not (tmp_path / "plain" / "profile").exists()
+    capsys.readouterr()
+    assert command("pretrain", "--out", "r", "--profile", *flags) == 0
+    printed = capsys.readouterr().out
+    assert losses(tmp_path / "r") == losses(tmp_path / "plain")
+    table = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    assert table in printed
+    assert "profile: r/profile" in printed
+    assert table.startswith("Step 5: ")
+    assert printed.index("step 4/12") < printed.index("Step 5: ") < printed.index("step 5/12")
+    names = traced(tmp_path / "r")
+    # One step: forward, backward and one optimizer step for each of the two groups.
+    assert names.count("aten::_fused_adamw_") == 2
+    assert "aten::embedding" in names
+    assert any("Backward" in name for name in names)
+    # A run with a profile goes on, and may be profiled again or not.
+    assert command("pretrain", "--resume", "r", "--steps", "14", "--no-profile") == 0
+    assert (tmp_path / "r" / "profile" / "profile.md").read_text() == table
+    assert command("pretrain", "--resume", "r", "--steps", "16", "--profile") == 0
+    again = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    assert again.startswith("Step 16: ")  # the last, since there is no fifth
+
+
+def test_the_table_has_the_largest_own_times_in_order_with_shares_of_all() -> None:
+    a = torch.ones(512, 512)
+
+    def work() -> None:
+        for _ in range(3):
+            a.mm(a)
+        for _ in range(5):
+            a.add(1)
+
+    work()
+    with profiler.recording(CPU) as recorded:
+        work()
+    text = profiler.table(recorded, 7)
+    found = re.findall(r"^\| (aten::\S+) +\| +(\d+) \| +([\d.]+) \| +(\d+) % \|$", text, re.M)
+    rows = {name: (int(calls), float(ms), int(share)) for name, calls, ms, share in found}
+    assert rows["aten::mm"][0] == 3
+    assert rows["aten::add"][0] == 5
+    times = [ms for _, ms, _ in rows.values()]
+    assert times == sorted(times, reverse=True)
+    total = float(re.findall(r"^Step 7: ([\d.]+) ms on the CPU", text)[0])
+    for _, ms, share in rows.values():
+        assert share == pytest.approx(100 * ms / total, abs=0.6)
+
+
+class Event:
+    """What torch's profiler says of an operator, or of a kernel."""
+
+    def __init__(self, device: str, key: str, count: int, cpu_us: float, gpu_us: float) -> None:
+        self.device_type = getattr(torch.autograd.DeviceType, device)
+        self.key, self.count, self.is_user_annotation = key, count, False
+        self.self_cpu_time_total, self.self_device_time_total = cpu_us, gpu_us
+
+
+def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = [
+        Event("CPU", "aten::mm", 4, 10.0, 3000.0),
+        Event("CPU", "aten::add", 2, 900.0, 1000.0),
+        Event("CUDA", "gemm_kernel", 4, 0.0, 3000.0),
+        Event("CUDA", "add_kernel", 2, 0.0, 1000.0),
+    ]
+    recorded = profiler.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
+    monkeypatch.setattr(recorded, "key_averages", lambda **_: events)
+    lines = profiler.table(recorded, 5).splitlines()
+    assert lines[0].startswith("Step 5: 4.00 ms on the GPU.")
+    assert lines[4:] == [
+        "| aten::mm  |     4 | 3.000 |  75 % |",
+        "| aten::add |     2 | 1.000 |  25 % |",
+    ]
+
+
+def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path: Path) -> None:
+    keys = {"profile": True, "profile_step": 2, "profile_steps": 3}
+    plain = SmallLoop(tmp_path / "plain", "fp32", steps=6)
+    plain.advance(6)
+    small = SmallLoop(
+        tmp_path / "r", "fp32", steps=6, profile_shapes=True, profile_memory=True, **keys
+    )
+    small.advance(3)
+    assert not (tmp_path / "r" / "profile").exists()
+    small.advance(3)
+    assert losses(tmp_path / "r") == losses(tmp_path / "plain")
+    names = traced(tmp_path / "r")
+    assert [names.count(f"step {step}") for step in range(1, 7)] == [0, 1, 1, 1, 0, 0]
+    assert names.count("aten::_fused_adamw_") == 2 * 3
+    text = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    found = re.match(r"Steps 2 to 4: ([\d.]+) ms on the CPU, ([\d.]+) ms per step\. ", text)
+    assert found
+    assert float(found[2]) == pytest.approx(float(found[1]) / 3, abs=0.006)
+    assert "| operator " in text
+    head = next(line for line in text.splitlines() if line.startswith("| operator"))
+    assert [cell.strip() for cell in head.strip("|").split("|")] == [
+        "operator", "calls", "ms", "share", "MiB", "shapes"
+    ]  # fmt: skip
+    # Of a GEMM of the MLP: 4 sequences of 32 tokens, a width of 32.
+    assert re.search(r"^\| aten::mm .* 128x\d+ \d+x\d+ +\|$", text, re.M)
+    assert "Memory in these 3 steps: " in text
+
+
+def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp32", "--profile", *TINY]
+    assert command("pretrain", "--out", "r", *flags, "--set", "profile_step=99") == 2
+    assert "profile_step 99 is after the last step, 12. Choose" in capsys.readouterr().err
+    sets = ["--set", "profile_step=11", "--set", "profile_steps=5"]
+    assert command("pretrain", "--out", "r", *flags, *sets) == 0
+    table = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    assert table.startswith("Steps 11 to 12: ")
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "r", "--steps", "13") == 0
+    assert "profile_step 11 is done already: nothing is profiled" in capsys.readouterr().out
+    assert (tmp_path / "r" / "profile" / "profile.md").read_text() == table
+
+
+def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spans = [(0, 30), (10, 20), (25, 40), (50, 60)]  # together 50 of 100 us
+    kernels = [Event("CUDA", "kernel", 1, 0.0, end - start) for start, end in spans]
+    annotation = Event("CUDA", "step 1", 1, 0.0, 100)
+    annotation.is_user_annotation = True
+    for event, (start, end) in zip([*kernels, annotation], [*spans, (0, 100)], strict=True):
+        event.time_range = SimpleNamespace(start=start, end=end)
+    recorded = profiler.Recording(activities=[torch.profiler.ProfilerActivity.CPU])
+    monkeypatch.setattr(recorded, "events", lambda: [*kernels, annotation])
+    recorded.wall_s = 100e-6
+    assert profiler.busy(recorded) == pytest.approx(0.5)
+    monkeypatch.setattr(
+        recorded, "key_averages", lambda **_: [*kernels, Event("CPU", "aten::mm", 4, 1, 65)]
+    )
+    monkeypatch.setattr(recorded, "export_chrome_trace", lambda path: None)
+    assert "\nThe GPU was busy 50.0 % of the time.\n" in profiler.write(recorded, tmp_path, 1)
+    monkeypatch.setattr(recorded, "events", lambda: [Event("CPU", "aten::mm", 4, 1, 0)])
+    assert profiler.busy(recorded) is None
+
+
+def test_the_time_of_the_profiled_step_is_without_what_writing_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, write = [0.0], profiler.write
+    small = SmallLoop(tmp_path / "r", "fp32", steps=2, profile=True)
+    train_step = small.loop.train_step
+
+    def slow_step(*given: Any) -> Any:
+        now[0] += 2
+        return train_step(*given)
+
+    def slow_write(*given: Any) -> str:
+        now[0] += 100
+        return write(*given)
+
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(small.loop, "train_step", slow_step)
+    monkeypatch.setattr(profiler, "write", slow_write)
+    small.loop.journal.restart_clock()
+    small.advance(2)
+    assert [row["step_ms"] for row in metrics(tmp_path / "r")] == [2000, 2000]
+    assert now[0] == 104
+
+
+def test_a_folder_with_a_profile_of_something_else_is_not_written_into(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r" / "profile").mkdir(parents=True)
+    assert command("pretrain", "--recipe", "fp32", "--out", "r", *TINY) == 2
+    assert "r/profile is in the way" in capsys.readouterr().err

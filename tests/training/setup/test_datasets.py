@@ -1,0 +1,291 @@
+"""Runs on prepared data: their tokenizer, documents, order and mixtures, also when resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from torch import Tensor
+
+import fp8stack
+from fp8stack.data import encoded, load_corpora
+from fp8stack.errors import UserError
+from fp8stack.tokenizer import tokenizer_from_json
+from fp8stack.training import dataloader
+from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.training.step import Step
+from tests.conftest import TINY, Command, metrics
+from tests.support.made_tokenizers import trained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
+VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
+
+
+def losses(run: Path) -> list[tuple]:
+    """Step by step, what the run's numbers came to."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run) if "loss" in row]
+
+
+@pytest.fixture
+def tokens(command: Command, tmp_path: Path) -> str:
+    """A prepared folder: 300 short documents in 300 tokens, some of them held out."""
+    rows = ({"text": " ".join(WORDS[i % 7 : 4 + i % 9] * 6)} for i in range(300))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["--train-bpe", "300", "--out", "tokens", "--workers", "1", "--held-out", "0.2"]
+    assert command("prepare", "texts.jsonl", *asked) == 0
+    return "tokens"
+
+
+def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    assert command("pretrain", "--data", tokens, "--out", "run", *TINY, *VOCABULARY) == 0
+    kept = (tmp_path / "run/tokenizer.json").read_text()
+    assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
+    sample = (tmp_path / "run/sample.txt").read_text()
+    assert sample.startswith("\n")
+    assert len(sample) > len("\n")
+    asked = ["--overwrite", "--out", "run"]
+    assert command("pretrain", *asked, *TINY) == 0  # of bytes now
+    ours = fp8stack.load_tokenizer(str(tmp_path / "run"))
+    assert ours.name == "bytes"
+
+
+def test_a_tokenizer_that_is_not_the_datas_is_refused(
+    command: Command, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--data", tokens, "--tokenizer", "bytes", *TINY, *VOCABULARY) == 2
+    assert "is not that of the data" in capsys.readouterr().err
+    assert command("pretrain", "--data", tokens, *TINY) == 2
+    assert "--set model.vocabulary=300" in capsys.readouterr().err
+
+
+def test_a_folder_of_tokens_is_no_place_for_a_run(
+    command: Command, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (tmp_path / "tokens/tokenizer.json").read_text()
+    assert command("pretrain", "--out", tokens, *TINY) == 2
+    assert "tokenizer.json is in the way" in capsys.readouterr().err
+    assert (tmp_path / "tokens/tokenizer.json").read_text() == before
+
+
+def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
+    asked = ["--data", "train.bin", "--out", "run", "--document-mask", *TINY, *VOCABULARY]
+    assert command("pretrain", *asked) == 2
+    assert command("pretrain", *asked, "--tokenizer", "tokens") == 0
+    kept = (tmp_path / "run/tokenizer.json").read_text()
+    assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("more", [[], ["--phases", "default", "--recipe", "delayed"]])
+def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
+    command: Command, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    asked = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
+    assert command("pretrain", *asked, "--out", "plain") == 0
+    asked.append("--document-mask")
+    passes: list[Tensor] = []
+    forward = fp8stack.GPT.forward
+
+    def see(self, tokens_BT, targets_BT=None, documents_BT=None, **cache):  # type: ignore
+        if targets_BT is not None:
+            passes.append(documents_BT)
+        return forward(self, tokens_BT, targets_BT, documents_BT, **cache)
+
+    monkeypatch.setattr(fp8stack.GPT, "forward", see)
+    assert command("pretrain", *asked, "--out", "whole") == 0
+    assert len(passes) > 12
+    assert all(documents is not None for documents in passes)
+    assert max(int(documents.max()) for documents in passes) >= 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert command("pretrain", *asked, "--out", "cut") == 0
+    (tmp_path / "cut/checkpoints/step-000012/checkpoint.json").unlink()  # on from step 8
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "whole") != losses(tmp_path / "plain")
+
+
+def test_rank_shares_of_windows_with_documents_are_rows() -> None:
+    windows = torch.arange(4 * 2 * 5).view(4, 2, 5)
+    inputs, targets, documents = dataloader.inputs_of(windows)
+    assert inputs.tolist() == windows[:, 0, :4].tolist()
+    assert targets.tolist() == windows[:, 0, 1:].tolist()
+    assert documents.tolist() == windows[:, 1, :4].tolist()
+    parts = [dataloader.part_of(windows, rank, 2, 2) for rank in (0, 1)]
+    assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
+
+
+def test_epochs_and_mixtures_are_told_and_resumed(
+    command: Command, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a.txt", "abc " * 900), ("b.txt", "xyz " * 700)):
+        (tmp_path / name).write_text(text)
+    asked = ["--data", "0.75:a.txt,0.25:b.txt", "--data-order", "epochs", *TINY]
+    assert command("pretrain", *asked, "--out", "whole") == 0
+    said = capsys.readouterr().out
+    assert "75.00% of the rows, 101 windows of 32 an epoch" in said
+    assert command("pretrain", *asked, "--out", "cut") == 0
+    (tmp_path / "cut/checkpoints/step-000012/checkpoint.json").unlink()
+    assert command("pretrain", "--resume", "cut", "--data", "0.75:a.txt,0.25:b.txt") == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    saved = (tmp_path / "cut/run.toml").read_text()
+    assert f'data = "0.75:{tmp_path}/a.txt,0.25:{tmp_path}/b.txt"' in saved
+    assert command("pretrain", "--resume", "cut", "--data", "0.7:a.txt,0.3:b.txt") == 2
+    assert "the data are not those" in capsys.readouterr().err
+    assert command("pretrain", "--resume", "cut", "--set", "data_order=random") == 2
+    assert "data_order" in capsys.readouterr().err
+
+
+def test_a_step_that_goes_bad_is_looked_into_with_its_documents(
+    command: Command, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Step.pass_of
+
+    def spoilt(self: Step, step: int, part: Tensor, place: int) -> Tensor:
+        loss = plain(self, step, part, place)
+        return loss * float("nan") if step in (5, 6, 7) else loss
+
+    monkeypatch.setattr(Step, "pass_of", spoilt)
+    asked = ["--data", tokens, "--document-mask", "--recipe", "delayed", *TINY, *VOCABULARY]
+    assert command("pretrain", *asked, "--out", "run") == 0
+    rows = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "skip" in rows
+
+
+def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(
+    command: Command, tmp_path: Path
+) -> None:
+    none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
+    assert command("pretrain", *none, "--out", "run", *TINY) == 0
+    (tmp_path / "run/checkpoints/step-000012/checkpoint.json").unlink()
+    assert command("pretrain", "--resume", "run") == 0
+    assert command("pretrain", *none, "--out", "whole", *TINY, "--no-guard") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "run")) == 12
+
+
+def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(
+    command: Command, tmp_path: Path
+) -> None:
+    words = {word: number for number, word in enumerate([*WORDS, "[UNK]", "<|endoftext|>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "words.json"))
+    (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
+    asked = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens", "--workers", "1"]
+    assert command("prepare", *asked) == 0
+    assert command("pretrain", "--data", "tokens", "--out", "run", *TINY) == 0
+    assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
+
+
+def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    (tmp_path / "n.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
+    asked = ["--data", "n.bin", "--out", "runs/mine", *TINY, *VOCABULARY]
+    assert command("pretrain", *asked) == 0
+    assert tokenizer_of_run("runs/mine") is None
+    assert command("pretrain", *asked, "--tokenizer", "tokens", "--overwrite") == 0
+    for path in ("runs/mine", "runs/mine/checkpoints/step-000012"):
+        found = tokenizer_of_run(path)
+        assert found is not None
+        assert found.vocabulary == 300
+    with pytest.raises(UserError, match="was trained on tokens of"):
+        tokenizer_of_run("runs/mine", "bytes")
+
+
+TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
+
+
+def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    assert command("pretrain", "--data", tokens, "--out", "bpe", *TINY, *VOCABULARY) == 0
+    (tmp_path / "text.txt").write_text(TEXT)
+    begin = ["--init-from", "bpe", "--data", "text.txt", "--steps", "2", "--context", "32"]
+    assert command("pretrain", *begin, "--batch", "4", "--out", "on") == 0
+    ours, theirs = (fp8stack.load_tokenizer(str(tmp_path / name)) for name in ("on", "bpe"))
+    assert ours.to_json() == theirs.to_json()
+    train, val = load_corpora(str(tmp_path / "text.txt"), 300, texts=theirs)
+    read = train.window(0, len(train)).tolist() + val.window(0, len(val)).tolist()
+    assert read == [*theirs.encode(TEXT), theirs.end_of_text]
+    # It goes on without them, and is evaluated on text as on what it was trained on.
+    (tmp_path / "bpe").rename(tmp_path / "gone")
+    assert command("pretrain", "--resume", "on", "--steps", "3") == 0
+    assert command("eval", "on", "--data", "text.txt", "--recipes", "fp32") == 0
+
+
+def test_text_is_no_bytes_to_a_model_with_many_tokens(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    asked = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
+    many = [*asked, "--set", "model.vocabulary=5000"]
+    assert command(*many) == 2
+    error = capsys.readouterr().err
+    assert "fp8stack prepare" in error
+    assert "--tokenizer bytes" in error
+    assert not (tmp_path / "r").exists()
+    assert command(*many, "--tokenizer", "bytes") == 0
+
+
+def test_text_becomes_tokens_of_the_models_own_tokenizer(
+    command: Command, tokens: str, tmp_path: Path
+) -> None:
+    shape = "vocabulary = 5000\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
+    own = tmp_path / tokens / "tokenizer.json"
+    (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{own}'\n")
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text(TEXT)
+    flags = ["--data", "texts", "--steps", "2", "--batch", "2", "--recipe", "fp32"]
+    masked = ["--document-mask", "--set", "eval_windows=2"]
+    assert command("pretrain", "--model", "mine.toml", *flags, *masked, "--out", "r") == 0
+    assert (tmp_path / "r/tokenizer.json").read_text() == own.read_text()
+    own.unlink()
+    assert command("pretrain", "--resume", "r", "--steps", "3") == 0
+
+
+def test_more_text_than_a_start_can_read_is_to_be_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    bpe = tokenizer_from_json(trained().to_str())
+    monkeypatch.setattr(encoded, "MOST_BYTES", len(TEXT) - 1)
+    with pytest.raises(UserError, match="fp8stack prepare"):
+        load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)
+
+
+def test_a_runs_files_may_move_and_so_may_the_run(command: Command, tmp_path: Path) -> None:
+    shape = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
+    (tmp_path / "mine.toml").write_text(shape)
+    for name, scaling in (("one", "current"), ("two", "block")):
+        (tmp_path / f"{name}.toml").write_text(f'scaling = "{scaling}"\n')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/one.toml").write_text('scaling = "none"\ncompute_dtype = "fp32"\n')
+    (tmp_path / "run.toml").write_text(
+        'phases = [{name = "first", recipe = "other/one.toml", until = 1}, {name = "rest"}]\n'
+    )
+    files = ["--model", "mine.toml", "--recipe", "one.toml", "--what-if", "two.toml"]
+    some = ["--config", "run.toml", "--steps", "3", "--batch", "2", "--set", "eval_windows=2"]
+    assert command("pretrain", *files, *some, "--out", "r", "--save-every", "1") == 0
+    for name in ("mine.toml", "one.toml", "two.toml", "other/one.toml"):
+        (tmp_path / name).unlink()
+    (tmp_path / "r").rename(tmp_path / "moved")
+    assert command("pretrain", "--resume", "moved", "--steps", "4") == 0
+    assert command("pretrain", "--config", "moved/run.toml", "--steps", "3", "--out", "s") == 0
+    assert losses(tmp_path / "s") == losses(tmp_path / "moved")[:3]
+    assert command("pretrain", "--init-from", "moved", "--steps", "1", "--out", "t") == 0
+    for run in ("moved", "s"):
+        assert str(tmp_path) not in (tmp_path / run / "run.toml").read_text().replace("out = ", "")

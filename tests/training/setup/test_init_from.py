@@ -1,0 +1,229 @@
+"""A run that begins with the weights of another: what it takes, and what it does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint.state import capture
+from fp8stack.checkpoint.validation import newest_sound
+from fp8stack.config import parse_config
+from fp8stack.training.dataloader import batches
+from fp8stack.training.run import Run
+from fp8stack.training.setup.start import set_up
+from tests.conftest import TINY, Command, losses, metrics
+
+SHAPE = [
+    "model_overrides.layers=1", "model_overrides.width=32", "model_overrides.heads=2",
+]  # fmt: skip
+FREE = [word for word in TINY[10:] if word not in ("--set", *SHAPE)]
+
+
+@pytest.fixture
+def source(command: Command, tmp_path: Path) -> Path:
+    """A finished fp32 run with checkpoints of steps 8 and 12."""
+    assert command("pretrain", "--recipe", "fp32", "--out", "source", *TINY) == 0
+    return tmp_path / "source"
+
+
+def begun(out: str, init_from: str | Path | None, *sets: str, **flags: object) -> Run:
+    """A run as it is before its first step."""
+    small = {"recipe": "delayed", "steps": 6, "batch": 4, "context": 32, "out": out}
+    return set_up(
+        small | {"init_from": init_from and str(init_from)} | flags, None, [*FREE, *sets], None
+    )
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return capture(run.model, run.optimizer)["model"]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
+@pytest.mark.parametrize(("where", "step"), [("", 12), ("checkpoints/step-000008", 8)])
+def test_a_new_run_begins_with_the_weights_and_nothing_else(
+    recipe: str, where: str, step: int, source: Path
+) -> None:
+    run = begun("new", source / where, recipe=recipe)
+    saved = checkpoints.load(source / "checkpoints" / f"step-{step:06d}").tensors["model"]
+    found = weights(run)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert run.step == 0
+    assert not run.optimizer.state
+    assert f"step-{step:06d}" in run.notes[-1]
+    run.folder.release()
+
+
+def test_weights_of_a_padded_vocabulary_are_padded_anew(command: Command, tmp_path: Path) -> None:
+    import numpy as np
+
+    np.tile(np.arange(250, dtype="<u2"), 40).tofile(tmp_path / "t.bin")
+    odd = ["--data", "t.bin", "--set", "model_overrides.vocabulary=250"]
+    assert command("pretrain", "--recipe", "mxfp8", "--out", "a", *TINY, *odd) == 0
+    run = begun("b", "a", recipe="fp32", data="t.bin")
+    saved = newest_sound(tmp_path / "a" / "checkpoints", bool)[0].tensors["model"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(run).items())
+    run.folder.release()
+
+
+def test_the_first_loss_is_that_of_the_weights(command: Command, source: Path) -> None:
+    flags = [*TINY, "--init-from", "source", "--recipe", "fp32", "--lr", "1e-9"]
+    assert command("pretrain", "--out", "new", *flags) == 0
+    assert metrics(Path("new"))[-1]["val_loss"] == pytest.approx(
+        metrics(source)[-1]["val_loss"], rel=1e-5
+    )
+
+
+def test_batches_and_their_order_are_those_of_the_seed(source: Path) -> None:
+    plain = begun("a", None, *SHAPE)
+    forked, other = begun("b", source), begun("c", source, seed=1)
+    first, second, third = (
+        [tokens for _, tokens in batches(run)] for run in (plain, forked, other)
+    )
+    assert len(first) == 6
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
+    for run in (plain, forked, other):
+        run.folder.release()
+
+
+def test_without_a_model_it_is_the_checkpoints_model(source: Path) -> None:
+    run = begun("new", source)
+    assert (run.model.config.layers, run.model.config.width) == (1, 32)
+    assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
+    saved = parse_config(str(run.folder.config), {})
+    assert (saved.model, saved.model_overrides["width"]) == ("gpt-nano", 32)
+    run.folder.release()
+
+
+def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(
+    source: Path, command: Command
+) -> None:
+    assert command("pretrain", "--out", "a", *TINY, "--init-from", "source") == 0
+    assert command("pretrain", "--resume", "source", "--steps", "14") == 0
+    assert command("pretrain", "--config", "a/run.toml", "--out", "b") == 0
+    assert losses(Path("a")) == losses(Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("sets", "difference"),
+    [
+        (["--set", "model_overrides.width=64"], "width is 64 here and 32"),
+        (["--model", "gpt-nano"], "context is"),
+        (["--set", "model_overrides.activation=gelu"], "activation is 'gelu' here and"),
+    ],
+)
+def test_another_shape_is_refused_by_name_and_nothing_is_written(
+    sets: list[str],
+    difference: str,
+    source: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--init-from", "source", "--out", "new", *sets]
+    if "--model" in sets:
+        flags += ["--set", "model_overrides.context=64", *(w for s in SHAPE for w in ("--set", s))]
+    assert command("pretrain", "--steps", "3", *flags) == 2
+    error = capsys.readouterr().err
+    assert "Cannot begin with the weights of" in error
+    assert difference in error
+    assert error.count("\n") == 1
+    assert not Path("new").exists()
+
+
+def test_dropout_is_no_shape(source: Path) -> None:
+    run = begun("new", source, "model_overrides.dropout=0.1")
+    assert (run.model.config.dropout, run.model.config.width) == (0.1, 32)
+    run.folder.release()
+
+
+def _damage(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("nowhere", 2, "No run and no checkpoint at"),
+        (".", 2, "No run and no checkpoint at"),
+        ("source/run.toml", 2, "No run and no checkpoint at"),
+        ("x" * 5000, 2, "xxx"),
+        ("source/checkpoints/step-000012", 3, "model.safetensors is damaged"),
+        ("source", 3, "model.safetensors is damaged"),
+    ],
+)
+def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(
+    name: str,
+    code: int,
+    expected: str,
+    source: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for path in (source / "checkpoints").iterdir():
+        _damage(path)
+    assert command("pretrain", "--init-from", name, "--out", "new", *TINY) == code
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+    assert not Path("new").exists()
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source: Path) -> None:
+    _damage(source / "checkpoints" / "step-000012")
+    run = begun("new", source)
+    assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000008")
+    run.folder.release()
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
+    recipe: str,
+    source: Path,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--recipe", recipe, "--init-from", "source", *TINY]
+    assert command("pretrain", "--out", "whole", *flags) == 0
+    whole = losses(tmp_path / "whole")
+    shutil.copytree("whole", "cut")
+    shutil.rmtree("cut/checkpoints/step-000012")
+    shutil.rmtree(source)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert command("pretrain", "--resume", "../cut") == 0
+    assert "weights of" not in capsys.readouterr().out
+    assert losses(tmp_path / "cut") == whole
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
+    source: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--out", "new", *TINY, "--init-from", "source") == 0
+    note = next(line for line in capsys.readouterr().out.splitlines() if "weights of" in line)
+    whole = losses(tmp_path / "new")
+    shutil.rmtree("new/checkpoints")
+    assert command("pretrain", "--resume", "new") == 0
+    assert note in capsys.readouterr().out.splitlines()
+    assert losses(tmp_path / "new") == whole
+
+
+def test_on_resume_the_same_source_is_accepted_and_another_is_not(
+    source: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe", "fp32", *TINY]
+    assert command("pretrain", "--out", "new", *flags, "--init-from", "source") == 0
+    resume = ["pretrain", "--resume", "auto", "--out", "new", "--steps", "13"]
+    assert command(*resume, "--init-from", "source") == 0
+    assert command(*resume, "--init-from", "source/checkpoints/step-000012") == 0
+    capsys.readouterr()
+    assert command(*resume, "--init-from", "source/checkpoints/step-000008") == 2
+    assert "init_from is" in capsys.readouterr().err
+    assert command("pretrain", "--resume", "source", "--init-from", "new") == 2

@@ -1,0 +1,122 @@
+"""Evaluation between steps: no graph, no FP8 state moved, and the training goes on to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8stack
+from fp8stack import GPT, build_backend, fp8_state, load_config
+from fp8stack.model.config import plan_for
+from fp8stack.precision import Hardware
+from fp8stack.training.evaluate import eval_mode
+from tests.support.small_loop import SmallLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = {"layers": 1, "width": 128, "heads": 2, "mlp_width": 128, "context": 64}
+WAYS = [
+    *((recipe, "reference") for recipe in ("fp32", "bf16", "fp16")),
+    *((recipe, "emulate") for recipe in ("delayed", "current", "block", "mxfp8")),
+    ("delayed", "torch"),
+    ("current", "torch"),
+]
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+def gpt(recipe: str, backend: str) -> GPT:
+    config = load_config("gpt-nano", TINY)
+    plan = plan_for(config, recipe, Hardware("cpu"), backend)
+    assert (plan.recipe.name, plan.backend) == (recipe, backend)
+    return GPT(config, build_backend(plan))
+
+
+def trained(model: GPT, evaluate: Callable[[GPT], None]) -> list[Tensor]:
+    """Three steps of two micro-batches, with an evaluation before, within and after each."""
+    torch.manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    evaluate(model)
+    for _ in range(3):
+        for _ in range(2):
+            tokens = torch.randint(256, (2, 33))
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            found.append(loss.detach())
+            evaluate(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluate(model)
+    state = [value.clone() for value in fp8_state(model).values()]
+    return [*found, *state, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+def test_evaluations_leave_no_graph_and_the_training_as_it_was(
+    recipe: str, backend: str, mode: str
+) -> None:
+    def evaluate(model: GPT) -> None:
+        tokens = torch.arange(2 * 17).view(2, 17)
+        before = {name: value.clone() for name, value in fp8_state(model).items()}
+        saved: list[Tensor] = []
+        model.eval()
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with MODES[mode](), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            logits, loss = model(tokens), model(tokens[:, :-1], tokens[:, 1:])
+        model.train()
+        assert not saved
+        for result in (logits, loss):
+            assert not result.requires_grad
+            assert result.grad_fn is None
+            assert result.isfinite().all()
+        after = fp8_state(model)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+    found = trained(gpt(recipe, backend), evaluate)
+    expected = trained(gpt(recipe, backend), lambda model: None)
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_runs_own_evaluation_has_no_graph() -> None:
+    model = gpt("delayed", "emulate")
+    with eval_mode(model):
+        assert not model(torch.zeros(1, 8, dtype=torch.int64)).requires_grad
+        assert not model.training
+    assert model.training
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loaded_model_gives_the_same_logits_in_every_mode(tmp_path: Path, mode: str) -> None:
+    small = SmallLoop(tmp_path / "r", "delayed", save_every=2)
+    small.advance(2)
+    small.loop.wait()
+    tokens = torch.randint(256, (2, 16))
+    with torch.no_grad():
+        small.run.model.eval()
+        expected = small.run.model(tokens)
+    model = fp8stack.load(tmp_path / "r", recipe="delayed")
+    assert not model.training
+    before = {name: value.clone() for name, value in fp8_state(model).items()}
+    with MODES[mode]():
+        for _ in range(2):
+            logits = model(tokens)
+            assert torch.equal(logits, expected)
+            assert logits.grad_fn is None
+    after = fp8_state(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -1,0 +1,385 @@
+"""The parts of a run one by one: schedule, optimizer, evaluation, throughput, display, plot."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch._inductor import config as inductor
+
+from fp8stack.backends import build_backend, fp8_state
+from fp8stack.compiler import require_compiler
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
+from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.optim.optimizer import build_optimizer, learning_rate
+from fp8stack.precision import Hardware, resolve
+from fp8stack.training.evaluate import sample, validation_loss
+from fp8stack.training.metrics import console, throughput
+from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
+from fp8stack.training.metrics.plot import loss_plot
+from fp8stack.training.metrics.throughput import Peak, best_tflops, peak_rate
+from fp8stack.training.setup.allocator import keep_freed_memory
+from fp8stack.training.signals import STOPPING, StopRequests
+from tests.conftest import TINY, Command, metrics
+
+CPU = Hardware("cpu")
+SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
+
+
+def _model(recipe: str) -> GPT:
+    return GPT(SMALL, build_backend(plan_for(SMALL, recipe, CPU)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # 10 steps, 2 of warm-up, from 1.0 to 0.1; cosine: 0.1 + 0.9 * (1 + cos(pi * done)) / 2
+        ("cosine", {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
+        # the last fifth falls linearly: from step 8 to step 10
+        ("wsd", {1: 0.5, 2: 1.0, 6: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
+        ("constant", {1: 0.5, 2: 1.0, 6: 1.0, 10: 1.0}),
+    ],
+)
+def test_the_learning_rate_is_the_schedule_computed_by_hand(
+    schedule: str, expected: dict[int, float]
+) -> None:
+    config = RunConfig(schedule=schedule, steps=10, warmup_steps=2, lr=1.0, min_lr=0.1)
+    for step, rate in expected.items():
+        assert learning_rate(step, config) == pytest.approx(rate)
+
+
+def test_a_run_shorter_than_its_warm_up_and_one_without_have_a_rate() -> None:
+    assert learning_rate(3, RunConfig(steps=3, warmup_steps=6, lr=1.0)) == 0.5
+    assert learning_rate(
+        1, RunConfig(steps=1, warmup_steps=0, lr=1.0, min_lr=0.1)
+    ) == pytest.approx(0.1)
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = _model("fp32")
+    decaying, resting = build_optimizer(model, RunConfig(weight_decay=0.3)).param_groups
+    assert (decaying["weight_decay"], resting["weight_decay"]) == (0.3, 0.0)
+    assert {p.ndim for p in decaying["params"]} == {2}
+    assert {p.ndim for p in resting["params"]} == {1}
+    assert len(decaying["params"]) + len(resting["params"]) == len(list(model.parameters()))
+
+
+def test_adamw_is_torchs_own_update_by_hand() -> None:
+    weight = torch.nn.Parameter(torch.tensor([[2.0]]))
+    module = torch.nn.Module()
+    module.weight = weight
+    config = RunConfig(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.99, adam_eps=1e-12)
+    optimizer = build_optimizer(module, config)
+    weight.grad = torch.tensor([[4.0]])
+    optimizer.step()
+    # the first Adam step is lr * sign(gradient); the decay multiplies by 1 - lr * decay before
+    assert weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) - 0.1)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
+def test_evaluating_and_sampling_leave_no_trace(recipe: str) -> None:
+    model = _model(recipe)
+    tokens = torch.randint(61, (4, 17))
+    for _ in range(2):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    before = {name: value.clone() for name, value in fp8_state(model).items()}
+    random = torch.get_rng_state()
+    first = validation_loss(model, tokens, 3, torch.device("cpu"))
+    written = sample(model, [1, 2], 20, temperature=1.0, seed=5)
+    assert validation_loss(model, tokens, 3, torch.device("cpu")) == first
+    assert sample(model, [1, 2], 20, temperature=1.0, seed=5) == written
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    after = fp8_state(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_validation_loss_is_the_mean_over_all_tokens_whatever_the_batch() -> None:
+    model = _model("fp32").eval()
+    windows = torch.randint(61, (7, 17))
+    with torch.no_grad():
+        expected = model(windows[:, :-1], windows[:, 1:]).item()
+    for batch in (1, 3, 7):
+        got = validation_loss(model, windows, batch, torch.device("cpu"))
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context() -> None:
+    model = _model("fp32").eval()
+    cold = sample(model, [3], 40, temperature=1e-6, seed=0)
+    assert cold == sample(model, [3], 40, temperature=1e-6, seed=1)
+    with torch.no_grad():
+        assert cold[0] == model(torch.tensor([[3]]))[0, -1].argmax().item()
+    assert len(cold) == 40
+    assert max(cold) < 61
+
+
+def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same() -> None:
+    model = _model("fp32")
+    expected = sample(model, [1, 2], 8, temperature=1.0, seed=5)
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    model.forward = torch.compile(model.forward, backend=compiler, dynamic=False)
+    assert sample(model, [1, 2], 8, temperature=1.0, seed=5) == expected
+    assert not graphs
+    tokens = torch.randint(61, (4, 17))
+    validation_loss(model, tokens, 4, torch.device("cpu"))
+    assert len(graphs) == 1  # the sample did not turn compilation off for good
+
+
+@pytest.mark.parametrize(
+    ("missing", "hardware", "backend", "remedy"),
+    [
+        ("g++", CPU, "reference", "Install g"),
+        ("Python.h", CPU, "reference", "python3-dev"),
+        ("triton", Hardware("cuda", (9, 0)), "reference", "pip install triton"),
+        ("gcc", Hardware("cuda", (9, 0)), "reference", "Install gcc"),
+        ("", Hardware("cuda", (9, 0), has_te=True), "te", "--backend torch"),
+    ],
+)
+def test_without_what_compiling_needs_the_error_names_the_remedy(
+    missing: str,
+    hardware: Hardware,
+    backend: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    plan = resolve("delayed" if backend == "te" else "bf16", hardware, backend)
+    assert plan.backend == backend
+    monkeypatch.setattr(sys, "platform", "linux")
+    compiler = "no-such-compiler" if missing == "g++" else sys.executable
+    if missing == "Python.h":
+        monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = None if missing == "triton" else object()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
+        require_compiler(plan)
+
+
+def test_with_what_compiling_needs_there_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with inductor.patch("cpp.cxx", (sys.executable,)):
+        require_compiler(resolve("fp32", CPU))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    require_compiler(resolve("bf16", Hardware("cuda", (9, 0))))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA H900", "bf16", None),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA H200", "tf32", 494),
+        ("NVIDIA H200", "delayed", 1979),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71),
+        ("NVIDIA A10", "tf32", 62.5),
+    ],
+)
+def test_mfu_divides_by_the_data_sheets_peak_or_by_none(
+    name: str, recipe: str, tflops: float | None
+) -> None:
+    hardware = Hardware("cuda", (9, 0), name=name)
+    peak = peak_rate(hardware, resolve(recipe, hardware))
+    assert peak.tflops == tflops
+    assert (str(tflops) in peak.name) == (tflops is not None)
+
+
+def test_on_a_cpu_the_peak_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.float32: 0.2, torch.bfloat16: 0.5, torch.float16: 0.1}
+    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda dtype, threads: rates[dtype])
+    found = {
+        recipe: peak_rate(CPU, resolve(recipe, CPU)).name
+        for recipe in ("fp32", "tf32", "bf16", "fp16", "delayed")
+    }
+    assert found == {
+        "fp32": "200 GFLOP/s measured fp32 matmul",
+        "tf32": "200 GFLOP/s measured fp32 matmul",
+        "bf16": "500 GFLOP/s measured bf16 matmul",
+        "fp16": "100 GFLOP/s measured fp16 matmul",
+        "delayed": "200 GFLOP/s measured fp32 matmul",
+    }
+
+
+def test_of_a_busy_machines_peak_the_best_of_many_short_bursts_counts() -> None:
+    now = 0.0
+    sizes: list[int] = []
+
+    def burst(size: int) -> float:
+        nonlocal now
+        sizes.append(size)
+        taken = 2 * size**3 / 1e11  # 100 GFLOP/s, but for what others take of it
+        taken *= 1.0 if len(sizes) in (2, 9) else 7.0
+        now += taken
+        return taken
+
+    assert best_tflops(burst, lambda: now) == pytest.approx(0.1)
+    assert set(sizes[3:]) == {512}  # whose 2.7 ms are enough
+    assert throughput.BURSTS_S <= now < throughput.BURSTS_S + 0.06
+
+
+def test_a_fast_cpus_peak_is_measured_of_larger_products() -> None:
+    now = 0.0
+
+    def burst(size: int) -> float:
+        nonlocal now
+        taken = 2 * size**3 / (1e13 if size >= 2048 else 3e12)
+        now += taken
+        return taken
+
+    assert best_tflops(burst, lambda: now) == pytest.approx(10.0)
+
+
+def test_a_step_that_is_faster_than_the_measured_peak_raises_it() -> None:
+    measured = Peak(tflops=0.1, name="100 GFLOP/s measured fp32 matmul", measured=True)
+    assert measured.at_least(0.09) is measured
+    assert measured.at_least(0.1) is measured
+    raised = measured.at_least(0.119)
+    assert (raised.mfu(0.119), raised.name) == (1.0, "119 GFLOP/s of the fastest step")
+    assert raised.at_least(0.2).mfu(0.1) == 0.5
+    assert measured.mfu(0.119) == 1.0
+    sheet = Peak(tflops=989.0, name="989 TFLOP/s half")
+    assert sheet.at_least(1000.0) is sheet
+    assert Peak(tflops=None, name="none").at_least(1.0).mfu(1.0) is None
+
+
+def test_no_row_of_a_run_has_an_mfu_above_one(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "measured_cpu_tflops", lambda *_: 1e-9)
+    assert command("pretrain", "--recipe", "fp32", "--out", "run", *TINY, "--device", "cpu") == 0
+    shares = [row["mfu"] for row in metrics(tmp_path / "run")]
+    assert len(shares) == 12
+    assert (shares[0], max(shares)) == (1.0, 1.0)
+
+
+ROW = {
+    "step": 3,
+    "loss": 1.23456,
+    "lr": 0.001,
+    "grad_norm": 0.5,
+    "step_ms": 12.3,
+    "tokens_per_s": 45600.0,
+    "mfu": 0.37,
+    "memory_gib": 0.5,
+    "precision": "delayed-emulated",
+    "fp8_gemms": 48,
+}
+PEAK = Peak(tflops=1.0, name="1 TFLOP/s bf16")
+
+
+def test_the_log_line_says_it_all() -> None:
+    assert describe(ROW, 10, PEAK) == (
+        "step 3/10 | loss 1.2346 | lr 1.00e-03 | grad norm 0.50 | 12 ms | 45.6k tok/s | "
+        "MFU 37% of 1 TFLOP/s bf16 | 0.50 GiB | delayed-emulated"
+    )
+    broken = ROW | {"loss": None, "grad_norm": None, "mfu": None}
+    assert "loss non-finite" in describe(broken, 10, PEAK)
+    assert "MFU n/a (1 TFLOP/s bf16)" in describe(broken, 10, PEAK)
+    scaled = ROW | {"loss_scale": 32768.0, "skipped": True}
+    assert "loss scale 32768, skipped" in describe(scaled, 10, PEAK)
+
+
+def test_plain_lines_are_complete_and_carry_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = console.open_display(10, PEAK, 0)
+    assert isinstance(shown, PlainDisplay)
+    shown.step(ROW, None)
+    shown.step(ROW, 61.0)
+    shown.note("[a note]")
+    shown.close()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("| delayed-emulated | ETA n/a")
+    assert printed[1].endswith("| delayed-emulated | ETA 0:01:01")
+    assert printed[2] == "[a note]"
+
+
+def test_a_terminal_gets_a_bar_and_notes_as_they_are() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=200)
+    shown = RichDisplay(10, PEAK, 2, console)
+    shown.step(ROW, 61.0)
+    shown.note("sample: [bold] stays")
+    shown.close()
+    printed = screen.getvalue()
+    assert "3/10" in printed
+    assert "loss 1.2346" in printed
+    assert "sample: [bold] stays" in printed
+
+
+def on_screen(written: str) -> list[str]:
+    """The rows of a terminal after `written`: of what moves its cursor, what rich writes."""
+    rows, at = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if part == "\n":
+            at += 1
+            rows += [""] * (at + 1 - len(rows))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            at -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            rows[at] = ""
+        elif part[0] not in "\x1b\r":
+            rows[at] += part
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_terminal_shows_all_figures_and_in_the_end_notes_alone(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width)
+    shown = RichDisplay(10, PEAK, 2, console)
+    shown.step(ROW, 61.0)
+    shown.progress.refresh()
+    now = on_screen(screen.getvalue())
+    assert now[0].startswith("step")
+    assert all(len(row) <= width for row in now)
+    assert " | ".join(now[1:]) == describe(ROW, 10, PEAK).partition(" | ")[2]
+    requests = StopRequests()
+    requests.tell = shown.tell
+    requests._handle(signal.SIGINT, None)
+    shown.progress.refresh()
+    assert on_screen(screen.getvalue())[-1] == STOPPING
+    shown.step(ROW | {"step": 10}, 0.0)
+    shown.note("done")
+    shown.close()
+    last = describe(ROW | {"step": 10}, 10, PEAK)
+    assert on_screen(screen.getvalue()) == [STOPPING, last, "done"]
+
+
+def test_the_plot_is_a_picture_even_of_little() -> None:
+    rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
+    rows[-1]["val_loss"] = 0.2
+    for some in (rows, rows[:1], [{"step": 1, "loss": None}], []):
+        assert loss_plot(some, "title").startswith(b"\x89PNG")
+
+
+def test_the_allocator_is_left_alone_where_the_environment_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not keep_freed_memory()

@@ -1,0 +1,477 @@
+"""Runs whose recipe changes with the step: switched when they should be, and resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fp8stack.backends import fp8_state
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.errors import UserError
+from fp8stack.precision import Hardware
+from fp8stack.training.dataloader import batches
+from fp8stack.training.metrics.console import describe_run
+from fp8stack.training.run import Variant
+from fp8stack.training.setup.variants import plan_of
+from tests.conftest import TINY, Command, metrics
+from tests.support.small_loop import SmallLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# 12 steps: 1 to 3 in bf16, 4 to 9 in the run's recipe, 10 to 12 in fp32.
+PHASES = """
+[[phases]]
+name = "early"
+recipe = "bf16"
+until = 3
+[[phases]]
+name = "middle"
+until = 9
+[[phases]]
+name = "late"
+recipe = "fp32"
+"""
+
+
+@pytest.fixture
+def phases(tmp_path: Path) -> str:
+    (tmp_path / "phases.toml").write_text(PHASES)
+    return str(tmp_path / "phases.toml")
+
+
+def three(recipe: str, middle: dict | None = None) -> tuple:
+    return (
+        {"name": "early", "recipe": recipe, "until": 3},
+        {"name": "middle", "until": 6} | (middle or {}),
+        {"name": "late", "recipe": recipe},
+    )
+
+
+def events(run: Path) -> list[tuple]:
+    found = [row for row in metrics(run) if row.get("event") == "phase"]
+    return [(row["step"], row["phase"], row["precision"]) for row in found]
+
+
+def numbers(run: Path) -> list[tuple]:
+    """What a run's steps came to; times left out."""
+    keys = ("step", "loss", "grad_norm", "lr", "val_loss", "phase", "precision")
+    return [tuple(row.get(key) for key in keys) for row in metrics(run) if "loss" in row]
+
+
+def test_phases_switch_at_their_exact_steps_and_the_log_shows_it(
+    command: Command, phases: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pretrain", "--config", phases, "--recipe", "delayed", "--out", "r", *TINY) == 0
+    out = capsys.readouterr().out
+    told = "early 1 to 3 in bf16, middle 4 to 9 in delayed-emulated, late 10 to 12 in fp32"
+    assert f"phases: {told}" in out
+    assert "step 4: phase middle begins, in delayed-emulated\n" in out
+    run = tmp_path / "r"
+    assert events(run) == [
+        (1, "early", "bf16"),
+        (4, "middle", "delayed-emulated"),
+        (10, "late", "fp32"),
+    ]
+    rows = [row for row in metrics(run) if "loss" in row]
+    assert [row["phase"] for row in rows] == ["early"] * 3 + ["middle"] * 6 + ["late"] * 3
+    assert [row["fp8_gemms"] > 0 for row in rows] == [4 <= row["step"] <= 9 for row in rows]
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["recipe"]["name"] == "delayed"
+    assert [(p["first"], p["last"], p["precision"]) for p in plan["phases"]] == [
+        (1, 3, "bf16"), (4, 9, "delayed-emulated"), (10, 12, "fp32"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "fp16"])
+def test_a_run_resumed_within_each_phase_repeats_to_the_bit(
+    command: Command, phases: str, recipe: str
+) -> None:
+    saved = [*TINY, "--save-every", "1", "--set", "keep_checkpoints=12"]
+    flags = ["--config", phases, "--recipe", recipe]
+    assert command("pretrain", *flags, "--out", "whole", *saved) == 0
+    whole = checkpoints.load(Path("whole/checkpoints/step-000012")).tensors
+    for step in (1, 3, 4, 6, 9, 10) if recipe == "delayed" else (3, 5):
+        shutil.rmtree("again", ignore_errors=True)
+        shutil.copytree("whole", "again")
+        assert command("pretrain", "--resume", f"again/checkpoints/step-{step:06}") == 0
+        assert numbers(Path("again")) == numbers(Path("whole")), step
+        assert events(Path("again")) == events(Path("whole")), step
+        again = checkpoints.load(Path("again/checkpoints/step-000012")).tensors
+        assert again.keys() == whole.keys()
+        for group, tensors in whole.items():
+            assert again[group].keys() == tensors.keys()
+            assert all(torch.equal(again[group][name], t) for name, t in tensors.items()), group
+
+
+def test_each_step_is_that_of_a_run_in_its_recipe_alone(tmp_path: Path) -> None:
+    """The first phase against a run without phases; the second begins with its weights."""
+    phased = SmallLoop(tmp_path / "p", "current", phases=three("bf16"), steps=9)
+    alone = SmallLoop(tmp_path / "a", "bf16", steps=9)
+    # Padded to another multiple, the logits' GEMM may sum in another order.
+    phased.advance(3), alone.advance(3)
+    first, second = ([row["loss"] for row in metrics(tmp_path / n)[-3:]] for n in "pa")
+    assert first == pytest.approx(second, rel=1e-6)
+    assert phased.run.plan.precision == "bf16"
+    phased.advance(1)
+    assert phased.run.plan.precision == "current-emulated"
+
+
+def test_all_variants_have_the_same_parameters(tmp_path: Path) -> None:
+    run = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16")).run
+    names = [dict(v.model.named_parameters(remove_duplicate=False)) for v in run.variants]
+    assert len(names) == 3  # bf16, delayed, and fp32 for the quality guard
+    assert all(names[0][name] is other[name] for other in names[1:] for name in names[0])
+    assert run.wrapped.get_submodule("models.1") is run.variants[1].model
+    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in names[0].values()}
+
+
+def test_delayed_scaling_begins_with_the_scales_of_the_steps_before(tmp_path: Path) -> None:
+    states = {}
+    for calibration in (0, 2):
+        small = SmallLoop(
+            tmp_path / str(calibration), "delayed",
+            phases=three("fp32"), calibration_steps=calibration,
+        )  # fmt: skip
+        small.advance(3)
+        states[calibration] = fp8_state(small.run.main.model)
+    assert all((t == 1).all() for n, t in states[0].items() if n.endswith(".scale"))
+    for name, scale in states[2].items():
+        if not name.endswith(".scale"):
+            continue
+        history = states[2][name.replace(".scale", ".amax_history")]
+        recorded = history[history > 0]
+        assert len(recorded) == 2, name
+        largest = 448.0 if not name.endswith("grad_output.scale") else 57344.0
+        torch.testing.assert_close(scale.squeeze(), largest / recorded.max(), rtol=1e-6, atol=0)
+
+
+def test_calibration_in_fp16_takes_the_loss_scale_out_of_the_gradients(tmp_path: Path) -> None:
+    scales = {}
+    for recipe in ("fp32", "fp16"):
+        small = SmallLoop(
+            tmp_path / recipe, "delayed", phases=three(recipe), calibration_steps=2,
+            first_loss_scale=4096.0,
+        )  # fmt: skip
+        small.advance(3)
+        scales[recipe] = fp8_state(small.run.main.model)
+    for name, scale in scales["fp32"].items():
+        if name.endswith(".scale"):
+            torch.testing.assert_close(scales["fp16"][name], scale, rtol=0.05, atol=0)
+
+
+def test_validation_in_delayed_scaling_is_calibrated_where_no_phase_trains_in_it(
+    tmp_path: Path,
+) -> None:
+    phases = ({"name": "evaluation", "recipe": "delayed"},)
+    keys = {"eval_every": 4, "steps": 5, "calibration_steps": 2}
+    small = SmallLoop(tmp_path / "r", "fp32", phases=phases, **keys)
+    assert [step for step in range(1, 6) if small.loop.phases.calibrates(step)] == [3, 4, 5]
+    small.advance(4)
+    state = fp8_state(small.run.main.model)
+    assert all((t != 1).all() for name, t in state.items() if name.endswith(".scale"))
+    with pytest.raises(UserError, match="Set calibration_steps to 1 or more"):
+        SmallLoop(tmp_path / "n", "fp32", phases=phases, **(keys | {"calibration_steps": 0}))
+
+
+def test_recorded_amaxes_are_those_of_the_operands(tmp_path: Path) -> None:
+    """Of the weights, which are known, and of what the layer before gave."""
+    small = SmallLoop(
+        tmp_path / "r", "delayed", phases=three("fp32"), calibration_steps=1, accumulate=2
+    )
+    small.advance(2)
+    inputs: list[float] = []
+    up = small.run.model.get_submodule("blocks.0.mlp.up")
+    up.register_forward_pre_hook(lambda _, args: inputs.append(float(args[0].abs().max())))
+    before = {n: float(p.detach().abs().max()) for n, p in small.run.model.named_parameters()}
+    small.advance(1)
+    state = fp8_state(small.run.main.model)
+    seen = {n.removesuffix(".amax_history"): float(t.max()) for n, t in state.items()}
+    assert seen["blocks.0.mlp.up.weight"] == before["blocks.0.mlp.up.weight"]
+    assert seen["blocks.0.mlp.up.input"] == inputs[0]
+    assert all(value > 0 for value in seen.values())
+
+
+def test_calibration_does_not_change_the_steps_that_it_looks_at(tmp_path: Path) -> None:
+    rows = []
+    for calibration in (0, 3):
+        folder = tmp_path / str(calibration)
+        small = SmallLoop(
+            folder, "delayed", phases=three("bf16"), calibration_steps=calibration, accumulate=2
+        )
+        small.advance(3)
+        rows.append([(row["loss"], row["grad_norm"]) for row in metrics(folder) if "loss" in row])
+    assert rows[0] == rows[1]
+
+
+def test_evaluation_has_a_recipe_of_its_own(tmp_path: Path) -> None:
+    """fp32 losses of an FP8 run: those of the same weights in a run in fp32."""
+    keys = {"eval_every": 2, "steps": 2}
+    own = SmallLoop(
+        tmp_path / "own", "current", phases=({"name": "evaluation", "recipe": "fp32"},), **keys
+    )
+    plain = SmallLoop(tmp_path / "plain", "current", **keys)
+    own.advance(2), plain.advance(2)
+    found, other = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
+    assert found != other  # the weights are the same, the GEMMs are not
+    reference = next(v for v in own.run.variants if v.plan.recipe.name == "fp32")
+    tokens = own.run.windows
+    with torch.no_grad():
+        expected = reference.model.eval()(tokens[:, :-1], tokens[:, 1:])
+    assert found == pytest.approx(float(expected), rel=1e-6)
+    assert all(torch.equal(t, plain.state()[n]) for n, t in own.state().items())
+
+
+def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path: Path) -> None:
+    def spoilt(small: SmallLoop) -> None:
+        """Have the FP8 variant lose what its last block gives."""
+        fp8 = next(v for v in small.run.variants if v.plan.is_fp8).model
+        fp8.blocks[-1].register_forward_hook(lambda m, a, y: y if m.training else -y)
+
+    keys = {"eval_every": 2, "save_every": 2, "steps": 8}
+    given = {"phases": three("bf16", {"until": 7}), "calibration_steps": 0, **keys}
+    small = SmallLoop(tmp_path / "r", "current", **given)
+    spoilt(small)
+    small.advance(8)
+    rows = metrics(tmp_path / "r")
+    found = [row for row in rows if row.get("phase") == "conservative" and "event" in row]
+    assert [(row["step"], row["precision"]) for row in found] == [(5, "fp32")]
+    assert "worse than the" in found[0]["why"]
+    assert "guard.quality allows 1 %" in found[0]["why"]
+    precisions = [row["precision"] for row in rows if "loss" in row]
+    assert precisions == ["bf16"] * 3 + ["current-emulated"] + ["fp32"] * 4
+    small.run.folder.release()
+    saved = str(tmp_path / "r/checkpoints/step-000006")
+    resumed = SmallLoop(tmp_path / "r", "current", resume=saved)
+    resumed.advance(1)
+    assert resumed.run.plan.precision == "fp32"
+    resumed.run.folder.release()
+    unguarded = SmallLoop(tmp_path / "r", "current", resume=saved, guard={"enabled": False})
+    unguarded.advance(1)
+    assert unguarded.run.plan.precision == "fp32"
+
+
+def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    keys = {"eval_every": 2, "steps": 6, "calibration_steps": 0}
+    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), **keys)
+    small.advance(3)
+    asked = iter([False] * 1 + [True] * 99)  # after the row's own evaluation
+    small.loop.stops = lambda: next(asked)  # type: ignore[method-assign]
+    small.advance(1)
+    assert (small.loop.phases.judged_at, metrics(tmp_path / "r")[-1]["step"]) == (2, 4)
+    assert "val_loss" in metrics(tmp_path / "r")[-1]
+    small.loop.save()
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), **keys)
+    assert resumed.loop.phases.judged_at == 2
+    resumed.loop.catch_up()
+    assert resumed.loop.phases.judged_at == 4
+
+
+def test_a_recipe_that_does_none_stays(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
+    compared: list[Variant | None] = []
+    loss_in = small.loop.loss_in
+    small.loop.loss_in = lambda v: (compared.append(v), loss_in(v))[1]  # type: ignore[method-assign]
+    small.advance(6)
+    assert [row for row in metrics(tmp_path / "r") if row.get("phase") == "conservative"] == []
+    # At steps 2, 4 and 6 for the row, and twice each for the comparison.
+    assert len(compared) == 9
+
+
+def test_a_roll_back_over_a_switch_goes_on_in_the_phase_before(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "delayed", phases=three("bf16"), save_every=2, steps=9)
+    small.advance(3)
+    handle = small.run.main.model.register_forward_hook(
+        lambda m, a, y: y * torch.nan if m.training else y
+    )
+    while small.run.step >= 3:
+        small.advance(1)
+    handle.remove()
+    assert (small.run.step, small.run.plan.precision) == (2, "delayed-emulated")
+    small.tokens = batches(small.run)
+    small.advance(1)
+    assert small.run.plan.precision == "bf16"
+
+
+def test_a_phase_that_returns_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = CompileCounterWithBackend("eager")
+    phases = (
+        {"name": "a", "recipe": "bf16", "until": 2},
+        {"name": "b", "until": 4},
+        {"name": "c", "recipe": "bf16", "until": 6},
+        {"name": "d"},
+    )
+    small = SmallLoop(
+        tmp_path / "r", "current", phases=phases, calibration_steps=0, telemetry_every=0,
+        guard={"quality": 0.0},
+    )  # fmt: skip
+    for variant in small.run.variants:
+        variant.model.compile_blocks(counter)
+    small.advance(4)
+    compiled = counter.frame_count
+    assert compiled > 0
+    small.advance(4)
+    assert counter.frame_count == compiled
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"parallel": "fsdp"}, "phases in several recipes need --parallel ddp"),
+        ({"phases": three("bf16", {"recipe": "nope"})}, "nope"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, keys: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        SmallLoop(tmp_path / "r", "delayed", **({"phases": three("bf16")} | keys))
+    assert not (tmp_path / "r" / "run.toml").exists()
+
+
+def test_a_recipe_of_a_phase_without_steps_must_exist_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No recipe 'nope'"):
+        SmallLoop(tmp_path / "r", "nope", phases="default", steps=2, warmup_steps=50)
+
+
+def test_a_phase_without_steps_is_told(tmp_path: Path) -> None:
+    run = SmallLoop(tmp_path / "r", "delayed", phases="default", steps=4, decay_fraction=1.0).run
+    assert any("stable has no steps" in line for line in describe_run(run))
+    why = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
+    assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", why)
+    with pytest.raises(UserError, match=f"--strict: {why}. Give more --steps"):
+        SmallLoop(
+            *(tmp_path / "s", "delayed"),
+            **{"phases": "default", "steps": 4, "decay_fraction": 1.0},
+            **{"strict": True, "backend": "emulate"},
+        )
+
+
+def test_a_short_run_has_steps_in_the_recipe_that_it_asks_for(tmp_path: Path) -> None:
+    keys = {"phases": "default", "steps": 30, "warmup_steps": 50, "decay_fraction": 0.2}
+    run = SmallLoop(tmp_path / "r", "delayed", **keys, strict=True, backend="emulate").run
+    assert [(phase.name, phase.first, phase.last) for phase in run.schedule.phases] == [
+        ("warmup", 1, 8), ("stable", 9, 24), ("decay", 25, 30),
+    ]  # fmt: skip
+    told = plan_of(run)
+    assert (told["asked"], told["recipe"]["name"]) == ("delayed", "delayed")
+    assert [one["precision"] for one in told["phases"]] == ["bf16", "delayed-emulated", "bf16"]
+
+
+def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path: Path) -> None:
+    phases = (
+        {"name": "a", "until": 2, "recipe_overrides": {"exclude": ["*qkv"]}},
+        {"name": "b", "until": 4},
+        {"name": "c", "recipe": "bf16", "recipe_overrides": {"attention": "fp32"}},
+    )
+    small = SmallLoop(tmp_path / "r", "current", phases=phases, steps=6, save_every=3)
+    small.advance(3)
+    first, second, third = (small.run.variants[n].plan for n in small.run.schedule.variants)
+    assert {layer.name for layer in first.layers if layer.fp8} == {
+        layer.name for layer in second.layers if layer.fp8 and not layer.name.endswith("qkv")
+    }
+    assert (third.precision, third.attention) == ("bf16", "fp32")
+    told = [one["overrides"] for one in plan_of(small.run)["phases"]]
+    assert told == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), steps=6)
+    assert resumed.run.schedule == small.run.schedule
+    resumed.advance(3)
+    assert resumed.run.plan.attention == "fp32"
+
+
+def test_keys_that_change_nothing_are_told(tmp_path: Path) -> None:
+    keys = {"loss_scale": 8.0, "clip_window": 50, "calibration_steps": 3, "parallel": "fsdp"}
+    notes = SmallLoop(tmp_path / "r", "fp32", **keys).run.notes
+    assert [note.partition(" ")[0] for note in notes] == [
+        "loss_scale", "calibration_steps", "clip_window", "parallel",
+    ]  # fmt: skip
+    assert SmallLoop(tmp_path / "s", "fp32").run.notes == ()
+
+
+def test_two_kinds_of_delayed_scaling_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text('scaling = "delayed"\nmargin = 1\n')
+    with pytest.raises(UserError, match="one delayed recipe"):
+        SmallLoop(tmp_path / "r", "delayed", phases=three(str(other)))
+
+
+def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path: Path) -> None:
+    copy, third = tmp_path / "copy.toml", tmp_path / "third.toml"
+    copy.write_text('scaling = "current"\n')
+    third.write_text('scaling = "delayed"\nexclude = ["*qkv"]\n')
+    phases = (
+        {"name": "a", "until": 2},
+        {"name": "b", "recipe": str(copy), "until": 4},
+        {"name": "c", "recipe": str(third)},
+    )
+    small = SmallLoop(tmp_path / "r", "current", phases=phases, save_every=3)
+    assert small.run.schedule.variants == (0, 0, 1)
+    small.advance(3)
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
+    resumed.advance(2)
+    assert resumed.run.plan.scaling == "delayed"
+
+
+def test_more_steps_that_move_the_phases_are_announced(tmp_path: Path) -> None:
+    keys = {"save_every": 6, "warmup_steps": 1, "decay_fraction": 0.5}
+    sets = {key: keys[key] for key in ("warmup_steps", "decay_fraction")}
+    small = SmallLoop(tmp_path / "r", "current", phases="default", steps=6, **keys)
+    small.advance(6)
+    assert [event[:2] for event in events(tmp_path / "r")] == [
+        (1, "warmup"), (2, "stable"), (4, "decay"),
+    ]  # fmt: skip
+    small.run.folder.release()
+    more = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), steps=16, **sets)
+    assert any("the learning rate and the phases follow" in note for note in more.run.notes)
+    more.advance(1)
+    assert events(tmp_path / "r")[-1][:2] == (7, "stable")
+
+
+def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
+    h100 = Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")
+    for variant in small.run.variants:
+        planned = replace(variant.plan, device="cuda", native=True, compute_dtype="bf16")
+        variant.plan = planned
+    small.run.hardware = h100
+    seen = []
+    for _ in range(7):
+        small.advance(1)
+        seen.append(small.loop.journal.peak.tflops)
+    assert seen[3:] == [1979] * 3 + [989]
+
+
+def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "delayed", phases=three("current"), steps=9)
+    small.loop.guard._have_in_fp8("blocks.0.mlp.up", False)
+    small.loop.guard.demoted["blocks.0.mlp.up"] = None
+    full = {}
+    for step in range(1, 7):
+        small.advance(1)
+        full[step] = small.loop.fp8_gemms
+    assert full[1] == full[4] == 9  # three linears of a block of four
+    assert small.loop.guard.plan_now().layer("blocks.0.mlp.up").fp8 is False
+
+
+def test_resuming_with_other_phases_is_refused(
+    command: Command, phases: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", phases, "--recipe", "current"]
+    assert command("pretrain", *flags, "--out", "r", *TINY) == 0
+    capsys.readouterr()
+    again = ["pretrain", "--resume", "r", "--steps", "14"]
+    assert command(*again, "--phases", "default") == 2
+    assert "phases" in capsys.readouterr().err
+    assert command(*again, "--no-guard") == 0  # without the reference in fp32
+    assert "late 10 to 14" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""Run folders that an earlier version wrote (`pin_runs.py`): this one reads them and goes on."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fp8stack
+from fp8stack import presets
+from tests.conftest import Command, metrics
+from tests.training.pin_runs import MORE, PINNED, RUNS, STEPS, TEXT
+
+
+@pytest.fixture(params=RUNS)
+def pinned(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    with tarfile.open(PINNED / f"{request.param}.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    return tmp_path / request.param
+
+
+def test_every_recipe_has_a_pinned_run() -> None:
+    assert set(presets.names("recipes")) <= set(RUNS)
+    assert {file.name for file in PINNED.glob("*.xz")} == {f"{name}.tar.xz" for name in RUNS}
+
+
+def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(
+    pinned: Path, command: Command, one_thread: None
+) -> None:
+    before, plan = metrics(pinned), _plan(pinned)
+    resumed = command(
+        "pretrain", "--resume", str(pinned), "--data", str(TEXT), "--steps", str(MORE)
+    )
+    assert resumed == 0
+    after = metrics(pinned)
+    assert after[: len(before)] == before
+    expected = json.loads((PINNED / "went_on.json").read_text())[pinned.name]
+    assert len(expected) == MORE - STEPS
+    for row in after[len(before) :]:
+        # CPUs differ in the order of their sums, and a cast to FP8 makes that visible.
+        assert row["loss"] == pytest.approx(expected[str(row["step"])], rel=1e-3)
+    assert _plan(pinned) == plan
+
+
+def test_its_weights_and_its_fp8_state_are_read_to_the_bit(pinned: Path) -> None:
+    folder = pinned / "checkpoints" / f"step-{STEPS:06d}"
+    recipe = "delayed" if (folder / "fp8.safetensors").exists() else "fp32"
+    model = fp8stack.load(pinned, recipe=recipe)
+    found, saved = model.state_dict(), load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[name][: len(saved[name])], saved[name]) for name in saved)
+    if recipe == "delayed":
+        state, fp8 = fp8stack.fp8_state(model), load_file(folder / "fp8.safetensors")
+        assert state.keys() == fp8.keys()
+        assert all(torch.equal(state[name], fp8[name]) for name in fp8)
+
+
+def _plan(run: Path) -> dict[str, Any]:
+    """A run's plan without what follows from its number of steps or from its CPU."""
+    plan = json.loads((run / "plan.json").read_text())
+    return {key: value for key, value in plan.items() if key not in ("phases", "reasons", "native")}
