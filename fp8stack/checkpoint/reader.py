@@ -1,6 +1,6 @@
 """Checkpoints found and read: safetensors and JSON in a folder, verified on load.
 
-Nothing is pickled. `writing` has the other half. It must not know how a step is trained.
+Nothing is pickled. `writer` has the other half.
 """
 
 from __future__ import annotations

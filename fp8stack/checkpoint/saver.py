@@ -1,8 +1,7 @@
 """When checkpoints are written: while the run waits, or by a thread while it goes on.
 
 In the background a step waits only until its tensors are copied to host memory; the thread then
-writes, flushes, verifies and removes as `writing` does. One is written at a time. It must not
-know what the tensors are.
+writes, flushes, verifies and removes as `writer` does. One is written at a time.
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ from fp8stack.terminal import say
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
-def _nothing() -> None:
-    """What comes before a checkpoint by default."""
-
-
 class Saver:
     """Writes the checkpoints of one run.
 
@@ -44,7 +39,7 @@ class Saver:
         in_background: whether `save` returns as soon as the tensors are copied.
         before: is called before each checkpoint is written, by whoever writes it.
         good: checkpoints that are known to be whole.
-        first_rows: of a model that ranks share out; see `write_together`.
+        first_rows: of a model that ranks share out; see `writer.write`.
         ranks: if so, who writes, and by a process group of their own, since a thread of each may.
     """
 
@@ -55,7 +50,7 @@ class Saver:
         keep: int,
         keep_every: int = 0,
         in_background: bool = False,
-        before: Callable[[], None] = _nothing,
+        before: Callable[[], None] | None = None,
         good: Iterable[Path] = (),
         first_rows: Mapping[str, int] | None = None,
         ranks: Ranks = ALONE,
@@ -65,7 +60,8 @@ class Saver:
         self.in_background = in_background
         self.before = before
         self.good = set(good)
-        self.first_rows, self.ranks = first_rows, ranks
+        self.first_rows = first_rows
+        self._ranks = ALONE if first_rows is None else ranks
         self._host = HostCopy()
         self._thread: Thread | None = None
         self._error: BaseException | None = None
@@ -149,15 +145,11 @@ class Saver:
 
     def _write(self, step: int, info: Mapping[str, Any], tensors: Groups) -> None:
         saved = Checkpoint(step=step, info=dict(info), tensors=tensors)
-        if self.first_rows is None:
-            self.before()
-            path = writer.write(self.folder, saved)
-        else:
-            with self.ranks.together():
-                if self.ranks.is_main:
-                    self.before()
-            path = writer.write_together(self.folder, saved, self.first_rows, self.ranks)
-        if self.ranks.is_main:
+        with self._ranks.together():
+            if self._ranks.is_main and self.before is not None:
+                self.before()
+        path = writer.write(self.folder, saved, self.first_rows, self._ranks)
+        if self._ranks.is_main:
             self.good.add(path)
             writer.retain(self.folder, self.keep, self.keep_every, self.good)
 
@@ -174,8 +166,11 @@ class HostCopy:
         """Copy these; from a GPU, the copies are only begun when this returns."""
         old = self._groups
         self._groups = {
-            group: {name: self._copy(value, old.get(group, {}).get(name)) for name, value in of}
-            for group, of in ((group, values.items()) for group, values in groups.items())
+            group: {
+                name: self._copy(value, old.get(group, {}).get(name))
+                for name, value in values.items()
+            }
+            for group, values in groups.items()
         }
         on_gpu = any(value.is_cuda for values in groups.values() for value in values.values())
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ A group of a checkpoint is then a folder with one file per rank, in the layout o
 torch.distributed.checkpoint's safetensors storage, whose reader takes from them whatever rows are
 asked for: so a run may go on with another number of ranks. Nothing is pickled. (Its writer is not
 used: it cannot leave out the rows that pad a vocabulary, nor write copies of a GPU's rows in the
-background.) It must not know what the tensors are.
+background.)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Right checksums prove that no byte has changed since it was written, not that what was written is of
 use. What does not fit is found here, before anything is done with it, so that an older checkpoint
-can be taken. It must not know how a step is trained.
+can be taken.
 """
 
 from __future__ import annotations
@@ -49,9 +49,6 @@ class _Layer(_Told):
 
 class _Plan(_Told):
     layers: list[_Layer]
-
-
-_Plans = list[_Plan]
 
 
 class _Phases(_Told):
@@ -140,7 +137,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
     plan = _parsed(_Plan, checkpoint, "plan")
-    _parsed(_Plans, checkpoint, "plans")
+    _parsed(list[_Plan], checkpoint, "plans")
     if checkpoint.info["phases"] is not None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:

@@ -1,8 +1,7 @@
 """Checkpoints written whole or not at all, and removed when newer ones take their place.
 
 A checkpoint is written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-256
-sums goes last, and one rename makes it visible. It must not know how a step is trained; it is
-handed named tensors and plain data.
+sums goes last, and one rename makes it visible.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from torch import Tensor
+from safetensors.torch import save_file
 
 from fp8stack.checkpoint.reader import (
     FORMAT,
     MANIFEST,
     SHARED,
     Checkpoint,
-    FileSum,
     candidates,
     canonical,
     is_whole,
@@ -33,136 +30,81 @@ from fp8stack.checkpoint.reader import (
     step_of,
 )
 from fp8stack.checkpoint.sharded import file_of, write_rows
-from fp8stack.distributed.process_group import Ranks
+from fp8stack.distributed.process_group import ALONE, Ranks
 from fp8stack.io import TEMPORARY, share_mode, storage_errors, sync_folder, write_flushed
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `checkpoint` to `folder/step-000200` and `retain` the newest `keep`.
-
-    Raises:
-        StorageError: the disk is full or cannot be written; older checkpoints are untouched.
-    """
-    path = write(folder, checkpoint)
-    retain(folder, keep, 0, {path})
-    return path
-
-
-def write(folder: Path, checkpoint: Checkpoint) -> Path:
+def write(
+    folder: Path,
+    checkpoint: Checkpoint,
+    first_rows: Mapping[str, int] | None = None,
+    ranks: Ranks = ALONE,
+) -> Path:
     """Write `checkpoint` to `folder/step-000200` and return that path.
 
-    Raises:
-        StorageError: the disk is full or cannot be written.
-    """
-    with being_written(folder, checkpoint.step) as temporary:
-        files: dict[str, FileSum] = {}
-        for group, tensors in checkpoint.tensors.items():
-            files |= write_group(temporary, group, tensors)
-        return publish(temporary, checkpoint.step, files, checkpoint.info)
-
-
-def write_together(
-    folder: Path, checkpoint: Checkpoint, first_rows: Mapping[str, int], ranks: Ranks
-) -> Path:
-    """`write`, by all ranks that share out the groups `SHARED`: each writes its rows, and the main
+    Of a model that ranks share out, each rank writes its rows of the groups `SHARED`, and the main
     one the rest.
 
     Args:
         folder: on a file system that all ranks share.
         checkpoint: what this rank has of it.
         first_rows: at which row of the whole this rank's begin, of tensors that are shared out;
-            the main rank writes the others.
+            the main rank writes the others. None if the model is whole here.
         ranks: all of them call this.
 
     Raises:
-        StorageError: a rank cannot write.
+        StorageError: the disk is full or cannot be written; older checkpoints are untouched.
         RankLost: a rank is gone.
     """
     final = path_of(folder, checkpoint.step)
+    temporary = folder / f"{TEMPORARY}{final.name}"  # by the step alone: every rank knows it
     with ExitStack() as cleared:
-        with ranks.together():
-            if ranks.is_main:
-                cleared.enter_context(being_written(folder, checkpoint.step))
-        temporary = _temporary_of(folder, checkpoint.step)
         with ranks.together(), storage_errors(folder):
-            files: dict[str, FileSum] = {}
-            for group, tensors in checkpoint.tensors.items():
-                if group in SHARED:
-                    files |= _write_rows(temporary / group, tensors, first_rows, ranks)
-                elif ranks.is_main:
-                    files |= write_group(temporary, group, tensors)
-            sums = {name: found.model_dump() for name, found in files.items()}
-            for text in ranks.texts(json.dumps(sums)):
-                found = {name: FileSum.model_validate(of) for name, of in json.loads(text).items()}
-                files |= found
             if ranks.is_main:
-                publish(temporary, checkpoint.step, files, checkpoint.info)
+                shutil.rmtree(temporary, ignore_errors=True)
+                cleared.callback(shutil.rmtree, temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+        with ranks.together(), storage_errors(folder):
+            mine = _write_tensors(temporary, checkpoint, first_rows, ranks)
+            sums: dict[str, Any] = {}
+            for text in ranks.texts(json.dumps(mine)):
+                sums |= json.loads(text)
+            if ranks.is_main:
+                body = {"format": FORMAT, "step": checkpoint.step, "files": sums}
+                body["info"] = checkpoint.info
+                manifest = {"sha256": sha256_of(canonical(body)), **body}
+                write_flushed(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+                sync_folder(temporary)
+                temporary.rename(final)
+                sync_folder(folder)
     return final
 
 
-def _write_rows(
-    folder: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int], ranks: Ranks
-) -> dict[str, FileSum]:
-    """Write this rank's file of a group that is shared out; see `write_together`."""
-    folder.mkdir(exist_ok=True)
-    file = folder / file_of(ranks.index)
-    mine = {name: of for name, of in tensors.items() if ranks.is_main or name in first_rows}
-    write_rows(file, mine, first_rows)
-    found = {f"{folder.name}/{file.name}": _flushed(file, folder.parent)}
-    sync_folder(folder)
-    return found
-
-
-@contextmanager
-def being_written(folder: Path, step: int) -> Iterator[Path]:
-    """The temporary folder that the checkpoint of `step` is written into; gone after.
-
-    Its name depends on the step alone, so that every rank knows it.
-
-    Raises:
-        StorageError: whatever within could not be written.
-    """
-    temporary = _temporary_of(folder, step)
-    with storage_errors(folder):
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_group(temporary: Path, group: str, tensors: Mapping[str, Tensor]) -> dict[str, FileSum]:
-    """Write one file of a checkpoint, flush it to the disk, and return its name and sum."""
-    file = temporary / f"{group}.safetensors"
-    on_host = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    safetensors.torch.save_file(on_host, file)
-    return {file.name: _flushed(file, temporary)}
-
-
-def _flushed(file: Path, folder: Path) -> FileSum:
-    """Flush a file to the disk; as readable as its folder."""
-    share_mode(file, folder)
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        os.fsync(stream.fileno())
-        return FileSum(bytes=os.fstat(stream.fileno()).st_size, sha256=digest)
-
-
-def publish(
-    temporary: Path, step: int, files: Mapping[str, FileSum], info: Mapping[str, Any]
-) -> Path:
-    """Write the manifest of the `files` in `temporary`, and make them the checkpoint of `step` by
-    one rename; its path is returned."""
-    sums = {name: found.model_dump() for name, found in files.items()}
-    body = {"format": FORMAT, "step": step, "files": sums, "info": info}
-    manifest = {"sha256": sha256_of(canonical(body)), **body}
-    write_flushed(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
-    sync_folder(temporary)
-    final = path_of(temporary.parent, step)
-    temporary.rename(final)
-    sync_folder(final.parent)
-    return final
+def _write_tensors(
+    temporary: Path, checkpoint: Checkpoint, first_rows: Mapping[str, int] | None, ranks: Ranks
+) -> dict[str, dict[str, Any]]:
+    """Write this rank's files and flush them to the disk: the size and checksum of each."""
+    sums = {}
+    for group, tensors in checkpoint.tensors.items():
+        if first_rows is not None and group in SHARED:
+            file = temporary / group / file_of(ranks.index)
+            file.parent.mkdir(exist_ok=True)
+            mine = {name: of for name, of in tensors.items() if ranks.is_main or name in first_rows}
+            write_rows(file, mine, first_rows)
+        elif ranks.is_main:
+            file = temporary / f"{group}.safetensors"
+            save_file({name: of.detach().cpu().contiguous() for name, of in tensors.items()}, file)
+        else:
+            continue
+        share_mode(file, temporary)
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            os.fsync(stream.fileno())
+            size = os.fstat(stream.fileno()).st_size
+        sums[file.relative_to(temporary).as_posix()] = {"bytes": size, "sha256": digest}
+        if file.parent != temporary:
+            sync_folder(file.parent)
+    return sums
 
 
 def retain(folder: Path, keep: int, keep_every: int, good: set[Path]) -> None:
@@ -183,16 +125,12 @@ def retain(folder: Path, keep: int, keep_every: int, good: set[Path]) -> None:
             _remove(path)
 
 
-def _temporary_of(folder: Path, step: int) -> Path:
-    return folder / f"{TEMPORARY}{path_of(folder, step).name}"
-
-
 def forget_after(folder: Path, step: int) -> None:
     """Remove the checkpoints of later steps, damaged or abandoned, which are about to be done
     again, and what a process that died in the middle of a save left behind."""
-    later = [path for path in candidates(folder) if step_of(path) > step]
-    for path in later:
-        _remove(path)
+    for path in candidates(folder):
+        if step_of(path) > step:
+            _remove(path)
     sweep(folder)
 
 

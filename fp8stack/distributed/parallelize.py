@@ -2,7 +2,6 @@
 
 Gradients are summed over ranks, not averaged: each rank divides its loss by their number instead,
 so that the gradient of an output is the same for any number of ranks, and so are its FP8 codes.
-It must not know how a step is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The processes that train one run together: which of them this is, and how they agree.
 
 torchrun and accelerate launch start one process per device, a rank. Here the ranks' hosts exchange
-words, through gloo, without waiting for a GPU. It must not know what is trained.
+words, through gloo, without waiting for a GPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
-        return flag if self.count == 1 else max(self._exchange(int(flag))[0]) > 0
+        return max(self._exchange(int(flag))[0]) > 0
 
     def wait(self) -> None:
         """Go on when all ranks are here."""
@@ -102,8 +102,6 @@ class Ranks:
         Raises:
             UserError: it is not.
         """
-        if self.count == 1:
-            return
         values = self.texts(value)
         for index, other in enumerate(values):
             if other != values[0]:
@@ -116,7 +114,7 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Within, a `UserError` on one rank becomes one on all, at the end at the latest. There
         must be no collective within but those of this class."""
-        if self.count == 1:
+        if self.count == 1:  # others may have to be told by a `together` around this one
             yield
             return
         try:
@@ -141,6 +139,8 @@ class Ranks:
         Raises:
             ElsewhereError: a rank failed. If this is one, it has an error of its own.
         """
+        if self.count == 1:
+            return [number], [text]
         content = text.encode()
         heads = self._gather(torch.tensor([number, len(content)], dtype=torch.int64))
         numbers, sizes = heads[:, 0].tolist(), heads[:, 1].tolist()

@@ -1,4 +1,4 @@
-"""Several optimizers, of disjoint parameters, that a run sees as one. It must not know which."""
+"""Several optimizers, of disjoint parameters, that a run sees as one."""
 
 from __future__ import annotations
 

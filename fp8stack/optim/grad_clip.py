@@ -1,6 +1,6 @@
 """What bounds gradients before an optimizer takes them: their norm, each entry, or what was usual.
 
-Nothing here waits for the device. It must not know how gradients came about.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The loss scale of fp16: torch's `GradScaler`, kept within bounds, and counting what it skipped.
 
-It must not know a run: it serves any training loop.
+It serves any training loop.
 """
 
 from __future__ import annotations
@@ -110,10 +110,6 @@ class LossScaler(torch.amp.GradScaler):
         """Whether an overflow would lower the scale: bool, 0-dim, on the device of `like`."""
         return (self.now(like) > self._bounds[0]) & self.is_dynamic
 
-    def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether `unscale_` was called for the gradients of `optimizer` since the last update."""
-        return is_unscaled(self, optimizer)
-
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale follow the step, within its bounds, and count the step. A scale that is
@@ -138,8 +134,9 @@ class LossScaler(torch.amp.GradScaler):
 
     def _count(self) -> None:
         """Count the step, and whether the gradients of any optimizer overflowed."""
+        assert self._scale is not None
         found = [
-            flag.to(self._device_of_scale(), non_blocking=True)
+            flag.to(self._scale.device, non_blocking=True)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
@@ -150,10 +147,6 @@ class LossScaler(torch.amp.GradScaler):
             self._counts = torch.tensor(self._counted, **kind)
         overflowed = torch.stack(found).sum() > 0
         self._counts += torch.stack([torch.ones_like(overflowed), overflowed])
-
-    def _device_of_scale(self) -> torch.device:
-        assert self._scale is not None
-        return self._scale.device
 
     def statistics(self) -> ScaleStatistics:
         """What was counted. This waits for the device."""

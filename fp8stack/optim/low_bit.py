@@ -25,8 +25,7 @@ def low_bit_adamw(name: LowBit, parameters: Sequence[Tensor], config: RunConfig)
     Raises:
         UserError: torchao is missing or too old.
     """
-    kinds = _kinds()
-    made: Optimizer = kinds[name](
+    made: Optimizer = low_bit_optimizers()[name](
         parameters,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -37,12 +36,12 @@ def low_bit_adamw(name: LowBit, parameters: Sequence[Tensor], config: RunConfig)
     return made
 
 
-def require_torchao() -> None:
-    """Raise a UserError if torchao is missing or too old."""
-    _kinds()
+def low_bit_optimizers() -> dict[str, Any]:
+    """torchao's classes by our names.
 
-
-def _kinds() -> dict[str, Any]:
+    Raises:
+        UserError: torchao is missing or too old.
+    """
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:

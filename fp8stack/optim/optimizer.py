@@ -13,7 +13,7 @@ from fp8stack.compiler import require_tools
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.optim.chained import ChainedOptimizer, first_state
-from fp8stack.optim.low_bit import BLOCK, SMALLEST, low_bit_adamw, require_torchao
+from fp8stack.optim.low_bit import BLOCK, SMALLEST, low_bit_adamw, low_bit_optimizers
 from fp8stack.precision import Hardware
 
 
@@ -33,7 +33,7 @@ def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None
         )
     if name in ("sgd", "muon"):
         return
-    require_torchao()
+    low_bit_optimizers()
     require_tools(hardware.device, f"optimizer {name}", instead)
     if name == "adamwfp8" and (hardware.capability or (8, 9)) < (8, 9):
         raise UserError(

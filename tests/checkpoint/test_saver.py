@@ -225,7 +225,7 @@ def test_a_kill_while_the_background_writes_leaves_the_older_checkpoint(
 
 
 def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
-    writer.save(tmp_path, reader.Checkpoint(step=1, info=INFO, tensors=_tensors(1)), 2)
+    writer.write(tmp_path, reader.Checkpoint(step=1, info=INFO, tensors=_tensors(1)))
     for file in (tmp_path / "step-000001").iterdir():
         assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
 
