@@ -27,8 +27,7 @@ from fp8stack.checkpoint import reader
 from fp8stack.cli.options import words
 from fp8stack.training import finalize, loop
 from fp8stack.training.run import Run
-from tests.faults.whole_ranks import run_ranks
-from tests.faults.whole_runs import checkpoints, rows
+from tests.faults.processes import checkpoints, rows, run_ranks
 
 SHORT = ["--steps", "300"]
 AT_MOST = 0.001  # of the loss, between a compressed run and one that is not
@@ -92,7 +91,7 @@ def trained(folder: Path, name: str, ranks: int, flags: Sequence[str]) -> Path:
 
 @contextmanager
 def counting(run: str, rank: int) -> Iterator[None]:
-    """A rank's change, see `tests.faults.whole_ranks`: when all steps are done it writes how many
+    """A rank's change, see `tests.faults.processes`: when all steps are done it writes how many
     bytes of gradients it gave to all_reduce, for `sent`.
 
     DDP's hook is who reduces asynchronously; the guard, the amaxes and the loss wait.

@@ -18,7 +18,7 @@ from bench.report import Report, Row
 from fp8stack.benchmark.timing import machine
 from fp8stack.cli.options import words
 from fp8stack.compare import comparison, settings
-from tests.faults.whole_runs import rows
+from tests.faults.processes import rows
 
 SHORT = ["--steps", "300", "--recipes", "fp32,bf16,delayed,mxfp8"]
 RECIPES = ["fp32", "bf16", "delayed", "current", "block", "mxfp8", "fp16"]

@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks (R13), and what ranks share out is read by others."""
+"""What ranks share out is read by others, and when a run of other ranks counts as the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8stack
-from bench.twins import SMALL, TEXT
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.sharded import (
     SharedGroup,
@@ -35,26 +34,11 @@ from fp8stack.checkpoint.sharded import (
 from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
 from tests.conftest import Command
-from tests.distributed.test_process_group import in_ranks
-from tests.faults.rank_rows import CASES, EACH, ODD, WAYS, Way, apart, go_way, world_sizes
-from tests.faults.whole_ranks import run_ranks, tensors
-from tests.faults.whole_runs import last_step
+from tests.faults.processes import in_ranks, last_step, run_ranks, tensors
+from tests.faults.rank_rows import EACH, ODD, Way, apart, go_way
+from tests.faults.twins import SMALL, TEXT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_runs_go_on_with_other_numbers_of_ranks_and_come_to_the_numbers_of_one(
-    tmp_path: Path,
-) -> None:
-    case = CASES["R13"]
-    outcome = case.run(tmp_path, case.short)
-    assert outcome.lost == ()
-    assert outcome.injected == outcome.survived == sum(len(w.starts) - 1 for w in WAYS[:3])
-
-
-@pytest.mark.slow
-def test_so_do_all_others(tmp_path: Path) -> None:
-    assert world_sizes(tmp_path, len(WAYS)).lost == ()
 
 
 def test_the_rule_refuses_losses_that_are_too_far_off(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Literal
 
 import pytest
 
-from bench.twins import SMALL, TEXT
 from fp8stack.compiler import require_compilable
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import require_possible
@@ -18,9 +17,9 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
 from fp8stack.training.setup.variants import plan_recipe
-from tests.conftest import Command
-from tests.faults.whole_ranks import run_ranks
-from tests.faults.whole_runs import checkpoints, last_step
+from tests.conftest import Command, metrics
+from tests.faults.processes import checkpoints, last_step, run_ranks
+from tests.faults.twins import SMALL, TEXT
 
 WORDS = ["pretrain", *SMALL, "--data", "text.txt", "--recipe", "fp32", "--set", "sample_tokens=0"]
 WORDS += ["--steps", "4", "--save-every", "2", "--set", "rank_timeout=30"]
@@ -62,6 +61,7 @@ def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(
     lines = "".join(each.stderr for each in ended).splitlines()
     assert len(lines) == 1
     assert said in lines[0]
+    assert not (folder / "n").exists()
 
 
 def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder: Path) -> None:
@@ -75,13 +75,9 @@ def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder: Path) -> 
     assert "shard-00002" in ended[0].stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("flags", [[], ["--checkpoint-async"]])
-def test_a_full_disk_of_one_rank_ends_all_and_names_it(
-    rank: int, flags: list[str], folder: Path
-) -> None:
-    words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", *flags]
-    ended = run_ranks(words, folder, 2, f"full:3000@save:1/rank={rank}")
+def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder: Path) -> None:
+    words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", "--checkpoint-async"]
+    ended = run_ranks(words, folder, 2, "full:3000@save:1/rank=1")
     assert [each.code for each in ended] == [4, 4], ended
     assert "disk is full" in ended[0].stderr
     assert last_step(folder / "r") == 4
@@ -94,14 +90,7 @@ def test_three_ranks_share_rows_that_they_cannot_share_equally(folder: Path) -> 
     assert [each.code for each in ended] == [0, 0, 0], ended
     one = run_ranks([*words, "--accumulate", "3", "--out", "one"], folder, 1)
     assert one[0].code == 0
-    ours, theirs = (
-        [
-            row["loss"]
-            for line in (folder / run / "metrics.jsonl").open()
-            if (row := json.loads(line))
-        ]
-        for run in ("three", "one")
-    )
+    ours, theirs = ([row["loss"] for row in metrics(folder / run)] for run in ("three", "one"))
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     assert ours == pytest.approx(theirs, rel=5e-3)
 

@@ -1,16 +1,21 @@
-"""What launchers leave in the environment changes no precision, and what is piped greps well."""
+"""What launchers start, and start again; what they leave in the environment changes nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY, Command, losses
+from tests.conftest import TINY, Command, losses, metrics
+from tests.faults.processes import Child, checkpoints, last_step, tensors
+from tests.faults.twins import SMALL, TEXT
 
 STEP = re.compile(
     r"step \d+/12 \| loss \d+\.\d{4} \| lr \S+ \| grad norm \d+\.\d\d \| \d+ ms \| \S+ tok/s \| "
@@ -19,23 +24,20 @@ STEP = re.compile(
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run that nobody launched, and what it printed."""
-    folder = tmp_path_factory.mktemp("plain")
-    (folder / "out.txt").write_text(run(folder))
-    return folder
+    return _run(tmp_path_factory.mktemp("plain"))
 
 
-def run(folder: Path, **environment: str) -> str:
-    words = [sys.executable, "-m", "fp8stack", "pretrain", "--recipe", "delayed", "--out", "r"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([*words, *TINY], cwd=folder, env=variables, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return done.stdout.decode()
+def _run(folder: Path, **environment: str) -> tuple[Path, str]:
+    words = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY]
+    ended = Child(words, folder, environment=environment).wait()
+    assert ended.code == 0, ended.stderr
+    return folder / "r", ended.stdout
 
 
 def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(
-    plain: Path, tmp_path: Path
+    plain: tuple[Path, str], tmp_path: Path
 ) -> None:
     launched = {
         "ACCELERATE_MIXED_PRECISION": "fp8",
@@ -43,12 +45,11 @@ def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
         "ACCELERATE_USE_FSDP": "true",
     }
-    run(tmp_path, **launched)
-    assert losses(tmp_path / "r") == losses(plain / "r")
+    assert losses(_run(tmp_path, **launched)[0]) == losses(plain[0])
 
 
-def test_a_piped_run_is_plain_text_with_a_step_a_line(plain: Path) -> None:
-    text = (plain / "out.txt").read_text()
+def test_a_piped_run_is_plain_text_with_a_step_a_line(plain: tuple[Path, str]) -> None:
+    text = plain[1]
     assert "\033" not in text
     assert "\r" not in text
     lines = text.split("sample:")[0].splitlines()  # a sample holds what the model writes
@@ -81,3 +82,88 @@ def test_deepspeed_is_refused_by_name(
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert command("pretrain", *TINY) == 2
     assert "DeepSpeed" in capsys.readouterr().err
+
+
+# Real launchers
+
+
+def _launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    (folder / "text.txt").write_text(TEXT)
+    keep = {key: of for key, of in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env={**keep, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _ended(launcher: subprocess.Popen[str]) -> str:
+    """What a launcher and its ranks printed; none of them outlives this."""
+    try:
+        return launcher.communicate(timeout=240)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def _words(steps: int) -> list[str]:
+    words = ["pretrain", "--data", "text.txt", "--recipe", "delayed", *SMALL, "--out", "r"]
+    return [*words, "--steps", str(steps), "--save-every", "50", "--set", "sample_tokens=0"]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def _rank_1(launcher: int) -> int:
+    """The process of rank 1 that a launcher started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and b"\0RANK=1\0" in b"\0" + (folder / "environ").read_bytes():
+                return int(folder.name)
+        except OSError:
+            continue
+    raise AssertionError("there is no rank 1")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_when_a_rank_is_killed_and_it_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    launcher = _launch([*TORCHRUN, "--max-restarts", "1", "-m", "fp8stack", *_words(150)], tmp_path)
+    until = time.monotonic() + 120
+    while last_step(run) < 60 and launcher.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(_rank_1(launcher.pid), signal.SIGKILL)
+    said = _ended(launcher)
+    assert launcher.returncode == 0, said
+    assert "torchrun started this again: going on as with --resume auto" in said
+    assert "resumed from" in said
+    assert [row["step"] for row in metrics(run) if "loss" in row] == [*range(1, 151)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_accelerate_launch_starts_ranks_as_well(parallel: str, tmp_path: Path) -> None:
+    # Its --cpu starts one process, whatever --num_processes says (or wants mpirun): accelerate 1.x.
+    flags = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+    ]
+    flags += ["--dynamo_backend", "no", "--main_process_port", "0", "-m", "fp8stack"]
+    words = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    launcher = _launch([*words, *_words(60), "--parallel", parallel], tmp_path)
+    said = _ended(launcher)
+    assert launcher.returncode == 0, said
+    assert last_step(tmp_path / "r") == 60
+    saved = tensors(checkpoints(tmp_path / "r")[-1])
+    assert {"rng:cpu", "rng:cpu.1"} <= saved.keys()  # of both ranks
+    assert said.count("done: validation loss") == 1

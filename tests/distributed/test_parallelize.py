@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import compression, runner
-from bench.twins import TEXT
 from fp8stack.benchmark.step import FP8
 from fp8stack.config import RunConfig
 from fp8stack.distributed import parallelize
@@ -25,9 +24,8 @@ from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, resolve
 from tests.conftest import metrics
-from tests.distributed.test_process_group import in_ranks
-from tests.faults.whole_ranks import run_difference, run_ranks
-from tests.faults.whole_runs import last_step
+from tests.faults.processes import difference, in_ranks, last_step, run_ranks
+from tests.faults.twins import TEXT
 
 BF16 = ("--set", "grad_compression=bf16")
 STEPS = 6
@@ -137,7 +135,7 @@ def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(
     assert last_step(runs[1]) == 2
     ended = run_ranks([*words, "--out", runs[1].name], folder, ranks)
     assert [each.code for each in ended] == [0] * ranks
-    assert run_difference(runs[1], runs[0]) == ""
+    assert difference(runs[1], runs[0]) == ""
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.twins import TEXT
 from fp8stack.checkpoint import reader
 from fp8stack.checkpoint.state import random_states
 from fp8stack.config import RunConfig
@@ -29,8 +27,15 @@ from fp8stack.errors import RankLost, UserError
 from fp8stack.precision import Hardware
 from fp8stack.training.setup import variants
 from tests.conftest import Command, metrics
-from tests.faults import whole_ranks, whole_runs
-from tests.faults.whole_ranks import run_ranks, states, telling_states
+from tests.faults.processes import (
+    Change,
+    in_ranks,
+    run_ranks,
+    states,
+    telling_states,
+    unchanged,
+)
+from tests.faults.twins import TEXT
 
 WORDS = [
     "pretrain", "--data", "text.txt", "--device", "cpu", "--context", "16", "--batch", "8",
@@ -96,32 +101,6 @@ def _raised(work: Callable[[], object]) -> tuple[str, str, int] | None:
     except UserError as error:
         return type(error).__name__, str(error), error.exit_code
     return None
-
-
-def _rank(work: Callable[[int], Any], rank: int, variables: dict[str, str], to: Connection) -> None:
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    to.send(work(rank))
-    os._exit(0)
-
-
-def in_ranks(work: Callable[[int], Any], count: int) -> list[Any]:
-    """What `work` returns on each of so many ranks."""
-    context = whole_runs._server()
-    ends, processes = [], []
-    for rank, variables in enumerate(whole_ranks._launched(count)):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(work, rank, variables, sender), daemon=True)
-        process.start()
-        sender.close()
-        ends.append(receiver)
-        processes.append(process)
-    try:
-        assert all(end.poll(60) for end in ends)
-        return [end.recv() for end in ends]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +229,13 @@ class Trained:
         self.alone: dict[tuple[str, ...], Path] = {}
         (folder / "text.txt").write_text(TEXT)
 
-    def one(self, flags: tuple[str, ...], change: whole_ranks.Change) -> Path:
+    def one(self, flags: tuple[str, ...], change: Change) -> Path:
         """A run of one rank."""
         if flags not in self.alone:
             self.alone[flags] = self.several(flags, 1, change)
         return self.alone[flags]
 
-    def several(self, flags: tuple[str, ...], count: int, change: whole_ranks.Change) -> Path:
+    def several(self, flags: tuple[str, ...], count: int, change: Change) -> Path:
         run = self.folder / f"run-{len(list(self.folder.iterdir()))}"
         words = [*WORDS, *flags, "--out", run.name]
         ended = run_ranks(words, self.folder, count, change=change, timeout_s=400)
@@ -277,7 +256,7 @@ def compare(
     backend: str,
     parallel: str,
     flags: tuple[str, ...] = (),
-    change: whole_ranks.Change = whole_ranks.unchanged,
+    change: Change = unchanged,
     ranks: int = 2,
 ) -> None:
     """Train with so many ranks and with one; the rules are those of the reliability matrix.
@@ -323,7 +302,7 @@ def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], rec
 
 
 @contextmanager
-def _both(one: whole_ranks.Change, other: whole_ranks.Change, rank: int) -> Iterator[None]:
+def _both(one: Change, other: Change, rank: int) -> Iterator[None]:
     with one(rank), other(rank):
         yield
 
@@ -334,7 +313,7 @@ GRID = [
     for recipe in recipes
     for parallel in ("ddp", "fsdp")
 ]
-QUICK = {  # test_world_size.py and test_lost_ranks.py have more of emulate
+QUICK = {  # test_rows.py (R12, R13) has more of emulate
     ("fp32", "reference", "ddp"), ("bf16", "reference", "fsdp"), ("fp16", "reference", "ddp"),
     ("delayed", "torch", "ddp"), ("current", "torch", "fsdp"), ("block", "emulate", "ddp"),
     ("mxfp8", "emulate", "fsdp"),
@@ -352,7 +331,7 @@ def test_two_ranks_train_as_one(trained: Trained, recipe: str, backend: str, par
 
 def test_two_ranks_go_through_the_phases_of_one(trained: Trained) -> None:
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
-    runs = [trained.several(flags, count, whole_ranks.unchanged) for count in (1, 2)]
+    runs = [trained.several(flags, count, unchanged) for count in (1, 2)]
     one, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
     assert [row["precision"] for row in two] == ["bf16"] * 2 + ["delayed-emulated"] * 3 + ["bf16"]
     for row, other in zip(two, one, strict=True):
@@ -416,23 +395,6 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
 )
 def test_two_ranks_train_as_one_by_transformer_engine(trained: Trained, recipe: str) -> None:
     compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
-
-
-def test_fsdp_by_transformer_engine_is_refused_in_one_line(trained: Trained) -> None:
-    words = [*WORDS, "--recipe", "delayed", "--backend", "te", "--parallel", "fsdp", "--out", "te"]
-    ended = run_ranks(words, trained.folder, 2, change=partial(_on_te, "delayed"))
-    assert [each.code for each in ended] == [2, 2]
-    lines = "".join(each.stderr for each in ended).splitlines()
-    assert len(lines) == 1
-    assert "--parallel fsdp cannot share out Transformer Engine's layers" in lines[0]
-
-
-def test_a_batch_that_two_ranks_cannot_share_ends_both_with_one_line(trained: Trained) -> None:
-    words = [*WORDS, "--recipe", "fp32", "--batch", "3", "--out", "odd"]
-    ended = run_ranks(words, trained.folder, 2)
-    assert [each.code for each in ended] == [2, 2]
-    assert "".join(each.stderr for each in ended).count("\n") == 1
-    assert not (trained.folder / "odd/run.toml").exists()
 
 
 def test_the_parallel_flag_changes_nothing_in_one_process(command: Command, tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of the faults of one row.
+    """What became of faults; outcomes add up.
 
     Attributes:
         injected: how many faults really happened.
@@ -17,9 +17,22 @@ class Outcome:
         lost: one line for each that did not: which fault, and what was seen.
     """
 
-    injected: int
-    survived: int
+    injected: int = 0
+    survived: int = 0
     lost: tuple[str, ...] = ()
+
+    def __add__(self, other: Outcome) -> Outcome:
+        return Outcome(
+            injected=self.injected + other.injected,
+            survived=self.survived + other.survived,
+            lost=self.lost + other.lost,
+        )
+
+
+def judged(faults: Sequence[str], wrong: str) -> Outcome:
+    """The outcome of the faults of one run; `wrong` says what is wrong with it, "" if nothing."""
+    lost = tuple(f"{fault}: {wrong}" for fault in faults) if wrong else ()
+    return Outcome(injected=len(faults), survived=len(faults) - len(lost), lost=lost)
 
 
 @dataclass(frozen=True, kw_only=True)

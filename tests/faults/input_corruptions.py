@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -19,18 +17,14 @@ import torch
 from torch import Tensor
 
 from fp8stack.checkpoint import reader
-from fp8stack.training.loop import train
 from fp8stack.training.setup.start import set_up
-from tests.faults.input_child import Ended, bounded
+from tests.faults.bounded import bounded
+from tests.faults.processes import Ended
+from tests.faults.small_runs import small_run, trained
 
-STEPS = 4
 OLDER, NEWEST = "step-000002", "step-000004"
 FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "fp8.safetensors",
          "checkpoint.json")  # fmt: skip
-SMALL = [
-    *("model_overrides.layers=1", "model_overrides.width=32", "model_overrides.heads=2"),
-    *("eval_windows=2", "sample_tokens=0", "warmup_steps=1", "telemetry_every=2"),
-]
 Damage = Callable[[Path], object]
 
 
@@ -46,18 +40,13 @@ class Corruption:
 
 def make_run(folder: Path) -> Path:
     """A finished run in delayed scaling with two checkpoints, and its data beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "data.txt"
-    data.write_text("to be or not to be, that is the question\n" * 100)
-    flags: dict[str, Any] = {"recipe": "delayed", "out": str(folder / "run"), "data": str(data)}
-    flags |= {"steps": STEPS, "save_every": 2, "eval_every": STEPS, "batch": 2, "context": 16}
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # here, so that children find all imported
-        train(set_up(flags, None, SMALL, None))
-    return folder / "run"
+    run = small_run(folder, "run", "delayed", steps=4, telemetry_every=2)
+    trained(run)  # here, so that children find all imported
+    return run.folder.path
 
 
-def outcome(pristine: Path, place: Path, corruption: Corruption) -> str:
+def problem(pristine: Path, place: Path, corruption: Corruption) -> str:
     """What is wrong with what becomes of a corrupted copy, in `place`, of the run `pristine`; an
     empty string if nothing is."""
     shutil.rmtree(place, ignore_errors=True)
@@ -67,23 +56,20 @@ def outcome(pristine: Path, place: Path, corruption: Corruption) -> str:
     bad = place if corruption.of_run else place / "checkpoints" / NEWEST
     corruption.damage(bad)
     ended = resumed(place, weights)
-    if ended.code or good.name not in ended.out or "other weights" in ended.out:
-        return f"not resumed from {good.name}: exit {ended.code}, {ended.out}{ended.error[-300:]}"
-    if corruption.named not in ended.out:
-        return f"{corruption.named} is not named: {ended.out}"
+    if ended.code or good.name not in ended.stdout or "other weights" in ended.stdout:
+        said = ended.stdout + ended.stderr[-300:]
+        return f"not resumed from {good.name}: exit {ended.code}, {said}"
+    if corruption.named not in ended.stdout:
+        return f"{corruption.named} is not named: {ended.stdout}"
     if corruption.of_run:
         return ""
-    for path in (place / "checkpoints").iterdir():
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(place / "checkpoints")
     for name in (OLDER, NEWEST):
-        shutil.rmtree(place / "checkpoints" / name, ignore_errors=True)
-        if (place / "checkpoints" / name).is_file():
-            (place / "checkpoints" / name).unlink()
         shutil.copytree(pristine / "checkpoints" / name, place / "checkpoints" / name)
         corruption.damage(place / "checkpoints" / name)
     ended = resumed(place, weights)
-    if ended.code != 3 or not ended.one_line or corruption.named not in ended.error:
-        return f"all bad: exit {ended.code} and not 3: {ended.out}{ended.error[-300:]}"
+    if ended.code != 3 or not ended.is_one_line or corruption.named not in ended.stderr:
+        return f"all bad: exit {ended.code} and not 3: {ended.stdout}{ended.stderr[-300:]}"
     return ""
 
 
@@ -184,12 +170,8 @@ def _info(**changes: Any) -> Damage:
     return lambda folder: rewrite(folder, lambda body: body["info"].update(changes))
 
 
-def _many_layers(folder: Path) -> None:
-    rewrite(folder, lambda body: body["info"]["identity"]["model"].update(layers=2**30))
-
-
-def _lines_added(file: str, text: str) -> Damage:
-    return _edited(file, lambda content: content + text.encode())
+def _line_added(text: str) -> Damage:
+    return _edited("metrics.jsonl", lambda content: content + text.encode() + b"\n")
 
 
 _OVERLAP = {key: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for key in ("a", "b")}
@@ -231,7 +213,12 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
     "a pipe as manifest": (_piped, "checkpoint.json"),
     "a file as checkpoint": (_a_file, "checkpoint.json"),
     "no model": (_info(identity={"recipe": {}, "data": {}}), "'model' is missing"),
-    "a billion layers": (_many_layers, "layers, the weights fewer"),
+    "a billion layers": (
+        lambda folder: rewrite(
+            folder, lambda body: body["info"]["identity"]["model"].update(layers=2**30)
+        ),
+        "layers, the weights fewer",
+    ),
     "no plan": (_info(plan={}), "plan in checkpoint.json: key 'layers' is missing"),
     "another configuration": (_info(config={"steps": "many"}), "steps = 'many'"),
     "no loss scale": (_info(scaler={}), "key 'scale' is missing"),
@@ -240,9 +227,9 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
 _OF_RUNS: dict[str, tuple[Damage, str]] = {
     "run.toml cut": (_edited("run.toml", lambda content: content[:40]), "run.toml"),
     "run.toml missing": (lambda run: (run / "run.toml").unlink(), "run.toml"),
-    "metrics nested": (_lines_added("metrics.jsonl", "[" * 10**5 + "\n"), ""),
-    "metrics of digits": (_lines_added("metrics.jsonl", '{"step": 1' + "0" * 5000 + "}\n"), ""),
-    "metrics of NaN": (_lines_added("metrics.jsonl", '{"step": 2, "loss": NaN}\n'), ""),
+    "metrics nested": (_line_added("[" * 10**5), ""),
+    "metrics of digits": (_line_added('{"step": 1' + "0" * 5000 + "}"), ""),
+    "metrics of NaN": (_line_added('{"step": 2, "loss": NaN}'), ""),
 }
 _EACH: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[:-1],

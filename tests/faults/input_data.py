@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from fp8stack.data import Corpus, StepBatches, load_corpora, validation_windows
-from tests.faults.input_child import bounded
+from tests.faults.bounded import bounded
 
 VOCABULARY = 300
 TOKENS = 4000
@@ -112,10 +112,10 @@ def problem(place: Path, fault: str, workers: int = 0) -> str:
     (folder / ".hidden").touch()
     ended = bounded(lambda: _read(path, change, fault in BEFORE, workers), seconds=30)
     shutil.rmtree(folder, ignore_errors=True)
-    if ended.code != 2 or not ended.one_line:
-        return f"{fault}: exit {ended.code}, {ended.error[-300:]}{ended.out}"
-    missing = [words for words in said if words not in ended.error]
-    return f"{fault}: '{missing[0]}' is not said: {ended.error}" if missing else ""
+    if ended.code != 2 or not ended.is_one_line:
+        return f"exit {ended.code}, {ended.stderr[-300:]}{ended.stdout}"
+    missing = [words for words in said if words not in ended.stderr]
+    return f"'{missing[0]}' is not said: {ended.stderr}" if missing else ""
 
 
 def _read(path: Path, change: Change, before: bool, workers: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.faults.input_child import called
+from tests.faults.bounded import called
 
 COMMON = (
     "--set steps=1 --set batch=2 --set context=16 --set data=good.txt --set recipe=fp32 --out r "
@@ -152,8 +152,8 @@ def problem(folder: Path, arguments: list[str], said: str) -> str:
     left = sorted(set(folder.rglob("*")) - set(before))
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
-    if ended.code != 2 or not ended.one_line:
-        return f"exit {ended.code}: {ended.error[-500:] or ended.out[-200:]}"
-    if said not in ended.error:
-        return f"'{said}' is not said: {ended.error}"
+    if ended.code != 2 or not ended.is_one_line:
+        return f"exit {ended.code}: {ended.stderr[-500:] or ended.stdout[-200:]}"
+    if said not in ended.stderr:
+        return f"'{said}' is not said: {ended.stderr}"
     return f"left behind: {left[0]}" if left else ""

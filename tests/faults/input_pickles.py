@@ -21,7 +21,7 @@ import torch
 
 from fp8stack.errors import UserError
 from fp8stack.training.load import load
-from tests.faults.input_child import TRACEBACK, called
+from tests.faults.bounded import TRACEBACK, called
 from tests.faults.input_corruptions import NEWEST, replace
 
 
@@ -141,8 +141,8 @@ def executed(pristine: Path, place: Path, name: str) -> list[str]:
         if marker.exists():
             found.append(f"{name} was executed by {door}")
             marker.unlink()
-        if ended.code == TRACEBACK or (ended.code and not ended.one_line):
-            found.append(f"{name} at {door}: exit {ended.code}, {ended.error[-300:]}")
+        if ended.code == TRACEBACK or (ended.code and not ended.is_one_line):
+            found.append(f"{name} at {door}: exit {ended.code}, {ended.stderr[-300:]}")
     for path in (file, folder, run, run / "checkpoints" / NEWEST):
         try:
             load(path)

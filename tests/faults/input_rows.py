@@ -5,52 +5,48 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from tests.faults import input_corruptions, input_data, input_flags, input_fuzz, input_pickles
-from tests.faults.case import Case, Outcome
+from tests.faults.case import Case, Outcome, judged
 
 FUZZ_SHORT, FUZZ_LONG = 1300, 20_000
 RUN_FILES = 60
 """How many of the fuzzed files of a run are tried: each is a whole report."""
 
 
-def _outcome(problems: Iterable[str]) -> Outcome:
-    """Each of `problems` is what is wrong, or an empty string."""
-    found = list(problems)
-    lost = tuple(one for one in found if one)
-    return Outcome(injected=len(found), survived=len(found) - len(lost), lost=lost)
+def _outcome(found: Iterable[tuple[str, str]]) -> Outcome:
+    """Of faults, each with what is wrong, or an empty string."""
+    return sum((judged([name], wrong) for name, wrong in found), Outcome())
 
 
 def corruptions(place: Path, count: int) -> Outcome:
     """R5."""
     run = input_corruptions.make_run(place)
-    cases = list(input_corruptions.CORRUPTIONS.items())[:count]
-    problems = (input_corruptions.outcome(run, place / "copy", case) for _, case in cases)
-    named = zip(cases, problems, strict=True)
-    return _outcome(f"{name}: {problem}" if problem else "" for (name, _), problem in named)
+    cases = islice(input_corruptions.CORRUPTIONS.items(), count)
+    return _outcome(
+        (name, input_corruptions.problem(run, place / "copy", case)) for name, case in cases
+    )
 
 
 def pickles(place: Path, count: int) -> Outcome:
     """R6."""
-    run = input_corruptions.make_run(place)
-    found = []
-    for name in list(input_pickles.PAYLOADS)[:count]:
+    run, found = input_corruptions.make_run(place), []
+    for name in islice(input_pickles.PAYLOADS, count):
         (place / f"of {name}").mkdir()
-        found.append("; ".join(input_pickles.executed(run, place / f"of {name}", name)))
+        executed = input_pickles.executed(run, place / f"of {name}", name)
+        found.append((name, "; ".join(executed)))
     return _outcome(found)
 
 
 def bad_input(place: Path, count: int) -> Outcome:
     """R7."""
     input_flags.make_files(place)
-    found = []
-    for name, (words, said) in list(input_flags.bad_input().items())[:count]:
-        problem = input_flags.problem(place, words, said)
-        found.append(f"{name}: {problem}" if problem else "")
-    return _outcome(found)
+    cases = islice(input_flags.bad_input().items(), count)
+    return _outcome((name, input_flags.problem(place, *case)) for name, case in cases)
 
 
 def fuzz(place: Path, count: int) -> Outcome:
@@ -61,23 +57,22 @@ def fuzz(place: Path, count: int) -> Outcome:
     tried |= dict.fromkeys(input_fuzz.data_files(), count // 2)
     tried |= dict.fromkeys(input_fuzz.run_files(run), min(count // 20 + 1, RUN_FILES))
     everything = configs | input_fuzz.data_files() | input_fuzz.run_files(run)
-    injected, lost = 0, []
+    outcome = Outcome()
     for name, most in tried.items():
         folder = place / f"of {name}"
         folder.mkdir()
-        strategy, example = everything[name]
         try:
-            injected += input_fuzz.fuzz(folder, strategy, example, most)
+            outcome += judged([name] * input_fuzz.fuzz(folder, *everything[name], most), "")
         except Exception as error:
-            injected += 1
-            lost.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return Outcome(injected=injected, survived=injected - len(lost), lost=tuple(lost))
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            outcome += judged([name], wrong)
+    return outcome
 
 
 def data(place: Path, count: int) -> Outcome:
     """R9."""
     return _outcome(
-        input_data.problem(place / "data", fault, workers=at % 3)
+        (fault, input_data.problem(place / "data", fault, workers=at % 3))
         for at, fault in enumerate(input_data.FAULTS[:count])
     )
 

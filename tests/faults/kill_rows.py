@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from bench.twins import Tally, Twin, spread
 from tests.faults import soak
-from tests.faults.case import Case, Outcome
-from tests.faults.whole_runs import Ended, checkpoint_difference, checkpoints, files, rows
+from tests.faults.case import Case, Outcome, judged
+from tests.faults.processes import Ended, checkpoint_difference, checkpoints, files, last_step, rows
+from tests.faults.twins import Twin
 
 RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
 KILLED, DONE, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 75
@@ -33,10 +33,10 @@ def kills(
 ) -> Outcome:
     """Runs that are killed once to three times and gone on with. Every second one of the recipes
     has dropout, so that the random state matters; every third is saved in the background."""
-    rng, tally, twins = random.Random(1), Tally(), dict[str, Twin]()
+    rng, outcome, twins = random.Random(1), Outcome(), dict[str, Twin]()
     for number in range(10 * count + 20):
-        if tally.injected >= count:
-            return tally.outcome()
+        if outcome.injected >= count:
+            return outcome
         recipe = recipes[number % len(recipes)]
         if recipe not in twins:
             dropout = ["--set", f"model_overrides.dropout={0.1 if number % 2 else 0.0}"]
@@ -44,11 +44,11 @@ def kills(
             twins[recipe] = Twin(folder / recipe, recipe, 10, 3, own)
         # First each recipe once, one of them twice; then some more than that.
         most = rng.randint(1, 3) if number >= len(recipes) else 2 if number == 0 else 1
-        _kill_and_finish(twins[recipe], rng, min(most, count - tally.injected), tally)
+        outcome += _kill_and_finish(twins[recipe], rng, min(most, count - outcome.injected))
     raise RuntimeError("The runs are not killed as they should be.")
 
 
-def _kill_and_finish(twin: Twin, rng: random.Random, times: int, tally: Tally) -> None:
+def _kill_and_finish(twin: Twin, rng: random.Random, times: int) -> Outcome:
     """Kill one run so many times, unless it is done before, and see what it comes to."""
     run, faults, wrong = twin.new(), list[str](), ""
     while len(faults) < times and not wrong:
@@ -56,14 +56,14 @@ def _kill_and_finish(twin: Twin, rng: random.Random, times: int, tally: Tally) -
         ended = twin.go(run, fault)
         if ended.code == DONE:  # before the time came
             break
-        faults.append(fault)
+        faults.append(f"{twin.recipe}, {fault}")
         wrong = _unexpected(ended, KILLED)
-    tally.add(faults, wrong or twin.finish(run)[1], f"{twin.recipe}, ")
+    return judged(faults, wrong or twin.finish(run)[1])
 
 
 def random_kill(twin: Twin, run: Path, rng: random.Random) -> str:
     """A kill at a random place, or time, of what a run has still to do."""
-    step = twin.ahead(run, rng.randint)
+    step = rng.randint(min(last_step(run) + 1, twin.steps), twin.steps)
     return rng.choice(
         [
             f"kill@step:{step}",
@@ -71,7 +71,7 @@ def random_kill(twin: Twin, run: Path, rng: random.Random) -> str:
             f"kill@backward:{step}",
             f"kill@step:{step}+{rng.uniform(0.001, 0.02):.4f}",
             f"kill@save:{rng.randint(1, 15)}",
-            f"kill@time:{rng.uniform(0.05, twin.ended.seconds):.3f}",
+            f"kill@time:{rng.uniform(0.05, twin.seconds):.3f}",
         ]
     )
 
@@ -89,7 +89,7 @@ def _unexpected(ended: Ended, code: int) -> str:
 def kills_in_saves(folder: Path, count: int) -> Outcome:
     """A kill before every operation on files that saving comes to, and some in between; half of
     them where checkpoints are written in the background."""
-    rng, tally = random.Random(2), Tally()
+    rng, outcome = random.Random(2), Outcome()
     for name, flags, part in (
         ("waiting", [], count - count // 2),
         ("background", IN_BACKGROUND, count // 2),
@@ -97,35 +97,43 @@ def kills_in_saves(folder: Path, count: int) -> Outcome:
         twin = Twin(folder / name, "delayed", 6, 2, flags)
         among = [operation for operation in twin.operations() if operation.step]
         between = part // 4
-        for index in spread(part - between, len(among)):
-            _kill_in_save(twin, f"kill@save:{among[index].number}", tally, 2 if flags else 1)
+        faults = [f"kill@save:{among[n].number}" for n in spread(part - between, len(among))]
         for _ in range(between):
             later = f"+{10 ** rng.uniform(-5, -2.5):.6f}"  # 10 microseconds to 3 ms
-            fault = f"kill@save:{rng.choice(among).number}{later}"
-            _kill_in_save(twin, fault, tally, 2 if flags else 1)
-    return tally.outcome()
+            faults.append(f"kill@save:{rng.choice(among).number}{later}")
+        for fault in faults:
+            wrong = _kill_in_save(twin, fault, 2 if flags else 1)
+            outcome += judged([f"{name}, {fault}"], wrong)
+    return outcome
 
 
-def _kill_in_save(twin: Twin, fault: str, tally: Tally, intervals: int) -> None:
-    """Kill a run in a save; at most the steps of so many save intervals may be lost."""
+def spread(count: int, among: int) -> list[int]:
+    """`count` of the numbers 0 to `among` - 1, evenly spread, the first and the last among them;
+    more than there are come again."""
+    last = max(count - 1, 1)
+    return [n * (among - 1) // last if count < among else n % among for n in range(count)]
+
+
+def _kill_in_save(twin: Twin, fault: str, intervals: int) -> str:
+    """What is wrong with a run that is killed in a save; at most the steps of so many save
+    intervals may be lost."""
     run = twin.new()
     ended = twin.go(run, fault)
     if ended.code == DONE and "+" in fault:  # the run was over before; try again without delay
-        fault = fault.partition("+")[0]
         run = twin.new()
-        ended = twin.go(run, fault)
-    wrong = _unexpected(ended, KILLED)
-    if not wrong:
-        reached = max((row["step"] for row in rows(run)), default=0)
-        ended, wrong = twin.finish(run)
-        resumed = re.search(r"resumed from \S*step-(\d+)", ended.stdout)
-        again = reached - int(resumed[1] if resumed else 0)
-        litter = (files(run) ^ files(twin.path)) - _whole_checkpoints(run)
-        if not wrong and again > intervals * twin.save_every:
-            wrong = f"{again} steps were done again, with a save every {twin.save_every}"
-        elif not wrong and litter:
-            wrong = f"left over or missing: {', '.join(sorted(litter))}"
-    tally.add([fault], wrong, f"{twin.folder.name}, ")
+        ended = twin.go(run, fault.partition("+")[0])
+    if wrong := _unexpected(ended, KILLED):
+        return wrong
+    reached = max((row["step"] for row in rows(run)), default=0)
+    ended, wrong = twin.finish(run)
+    if wrong:
+        return wrong
+    resumed = re.search(r"resumed from \S*step-(\d+)", ended.stdout)
+    again = reached - int(resumed[1] if resumed else 0)
+    if again > intervals * twin.save_every:
+        return f"{again} steps were done again, with a save every {twin.save_every}"
+    litter = (files(run) ^ files(twin.path)) - _whole_checkpoints(run)
+    return f"left over or missing: {', '.join(sorted(litter))}" if litter else ""
 
 
 def _whole_checkpoints(run: Path) -> set[str]:
@@ -142,7 +150,7 @@ def _whole_checkpoints(run: Path) -> set[str]:
 def signals(folder: Path, count: int) -> Outcome:
     """Signals in a step, before an evaluation, within a save and at random times."""
     twin = Twin(folder / "delayed", "delayed", 24, 5, ["--set", "model_overrides.dropout=0.1"])
-    rng, tally = random.Random(3), Tally()
+    rng, outcome = random.Random(3), Outcome()
     in_saves = [operation for operation in twin.operations() if 0 < operation.step < twin.steps]
     for number in range(count):
         name = ("term", "int", "usr1", "hup")[number % 4]
@@ -159,14 +167,14 @@ def signals(folder: Path, count: int) -> Outcome:
         else:
             fault = f"{name} at a random time"
             wrong = _signal_from_outside(twin, run, f"SIG{name.upper()}", rng)
-        tally.add([fault], wrong or twin.finish(run)[1])
-    return tally.outcome()
+        outcome += judged([fault], wrong or twin.finish(run)[1])
+    return outcome
 
 
 def _signal_from_outside(twin: Twin, run: Path, name: str, rng: random.Random) -> str:
     """Signal a run some time after its first step."""
-    child = twin.start(run)
-    while child.alive and not rows(run):
+    child = twin.start(run).children[0]
+    while child.is_alive and not rows(run):
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 0.1))
     child.signal(getattr(signal, name))
@@ -192,7 +200,7 @@ def _not_preempted(ended: Ended, run: Path, seconds: float | None = None) -> str
 def full_disks(folder: Path, count: int) -> Outcome:
     """A disk that fills up at cut-offs from nothing to the largest file, as the second checkpoint
     is written, every second time in the background; every fifth time as the metrics are."""
-    tally = Tally()
+    outcome = Outcome()
     twins = [Twin(folder / "waiting", "delayed", 6, 3)]
     twins += [Twin(folder / "background", "delayed", 6, 3, IN_BACKGROUND)] if count > 1 else []
     second = checkpoints(twins[0].path)[-1]
@@ -205,8 +213,8 @@ def full_disks(folder: Path, count: int) -> Outcome:
         fault = f"full:{cut}@save:{begun}"
         if number % 5 == 4:
             fault = f"full:{100 * number}@step:{4 + number % 2}"
-        tally.add([fault], _fill_and_finish(twin, fault), f"{twin.folder.name}, ")
-    return tally.outcome()
+        outcome += judged([f"{twin.folder.name}, {fault}"], _fill_and_finish(twin, fault))
+    return outcome
 
 
 def _fill_and_finish(twin: Twin, fault: str) -> str:
@@ -240,12 +248,7 @@ def on_cuda(folder: Path, count: int) -> Outcome:
     large = ["--device", "cuda", "--backend", "te", "--batch", "16", "--context", "256"]
     large += ["--set", "model_overrides.width=1024", "--set", "model_overrides.heads=8"]
     killed = kills(folder / "kills", max(1, count // 5), ("delayed", "current"), large)
-    faults = cuda_faults(folder / "faults", count - killed.injected)
-    return Outcome(
-        injected=killed.injected + faults.injected,
-        survived=killed.survived + faults.survived,
-        lost=killed.lost + faults.lost,
-    )
+    return killed + cuda_faults(folder / "faults", count - killed.injected)
 
 
 SAME = "every tensor of the last checkpoint and all losses equal, bit for bit, those of a run that"

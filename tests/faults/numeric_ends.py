@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.errors import NumericFailure
 from fp8stack.training.run import Run
-from tests.faults.case import Outcome
+from tests.faults.case import Outcome, judged
 from tests.faults.numeric_faults import VALUES, Fault
 from tests.faults.small_runs import Digest, Recorder, events, is_sound, small_run, trained
 
@@ -43,15 +42,6 @@ def expected(place: str, value: str, recipe: str) -> str:
     return "skip"
 
 
-@dataclass
-class Placed:
-    """A fault in a run: its number among the run's, and its value's name."""
-
-    fault: Fault
-    value: str
-    step: int
-
-
 def transient(
     folder: Path,
     recipe: str,
@@ -64,43 +54,35 @@ def transient(
     guard = {"calm_steps": 1, "patience": 20}  # each fault is to be seen by itself
     run = small_run(folder, f"{recipe}-transient", recipe, sets, steps=steps, guard=guard, **keys)
     recorder = Recorder(run)
-    all_placed = []
+    faults = {}
     for number, (place, value) in enumerate(chosen):
         step = FIRST + APART * number
-        fault = Fault(place=place, value=VALUES[value], steps={step})
-        fault.put(run)
-        all_placed.append(Placed(fault, value, step))
+        faults[step] = Fault(place=place, value=VALUES[value], steps={step})
+        faults[step].put(run)
     why = ""
     try:
         trained(run)
     except NumericFailure as error:
         why = str(error)
-    lost = []
-    for placed in all_placed:
-        fault = placed.fault
-        wanted = expected(fault.place, placed.value, recipe)
-        wrong = why or _judge(wanted, placed, run, recorder)
-        if fault.injected and wrong:
-            lost.append(f"{recipe}, {placed.value} into {fault.place}, step {placed.step}: {wrong}")
-    injected = sum(placed.fault.injected for placed in all_placed)
-    if injected < len(chosen) and not why:
-        lost.append(f"{recipe}: {len(chosen) - injected} faults did not happen")
-    return Outcome(injected=injected, survived=max(0, injected - len(lost)), lost=tuple(lost))
+    outcome = Outcome()
+    for (step, fault), (place, value) in zip(faults.items(), chosen, strict=True):
+        if fault.injected:
+            wrong = why or _wrong_end(expected(place, value, recipe), place, step, run, recorder)
+            outcome += judged([f"{recipe}, {value} into {place}, step {step}"], wrong)
+        elif not why:
+            outcome += Outcome(lost=(f"{recipe}, {value} into {place} did not happen",))
+    return outcome
 
 
-def _judge(wanted: str, placed: Placed, run: Run, recorder: Recorder) -> str:
-    """What is wrong with what became of a fault; empty if nothing is."""
-    step = placed.step
+def _wrong_end(wanted: str, place: str, step: int, run: Run, recorder: Recorder) -> str:
+    """What is wrong with what became of a fault in a place; empty if nothing is."""
     rows = [row for row in run.folder.read_metrics() if row["step"] == step]
     skipped = any(row.get("event") == "skip" or row.get("skipped") for row in rows)
-    before, after = recorder.at(step), recorder.at(step + 1)
-    if wanted == "either":
-        wanted = "skip" if skipped else "finite"
-    if wanted == "skip":
+    if wanted == "skip" or (wanted == "either" and skipped):
         wrong = "" if skipped else "the step was taken"
-        return wrong or _differing(before, after, "after the step")
+        return wrong or _differing(recorder.at(step), recorder.at(step + 1), "after the step")
     if wanted == "back":  # seen by the look after the step before it, which went back to a save
-        back = [row for row in events(run) if row.get("event") == "rollback"]
+        back = [row for row in events(run) if row["event"] == "rollback"]
         mine = [row["to_step"] for row in back if row["step"] == step - 1]
         if not mine:
             return "the run did not go back at once"
@@ -108,19 +90,13 @@ def _judge(wanted: str, placed: Placed, run: Run, recorder: Recorder) -> str:
         saved, again = recorder.at(mine[0] + 1), recorder.after(mine[0], step - 1)
         return _differing(saved, again, "after going back")
     if wanted == "mend":
-        return _not_mended(placed, run, recorder)
+        late = place == "amax"  # recorded in the step, and seen by the next one
+        mended = [row["step"] for row in events(run) if row["event"] == "clear_amax"]
+        if step + late not in mended:
+            return "nobody said that it was mended"
+        if not late:
+            return _differing(recorder.ends.get(step - 1), recorder.at(step), "after mending")
     return "" if is_sound(run) else "the step was taken and something is not finite"
-
-
-def _not_mended(placed: Placed, run: Run, recorder: Recorder) -> str:
-    step = placed.step
-    late = placed.fault.place == "amax"  # recorded in the step, and seen by the next one
-    told = [row for row in events(run) if row["event"] == "clear_amax"]
-    if not any(row["step"] == step + late for row in told):
-        return "nobody said that it was mended"
-    if late:
-        return "" if is_sound(run) else "something is not finite"
-    return _differing(recorder.ends.get(step - 1), recorder.at(step), "after mending")
 
 
 def _differing(a: Digest | None, b: Digest | None, when: str) -> str:

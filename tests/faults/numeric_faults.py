@@ -1,7 +1,4 @@
-"""Values that break numbers, put into a run by hooks: what, into which place, at which steps.
-
-It must not know what the guard makes of them.
-"""
+"""Values that break numbers, put into a run by hooks: what, into which place, at which steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of the reliability matrix about numbers: faults in them, spikes, and the wrong run resumed.
-
-It puts rows together; what is to become of a fault, other files say.
-"""
+"""Rows of the matrix about numbers: faults in them, spikes, and the wrong run resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.guard import loss_spikes, spiked_steps
-from tests.faults.case import Case, Outcome
+from tests.faults.case import Case, Outcome, judged
 from tests.faults.numeric_ends import FP8, RECIPES, SHOWN, only_in_fp8, persistent, transient
 from tests.faults.numeric_faults import VALUES, places
 from tests.faults.other_runs import OTHERS, refusal, saved_run
@@ -24,16 +21,14 @@ def numeric_faults(folder: Path, count: int) -> Outcome:
     for_good += [(only_in_fp8, r, "input") for r in FP8] + [(only_in_fp8, "delayed", "amax")]
     kept = max(1, round(count * len(for_good) / (len(once) + len(for_good))))
     chosen = evenly(once, count - kept)
-    outcomes = [
-        transient(folder, recipe, mine)
-        for recipe in RECIPES
-        if (mine := [(place, value) for r, place, value in chosen if r == recipe])
-    ]
+    outcome = Outcome()
+    for recipe in RECIPES:
+        if mine := [(place, value) for r, place, value in chosen if r == recipe]:
+            outcome += transient(folder, recipe, mine)
     for check, recipe, place in evenly(for_good, kept):
         wrong = check(folder, recipe, place)
-        lost = (f"{recipe}, nan into {place} in every step: {wrong}",) if wrong else ()
-        outcomes.append(Outcome(injected=1, survived=int(not wrong), lost=lost))
-    return together(outcomes)
+        outcome += judged([f"{recipe}, nan into {place} in every step"], wrong)
+    return outcome
 
 
 ALL_FAULTS = sum(len(places(r)) * len(VALUES) + len(SHOWN) for r in RECIPES) + len(FP8) + 1
@@ -46,13 +41,12 @@ def cuda_faults(folder: Path, count: int) -> Outcome:
     keys = {"backend": "te", "device": "cuda", "batch": 16, "context": 256, "eval_windows": 16}
     sets += ["model_overrides.context=256"]
     within = ("input", "grad_output")
-    outcomes = []
+    outcome = Outcome()
     for recipe, share in (("delayed", (count + 1) // 2), ("current", count // 2)):
         chosen = [(p, v) for p in places(recipe) if p not in within for v in VALUES]
         if share:
-            mine = evenly(chosen, share)
-            outcomes.append(transient(folder, recipe, mine, sets, **keys))
-    return together(outcomes)
+            outcome += transient(folder, recipe, evenly(chosen, share), sets, **keys)
+    return outcome
 
 
 MOST_FALSE_PERCENT = 0.1
@@ -64,12 +58,11 @@ def spikes(folder: Path, count: int) -> Outcome:
     There are 500 clean steps to a spike, 10,000 to 20, spread over the recipes.
     """
     recipes = ("fp32", "delayed", "current", "fp16")
-    outcomes = []
+    outcome = Outcome()
     for number, recipe in enumerate(recipes):
-        share = len(range(number, count, len(recipes)))
-        if share:
-            outcomes += [spiked(folder, recipe, share), clean(folder, recipe, 500 * share)]
-    return together(outcomes)
+        if share := len(range(number, count, len(recipes))):
+            outcome += spiked(folder, recipe, share) + clean(folder, recipe, 500 * share)
+    return outcome
 
 
 def spiked(folder: Path, recipe: str, count: int) -> Outcome:
@@ -103,24 +96,14 @@ def other_runs(folder: Path, count: int) -> Outcome:
     """`count` resumptions, each of which differs in one thing from the run that was saved."""
     saved = saved_run(folder)
     chosen = OTHERS[:count] if count > len(OTHERS) else evenly(OTHERS, count)
-    found = [(other, refusal(saved, other)) for other in chosen]
-    lost = tuple(f"{other.keys}: {wrong}" for other, wrong in found if wrong)
-    return Outcome(injected=len(chosen), survived=len(chosen) - len(lost), lost=lost)
+    outcomes = (judged([str(other.keys)], refusal(saved, other)) for other in chosen)
+    return sum(outcomes, Outcome())
 
 
 def evenly(things: Sequence[Any], count: int) -> list[Any]:
     """`count` of the things, or all there are, from the whole range of them."""
     count = min(count, len(things))
     return [things[n * len(things) // count] for n in range(count)]
-
-
-def together(outcomes: Sequence[Outcome]) -> Outcome:
-    """The sum of several outcomes."""
-    return Outcome(
-        injected=sum(one.injected for one in outcomes),
-        survived=sum(one.survived for one in outcomes),
-        lost=tuple(line for one in outcomes for line in one.lost),
-    )
 
 
 CASES: dict[str, Case] = {

@@ -6,7 +6,6 @@ What must come out is known without asking the product: a run like it that was l
 from __future__ import annotations
 
 import math
-import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,91 +13,43 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from bench.twins import SMALL, TEXT, Tally
-from tests.faults.case import Case, Outcome
-from tests.faults.whole_ranks import (
-    Change,
-    broken_gradient,
-    run_difference,
+from fp8stack.training.step import Step
+from tests.faults.case import Case, Outcome, judged
+from tests.faults.processes import (
+    difference,
+    last_step,
+    rows,
     run_ranks,
     states,
     telling_states,
-    unchanged,
 )
-from tests.faults.whole_runs import Ended, last_step, rows
+from tests.faults.twins import SMALL, TEXT, Twin, said_by
 
 KILLED, DONE, LOST, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 4, 75
 TIMEOUT_S = 8  # after which a rank counts as lost, here
 SECONDS_TO_END = 30.0
 STEPS, SAVE_EVERY = 7, 3
 BEGUN = 5  # the step in which faults happen
-_NOTE = re.compile(r"^fault: ([\w-]+) (\d+): (.*)$", re.MULTILINE)
 
 
-class Twins:
-    """A run of several ranks that is left alone, and others like it.
-
-    Args:
-        folder: for all of them; made here.
-        count: of ranks.
-        parallel: ddp or fsdp.
-        recipe: of all.
-        flags: further ones.
-    """
-
-    def __init__(
-        self, folder: Path, count: int, parallel: str, recipe: str, flags: Sequence[str] = ()
-    ) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.count, self.parallel = folder, count, parallel
-        (folder / "text.txt").write_text(TEXT)
-        self.words = ["pretrain", "--data", "text.txt", "--recipe", recipe, *SMALL]
-        self.words += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--eval-every", "4"]
-        self.words += ["--set", "sample_tokens=0", "--resume", "auto", "--parallel", parallel]
-        self.words += ["--set", "model_overrides.width=64", *flags]
-        self.words += ["--set", f"rank_timeout={TIMEOUT_S}"]
-        self.path = folder / "clean"
-        self._runs = 0
-        ended = self.go(self.path, "note@step,note@save,note@all-reduce")
-        if any(each.code for each in ended):
-            raise RuntimeError(f"The run without faults failed: {ended[0].stderr[-500:]}")
-        self.seconds = max(each.seconds for each in ended)
-        self.notes = [_NOTE.findall(each.stderr) for each in ended]
-
-    def new(self) -> Path:
-        """The folder of another run; nothing is there yet."""
-        self._runs += 1
-        return self.folder / f"run-{self._runs:03}"
-
-    def go(self, run: Path, faults: str = "", change: Change = unchanged) -> list[Ended]:
-        """Begin a run, or go on with it, until all ranks have ended or are stopped."""
-        return run_ranks([*self.words, "--out", run.name], self.folder, self.count, faults, change)
-
-    def finish(self, run: Path) -> str:
-        """Go on with a run to its end: what is wrong with that, or in what it differs from the
-        twin; "" if in nothing."""
-        ended = self.go(run)
-        if any(each.code for each in ended):
-            return f"could not go on: {_said(ended)}"
-        return run_difference(run, self.path)
-
-    def at(self, place: str, rank: int, share: float) -> str:
-        """A place in step `BEGUN`, or in the save after it, of a rank: so far into it."""
-        step, found = 0, list[str]()
-        for kind, number, _ in self.notes[rank]:
-            step = int(number) if kind == "step" else step
-            if kind == place and step == (BEGUN if place == "all-reduce" else 2 * SAVE_EVERY):
-                found.append(number)
-        return f"{place}:{found[int(share * (len(found) - 1))]}/rank={rank}"
+def rank_twin(folder: Path, ranks: int, parallel: str, flags: Sequence[str] = ()) -> Twin:
+    """A run of several ranks in delayed scaling that is left alone."""
+    flags = ["--parallel", parallel, "--set", f"rank_timeout={TIMEOUT_S}", *flags]
+    flags += ["--set", "model_overrides.width=64"]
+    return Twin(folder, "delayed", STEPS, SAVE_EVERY, flags, ranks)
 
 
-def _said(ended: Sequence[Ended]) -> str:
-    return f"exit codes {[each.code for each in ended]}: " + " | ".join(
-        each.stderr.strip()[-300:] for each in ended if each.stderr
-    )
+def _at(twin: Twin, place: str, rank: int, share: float) -> str:
+    """A place in step `BEGUN`, or in the save after it, of a rank: so far into it."""
+    step = BEGUN if place == "all-reduce" else 2 * SAVE_EVERY
+    found = [of.number for of in twin.operations(rank) if (of.place, of.step) == (place, step)]
+    return f"{place}:{found[int(share * (len(found) - 1))]}/rank={rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,71 +58,72 @@ class Kind:
 
     name: str
     parallel: str
-    inflict: Callable[[Twins, Path], str]
+    inflict: Callable[[Twin, Path], str]
 
 
-def _lost(action: str, place: str, main: bool, twins: Twins, run: Path) -> str:
+def _lost(action: str, place: str, main: bool, twin: Twin, run: Path) -> str:
     """Kill or stop one rank, and go on."""
-    victim = 0 if main else twins.count - 1
+    victim = 0 if main else twin.ranks - 1
     where = f"{place}:{BEGUN}/rank={victim}" if place == "forward" else ""
-    ended = twins.go(run, f"{action}@{where or twins.at(place, victim, 0.6)}")
+    ended = twin.go_all(run, f"{action}@{where or _at(twin, place, victim, 0.6)}")
     survivors = [each for rank, each in enumerate(ended) if rank != victim]
     if ended[victim].code != KILLED or any(each.code != LOST for each in survivors):
-        return _said(ended)
+        return said_by(ended)
     lines = "".join(each.stderr for each in survivors).splitlines()
     if not all("lost another rank" in line for line in lines) or len(lines) > len(survivors):
         return f"what was said: {lines}"
     if not main and len(lines) != 1:
         return f"what was said: {lines}"
-    took = max(each.seconds for each in ended) - twins.seconds
+    took = max(each.seconds for each in ended) - twin.seconds
     if took > SECONDS_TO_END:
         return f"took {took:.0f} s more than a run without faults"
-    return twins.finish(run)
+    return twin.finish(run)[1]
 
 
-def _preempted(twins: Twins, run: Path) -> str:
+def _preempted(twin: Twin, run: Path) -> str:
     """SIGTERM to one rank alone."""
-    ended = twins.go(run, f"term@backward:{BEGUN}/rank={twins.count - 1}")
+    ended = twin.go_all(run, f"term@backward:{BEGUN}/rank={twin.ranks - 1}")
     said = "".join(each.stderr for each in ended).strip().splitlines()
     if any(each.code != PREEMPTED for each in ended) or len(said) != 1:
-        return _said(ended)
+        return said_by(ended)
     if last_step(run) != BEGUN:
         return f"stopped in step {BEGUN}, saved {last_step(run)}"
-    return twins.finish(run)
+    return twin.finish(run)[1]
 
 
-def _full(main: bool, twins: Twins, run: Path) -> str:
+def _full(main: bool, twin: Twin, run: Path) -> str:
     """A disk that is full for one rank, as the second checkpoint is begun."""
-    victim = 0 if main else twins.count - 1
-    ended = twins.go(run, f"full:100@{twins.at('save', victim, 0.0)}")
+    victim = 0 if main else twin.ranks - 1
+    ended = twin.go_all(run, f"full:100@{_at(twin, 'save', victim, 0.0)}")
     lines = "".join(each.stderr for each in ended).splitlines()
     if any(each.code != DISK_FULL for each in ended):
-        return _said(ended)
+        return said_by(ended)
     if len(lines) != 1 or "the disk is full" not in lines[0]:
         return f"what was said: {lines}"
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
     if left != [f"step-{SAVE_EVERY:06}"]:
         return f"left over: {left}"
-    return twins.finish(run)
+    return twin.finish(run)[1]
 
 
-def _not_finite(twins: Twins, run: Path) -> str:
+def not_finite(twin: Twin, run: Path) -> str:
     """NaN in the gradient of one rank: as if it had been in all, which skip that step."""
-    everywhere, told = twins.new(), twins.folder / f"{run.name}-states"
+    everywhere, told = twin.new(), twin.folder / f"{run.name}-states"
     told.mkdir()
-    one = partial(_broken_and_told, twins.count - 1, str(told))
-    ended = [*twins.go(run, "", one), *twins.go(everywhere, "", partial(_broken_and_told, -1, ""))]
+    on_one = partial(_broken_and_told, twin.ranks - 1, str(told))
+    on_all = partial(_broken_and_told, -1, "")
+    ended = [*twin.go_all(run, "", on_one), *twin.go_all(everywhere, "", on_all)]
     if any(each.code or each.stderr for each in ended):
-        return _said(ended)
+        return said_by(ended)
     skipped = [row["step"] for row in rows(run) if row.get("event") == "skip"]
     if skipped != [BEGUN]:
         return f"skipped steps {skipped}, not {BEGUN}"
-    known = states(told, twins.count)
+    known = states(told, twin.ranks)
     for rank, state in enumerate(known):
         odd = [name for name in known[0] if not torch.equal(known[0][name], state[name])]
         if odd:
             return f"rank {rank} has another {odd[0]} than rank 0"
-    return run_difference(run, everywhere)
+    return difference(run, everywhere)
 
 
 @contextmanager
@@ -185,23 +137,47 @@ def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def broken_gradient(victim: int, step: int, value: float, rank: int) -> Iterator[None]:
+    """On one rank, put `value` into the gradient of the last block's output at one step, before
+    ranks exchange anything."""
+    train_step: Any = Step.__call__
+
+    def broken(self: Any, number: int, tokens_BT: Tensor) -> Any:
+        if number != step or rank != victim:
+            return train_step(self, number, tokens_BT)
+
+        def spoil(part: Any, inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: torch.full_like(gradient, value))  # type: ignore[no-untyped-call]
+
+        handle = self.run.model.blocks[-1].register_forward_hook(spoil)
+        try:
+            return train_step(self, number, tokens_BT)
+        finally:
+            handle.remove()
+
+    with patch.object(Step, "__call__", broken):
+        yield
+
+
 KINDS = (
     Kind(name="kill in forward", parallel="ddp", inflict=partial(_lost, "kill", "forward", False)),
-    Kind(name="stop in forward", parallel="fsdp", inflict=partial(_lost, "stop", "forward", False)),
+    Kind(name="stop in a save", parallel="fsdp", inflict=partial(_lost, "stop", "save", False)),
+    Kind(name="NaN on one rank", parallel="ddp", inflict=not_finite),
+    Kind(name="SIGTERM to one rank", parallel="fsdp", inflict=_preempted),
+    Kind(name="disk full, main rank", parallel="ddp", inflict=partial(_full, True)),
+    Kind(name="disk full", parallel="fsdp", inflict=partial(_full, False)),
     Kind(name="kill at an all-reduce, main rank", parallel="fsdp",
          inflict=partial(_lost, "kill", "all-reduce", True)),
     Kind(name="stop at an all-reduce", parallel="ddp",
          inflict=partial(_lost, "stop", "all-reduce", False)),
+    Kind(name="stop in forward", parallel="fsdp", inflict=partial(_lost, "stop", "forward", False)),
     Kind(name="kill in a save, main rank", parallel="ddp",
          inflict=partial(_lost, "kill", "save", True)),
     Kind(name="stop in a save, main rank", parallel="ddp",
          inflict=partial(_lost, "stop", "save", True)),
     Kind(name="kill in a save", parallel="fsdp", inflict=partial(_lost, "kill", "save", False)),
-    Kind(name="stop in a save", parallel="fsdp", inflict=partial(_lost, "stop", "save", False)),
-    Kind(name="NaN on one rank", parallel="ddp", inflict=_not_finite),
-    Kind(name="SIGTERM to one rank", parallel="fsdp", inflict=_preempted),
-    Kind(name="disk full, main rank", parallel="ddp", inflict=partial(_full, True)),
-    Kind(name="disk full", parallel="fsdp", inflict=partial(_full, False)),
 )  # fmt: skip
 
 
@@ -209,33 +185,26 @@ def lost_ranks(folder: Path, count: int) -> Outcome:
     """Each kind with two ranks, then with four, all with dropout and delayed scaling."""
     which = [(KINDS[n % len(KINDS)], 2 if n < len(KINDS) else 4) for n in range(count)]
     # Two at a time, since stopped ranks are mostly waited for.
-    ways = [partial(_lost_in, folder, which, parallel) for parallel in ("ddp", "fsdp")]
     with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(lambda way: way(), ways))
-    return Outcome(
-        injected=sum(each.injected for each in outcomes),
-        survived=sum(each.survived for each in outcomes),
-        lost=tuple(line for each in outcomes for line in each.lost),
-    )
+        outcomes = pool.map(partial(_lost_in, folder, which), ("ddp", "fsdp"))
+        return sum(outcomes, Outcome())
 
 
 def _lost_in(folder: Path, which: Sequence[tuple[Kind, int]], parallel: str) -> Outcome:
     """Those of the kinds that are of ddp, or of fsdp."""
-    tally, twins = Tally(), dict[int, Twins]()
+    outcome, twins = Outcome(), dict[int, Twin]()
     for kind, ranks in which:
         if kind.parallel != parallel:
             continue
         if ranks not in twins:
             dropout = ["--set", "model_overrides.dropout=0.1"]
-            twins[ranks] = Twins(
-                folder / f"{ranks}-{parallel}", ranks, parallel, "delayed", dropout
-            )
+            twins[ranks] = rank_twin(folder / f"{ranks}-{parallel}", ranks, parallel, dropout)
         try:
             wrong = kind.inflict(twins[ranks], twins[ranks].new())
         except TimeoutError as error:
             wrong = str(error)
-        tally.add([kind.name], wrong, f"{ranks} ranks, {parallel}: ")
-    return tally.outcome()
+        outcome += judged([f"{ranks} ranks, {parallel}: {kind.name}"], wrong)
+    return outcome
 
 
 # R13: another number of ranks
@@ -288,13 +257,12 @@ WAYS = (
 
 def world_sizes(folder: Path, count: int) -> Outcome:
     """Runs whose starts have different numbers of ranks, beside one rank that is left alone."""
-    tally = Tally()
+    outcome = Outcome()
     for number in range(count):
         way = WAYS[number % len(WAYS)]
-        wrong = go_way(folder / f"way-{number:02}", way)
-        for _ in way.starts[1:]:
-            tally.add([way.name], wrong)
-    return tally.outcome()
+        changes = [way.name] * (len(way.starts) - 1)
+        outcome += judged(changes, go_way(folder / f"way-{number:02}", way))
+    return outcome
 
 
 def go_way(folder: Path, way: Way) -> str:
@@ -308,14 +276,14 @@ def go_way(folder: Path, way: Way) -> str:
     words += ["--set", "sample_tokens=0", "--resume", "auto", *way.flags]
     alone = run_ranks([*words, "--out", "alone"], folder, 1)
     if alone[0].code:
-        return f"one rank alone: {_said(alone)}"
+        return f"one rank alone: {said_by(alone)}"
     for number, (count, parallel) in enumerate(way.starts, 1):
         last = number == len(way.starts)
         # The last rank alone hears of it; all save, and stop.
         faults = "" if last else f"term@step:{number * EACH}/rank={count - 1}"
         ended = run_ranks([*words, "--parallel", parallel, "--out", "run"], folder, count, faults)
         if any(each.code != (DONE if last else PREEMPTED) for each in ended):
-            return f"start {number}: {_said(ended)}"
+            return f"start {number}: {said_by(ended)}"
         if last_step(folder / "run") != EACH * number:
             return f"start {number} saved step {last_step(folder / 'run')}"
     return apart(folder, way)

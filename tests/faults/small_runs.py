@@ -1,7 +1,4 @@
-"""Whole runs of a tiny model in this process, and what they look like from step to step.
-
-It must not know which faults there are.
-"""
+"""Whole runs of a tiny model in this process, and what they look like from step to step."""
 
 from __future__ import annotations
 

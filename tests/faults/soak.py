@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from bench.twins import Tally, Twin
-from tests.faults.case import Outcome
-from tests.faults.whole_runs import Child, last_step
+from tests.faults.case import Outcome, judged
+from tests.faults.processes import Change, Child, Together, last_step, unchanged
+from tests.faults.twins import Twin
 
 STEPS_PER_FAULT = 50
 MEMORY_MIB = 4.0  # what its memory may vary by, once it is under way
@@ -36,7 +36,7 @@ class Sample:
 def soak(folder: Path, count: int) -> Outcome:
     """`count` faults in one run. If the twin leaks, none counts as survived."""
     twin = WatchedTwin(folder / "delayed", "delayed", STEPS_PER_FAULT * count, 20, SMALLEST)
-    rng, tally, run, faults, wrong = random.Random(14), Tally(), twin.new(), list[str](), ""
+    rng, run, faults, wrong = random.Random(14), twin.new(), list[str](), ""
     for number in range(count):
         kind = list(EXPECTED)[number % len(EXPECTED)]
         # Spread over the run: no fault is further than its share of the steps.
@@ -48,8 +48,7 @@ def soak(folder: Path, count: int) -> Outcome:
         if ended.code != EXPECTED[kind]:
             wrong = f"ended with {ended.code}: {ended.stderr.strip()[-300:]}"
             break
-    tally.add(faults, wrong or growth(twin.samples) or twin.finish(run)[1])
-    return tally.outcome()
+    return judged(faults, wrong or growth(twin.samples) or twin.finish(run)[1])
 
 
 def _fault(kind: str, step: int, rng: random.Random) -> str:
@@ -65,18 +64,18 @@ class WatchedTwin(Twin):
 
     samples: Sequence[Sample] = ()
 
-    def start(self, run: Path, faults: str = "") -> Child:
-        child = super().start(run, faults)
+    def start(self, run: Path, faults: str = "", change: Change = unchanged) -> Together:
+        ranks = super().start(run, faults, change)
         if run == self.path:
             last = run / "checkpoints" / f"step-{self.steps:06d}"  # what comes then is a plot
-            self.samples = watched(child, last)
-        return child
+            self.samples = watched(ranks.children[0], last)
+        return ranks
 
 
 def watched(child: Child, until: Path) -> list[Sample]:
     """Looks at a run until it ends or `until` is there, ten in a second at most (on Linux)."""
     samples = []
-    while child.alive and not until.exists():
+    while child.is_alive and not until.exists():
         try:
             pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
             files = len(os.listdir(f"/proc/{child.pid}/fd"))

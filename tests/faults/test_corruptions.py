@@ -12,13 +12,13 @@ import fp8stack
 from fp8stack.checkpoint import reader
 from fp8stack.errors import NoUsableCheckpoint
 from tests.conftest import Command
-from tests.faults.input_child import TIMEOUT, TRACEBACK, bounded, command
+from tests.faults.bounded import TIMEOUT, TRACEBACK, bounded, command
 from tests.faults.input_corruptions import (
     CORRUPTIONS,
     NEWEST,
     OLDER,
     make_run,
-    outcome,
+    problem,
     replace,
     rewrite,
 )
@@ -41,7 +41,7 @@ def run(pristine: Path, tmp_path: Path) -> Path:
 def test_the_file_is_named_and_the_last_good_checkpoint_used(
     what: str, pristine: Path, tmp_path: Path
 ) -> None:
-    assert outcome(pristine, tmp_path / "copy", CORRUPTIONS[what]) == ""
+    assert problem(pristine, tmp_path / "copy", CORRUPTIONS[what]) == ""
 
 
 def _nan_weights(checkpoint_folder: Path) -> None:
@@ -58,8 +58,8 @@ def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(damage, ru
     damage(bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
         ended = command(["pretrain", *words], run.parent)
-        assert (ended.code, ended.one_line) == (3, True)
-        assert f"{NEWEST}" in ended.error
+        assert (ended.code, ended.is_one_line) == (3, True)
+        assert f"{NEWEST}" in ended.stderr
     with pytest.raises(NoUsableCheckpoint, match=NEWEST):
         fp8stack.load(bad)
 
@@ -73,8 +73,8 @@ def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(damage, run: 
     assert all(torch.equal(p, good[name]) for name, p in model.named_parameters())
     short = ["--data", str(run / "run.toml"), "--steps", "1", "--context", "8"]
     ended = command(["pretrain", "--init-from", str(run), "--out", "o", *short], run.parent)
-    assert ended.code == 0, ended.error
-    assert f"{OLDER}; optimizer, scales and schedule are new; passed over: " in ended.out
+    assert ended.code == 0, ended.stderr
+    assert f"{OLDER}; optimizer, scales and schedule are new; passed over: " in ended.stdout
 
 
 def test_a_run_without_run_toml_goes_on_by_its_path_too(
@@ -113,8 +113,8 @@ def test_a_file_that_is_far_too_large_is_not_read(run: Path) -> None:
     with weights.open("r+b") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
     ended = command(["pretrain", "--resume", "auto", "--out", str(run)], run.parent)
-    assert ended.code == 0, ended.error
-    assert f"{NEWEST}/model.safetensors is damaged: it has {2**40} bytes" in ended.out
+    assert ended.code == 0, ended.stderr
+    assert f"{NEWEST}/model.safetensors is damaged: it has {2**40} bytes" in ended.stdout
 
 
 def test_a_child_that_eats_memory_or_time_is_ended() -> None:

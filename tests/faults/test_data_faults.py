@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import TINY, Command, metrics
-from tests.faults.input_child import command as in_child
+from tests.faults.bounded import command as in_child
 from tests.faults.input_data import BEFORE, FAULTS, MEANWHILE, good, problem
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Children are forked, and threads are not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# Children are forked, and threads are not.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -49,8 +42,8 @@ def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(
     monkeypatch.setattr(_Loop, "advance", then_shrink)
     words = ["--data", "a.bin", "--recipe", "fp32", "--set", "model_overrides.vocabulary=300"]
     ended = in_child(["pretrain", "--out", "r", *TINY, *words], tmp_path)
-    assert (ended.code, ended.one_line) == (2, True), ended.error
-    assert "a.bin shrank while in use" in ended.error
+    assert (ended.code, ended.is_one_line) == (2, True), ended.stderr
+    assert "a.bin shrank while in use" in ended.stderr
     assert [row["step"] for row in metrics(tmp_path / "r")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "r" / "checkpoints" / "step-000006").is_dir()
     good(path)
@@ -62,6 +55,6 @@ def test_every_fault_is_done_to_a_file_that_was_good(tmp_path: Path) -> None:
     """Else a fault could be found for another reason than the one it is for."""
     BEFORE["no fault"] = (lambda path: None, ())
     try:
-        assert problem(tmp_path, "no fault").startswith("no fault: exit 0")
+        assert problem(tmp_path, "no fault").startswith("exit 0")
     finally:
         del BEFORE["no fault"]

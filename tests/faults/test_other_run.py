@@ -12,8 +12,7 @@ import pytest
 
 from fp8stack.config import FREE_ON_RESUME, RunConfig
 from tests.conftest import Command
-from tests.faults import numeric_rows as reliability_numeric
-from tests.faults import other_runs
+from tests.faults import numeric_rows, other_runs
 from tests.faults.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,12 +83,12 @@ def test_a_resumption_that_is_not_refused_is_told(saved: Path) -> None:
 def test_the_row_of_the_matrix_counts_what_it_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = reliability_numeric.other_runs(tmp_path, 12)
+    outcome = numeric_rows.other_runs(tmp_path, 12)
     assert (outcome.injected, outcome.survived, outcome.lost) == (12, 12, ())
     monkeypatch.setattr(
         other_runs, "set_up", lambda *_: other_runs.small_run(tmp_path, "n", "fp32")
     )
-    assert reliability_numeric.other_runs(tmp_path, 2).survived == 0
+    assert numeric_rows.other_runs(tmp_path, 2).survived == 0
 
 
 def test_the_command_refuses_with_exit_code_2_and_one_line(

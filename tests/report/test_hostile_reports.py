@@ -19,7 +19,7 @@ from fp8stack.report import report, text
 from fp8stack.report.attention import judge
 from fp8stack.report.page import render
 from fp8stack.report.read import LONGEST_LINE, read_run
-from tests.faults.input_child import bounded
+from tests.faults.bounded import bounded
 from tests.support.made_runs import make_run, metric_rows, operand_rows, write_lines
 
 EVIL = [
@@ -155,10 +155,10 @@ def test_an_absurd_file_takes_bounded_memory_and_time(what: str, file: str, tmp_
     with (run / file).open("a") as stream:
         ABSURD[what](stream)
     ended = bounded(lambda: report([run], None, True), 3 * 2**28, 40)
-    assert ended.code == 0, ended.error[-2000:]
-    assert "200 of 200" in ended.out or "30000" in what or "201" in ended.out
+    assert ended.code == 0, ended.stderr[-2000:]
+    assert "200 of 200" in ended.stdout or "30000" in what or "201" in ended.stdout
     if "MB" in what:
-        assert f"{file} is damaged: line " in ended.out
+        assert f"{file} is damaged: line " in ended.stdout
 
 
 @pytest.mark.parametrize("file", ["plan.json", "run.toml"])

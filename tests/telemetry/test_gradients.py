@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from bench.twins import TEXT
 from fp8stack import GPT, build_backend, load_config
 from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware
@@ -23,7 +22,8 @@ from fp8stack.report.attention import judge, verdict
 from fp8stack.report.flow import faults
 from fp8stack.report.read import Gradient, read_run
 from fp8stack.telemetry import gradients
-from tests.faults.whole_ranks import run_ranks
+from tests.faults.processes import run_ranks
+from tests.faults.twins import TEXT
 from tests.support.small_loop import SmallLoop, host_reads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

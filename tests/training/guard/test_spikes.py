@@ -11,7 +11,7 @@ import torch
 from bench.guard import SPIKES
 from fp8stack.config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
-from tests.faults import numeric_rows as reliability_numeric
+from tests.faults import numeric_rows
 from tests.faults.case import Outcome
 from tests.faults.numeric_rows import clean, falsely_skipped, spiked, spikes
 
@@ -27,7 +27,7 @@ def test_all_of_twenty_tenfold_losses_are_caught(recipe: str, tmp_path: Path) ->
 def test_a_guard_that_lets_spikes_pass_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reliability_numeric, "spiked_steps", lambda steps: [7, 8])  # none is there
+    monkeypatch.setattr(numeric_rows, "spiked_steps", lambda steps: [7, 8])  # none is there
     outcome = spiked(tmp_path, "fp32", 2)
     assert (outcome.injected, outcome.survived) == (2, 0)
     assert outcome.lost[0] == "fp32: the spike of step 7 was taken"
@@ -41,11 +41,11 @@ def test_of_clean_steps_none_or_almost_none_is_skipped(recipe: str, tmp_path: Pa
 def test_clean_steps_that_are_skipped_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reliability_numeric, "falsely_skipped", lambda *_: 3)
+    monkeypatch.setattr(numeric_rows, "falsely_skipped", lambda *_: 3)
     assert clean(tmp_path, "fp32", 1000).lost == (
         "fp32: 3 of 1,000 clean steps were skipped (0.3 %)",
     )
-    monkeypatch.setattr(reliability_numeric, "falsely_skipped", lambda *_: 1)
+    monkeypatch.setattr(numeric_rows, "falsely_skipped", lambda *_: 1)
     assert clean(tmp_path, "fp32", 1000).lost == ()
 
 
@@ -53,12 +53,8 @@ def test_spikes_are_spread_over_the_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        reliability_numeric, "falsely_skipped", lambda _, r, n: asked.append((r, n)) or 0
-    )
-    monkeypatch.setattr(
-        reliability_numeric, "spiked", lambda _, r, n: Outcome(injected=n, survived=n)
-    )
+    monkeypatch.setattr(numeric_rows, "falsely_skipped", lambda _, r, n: asked.append((r, n)) or 0)
+    monkeypatch.setattr(numeric_rows, "spiked", lambda _, r, n: Outcome(injected=n, survived=n))
     assert spikes(tmp_path, 20).injected == 20
     assert asked == [(recipe, 2500) for recipe in ("fp32", "delayed", "current", "fp16")]
 

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -20,25 +19,12 @@ import torch
 
 from fp8stack import cli
 from fp8stack.errors import UserError
+from tests.faults.processes import Ended
 
 MEMORY_BYTES = 2**29
 """More than the process had before."""
 SECONDS = 60
 TRACEBACK, TIMEOUT = 70, 71
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a child ended: its exit code, negative if a signal ended it, and what it printed."""
-
-    code: int
-    out: str
-    error: str
-
-    @property
-    def one_line(self) -> bool:
-        """Whether stderr holds a single line, and no traceback."""
-        return self.error.count("\n") == 1 and "Traceback" not in self.error
 
 
 def bounded(
@@ -58,7 +44,7 @@ def bounded(
         for stream in (out, error):
             stream.seek(0)
             said.append(stream.read().decode(errors="replace"))
-    return Ended(code=code, out=said[0], error=said[1])
+    return Ended(code=code, stdout=said[0], stderr=said[1])
 
 
 def command(arguments: list[str], folder: Path, **bounds: float) -> Ended:
@@ -83,7 +69,7 @@ def called(arguments: list[str]) -> Ended:
         except Exception:
             traceback.print_exc()
             code = TRACEBACK
-    return Ended(code=code, out=out.getvalue(), error=error.getvalue())
+    return Ended(code=code, stdout=out.getvalue(), stderr=error.getvalue())
 
 
 def _be_child(work: Callable[[], object], out: int, error: int, memory_bytes: int) -> None:
