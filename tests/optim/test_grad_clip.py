@@ -222,8 +222,8 @@ def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_al
     keys = {"clip_mode": "adaptive", "clip_window": 11, "clip_percentile": 30.0, "clip": 0.0}
     keys |= {"save_every": 14, "steps": 18}
 
-    def spoilt(folder: Path, resume: str | None = None) -> SmallLoop:
-        small = SmallLoop(folder, "fp32", resume=resume, **keys)
+    def spoilt(folder: Path) -> SmallLoop:
+        small = SmallLoop(folder, "fp32", **keys)
         small.run.model.final_norm.weight.register_hook(
             lambda gradient: gradient * (math.nan if small.run.step + 1 == 5 else 1.0)
         )
@@ -233,9 +233,7 @@ def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_al
     through.advance(18)
     stopped = spoilt(tmp_path / "stopped")
     stopped.advance(14)
-    stopped.loop.wait()
-    stopped.run.folder.release()
-    resumed = spoilt(tmp_path / "stopped", resume="auto")
+    resumed = stopped.resumed()
     resumed.advance(4)
     for small in (through, resumed):
         assert small.loop.train_step.norms is not None

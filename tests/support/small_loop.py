@@ -49,6 +49,7 @@ class SmallLoop:
         **flags: Any,
     ) -> None:
         small = {"steps": 20, "batch": 4, "context": 32, "eval_every": 100, "save_every": 100}
+        self._again = {"folder": folder, "recipe": recipe, "width": width} | flags
         given = small | {"recipe": recipe, "out": str(folder)} | flags
         self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], resume)
         self.loop = _Loop(self.run, PlainDisplay(20, PEAK), PEAK)
@@ -62,6 +63,12 @@ class SmallLoop:
         """Go on as `train` does."""
         for _ in range(steps):
             self.loop.advance(*next(self.tokens))
+
+    def resumed(self, **flags: Any) -> SmallLoop:
+        """The run, gone on with as by another process; with other `flags`."""
+        self.loop.wait()
+        self.run.folder.release()
+        return SmallLoop(**{**self._again, "resume": "auto", **flags})
 
     def next_step(self) -> Callable[[], tuple[Tensor, Tensor]]:
         """The next `train_step`, its tokens on the device already."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,18 +19,33 @@ import torch
 import torch._inductor.config
 
 import fp8stack
+from fp8stack import cli
 from fp8stack.model.gpt import GPT
 from tests.conftest import TINY, Command, losses, metrics
 
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
+Whole = Callable[[str], tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A finished run in a recipe, and what it printed; each is trained once."""
+
+    @cache
+    def train(recipe: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(recipe)
+        printed = io.StringIO()
+        with redirect_stdout(printed), pytest.raises(SystemExit) as exit:
+            cli.main(["pretrain", "--recipe", recipe, "--out", str(folder / "r"), *TINY])
+        assert exit.value.code == 0
+        return folder / "r", printed.getvalue()
+
+    return train
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_leaves_all_its_files_and_a_falling_loss(
-    recipe: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("pretrain", "--recipe", recipe, "--out", "r", *TINY) == 0
-    run = tmp_path / "r"
+def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe: str, whole: Whole) -> None:
+    run, printed = whole(recipe)
     for name in ("run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"):
         assert (run / name).stat().st_size > 0, name
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
@@ -39,36 +54,48 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(
     assert [row["step"] for row in rows if "val_loss" in row] == [6, 12]
     assert rows[-1]["val_loss"] < rows[5]["val_loss"]
     assert rows[-1]["precision"].startswith(recipe)
+    assert [row.get("loss_scale", 0) > 0 for row in rows] == [recipe == "fp16"] * 12
     fp8 = json.loads((run / "plan.json").read_text())["layers"]
     assert rows[-1]["fp8_gemms"] == 3 * sum(layer["fp8"] for layer in fp8)
-    printed = capsys.readouterr().out
-    for piece in (
-        "plan: ",
-        "step 12/12 | loss ",
-        " tok/s",
-        "MFU ",
-        " GiB",
-        "ETA ",
-        "sample:\ndef ",
-    ):
-        assert piece in printed
+    pieces = ("plan: ", "step 12/12 | loss ", " tok/s", "MFU ", " GiB", "ETA ", "sample:\ndef ")
+    assert [piece for piece in pieces if piece not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("fp32", []),
+        ("delayed", []),
+        ("fp32", ["--set", "workers=2"]),
+        ("delayed", ["--set", "save_fp8=true"]),
+        ("mxfp8", ["--set", "save_fp8=true"]),
+    ],
+)
+def test_what_changes_no_number_gives_the_same_losses(
+    recipe: str, flags: list[str], whole: Whole, command: Command, tmp_path: Path
+) -> None:
+    assert command("pretrain", "--recipe", recipe, "--out", "r", *TINY, *flags) == 0
+    assert losses(tmp_path / "r") == losses(whole(recipe)[0])
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_the_same_seed_gives_the_same_losses_and_another_seed_others(
-    recipe: str, command: Command, tmp_path: Path
+def test_another_seed_gives_other_losses(
+    recipe: str, whole: Whole, command: Command, tmp_path: Path
 ) -> None:
-    for out, seed in (("a", "0"), ("b", "0"), ("c", "1")):
-        assert command("pretrain", "--recipe", recipe, "--out", out, "--seed", seed, *TINY) == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    assert command("pretrain", "--recipe", recipe, "--out", "r", "--seed", "1", *TINY) == 0
+    assert losses(tmp_path / "r") != losses(whole(recipe)[0])
 
 
-def test_dropout_is_repeated_by_the_seed_and_continued_on_resume(
-    command: Command, tmp_path: Path
+def test_the_saved_configuration_reproduces_the_run(
+    whole: Whole, command: Command, tmp_path: Path
 ) -> None:
-    dropout = [*TINY, "--set", "model_overrides.dropout=0.2", "--recipe", "delayed"]
-    assert command("pretrain", "--out", "a", *dropout) == 0
-    half = [*dropout, "--schedule", "constant"]
+    assert command("pretrain", "--config", str(whole("current")[0] / "run.toml"), "--out", "b") == 0
+    assert losses(tmp_path / "b") == losses(whole("current")[0])
+
+
+def test_dropout_is_continued_on_resume(command: Command, tmp_path: Path) -> None:
+    half = [*TINY, "--set", "model_overrides.dropout=0.2", "--recipe", "delayed"]
+    half += ["--schedule", "constant"]
     assert command("pretrain", "--out", "whole", *half) == 0
     assert command("pretrain", "--out", "b", *half, "--steps", "5") == 0
     assert command("pretrain", "--resume", "b", "--steps", "12") == 0
@@ -77,121 +104,13 @@ def test_dropout_is_repeated_by_the_seed_and_continued_on_resume(
     assert [row[:4] for row in losses(tmp_path / "b")] == without
 
 
-# The others are killed in test_kill.py.
-KILLED = [
-    one if one in ("fp32", "fp16", "delayed") else pytest.param(one, marks=pytest.mark.slow)
-    for one in RECIPES
-]
-
-
-@pytest.mark.parametrize("recipe", KILLED)
-def test_a_run_killed_at_any_step_resumes_to_the_same_losses(
-    recipe: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--recipe", recipe, *TINY, "--set", "model_overrides.dropout=0.1"]
-    assert command("pretrain", "--out", "whole", *flags) == 0
-    killed_after = 5 + RECIPES.index(recipe) % 4
-    _kill_after(killed_after, ["pretrain", "--out", "killed", *flags], tmp_path)
-    assert len(metrics(tmp_path / "killed")) < 12
-    capsys.readouterr()
-    assert command("pretrain", "--out", "killed", "--resume", "auto") == 0
-    assert "resumed from killed/checkpoints/step-0000" in capsys.readouterr().out
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    last = "checkpoints/step-000012"
-    for file in sorted((tmp_path / "whole" / last).glob("*.safetensors")):
-        assert file.read_bytes() == (tmp_path / "killed" / last / file.name).read_bytes(), file.name
-
-
-def _kill_after(step: int, arguments: list[str], folder: Path) -> None:
-    """Run the command in a process of its own and SIGKILL it once it has logged `step`."""
-    # Steps are slowed down, so that the kill lands soon after the step it waits for.
-    program = (
-        "import time; from fp8stack.training import loop; advance = loop._Loop.advance\n"
-        "def slow(self, *a): advance(self, *a); time.sleep(0.1)\n"
-        "loop._Loop.advance = slow\n"
-        "from fp8stack.cli import main; main()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], cwd=folder, stdout=subprocess.DEVNULL
-    )
-    log = folder / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") >= step):
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(
-    number: signal.Signals,
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from fp8stack.training import loop
-
-    advance = loop._Loop.advance
-
-    def stop_in_the_middle(self: loop._Loop, step: int, tokens: object) -> None:
-        if step == 6:
-            threading.Thread(target=os.kill, args=(os.getpid(), number)).run()
-        advance(self, step, tokens)  # type: ignore[arg-type]
-
-    assert command("pretrain", "--recipe", "delayed", "--out", "whole", *TINY) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "advance", stop_in_the_middle)
-        assert command("pretrain", "--recipe", "delayed", "--out", "r", *TINY) == 75
-    printed = capsys.readouterr().out
-    assert "stopped after step 6, saved r/checkpoints/step-000006" in printed
-    assert "fp8stack pretrain --resume r" in printed
-    assert command("pretrain", "--resume", "r") == 0
-    assert losses(tmp_path / "r") == losses(tmp_path / "whole")
-
-
-def test_the_saved_configuration_reproduces_the_run(command: Command, tmp_path: Path) -> None:
-    assert command("pretrain", "--recipe", "current", "--out", "a", *TINY) == 0
-    assert command("pretrain", "--config", "a/run.toml", "--out", "b") == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-
-
 def test_accumulation_takes_the_same_steps_in_smaller_pieces(
-    command: Command, tmp_path: Path
+    whole: Whole, command: Command, tmp_path: Path
 ) -> None:
-    assert command("pretrain", "--recipe", "fp32", "--out", "a", *TINY) == 0
     assert command("pretrain", "--recipe", "fp32", "--out", "b", *TINY, "--accumulate", "4") == 0
-    for whole, pieces in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
-        assert pieces[1] == pytest.approx(whole[1], rel=1e-4)
-        assert pieces[2] == pytest.approx(whole[2], rel=1e-3)
-
-
-def test_workers_change_nothing_but_the_time(command: Command, tmp_path: Path) -> None:
-    assert command("pretrain", "--recipe", "fp32", "--out", "a", *TINY) == 0
-    assert command("pretrain", "--recipe", "fp32", "--out", "b", *TINY, "--set", "workers=2") == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-
-
-def test_saving_fp8_for_the_backward_pass_changes_no_loss(command: Command, tmp_path: Path) -> None:
-    for recipe in ("delayed", "mxfp8"):
-        for out, save in (("a", "false"), ("b", "true")):
-            name = f"{recipe}-{out}"
-            flags = ["--recipe", recipe, "--out", name, "--set", f"save_fp8={save}"]
-            assert command("pretrain", *flags, *TINY) == 0
-        assert losses(tmp_path / f"{recipe}-a") == losses(tmp_path / f"{recipe}-b")
-
-
-def test_tensorboard_events_hold_the_losses(command: Command, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", "--tensorboard", *TINY) == 0
-    events = next((tmp_path / "r").rglob("events.out.tfevents*"))
-    seen = EventAccumulator(str(events.parent)).Reload()
-    assert [(e.step, e.value) for e in seen.Scalars("loss")] == [
-        (row["step"], pytest.approx(row["loss"])) for row in metrics(tmp_path / "r")
-    ]
+    for one, pieces in zip(losses(whole("fp32")[0]), losses(tmp_path / "b"), strict=True):
+        assert pieces[1] == pytest.approx(one[1], rel=1e-4)
+        assert pieces[2] == pytest.approx(one[2], rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(
@@ -231,18 +150,6 @@ def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
     assert saved[-1] == f"step-{rows[-1]['step'] - 1:06d}"
 
 
-def test_fp16_scales_its_loss_and_resumes_with_the_scale(command: Command, tmp_path: Path) -> None:
-    assert command("pretrain", "--recipe", "fp16", "--out", "r", *TINY) == 0
-    rows = metrics(tmp_path / "r")
-    assert all(row["loss_scale"] > 0 for row in rows)
-    assert "loss_scale" not in _first_row(command, tmp_path, "delayed")
-
-
-def _first_row(command: Command, tmp_path: Path, recipe: str) -> dict:
-    assert command("pretrain", "--recipe", recipe, "--out", recipe, *TINY) == 0
-    return metrics(tmp_path / recipe)[0]
-
-
 def test_without_out_runs_are_numbered(command: Command, tmp_path: Path) -> None:
     for _ in range(2):
         assert command("pretrain", "--recipe", "fp32", *TINY, "--steps", "1") == 0
@@ -267,15 +174,6 @@ def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     rows = metrics(tmp_path / "guarded")
     assert [row["event"] for row in rows if "event" in row] == ["skip"] * 3 + ["precision"]
     assert rows[-1]["precision"] == "bf16"
-
-
-def test_the_environment_does_not_change_the_gradients(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert command("pretrain", "--recipe", "fp32", "--out", "a", *TINY) == 0
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    assert command("pretrain", "--recipe", "fp32", "--out", "b", *TINY) == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(
@@ -360,6 +258,7 @@ def compiling() -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiling")
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
+    whole: Whole,
     command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -375,21 +274,19 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     monkeypatch.setattr(
         GPT, "compile_blocks", lambda model, mode: with_inductor(model, compiler, mode)
     )
-    assert command("pretrain", "--recipe", "fp32", "--out", "plain", *TINY) == 0
+    plain, told = whole("fp32")
     assert not graphs
-    assert "compiling" not in capsys.readouterr().out
+    assert "compiling" not in told
     assert command("pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY) == 0
     assert len(graphs) == 4  # a block, for all of them, and the loss; to train and to evaluate
-    assert losses(tmp_path / "r") == losses(tmp_path / "plain")
-    assert (tmp_path / "r" / "sample.txt").read_text() == (
-        tmp_path / "plain" / "sample.txt"
-    ).read_text()
+    assert losses(tmp_path / "r") == losses(plain)
+    assert (tmp_path / "r" / "sample.txt").read_text() == (plain / "sample.txt").read_text()
     printed = capsys.readouterr().out
     assert printed.count("compiling: the first step takes a minute or so") == 1
     assert "compile = true" in (tmp_path / "r" / "run.toml").read_text()
     # Who computes is free on resume.
     assert command("pretrain", "--resume", "r", "--no-compile", "--steps", "14") == 0
-    assert len(graphs) == 4  # a block, for all of them, and the loss; to train and to evaluate
+    assert len(graphs) == 4
 
 
 def test_without_a_compiler_nothing_is_written(

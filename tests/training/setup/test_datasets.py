@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fp8stack
+from fp8stack import cli
 from fp8stack.data import encoded, load_corpora
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
@@ -31,13 +33,24 @@ def losses(run: Path) -> list[tuple]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run) if "loss" in row]
 
 
-@pytest.fixture
-def tokens(command: Command, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared folder: 300 short documents in 300 tokens, some of them held out."""
+    folder = tmp_path_factory.mktemp("prepared")
     rows = ({"text": " ".join(WORDS[i % 7 : 4 + i % 9] * 6)} for i in range(300))
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = ["--train-bpe", "300", "--out", "tokens", "--workers", "1", "--held-out", "0.2"]
-    assert command("prepare", "texts.jsonl", *asked) == 0
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["--train-bpe", "300", "--workers", "1", "--held-out", "0.2"]
+    words = ["prepare", str(folder / "texts.jsonl"), "--out", str(folder / "tokens"), *asked]
+    with pytest.raises(SystemExit) as exit:
+        cli.main(words)
+    assert exit.value.code == 0
+    return folder / "tokens"
+
+
+@pytest.fixture
+def tokens(prepared: Path, tmp_path: Path) -> str:
+    """A copy of it, in the folder where the command runs."""
+    shutil.copytree(prepared, tmp_path / "tokens")
     return "tokens"
 
 

@@ -17,6 +17,8 @@ from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, Command, losses, metrics
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = [
     "model_overrides.layers=1", "model_overrides.width=32", "model_overrides.heads=2",
 ]  # fmt: skip
@@ -24,10 +26,9 @@ FREE = [word for word in TINY[10:] if word not in ("--set", *SHAPE)]
 
 
 @pytest.fixture
-def source(command: Command, tmp_path: Path) -> Path:
+def source(run: Path) -> Path:
     """A finished fp32 run with checkpoints of steps 8 and 12."""
-    assert command("pretrain", "--recipe", "fp32", "--out", "source", *TINY) == 0
-    return tmp_path / "source"
+    return run.rename(run.with_name("source"))
 
 
 def begun(out: str, init_from: str | Path | None, *sets: str, **flags: object) -> Run:
@@ -70,9 +71,10 @@ def test_weights_of_a_padded_vocabulary_are_padded_anew(command: Command, tmp_pa
     run.folder.release()
 
 
-def test_the_first_loss_is_that_of_the_weights(command: Command, source: Path) -> None:
-    flags = [*TINY, "--init-from", "source", "--recipe", "fp32", "--lr", "1e-9"]
-    assert command("pretrain", "--out", "new", *flags) == 0
+def test_the_first_loss_is_that_of_the_weights(
+    command: Command, source: Path, new: list[str]
+) -> None:
+    assert command(*new, "--out", "new", "--init-from", "source", "--lr", "1e-9") == 0
     assert metrics(Path("new"))[-1]["val_loss"] == pytest.approx(
         metrics(source)[-1]["val_loss"], rel=1e-5
     )
