@@ -167,7 +167,7 @@ def judging(width: int, device: str) -> dict[str, Arm]:
 
     def waited() -> None:
         judged()
-        watch.look()
+        watch.poll()
 
     def scaler() -> None:
         norm()

@@ -14,8 +14,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, generate
 from fp8stack.precision import Hardware, probe
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
-from fp8stack.training.inference import model_in
-from fp8stack.training.load import find_checkpoint
+from fp8stack.training.load import find_checkpoint, model_in
 from fp8stack.training.setup.datasets import tokenizer_of_run
 
 

@@ -25,8 +25,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
-from fp8stack.training.inference import model_in
-from fp8stack.training.load import find_checkpoint
+from fp8stack.training.load import find_checkpoint, model_in
 from fp8stack.training.setup.datasets import tokenizer_of_run
 
 

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from fp8stack import data
 from fp8stack.distributed.parallelize import part_of
-from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import UserError
 from fp8stack.training.run import Run
 
@@ -25,7 +24,7 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
     config = run.config
     steps = range(run.step + 1, config.steps + 1)
     loader = DataLoader(
-        _dataset(run),
+        _RankBatches(run),
         batch_size=None,
         sampler=steps,
         num_workers=config.workers,
@@ -45,7 +44,7 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
 
 def tokens_of(run: Run, step: int) -> Tensor:
     """This rank's part of one step, see `batches`, on the CPU."""
-    return _dataset(run)[step]
+    return _RankBatches(run)[step]
 
 
 def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
@@ -61,25 +60,19 @@ def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
 
 
 class _RankBatches(Dataset[Tensor]):
-    """What one rank trains on of each step."""
-
-    def __init__(self, batches: data.StepBatches, ranks: Ranks, accumulate: int) -> None:
-        self.batches = batches
-        self.rank, self.ranks = ranks.index, ranks.count
-        self.accumulate = accumulate
+    def __init__(self, run: Run) -> None:
+        config = run.config
+        self.batches = data.StepBatches(
+            run.train,
+            batch=config.batch,
+            context=run.context,
+            seed=config.seed,
+            vocabulary=run.model.config.vocabulary,
+            order=config.data_order,
+            documents=config.document_mask,
+        )
+        self.rank, self.ranks = run.ranks.index, run.ranks.count
+        self.accumulate = config.accumulate
 
     def __getitem__(self, step: int) -> Tensor:
         return part_of(self.batches[step], self.rank, self.ranks, self.accumulate)
-
-
-def _dataset(run: Run) -> _RankBatches:
-    whole = data.StepBatches(
-        run.train,
-        batch=run.config.batch,
-        context=run.context,
-        seed=run.config.seed,
-        vocabulary=run.model.config.vocabulary,
-        order=run.config.data_order,
-        documents=run.config.document_mask,
-    )
-    return _RankBatches(whole, run.ranks, run.config.accumulate)

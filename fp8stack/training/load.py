@@ -1,16 +1,21 @@
-"""A trained model, back from its run."""
+"""A trained model, back from its run, to be run and not trained."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from fp8stack import presets
+from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.validation import has_weights, load_sound, newest_sound
+from fp8stack.checkpoint.state import restore_weights
+from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
 from fp8stack.errors import UserError, quoted
+from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import probe
-from fp8stack.training.inference import model_in
+from fp8stack.precision import Hardware, Recipe, probe
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -54,3 +59,54 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     raise UserError(
         f"No run and no checkpoint at '{quoted(str(path))}'. Give a run's folder or a checkpoint's."
     )
+
+
+def model_in(
+    recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
+) -> GPT:
+    """The model of `checkpoint` in eval mode, on the device of `hardware`.
+
+    Args:
+        recipe: the precision that it is to be run in, whatever it was trained in.
+        checkpoint: see `find_checkpoint`.
+        path: where it was found.
+        hardware: this machine.
+        backend: who computes, see `resolve`.
+
+    Raises:
+        UserError: delayed scaling is asked of a checkpoint without its scales, or what `resolve`
+            raises.
+    """
+    identity = checkpoint.info["identity"]
+    config = model_of(checkpoint)
+    asked = _as_in_the_run(recipe, checkpoint, path)
+    plan = plan_for(config, asked, hardware, backend)
+    if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
+        left_out = layers_left_out(checkpoint.info["plan"])
+        plan = plan_for(config, asked, hardware, backend, left_out=left_out)
+    model = GPT(config, build_backend(plan))
+    restore_weights(model, checkpoint.tensors.get("model", {}))
+    if fp8_state(model):
+        if "fp8" not in checkpoint.tensors:
+            raise UserError(
+                f"{path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
+                f"in {checkpoint.info['plan']['recipe']['name']}. Use recipe 'current'."
+            )
+        load_fp8_state(model, checkpoint.tensors["fp8"])
+    return model.to(hardware.device).eval()
+
+
+def _as_in_the_run(recipe: str, checkpoint: Checkpoint, path: Path) -> str | Recipe:
+    """The recipe that `recipe` names; if that is the run's own, with the keys that the run had
+    changed in it: scales of E5M2 mean nothing to E4M3."""
+    own = checkpoint.info["plan"]["recipe"]
+    if recipe != own["name"]:
+        return recipe
+    found: Recipe = presets.parse(Recipe, own, f"recipe in {path / 'checkpoint.json'}")
+    return found
+
+
+def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
+    """The layers that a plan, as a checkpoint has it, does not have in FP8, with the reasons: a run
+    keeps to that wherever it goes on, since FP8 state and losses depend on it."""
+    return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}

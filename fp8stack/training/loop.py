@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8stack import data
 from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.checkpoint import writer
+from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.saver import Saver
 from fp8stack.checkpoint.state import capture, first_rows, largest_of_state, random_states
 from fp8stack.distributed.process_group import losing_ranks
@@ -25,20 +26,16 @@ from fp8stack.training.dataloader import batches
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.finalize import finish
 from fp8stack.training.guard.monitor import Monitor
-from fp8stack.training.guard.policy import Guard
-from fp8stack.training.metrics.console import (
-    Display,
-    RichDisplay,
-    Silence,
-    describe_run,
-    open_display,
-)
+from fp8stack.training.guard.policy import Guard, Outcome
+from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
 from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.phases import Phases
 from fp8stack.training.run import Run, Variant
 from fp8stack.training.setup.build import versions
+from fp8stack.training.setup.resume import put_back
+from fp8stack.training.setup.variants import leave_fp16, plan_of
 from fp8stack.training.signals import NOTHING_DONE, StopRequests, stop_requests
 from fp8stack.training.step import Step
 
@@ -59,30 +56,31 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     if requested is None:
         with stop_requests() as requested:
             return train(run, requested)
+    config = run.config
     with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
         peak = peak_rate(run.hardware, run.plan)
-    display: Display = Silence()
+    display = Display(peak)
     if run.ranks.is_main:
         say(*describe_run(run))
-        if run.step == run.config.steps:
+        if run.step == config.steps:
             say(f"all {run.step} steps are done")
-        display = open_display(run.config.steps, peak, run.step)
+        display = open_display(config.steps, peak, run.step)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, peak, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
-    compiles = run.config.compile and run.step < run.config.steps and alone
+    compiles = config.compile and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
             loop.catch_up()
-            while run.step < run.config.steps:
+            while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
                     # Compiling takes minutes, and there is nothing to be saved yet.
                     with requested.at_once(NOTHING_DONE) if compiles else nullcontext():
-                        loop.advance(step, tokens_BT)
+                        went_back = loop.advance(step, tokens_BT)
                     compiles = False
-                    if run.config.checkpoint_async and run.ranks.any(loop.saver.failed):
+                    if config.checkpoint_async and run.ranks.any(loop.saver.failed):
                         loop.wait()
                     if run.ranks.any(requested()):
                         ended["how"] = "stopped by a signal, and saved"
@@ -90,7 +88,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
                         display.note(f"stopped after step {run.step}, saved {path}. Go on with:")
                         display.note(f"  {go_on}")
                         return PREEMPTED
-                    if run.step != step:  # put back to an earlier one
+                    if went_back:
                         break
             loop.wait()
             at_end = f"Stopped at the end, all is saved. Go on with: {go_on}"
@@ -110,7 +108,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
 
 
 class _Loop:
-    """The parts of a run that repeat."""
+    """The parts of a run that repeat. It alone moves the run on, from step to step."""
 
     def __init__(
         self,
@@ -121,46 +119,39 @@ class _Loop:
     ) -> None:
         self.run = run
         self.stops = stops
-        self.config = run.config
+        self.config = config = run.config
         self.display = display
-        self.journal = MetricsLog(run, display, peak)
-        self.watch = Monitor(
-            run.optimizer,
-            run.config.guard,
-            run.main.backend.delayed,
-            run.config.accumulate,
+        self.metrics = MetricsLog(run, display, peak)
+        self.monitor = Monitor(
+            run.optimizer, config.guard, run.main.backend.delayed, config.accumulate
         )
         self.saver = Saver(
             run.folder.checkpoints,
-            keep=run.config.keep_checkpoints,
-            keep_every=run.config.keep_every,
-            in_background=run.config.checkpoint_async,
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
+            in_background=config.checkpoint_async,
             before=run.folder.sync_metrics,
             good=[checkpoints.path_of(run.folder.checkpoints, run.step)],  # resumed from it
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
-        self.guard = Guard(run, self.watch, self.journal.announce, self.wait)
-        if run.guard_state is not None:
-            self.guard.load_state(run.guard_state)
-        self.phases = Phases(run, self.journal.announce)
-        if run.phases_state is not None:
-            self.phases.load_state(run.phases_state)
-        if run.step and self.phases.take_up(run.step):
-            self.refer_to_peak()
-        self.train_step = Step(run, self.watch, self.phases)
+        self.guard = Guard(run, self.monitor, self.wait)
+        self.phases = Phases(run, self.metrics.announce)
+        if run.step:
+            self.use(self.phases.variant(run.step))
+        self.train_step = Step(run, self.monitor, self.phases)
         self.profiler: StepProfiler | None = None
         if run.ranks.is_main:
             device = run.accelerator.device
-            self.profiler = StepProfiler(run.config, run.step, device, run.folder.profile)
+            self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
         self.busy = BusySteps()
         self.fp8_gemms: int | None = None
         self.saved_at = run.step
         self.save_due = False
-        self.streak = 0  # of bad steps, at the last look
+        self.streak = 0  # of bad steps, at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
-        """What `feed.batches` gives; where it fails, what was learnt so far is saved first.
+        """What `dataloader.batches` gives; where it fails, what was learnt so far is saved first.
 
         Raises:
             DataError: data cannot be read, on this rank or another.
@@ -179,104 +170,149 @@ class _Loop:
                 return
             yield got
 
-    def advance(self, step: int, tokens_BT: Tensor) -> None:
+    def advance(self, step: int, tokens_BT: Tensor) -> bool:
         """Train one step, then log, evaluate and save as configured. A step that does none of that
-        is handed to the device and not waited for. If the guard put the run back to an earlier
-        step, `run.step` says to which."""
-        config = self.config
+        is handed to the device and not waited for.
+
+        Returns:
+            Whether the run went back to an earlier step.
+        """
+        run, config = self.run, self.config
         last = step == config.steps
-        self.save_due |= last or step % config.save_every == 0
         evaluates = last or step % config.eval_every == 0
-        if self.phases.enter(step):
-            self.refer_to_peak()
-        self.watch.judges_amaxes = self.run.active is self.run.main or self.phases.calibrates(step)
-        if step in self.guard.left_out:
-            return self.leave_out(step, evaluates)
-        self.guard.before(step)
-        tokens_BT = tokens_BT.to(self.run.accelerator.device, non_blocking=True)
+        logs = evaluates or step % config.log_every == 0
+        self.save_due |= last or step % config.save_every == 0
+        self.use(self.phases.variant(step))
+        self.phases.enter(step)
+        self.monitor.judges_amaxes = run.active is run.main or self.phases.calibrates(step)
+        outcome = self.guard.begin(step)
+        self.carry_out(outcome)
+        if outcome.leave_out:
+            return self.pass_over(step, evaluates)
+        tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
         profiles = self.profiler is not None and self.profiler.wants(step)
         with self.busy.step():
             loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         if (told := self.busy.note(torch.get_num_threads())) is not None:
             self.display.note(told)
-        self.run.step = step
-        self.journal.step_done()
+        run.state.step = step
+        self.metrics.step_done()
         if not config.compile:  # compiled code does not count
-            self.fp8_gemms = self.run.backend.fp8_gemms()
-        if self.run.telemetry.due(step, 1, config.steps):
-            self.journal.report(step, self.fp8_gemms, self.guard.plan_now())
-        logs = step % config.log_every == 0 or evaluates
-        row: dict[str, Any] = {}
+            self.fp8_gemms = run.backend.fp8_gemms()
+        if run.telemetry.due(step, 1, config.steps):
+            self.metrics.report(step, self.fp8_gemms, self.guard.plan_now())
+        row = {}
         if logs:  # the reading of the loss waits for the step
             precision = self.guard.plan_now().precision
-            row = self.journal.row(step, float(loss), float(norm), precision, self.fp8_gemms)
-            if len(self.run.schedule.phases) > 1:
+            row = self.metrics.row(step, float(loss), float(norm), precision, self.fp8_gemms)
+            if len(run.schedule.phases) > 1:
                 row["phase"] = self.phases.phase(step)
-        if logs or self.save_due or self.train_step.draws:
-            self.look(step)
-        if logs and self.run.step == step:
+        if (logs or self.save_due or self.train_step.draws) and self.check(step):
+            return True
+        if logs:
             if evaluates and (val_loss := self.evaluate()) is not None:
                 row["val_loss"] = val_loss
-            self.journal.log(row)
-            self.journal.restart_clock()
-            if "val_loss" in row:
-                self.judge(step, row["val_loss"])
-        self.end_step(step)
-        if self.run.step == step:
-            self.journal.step_over(step)
+            self.metrics.log(row)
+            self.metrics.restart_clock()
+            if "val_loss" in row and self.judge(step, row["val_loss"]):
+                return True
+        if self.save_if_due(step):
+            return True
+        self.metrics.step_over(step)
+        return False
+
+    def pass_over(self, step: int, evaluates: bool) -> bool:
+        """Have a step be done without its batch, which went wrong before. Returns what `advance`
+        does."""
+        self.run.state.step = step
+        if (evaluates or self.save_due) and self.check(step):
+            return True
+        if evaluates and (loss := self.evaluate()) is not None:
+            self.metrics.log_validation(step, loss)
+            if self.judge(step, loss):
+                return True
+        return self.save_if_due(step)
+
+    def use(self, place: int) -> None:
+        """Train with the variant at this place from now on."""
+        if place != self.run.state.active:
+            self.run.use(place)
+            self.refer_to_peak()
 
     def refer_to_peak(self) -> None:
         """Have the MFU refer to the peak of what trains now."""
         began = time.perf_counter()
-        self.journal.divide_by(peak_rate(self.run.hardware, self.run.plan))
-        self.journal.pause(time.perf_counter() - began)  # measuring is not training
+        self.metrics.divide_by(peak_rate(self.run.hardware, self.run.plan))
+        self.metrics.pause(time.perf_counter() - began)  # measuring is not training
 
-    def leave_out(self, step: int, evaluates: bool) -> None:
-        """Pass over a step whose batch went wrong before."""
-        self.guard.leave_out(step)
-        self.run.step = step
-        if evaluates or self.save_due:
-            self.look(step)
-        if evaluates and self.run.step == step and (loss := self.evaluate()) is not None:
-            self.journal.log_validation(step, loss)
-            self.judge(step, loss)
-        self.end_step(step)
+    def check(self, step: int) -> bool:
+        """Have the guard judge the steps since the last check, `step` the last of them. Returns and
+        raises what `carry_out` does."""
+        outcome = self.guard.check(step)
+        self.streak = outcome.streak
+        return self.carry_out(outcome)
 
-    def judge(self, step: int, val_loss: float | None) -> None:
-        """Act on a validation loss, where it is not finite or the recipe does harm."""
-        if val_loss is None or not math.isfinite(val_loss):
-            self.weights_failed(step, "the validation loss is not finite")
-        else:
-            self.phases.judge(step, self.loss_in)
-        self.journal.restart_clock()
-
-    def end_step(self, step: int) -> None:
-        """Save if that is due; not while steps are bad, unless this is the last."""
-        last = step == self.config.steps
-        if self.run.step != step or not self.save_due or (self.streak and not last):
-            return
-        self.save()
-        self.journal.restart_clock()
-
-    def look(self, step: int) -> None:
-        """Have the guard judge the steps since its last look, `step` the last of them.
+    def carry_out(self, outcome: Outcome) -> bool:
+        """Do what the guard decided, and tell of it; returns whether the run went back.
 
         Raises:
-            NumericFailure: it gave up.
+            NumericFailure: the guard gave up.
         """
-        seen = self.guard.look(step)
-        self.streak = seen.streak
-        if self.run.step != step:
-            self.went_back()
-        elif seen.skipped:
+        run = self.run
+        if outcome.to_bf16:
+            leave_fp16(run)
+            self.refer_to_peak()
+            if run.ranks.is_main:
+                run.folder.write_plan(plan_of(run))
+        for layer in outcome.leave_fp8:
+            run.set_fp8(layer, False)
+        for layer in outcome.enter_fp8:
+            run.set_fp8(layer, True)
+        if outcome.back_to is not None:
+            self.go_back(outcome.back_to)
+        for event in outcome.events:
+            self.metrics.announce(event)
+        if outcome.failure:
+            raise NumericFailure(outcome.failure)
+        if outcome.skipped and outcome.back_to is None:
             self.train_step.give_back()
+        return outcome.back_to is not None
 
-    def went_back(self) -> None:
-        """Go on from where the guard put the run."""
-        self.saved_at, self.streak, self.save_due = self.run.step, 0, False
-        self.phases.went_back(self.run.step)
-        self.journal.restart_clock()
-        self.journal.forget_pace()
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Put the run back to a checkpoint, to go on from there."""
+        run = self.run
+        put_back(run, checkpoint)
+        run.ranks.wait()  # for those that still read
+        if run.ranks.is_main:
+            writer.forget_after(run.folder.checkpoints, run.step)
+        self.saved_at, self.streak, self.save_due = run.step, 0, False
+        self.phases.went_back(run.step)
+        self.metrics.restart_clock()
+        self.metrics.forget_pace()
+
+    def judge(self, step: int, val_loss: float | None) -> bool:
+        """Act on a validation loss, where it is not finite or the recipe does harm; returns whether
+        the run went back."""
+        if val_loss is None or not math.isfinite(val_loss):
+            return self.mend(step, "the validation loss is not finite")
+        self.phases.judge(step, self.loss_in)
+        self.metrics.restart_clock()
+        return False
+
+    def mend(self, step: int, why: str) -> bool:
+        """Act on weights that are broken though no step was bad, or not yet; returns whether the
+        run went back.
+
+        Raises:
+            NumericFailure: nothing helps.
+        """
+        if self.config.guard.enabled:
+            return self.carry_out(self.guard.weights_failed(step, why))
+        saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
+        raise NumericFailure(
+            f"Step {step}: {why}. The last checkpoint is {saved}. Lower --lr, or try a recipe with "
+            "more range."
+        )
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """A step under the profiler; what it finds is written and shown after the last of them."""
@@ -286,29 +322,13 @@ class _Loop:
         done = time.perf_counter()
         if (text := self.profiler.written()) is not None:
             self.display.note(f"{text}profile: {self.run.folder.profile}")
-        self.journal.pause(time.perf_counter() - done)  # writing is not training
+        self.metrics.pause(time.perf_counter() - done)  # writing is not training
         return result
 
     def close(self) -> None:
         """Stop what a run that ends before its last step may have left on."""
         if self.profiler is not None:
             self.profiler.close()
-
-    def weights_failed(self, step: int, why: str) -> None:
-        """Act on weights that are broken though no step was bad, or not yet.
-
-        Raises:
-            NumericFailure: nothing helps.
-        """
-        if self.config.guard.enabled:
-            self.guard.weights_failed(step, why)
-            self.went_back()
-            return
-        saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
-        raise NumericFailure(
-            f"Step {step}: {why}. The last checkpoint is {saved}. Lower --lr, or try a recipe with "
-            "more range."
-        )
 
     def session(self) -> AbstractContextManager[dict[str, str]]:
         """See `RunFolder.session`; of several ranks the main one tells, if steps are left to do."""
@@ -341,27 +361,35 @@ class _Loop:
         micro_batch = self.config.batch // self.config.accumulate
         device = run.accelerator.device
         model = run.wrapped if variant is None else variant.model
-        shared = (run.ranks, self.stops)
-        loss = validation_loss(model, run.windows, micro_batch, device, *shared)
+        loss = validation_loss(model, run.windows, micro_batch, device, run.ranks, self.stops)
         (variant or run.active).backend.fp8_gemms()
         return loss
 
     def stop(self) -> Path:
-        """Judge what was not judged yet, save, and wait for the disk. Raises what `look` and `save`
-        raise."""
-        self.look(self.run.step)
-        path = self.save()
+        """Judge what was not judged yet, save, and wait for the disk; returns the checkpoint's
+        path. Raises what `check` and `save` raise."""
+        self.check(self.run.step)
+        self.save()
         self.wait()
-        return path
+        return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk; raises what `Saver.wait` does, on any rank."""
         with self.run.ranks.together():
             self.saver.wait()
 
-    def save(self) -> Path:
-        """Write a checkpoint of the last step, unless there is one, and return its path. If the
-        weights are not finite, the run is put back to the checkpoint that is returned.
+    def save_if_due(self, step: int) -> bool:
+        """Save, if it is time; not while steps are bad, unless this is the last. Returns what
+        `save` does."""
+        if not self.save_due or (self.streak and step != self.config.steps):
+            return False
+        went_back = self.save()
+        self.metrics.restart_clock()
+        return went_back
+
+    def save(self) -> bool:
+        """Write a checkpoint of the last step, unless there is one. If the weights are not finite,
+        the run goes back to one instead; returns whether it did.
 
         Raises:
             NumericFailure: the weights are not finite, and nothing helps.
@@ -370,10 +398,9 @@ class _Loop:
         run = self.run
         self.save_due = False
         if self.saved_at == run.step:  # step 0 is not worth one
-            return checkpoints.path_of(run.folder.checkpoints, run.step)
+            return False
         if run.ranks.any(not largest_of_state(run.optimizer).isfinite()):
-            self.weights_failed(run.step, "a weight or a moment is not finite")
-            return checkpoints.path_of(run.folder.checkpoints, run.step)
+            return self.mend(run.step, "a weight or a moment is not finite")
         info = {
             "identity": run.identity,
             "config": run.folder.portable(self.config).model_dump(mode="json"),
@@ -384,11 +411,10 @@ class _Loop:
             "versions": versions(),
             "guard": self.guard.state(),
         }
-        path = checkpoints.path_of(run.folder.checkpoints, run.step)
         random, main = random_states(run.ranks), run.main.model
         groups = partial(capture, run.model, run.optimizer, random, fp8_model=main)
         with run.ranks.together():
             if run.ranks.is_main or self.saver.first_rows is not None:
                 self.saver.save(run.step, info, groups)
         self.saved_at = run.step
-        return path
+        return False

@@ -23,27 +23,28 @@ CONSERVATIVE = "conservative"
 
 
 class Phases:
-    """Has the right variant of a run's model train and evaluate.
+    """Says which variant of a run's model trains, and when the phases end early.
 
     Args:
-        run: the run.
         announce: is called with each event, a row of `metrics.jsonl`.
     """
 
     def __init__(self, run: Run, announce: Callable[[dict[str, Any]], None]) -> None:
         self.run = run
         self.announce = announce
-        self.ended_at: int | None = None  # the step after which all is in the reference
-        self.judged_at = 0  # the last step whose validation loss was compared
-        self.entered: str | None = None  # the phase that was announced last
+        state = (run.resumed or {}).get("phases") or {}
+        # The step after which all is in the reference; the last step whose validation loss was
+        # compared; the phase that was announced last.
+        self.ended_at: int | None = state.get("ended_at")
+        self.judged_at: int = state.get("judged_at", 0)
+        self.entered: str | None = state.get("entered")
 
-    def enter(self, step: int) -> bool:
-        """Have the variant of `step` train, and announce a phase that begins with it.
+    def variant(self, step: int) -> int:
+        """The place of the variant that trains in `step`."""
+        return self._at(step)[1]
 
-        Returns:
-            Whether another variant trained before.
-        """
-        switches = self.take_up(step)
+    def enter(self, step: int) -> None:
+        """Announce a phase that begins with `step`; its variant trains already."""
         phase = self._at(step)[0]
         several = len(self.run.schedule.phases) > 1
         if phase.name != self.entered and several and self.ended_at is None:
@@ -51,15 +52,6 @@ class Phases:
             why = f"{asked} was asked for from this step on"
             self._announce(step, phase.name, self.run.active, why)
         self.entered = phase.name
-        return switches
-
-    def take_up(self, step: int) -> bool:
-        """Have the variant of `step` train; whether another one did before."""
-        variant = self._at(step)[1]
-        if variant is self.run.active:
-            return False
-        self.run.use(variant)
-        return True
 
     def phase(self, step: int) -> str:
         """The name of the phase of `step`."""
@@ -71,7 +63,7 @@ class Phases:
         run, schedule, config = self.run, self.run.schedule, self.run.config
         if run.main.backend.delayed is None or self._has_ended(step):
             return False
-        if self._at(step)[1] is run.main:
+        if run.variants[self.variant(step)] is run.main:
             return False
         if run.evaluation is run.main:
             left = min(-step % config.eval_every, config.steps - step)
@@ -145,11 +137,6 @@ class Phases:
             "places": self.run.schedule.places,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Put back what `state` gave."""
-        self.ended_at, self.judged_at = state["ended_at"], state["judged_at"]
-        self.entered = state["entered"]
-
     def went_back(self, step: int) -> None:
         """Forget what was decided after `step`: the run was put back to it."""
         self.judged_at = min(self.judged_at, step)
@@ -160,14 +147,14 @@ class Phases:
     def _has_ended(self, step: int) -> bool:
         return self.ended_at is not None and step > self.ended_at
 
-    def _at(self, step: int) -> tuple[Phase, Variant]:
-        run, schedule = self.run, self.run.schedule
-        place = next(n for n, phase in enumerate(schedule.phases) if step <= phase.last)
-        variant = run.variants[schedule.variants[place]]
+    def _at(self, step: int) -> tuple[Phase, int]:
+        schedule = self.run.schedule
+        number = next(n for n, phase in enumerate(schedule.phases) if step <= phase.last)
+        place = schedule.variants[number]
         if self._has_ended(step):
             assert schedule.reference is not None
-            variant = run.variants[schedule.reference]
-        return schedule.phases[place], variant
+            place = schedule.reference
+        return schedule.phases[number], place
 
     def _announce(self, step: int, name: str, variant: Variant, why: str) -> None:
         plan = variant.plan

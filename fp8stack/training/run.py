@@ -1,8 +1,8 @@
-"""A run: everything that a training loop needs."""
+"""A run: what it is, which stays, and where it stands, which the training loop moves on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from fp8stack import data
 from fp8stack.backends import Backend
+from fp8stack.backends.linear import LowPrecisionLinear
 from fp8stack.config import RunConfig
-from fp8stack.distributed.process_group import ALONE, Ranks
+from fp8stack.distributed.process_group import Ranks
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.precision import Hardware, Plan
@@ -23,10 +24,10 @@ from fp8stack.tokenizer import Tokenizer
 from fp8stack.training.run_folder import RunFolder
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """The model in one recipe: its plan, who computes, and the layers, which share their parameters
-    with the run's other variants."""
+    """The model in one recipe: its plan, the backend that runs it, and the layers, which share
+    their parameters with the run's other variants."""
 
     plan: Plan
     backend: Backend
@@ -51,7 +52,7 @@ class Switch(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Which variant runs when; variants by their place in `Run.variants`.
+    """Which variant runs when; variants by their place in `TrainingState.variants`.
 
     Attributes:
         phases: of training, in order, from the first step to the last.
@@ -68,44 +69,71 @@ class Schedule:
     reference: int | None = None
 
 
-@dataclass(kw_only=True)
-class Run:
-    """Everything a training loop needs, and the step that was done last.
+@dataclass(kw_only=True, eq=False)
+class TrainingState:
+    """Where a run stands, besides its weights, moments and scales. The training loop alone changes
+    it, and what puts a run back to a checkpoint.
 
     Attributes:
         variants: of the model, one for each recipe that a phase asks for.
-        active: the variant that trains now.
+        active: the place of the variant that trains now.
+        step: the step that was done last.
+    """
+
+    variants: tuple[Variant, ...]
+    active: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What a run is, and where it stands: its `state`.
+
+    Attributes:
         wrapped: what a step calls: the model, or the switch, or what spreads either over ranks.
         switch: what calls the variant that trains now, if there are several.
         windows: those of validation losses.
         tokenizer: what the data were tokenized with, if that is known.
-        loss_scaler: of fp16, if a phase is in it; `scaler` is it in such a phase, and else None.
+        loss_scaler: of fp16, if a phase is in it.
+        notes: what is told at the start.
+        resumed: what the checkpoint told that the run goes on from, if it does.
     """
 
     config: RunConfig
     context: int
     folder: RunFolder
     hardware: Hardware
-    variants: tuple[Variant, ...]
-    active: Variant
+    ranks: Ranks
     schedule: Schedule
     wrapped: nn.Module
-    switch: Switch | None = None
+    switch: Switch | None
     optimizer: Optimizer
     accelerator: Accelerator
     loss_scaler: LossScaler | None
-    scaler: LossScaler | None = None
     train: data.Corpus
     validation: data.Corpus
     windows: Tensor
     tokenizer: Tokenizer | None
     telemetry: Telemetry
-    identity: dict[str, Any]
-    ranks: Ranks = ALONE
-    step: int = 0
+    identity: Mapping[str, Any]
+    state: TrainingState
     notes: tuple[str, ...] = ()
-    guard_state: dict[str, Any] | None = None
-    phases_state: dict[str, Any] | None = None
+    resumed: Mapping[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that was done last."""
+        return self.state.step
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The model, once for each recipe that a phase asks for."""
+        return self.state.variants
+
+    @property
+    def active(self) -> Variant:
+        """The variant that trains now."""
+        return self.state.variants[self.state.active]
 
     @property
     def plan(self) -> Plan:
@@ -114,7 +142,7 @@ class Run:
 
     @property
     def backend(self) -> Backend:
-        """Who computes now."""
+        """The backend that runs now."""
         return self.active.backend
 
     @property
@@ -123,11 +151,14 @@ class Run:
         return self.active.model
 
     @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler, if what trains now is in fp16."""
+        return self.loss_scaler if self.plan.loss_scaling else None
+
+    @property
     def main(self) -> Variant:
-        """The variant whose FP8 state is kept, if one has any; else the first in FP8, if any."""
-        delayed = (one for one in self.variants if one.backend.delayed is not None)
-        fp8 = (one for one in self.variants if one.plan.runs_fp8)
-        return next(delayed, None) or next(fp8, self.variants[0])
+        """See `main_variant`."""
+        return main_variant(self.state.variants)
 
     @property
     def evaluation(self) -> Variant | None:
@@ -135,10 +166,24 @@ class Run:
         place = self.schedule.evaluation
         return None if place is None else self.variants[place]
 
-    def use(self, variant: Variant) -> None:
-        """Train with `variant` from now on."""
-        self.active = variant
-        self.scaler = self.loss_scaler if variant.plan.loss_scaling else None
-        self.telemetry.plan = variant.plan
+    def use(self, place: int) -> None:
+        """Train with the variant at this place from now on."""
+        self.state.active = place
+        self.telemetry.plan = self.plan
         if self.switch is not None:
-            self.switch.active = self.variants.index(variant)
+            self.switch.active = place
+
+    def set_fp8(self, layer: str, in_fp8: bool) -> None:
+        """Take a layer out of FP8, or back to it, in every variant that has it in FP8."""
+        for variant in self.variants:
+            if variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
+                part = variant.model.get_submodule(layer)
+                assert isinstance(part, LowPrecisionLinear), layer
+                part.in_fp8 = in_fp8
+
+
+def main_variant(variants: Sequence[Variant]) -> Variant:
+    """The variant whose FP8 state is kept, if one has any; else the first in FP8, if any."""
+    delayed = (one for one in variants if one.backend.delayed is not None)
+    fp8 = (one for one in variants if one.plan.runs_fp8)
+    return next(delayed, None) or next(fp8, variants[0])

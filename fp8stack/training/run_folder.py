@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,12 @@ from fp8stack.config import FREE_ON_RESUME, RunConfig, parse_config, with_files
 from fp8stack.errors import StorageError, UserError
 from fp8stack.io import TEMPORARY, lock, storage_errors, write_atomically
 from fp8stack.tokenizer import TOKENIZER_FILE
+
+BESIDES = (
+    *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
+    *("profile/trace.json.gz", "profile/profile.md"),
+)
+"""Files in a run's folder, besides its own, that are written for it."""
 
 
 class RunFolder:
@@ -41,6 +47,8 @@ class RunFolder:
         self.profile = path / "profile"
         self.presets = path / "presets"
         self.checkpoints = path / "checkpoints"
+        self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
+        self._own.append(self.sessions)
         self._lock: TextIO | None = None
 
     @property
@@ -89,8 +97,7 @@ class RunFolder:
                 "--out, or remove it by --overwrite."
             )
         self.require_folder()
-        own = (self.plan, self.tokenizer, self.telemetry, self.plot, self.sample, self.debug)
-        found = [path for path in (*own, self.sessions, self.profile) if path.exists()]
+        found = [path for path in (*self._own, self.profile) if path.exists()]
         found += [] if self._has_no_checkpoints else [self.checkpoints]
         if found:
             raise UserError(f"{found[0]} is in the way: it is no run's. Give another --out.")
@@ -103,6 +110,36 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
+
+    def files(self) -> list[Path]:
+        """The files here that a run wrote, checkpoints apart.
+
+        Raises:
+            UserError: there is a file in the folder's place.
+        """
+        self.require_folder()
+        besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
+        # Those that make it a run come last: cut short, it still is one, without checkpoints.
+        files = (*self._own, *besides, self.metrics, self.config)
+        return [file for file in files if file.is_file()]
+
+    def remove(self, files: Iterable[Path]) -> str | None:
+        """Remove the checkpoints and these `files`, and say so in a line; None if there was
+        nothing. Whatever else lies in the folder stays; it is claimed already.
+
+        Raises:
+            StorageError: a file cannot be removed.
+        """
+        names = [path.name for path in candidates(self.checkpoints)]
+        forget_after(self.checkpoints, -1)
+        with storage_errors(self.path):
+            for file in files:
+                names.append(str(file.relative_to(self.path)))
+                file.unlink()
+                if file.parent != self.path:
+                    with suppress(OSError):  # other things are in there
+                        file.parent.rmdir()
+        return f"overwrote the run in {self.path}: removed {', '.join(names)}" if names else None
 
     def claim(self) -> None:
         """Make the folder and hold it until this process ends. What a process that died while it

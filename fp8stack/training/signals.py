@@ -1,6 +1,6 @@
 """Signals as requests: a run stops between two steps, or at once where nothing would be lost.
 
-It must not know how a run is saved. No torch here: requests are heard before torch is imported.
+No torch here: requests are heard before torch is imported.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_without_the_guard_the_same_check_finds_every_fault_lost(
 ) -> None:
     """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
     monkeypatch.setattr("fp8stack.training.guard.amax.Amaxes.put_back", lambda self, where: None)
-    monkeypatch.setattr(Guard, "weights_failed", lambda self, step, why: None)
+    monkeypatch.setattr(Guard, "_mend", lambda self, found, step, why: found)
     chosen = [("loss", "inf"), ("wgrad", "nan"), ("moment", "inf")]
     outcome = transient(tmp_path, "delayed", chosen)
     assert (outcome.injected, outcome.survived) == (3, 0)
@@ -70,7 +71,7 @@ def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(
         if name == "spoilt":
             fault.put(run)
         else:
-            run.guard_state = left_out(5)
+            run = replace(run, resumed={"guard": left_out(5), "phases": None})
         small_runs.trained(run)
         assert fault.injected == (name == "spoilt")
         runs.append({step: digest for step, digest in recorder.starts if step != 5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -293,7 +294,7 @@ def test_four_halvings_in_a_row_raise_an_alarm_that_says_what_to_do(tmp_path: Pa
 
 def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path: Path) -> None:
     small = SmallLoop(tmp_path / "r", "fp16", guard={"overflows": 5})
-    small.run.hardware = Hardware("cuda", (7, 5))
+    small.loop.guard.run = replace(small.run, hardware=Hardware("cuda", (7, 5)))
     overflow_in(small, {1, 2, 3, 4, 5, 6}, small.run.model.final_norm.weight)
     small.advance(6)
     told = [row["event"] for row in metrics(tmp_path / "r") if "event" in row]

@@ -255,7 +255,7 @@ def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(
     assert [row["loss_scale"] for row in rows] == [1024, 1024, 512]  # one update
     assert rows[-1]["overflows"] == 1
     assert all(value.float().isfinite().all() for value in state_of(small).values())
-    assert small.loop.watch.look().overflows == 1
+    assert small.loop.monitor.poll().overflows == 1
 
 
 def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update() -> None:

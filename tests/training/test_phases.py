@@ -441,20 +441,22 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(
 ) -> None:
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), steps=8)
     h100 = Hardware("cuda", (9, 0), name="NVIDIA H100 80GB HBM3")
-    for variant in small.run.variants:
-        planned = replace(variant.plan, device="cuda", native=True, compute_dtype="bf16")
-        variant.plan = planned
-    small.run.hardware = h100
+    run = small.run
+    run.state.variants = tuple(
+        replace(one, plan=replace(one.plan, device="cuda", native=True, compute_dtype="bf16"))
+        for one in run.variants
+    )
+    small.loop.run = replace(run, hardware=h100)
     seen = []
     for _ in range(7):
         small.advance(1)
-        seen.append(small.loop.journal.peak.tflops)
+        seen.append(small.loop.metrics.peak.tflops)
     assert seen[3:] == [1979] * 3 + [989]
 
 
 def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path: Path) -> None:
     small = SmallLoop(tmp_path / "r", "delayed", phases=three("current"), steps=9)
-    small.loop.guard._have_in_fp8("blocks.0.mlp.up", False)
+    small.run.set_fp8("blocks.0.mlp.up", False)
     small.loop.guard.demoted["blocks.0.mlp.up"] = None
     full = {}
     for step in range(1, 7):

@@ -1,6 +1,6 @@
 """The amax history of delayed scaling as the guard sees it: judged after a step, mended before one.
 
-All of it happens on the device; nobody waits. It must not know what a bad step leads to.
+All of it happens on the device; nobody waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a bad step's trouble shows first: the step is tried again, watched. The run is not changed.
 
-What is found is an operand of a layer, by name. It must not know what is done about it.
+What is found is an operand of a layer, by name.
 """
 
 from __future__ import annotations
@@ -129,13 +129,13 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
     snapshot = None if delayed is None else delayed.snapshot()
     device = run.accelerator.device
     gemms = run.backend.fp8_gemms()
-    now, run.step = run.step, step - 1
+    now, run.state.step = run.step, step - 1
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        run.step = now
+        run.state.step = now
         run.optimizer.zero_grad(set_to_none=True)
         if delayed is not None and snapshot is not None:
             delayed.put_back(snapshot, torch.ones((), dtype=torch.bool, device=device))

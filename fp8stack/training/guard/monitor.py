@@ -1,8 +1,7 @@
 """Each step is judged on the device before the optimizer takes it; nobody waits for the verdict.
 
 A bad step changes nothing: the optimizer skips it, and the FP8 state is put back. FP8 state that is
-broken by itself is mended before a step uses it. The host asks for the verdicts when it wants to.
-It must not know what is done about steps that stay bad.
+broken by itself is mended before a step uses it. The host polls for the verdicts when it wants to.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fp8stack.training.guard.amax import Amaxes, Verdict
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
 KEPT = 64
-"""How many bad steps are remembered between two looks."""
+"""How many bad steps are remembered between two polls."""
 _MANY, _OF = 7, 21  # times patience: so many bad steps of the last so many are too many
 
 
@@ -80,7 +79,7 @@ class BadStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the watch saw since the last look.
+    """What the monitor saw since the last poll.
 
     Attributes:
         bad: the bad steps, at most `KEPT`, oldest first.
@@ -246,8 +245,8 @@ class Monitor:
         none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
         return Verdict(none, none, nothing, nothing)
 
-    def look(self) -> Findings:
-        """What happened since the last look. This waits for the device."""
+    def poll(self) -> Findings:
+        """What happened since the last poll. This waits for the device."""
         numbers = [self._count, self._streak, self._overflows, self.skips.min().double()]
         numbers += [self._recent.sum(), self._broken_state()]
         parts = [torch.stack(numbers), self._log.flatten()]

@@ -1,4 +1,4 @@
-"""Robust statistics: what is far above the values before it. No step and no run here."""
+"""Robust statistics: what is far above the values before it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -16,26 +16,24 @@ from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.run import Run
 
 
-class Display(Protocol):
-    """Where a run's progress is shown.
+class Display:
+    """Where a run's progress is shown. This one stays silent: of several ranks the main one speaks.
 
     Attributes:
         peak: what the MFU refers to.
     """
 
-    peak: Peak
+    def __init__(self, peak: Peak) -> None:
+        self.peak = peak
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        ...
 
     def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """Show the metrics of a step, a row of `metrics.jsonl`; None: no telling how long yet."""
-        ...
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        ...
 
 
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
@@ -139,27 +137,12 @@ def _phases(run: Run) -> list[str]:
     return [f"phases: {', '.join(told)}"]
 
 
-class Silence:
-    """Of the ranks that leave speaking to the main one."""
-
-    peak = Peak(tflops=None, name="none")
-
-    def note(self, text: str) -> None:
-        """See `Display.note`."""
-
-    def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
-        """See `Display.step`."""
-
-    def close(self) -> None:
-        """See `Display.close`."""
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line per logged step, for logs and pipes."""
 
     def __init__(self, steps: int, peak: Peak) -> None:
+        super().__init__(peak)
         self.steps = steps
-        self.peak = peak
 
     def note(self, text: str) -> None:
         """See `Display.note`."""
@@ -170,17 +153,14 @@ class PlainDisplay:
         left = "n/a" if seconds_left is None else timedelta(seconds=round(seconds_left))
         say(f"{describe(row, self.steps, self.peak)} | ETA {left}")
 
-    def close(self) -> None:
-        """See `Display.close`."""
 
-
-class RichDisplay:
+class RichDisplay(Display):
     """A bar with the latest step's figures below it; notes scroll by above. Once closed, only notes
     are left, and the figures of the last step."""
 
     def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
+        super().__init__(peak)
         self.steps = steps
-        self.peak = peak
         self.progress = Bar(
             TextColumn("step"),
             MofNCompleteColumn(),

@@ -1,6 +1,6 @@
 """What the first steps of a start do, event by event, in `debug.jsonl`.
 
-Values are read on the host here, so such a step waits for its device. It must not change anything.
+Values are read on the host here, so such a step waits for its device.
 """
 
 from __future__ import annotations

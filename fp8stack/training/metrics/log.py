@@ -1,6 +1,6 @@
 """What a run tells of itself: rows of metrics, events, telemetry; to files, display and trackers.
 
-Of several ranks, the main one tells. It must not know how a step is made.
+Of several ranks, the main one tells.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class MetricsLog:
     """Writes down what a run does.
 
     Args:
-        run: the run.
         display: where its progress is shown.
         peak: of a rank's device, for the MFU.
     """

@@ -1,4 +1,4 @@
-"""What steps spend their time on, by torch's profiler. It must not know how a step is trained."""
+"""What steps spend their time on, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class StepProfiler:
     """Profiles some steps of a run, one after the other, in one trace.
 
     Args:
-        config: of the run.
         done: the last step before this start.
-        device: where it trains.
         folder: what is found is written there.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio; by accelerate.
 
-The only file that knows these packages. It must not know the training loop.
+The only file that knows these packages.
 """
 
 from __future__ import annotations

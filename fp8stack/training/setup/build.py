@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from torch import nn
 
 import fp8stack
 from fp8stack.compiler import require_compiler
@@ -31,10 +33,10 @@ from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.hardware import available_memory
 from fp8stack.telemetry.operands import Telemetry
 from fp8stack.training.metrics.trackers import build_trackers
-from fp8stack.training.run import Run, Switch
+from fp8stack.training.run import Run, Schedule, Switch, TrainingState, Variant, main_variant
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.allocator import keep_freed_memory
-from fp8stack.training.setup.datasets import read
+from fp8stack.training.setup.datasets import Reading, read
 from fp8stack.training.setup.init_from import Source, begin_with, with_tokenizer
 from fp8stack.training.setup.memory_check import Footprint, require_memory
 from fp8stack.training.setup.variants import Decided, build_variants, plan_phases
@@ -54,105 +56,97 @@ def build(
 
     Args:
         decided: what was decided when the run began.
-        hardware: this machine.
-        ranks: who trains it.
         source: whose weights it begins with, if not its own.
         tokenizer: the `tokenizer.json` of the weights, of a run that goes on its own; if known.
     """
     with ranks.together():
-        run = _build_alone(config, folder, decided, hardware, ranks, tokenizer)
-        run.notes += nothing_to_compress(config, ranks.count) + without_effect(config, run)
+        require_divisible(config, ranks.count)
+        shape = load_config(config.model, config.model_overrides)
+        context = context_of(config, shape)
+        tokens = config.batch // (config.accumulate * ranks.count) * context
+        plans, schedule = plan_phases(config, shape, hardware, decided, tokens)
+        for plan in plans:
+            require_possible(plan, config, ranks.count)
+            if config.compile:
+                require_compiler(plan, config.activation_checkpointing)
+        require_optimizer(config, hardware, ranks.count)
+        footprint = Footprint(config, shape, context, ranks.count)
+        left = available_memory(hardware.device)
+        require_memory(footprint, [plans[at] for at in schedule.variants], hardware, left)
+        # The main rank's part of a batch is looked at.
+        telemetry = Telemetry(
+            plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main
+        )
+        found = read(config, shape.vocabulary, context, tokenizer)
+        if plans[0].device == "cpu":
+            keep_freed_memory()
+        if config.deterministic and (plans[0].device == "cuda" or config.compile):
+            _be_deterministic()
+        try:
+            variants = build_variants(plans, shape, config)
+        except MemoryError as error:
+            raise UserError(
+                f"Model {config.model} does not fit into the memory that is left. Choose a "
+                "smaller one."
+            ) from error
+        # After the model, since what its making draws depends on the recipe; ranks draw other
+        # dropout.
+        torch.manual_seed(config.seed + ranks.index)
+        accelerator = _accelerator(config, folder, plans[0], ranks)
+        device = accelerator.device
+        for variant in variants:
+            if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared
+                variant.model.to(device)
+            if config.compile:
+                variant.model.compile_blocks(mode=config.compile_mode)
+        in_fp16 = any(plan.loss_scaling for plan in plans)
+        loss_scaler = build_scaler(config, device) if in_fp16 else None
+        model = variants[0].model
+        notes = nothing_to_compress(config, ranks.count)
+        notes += without_effect(config, in_fp16, ranks.count)
         if source is not None:
-            run.notes += (begin_with(run.model, source), *with_tokenizer(source, run.tokenizer))
+            notes += (begin_with(model, source), *with_tokenizer(source, found.tokenizer))
+    switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
+    wrapped: nn.Module = switch or model
     if ranks.count > 1:
-        plans = [variant.plan.to_json() for variant in run.variants]
-        same = [plans, str(hardware), hardware.te_version, versions()]
+        same = [[plan.to_json() for plan in plans], str(hardware), hardware.te_version, versions()]
         ranks.require_equal("plan, hardware or software", json.dumps(same))
         with losing_ranks():
-            run.wrapped = spread(run.wrapped, run.backend, run.accelerator, config)
-        run.optimizer = build_optimizer(run.model, config)  # FSDP2's parameters are other ones
-    return run
-
-
-def _build_alone(
-    config: RunConfig,
-    folder: RunFolder,
-    decided: Decided,
-    hardware: Hardware,
-    ranks: Ranks,
-    tokenizer: Path | None,
-) -> Run:
-    """What each rank makes by itself: the run, its model not spread over ranks yet."""
-    require_divisible(config, ranks.count)
-    model_config = load_config(config.model, config.model_overrides)
-    context = context_of(config, model_config)
-    tokens = config.batch // (config.accumulate * ranks.count) * context
-    plans, schedule = plan_phases(config, model_config, hardware, decided, tokens)
-    for plan in plans:
-        require_possible(plan, config, ranks.count)
-        if config.compile:
-            require_compiler(plan, config.activation_checkpointing)
-    require_optimizer(config, hardware, ranks.count)
-    footprint = Footprint(config, model_config, context, ranks.count)
-    left = available_memory(hardware.device)
-    require_memory(footprint, [plans[at] for at in schedule.variants], hardware, left)
-    # The main rank's part of a batch is looked at.
-    telemetry = Telemetry(plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main)
-    found = read(config, model_config.vocabulary, context, tokenizer)
-    if plans[0].device == "cpu":
-        keep_freed_memory()
-    if config.deterministic and (plans[0].device == "cuda" or config.compile):
-        _be_deterministic()
-    try:
-        variants = build_variants(plans, model_config, config)
-    except MemoryError as error:
-        raise UserError(
-            f"Model {config.model} does not fit into the memory that is left. Choose a smaller one."
-        ) from error
-    # After the model, since what its making draws depends on the recipe; ranks draw other dropout.
-    torch.manual_seed(config.seed + ranks.index)
-    accelerator = _accelerator(config, folder, plans[0], ranks)
-    device = accelerator.device
-    for variant in variants:
-        if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared out
-            variant.model.to(device)
-        if config.compile:
-            variant.model.compile_blocks(mode=config.compile_mode)
-    scaled = any(plan.loss_scaling for plan in plans)
-    switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
+            wrapped = spread(wrapped, variants[0].backend, accelerator, config)
+    with ranks.together():
+        optimizer = build_optimizer(model, config)  # of FSDP2's parameters, if it made other ones
     run = Run(
         config=config,
         context=context,
         folder=folder,
         hardware=hardware,
-        variants=variants,
-        active=variants[0],
+        ranks=ranks,
         schedule=schedule,
-        wrapped=switch or variants[0].model,
+        wrapped=wrapped,
         switch=switch,
-        optimizer=build_optimizer(variants[0].model, config),
+        optimizer=optimizer,
         accelerator=accelerator,
-        loss_scaler=build_scaler(config, device) if scaled else None,
+        loss_scaler=loss_scaler,
         train=found.train,
         validation=found.validation,
         windows=found.windows,
         tokenizer=found.tokenizer,
         telemetry=telemetry,
-        identity={},
-        ranks=ranks,
+        identity=_identity(shape, variants, schedule, found),
+        state=TrainingState(variants=variants),
+        notes=notes,
     )
-    run.identity = _identity(model_config, run)
-    run.use(variants[schedule.variants[0]])
+    run.use(schedule.variants[0])
     return run
 
 
-def without_effect(config: RunConfig, run: Run) -> tuple[str, ...]:
-    """A note on each key that was set and changes nothing in this run."""
+def without_effect(config: RunConfig, in_fp16: bool, ranks: int) -> tuple[str, ...]:
+    """A note on each key that was set and changes nothing in a run of so many ranks."""
     known = RunConfig.model_fields
     scaler = tuple(key for key in known if "loss_scale" in key)
     profile = tuple(key for key in known if key.startswith("profile_"))
     reasons = {
-        "no phase is in fp16": scaler if run.loss_scaler is None else (),
+        "no phase is in fp16": () if in_fp16 else scaler,
         "the run has no phases": () if config.phases else ("calibration_steps",),
         "clip_mode is not adaptive": ()
         if config.clip_mode == "adaptive"
@@ -161,7 +155,7 @@ def without_effect(config: RunConfig, run: Run) -> tuple[str, ...]:
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
         "the run is not compiled": () if config.compile else ("compile_mode",),
         "the run is not profiled": () if config.profile else profile,
-        "there is one rank": () if run.ranks.count > 1 else ("parallel",),
+        "there is one rank": () if ranks > 1 else ("parallel",),
     }
     return tuple(
         f"{key} changes nothing here: {why}"
@@ -218,7 +212,9 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks)
     return accelerator
 
 
-def _identity(model: GPTConfig, run: Run) -> dict[str, Any]:
+def _identity(
+    model: GPTConfig, variants: Sequence[Variant], schedule: Schedule, reading: Reading
+) -> dict[str, Any]:
     """What a resumed run must share with its checkpoint, besides the configuration."""
 
     def recipe(plan: Plan) -> dict[str, Any]:
@@ -229,17 +225,17 @@ def _identity(model: GPTConfig, run: Run) -> dict[str, Any]:
 
     same = {
         "model": model.model_dump(mode="json"),
-        "recipe": recipe(run.main.plan),
+        "recipe": recipe(main_variant(variants).plan),
         "data": {
-            "train": run.train.fingerprint(),
-            "validation": run.validation.fingerprint(),
+            "train": reading.train.fingerprint(),
+            "validation": reading.validation.fingerprint(),
         },
     }
-    places = {*run.schedule.variants, run.schedule.evaluation} - {None}
+    places = {*schedule.variants, schedule.evaluation} - {None}
     if len(places) > 1:  # the reference for the guard is none of them: it may come and go
         same["recipes"] = {
             str(place): recipe(variant.plan)
-            for place, variant in enumerate(run.variants)
+            for place, variant in enumerate(variants)
             if place in places
         }
     return same

@@ -40,8 +40,6 @@ def read(config: RunConfig, vocabulary: int, context: int, source: Path | None =
     of the first weights, else the model's; of bytes for a model with about as many tokens.
 
     Args:
-        config: of the run.
-        vocabulary: of its model.
         context: tokens per sequence.
         source: the `tokenizer.json` of the weights that it begins with, if they have one.
 
@@ -85,13 +83,8 @@ def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Token
 def _tokenizer(
     config: RunConfig, vocabulary: int, texts: Tokenizer | None, source: Path | None
 ) -> Tokenizer | None:
-    """What the run's data are tokens of; None where neither they nor `config` say.
-
-    Args:
-        config: of the run.
-        vocabulary: of its model.
-        texts: what text becomes tokens with.
-        source: see `read`.
+    """What the run's data are tokens of; None where neither they nor `config` say. Text becomes
+    tokens of `texts`.
 
     Raises:
         UserError: `config` names another than the data's, or one that cannot be loaded; or the

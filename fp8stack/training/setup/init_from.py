@@ -1,7 +1,6 @@
 """The weights that a new run begins with, where they are another run's or transformers'.
 
-Weights alone: the optimizer, the step, the scales and the schedule are new. It must not know how a
-run is trained.
+Weights alone: the optimizer, the step, the scales and the schedule are new.
 """
 
 from __future__ import annotations

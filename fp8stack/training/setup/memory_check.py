@@ -34,7 +34,6 @@ class Footprint:
         stay while a later one trains.
 
         Args:
-            plans: of the phases.
             kind: the activation checkpointing.
             sequences: of a micro-batch on one rank.
         """
@@ -77,8 +76,6 @@ def require_memory(
 
     Args:
         of: the run.
-        plans: of its phases.
-        hardware: this machine.
         left: in bytes, for this rank or, on a CPU, for all that run here; None if not known.
 
     Raises:

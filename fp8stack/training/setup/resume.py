@@ -16,7 +16,7 @@ from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
 from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config
 from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
-from fp8stack.training.inference import layers_left_out
+from fp8stack.training.load import layers_left_out
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
 from fp8stack.training.setup.variants import ANY, Decided
@@ -138,13 +138,14 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:
-    """Have the weights, moments, scales and random state of `checkpoint`. Raises what `restore`
-    raises."""
+    """Have the weights, moments, scales, random state and step of `checkpoint`. Raises what
+    `restore` raises."""
     restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index, fp8_model=run.main.model)
     for variant in run.variants:
         variant.backend.weights.mark()
     if run.loss_scaler is not None and checkpoint.info["scaler"] is not None:
         run.loss_scaler.load_state_dict(checkpoint.info["scaler"])
+    run.state.step = checkpoint.step
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.config import RunConfig, for_ranks, parse_config, preset_note, to_toml, with_files
 from fp8stack.distributed.process_group import Ranks, join
 from fp8stack.errors import UserError
+from fp8stack.hf import path_in
 from fp8stack.io import write_atomically
 from fp8stack.precision import probe
 from fp8stack.threads import use_threads
@@ -23,7 +25,6 @@ from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build
 from fp8stack.training.setup.init_from import absolute_source, find_source, same_source, with_source
-from fp8stack.training.setup.overwrite import files_of_run, refuse_overwriting, remove_run
 from fp8stack.training.setup.resume import (
     Resumption,
     config_to_resume,
@@ -32,7 +33,7 @@ from fp8stack.training.setup.resume import (
     put_back,
     refuse_differences,
 )
-from fp8stack.training.setup.variants import Decided, plan_of
+from fp8stack.training.setup.variants import Decided, leave_fp16, plan_of
 
 
 def set_up(
@@ -64,13 +65,13 @@ def set_up(
     old: list[Path] = []
     with ranks.together():
         if overwrite:
-            refuse_overwriting(config.out, resume, config.init_from)
+            _refuse_overwriting(config.out, resume, config.init_from)
         asked = "auto" if again else resume
         found = None if overwrite else find_together(config, asked, ranks)
         if found is None:
             config = for_ranks(config, ranks.count)
             folder = _new_folder(config, ranks, free=not overwrite)
-            old = files_of_run(folder) if overwrite else []
+            old = folder.files() if overwrite else []
         else:
             folder = found.folder
             config = _going_on(config, found)
@@ -92,25 +93,49 @@ def set_up(
         source=source,
         tokenizer=tokenizer,
     )
+    notes = run.notes
     with ranks.together(), folder.released_on_error():
         if ranks.is_main:
             folder.claim()
-        if found is not None:
-            _resume(run, found)
+        if found is None:
+            notes += tuple(filter(None, (preset_note(config), _cut_note(config))))
         else:
-            run.notes += tuple(filter(None, (preset_note(config), _cut_note(config))))
+            notes = found.notes + notes + _resume(run, found)
         if ranks.is_main:
             start_trackers(run.accelerator, folder.path, resumed=found is not None)
-        removed = remove_run(folder, old) if overwrite and ranks.is_main else None
+        removed = folder.remove(old) if overwrite and ranks.is_main else None
         goes_on = "torchrun started this again: going on as with --resume auto" if again else None
-        run.notes += tuple(note for note in (goes_on, removed) if note)
+        run = replace(
+            run,
+            config=folder.keep_files(pinned(run)) if ranks.is_main else config,
+            notes=notes + tuple(note for note in (goes_on, removed) if note),
+            resumed=checkpoint.info if checkpoint else None,
+        )
         if ranks.is_main:
-            run.config = folder.keep_files(pinned(run))
             write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
             if run.tokenizer is not None:
                 write_atomically(folder.tokenizer, run.tokenizer.to_json().encode())
     return run
+
+
+def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | None) -> None:
+    """See that what `--overwrite` asks for makes sense.
+
+    Raises:
+        UserError: nothing says what to overwrite, or it is needed.
+    """
+    if resume is not None:
+        raise UserError(
+            "--overwrite removes a run and --resume goes on with one. Give one of them."
+        )
+    if out is None:
+        raise UserError("--overwrite needs --out, the folder of the run that is to be removed.")
+    source = None if init_from is None else path_in(init_from) or Path(init_from)
+    if source is not None and source.resolve().is_relative_to(Path(out).resolve()):
+        raise UserError(
+            f"--init-from {init_from} lies in {out}, which --overwrite removes. Give another --out."
+        )
 
 
 def pinned(run: Run) -> RunConfig:
@@ -171,40 +196,41 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=files)
 
 
-def _resume(run: Run, found: Resumption) -> None:
-    """Put `run` where the checkpoint left off."""
-    run.notes = (*found.notes, *run.notes)
-    if found.checkpoint is None:
+def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
+    """Put `run` where the checkpoint left off, and return what is to be told of it."""
+    checkpoint, config, saved = found.checkpoint, run.config, found.saved
+    notes: list[str] = []
+    if checkpoint is None:
         if run.ranks.is_main:
             run.folder.forget_after(0)
-        return
-    info = found.checkpoint.info
-    refuse_differences(found, list(differences(info["identity"], run.identity)))
-    if found.checkpoint.step > run.config.steps:
+        return ()
+    info = checkpoint.info
+    refuse_differences(found, list(differences(info["identity"], dict(run.identity))))
+    if checkpoint.step > config.steps:
         raise UserError(
-            f"--steps {run.config.steps} is less than the {found.checkpoint.step} that the run has "
-            "done. Give at least as many."
+            f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "
+            "Give at least as many."
         )
-    if run.config.steps != found.saved.steps:
+    if config.steps != saved.steps:
         follows = "the learning rate follows"
         if len(run.schedule.phases) > 1:
             follows = "the learning rate and the phases follow"
-        note = f"steps {found.saved.steps} -> {run.config.steps}: {follows} the new"
-        run.notes = (*run.notes, note)
-    if run.config.threads != found.saved.threads:
-        before, now = (one.threads or "torch's choice" for one in (found.saved, run.config))
-        note = f"threads {before} -> {now}: sums may round differently"
-        run.notes = (*run.notes, note)
-    if info["versions"].get("torch") != torch.__version__:
-        note = f"torch {info['versions'].get('torch')} -> {torch.__version__}: losses may differ"
-        run.notes = (*run.notes, note)
-    put_back(run, found.checkpoint)
-    run.guard_state, run.phases_state = info["guard"], info["phases"]
-    if run.guard_state is not None and run.guard_state["left_fp16"]:
-        run.notes = (*run.notes, "the guard left fp16 before: the run goes on in bf16")
-    run.step = found.checkpoint.step
-    first = run.config.profile_step
-    if run.config.profile and first is not None and first <= run.step:
-        run.notes = (*run.notes, f"profile_step {first} is done already: nothing is profiled")
+        notes.append(f"steps {saved.steps} -> {config.steps}: {follows} the new")
+    if config.threads != saved.threads:
+        before, now = (one.threads or "torch's choice" for one in (saved, config))
+        notes.append(f"threads {before} -> {now}: sums may round differently")
+    if (then := info["versions"].get("torch")) != torch.__version__:
+        notes.append(f"torch {then} -> {torch.__version__}: losses may differ")
+    put_back(run, checkpoint)
+    guard = info["guard"]
+    if guard is not None:
+        for layer in guard["demoted"]:
+            run.set_fp8(layer, False)
+        if guard["left_fp16"]:
+            leave_fp16(run)
+            notes.append("the guard left fp16 before: the run goes on in bf16")
+    if config.profile and (config.profile_step or run.step + 1) <= run.step:
+        notes.append(f"profile_step {config.profile_step} is done already: nothing is profiled")
     if run.ranks.is_main:
         run.folder.forget_after(run.step)
+    return tuple(notes)

@@ -1,7 +1,4 @@
-"""From phases to the variants of a model: one for each recipe, all with the same parameters.
-
-It must not know when a phase begins.
-"""
+"""From phases to the variants of a model: one for each recipe, all with the same parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +9,16 @@ from typing import Any
 from torch import nn
 
 from fp8stack.backends import build_backend
+from fp8stack.backends.linear import CastLinear
 from fp8stack.compiler import TE_COMPILED
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import TE_SHARDED
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, plan_for
-from fp8stack.model.gpt import GPT
+from fp8stack.model.gpt import GPT, Attention, Block
 from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.phases import Override, Phase, evaluation_in, phases_of
+from fp8stack.precision.recipe import plain
 from fp8stack.training.run import Run, Schedule, Variant
 
 ANY = ""
@@ -49,9 +48,6 @@ def plan_phases(
     """The plans of a run, each once, and which of them runs when.
 
     Args:
-        config: of the run.
-        model: its shape.
-        hardware: this machine.
         decided: what was decided when the run began.
         tokens: of a micro-batch and rank.
 
@@ -148,6 +144,38 @@ def share_parameters(source: nn.Module, model: nn.Module) -> None:
                 part._parameters[name] = parameters[f"{path}.{name}" if path else name]
 
 
+def leave_fp16(run: Run) -> None:
+    """Have the run go on in bf16 where it trains in fp16, without a loss scale: another variant
+    takes the place of each that is in fp16."""
+    state = run.state
+    state.variants = tuple(
+        in_bf16(variant) if variant.plan.loss_scaling else variant for variant in state.variants
+    )
+    run.use(state.active)
+
+
+def in_bf16(variant: Variant) -> Variant:
+    """What follows a variant in fp16: its plan in bf16, a backend for that, and the same modules,
+    run by it from now on, with what is wrapped around them: hooks, DDP, FSDP2, compiled code."""
+    old = variant.plan
+    layers = (replace(one, precision=one.precision.replace("fp16", "bf16")) for one in old.layers)
+    plan = replace(
+        old,
+        recipe=plain("bf16", old.recipe.attention),
+        compute_dtype="bf16",
+        reasons=(*old.reasons, "the guard left fp16 for bf16"),
+        layers=tuple(layers),
+    )
+    backend = build_backend(plan)
+    backend.vocabulary_multiple = variant.backend.vocabulary_multiple
+    for part in variant.model.modules():
+        if isinstance(part, GPT | Block | Attention):
+            part.backend = backend
+        elif isinstance(part, CastLinear):
+            part.compute_dtype = backend.compute_dtype
+    return Variant(plan=plan, backend=backend, model=variant.model)
+
+
 def plan_recipe(
     recipe: str,
     config: RunConfig,
@@ -162,9 +190,6 @@ def plan_recipe(
 
     Args:
         recipe: by name or path; the run's own has the run's overrides.
-        config: of the run.
-        model: its shape.
-        hardware: this machine.
         tokens: of a micro-batch and rank.
         left_out: the layers that are not in FP8, if that was decided before.
         vocabulary_multiple: see `plan_for`.

@@ -47,7 +47,7 @@ class Watched:
         self.optimizer.step()
 
     def skipped(self) -> bool:
-        return self.watch.look().skipped
+        return self.watch.poll().skipped
 
     def state(self) -> list[Tensor]:
         kept = [p.detach().clone() for p in self.parameters]
@@ -69,10 +69,10 @@ def test_a_step_that_is_not_finite_changes_no_weight_moment_or_count(
     watched.step(1, 3.0, 1.0)
     watched.step(2, 2.0, 1.0)
     before = watched.state()
-    assert watched.watch.look().bad == ()
+    assert watched.watch.poll().bad == ()
     watched.step(3, loss, norm)
     assert same(watched.state(), before)
-    look = watched.watch.look()
+    look = watched.watch.poll()
     (bad,) = look.bad
     assert (bad.step, look.streak, look.skipped) == (3, 1, True)
     assert repr([bad.loss, bad.norm]) == repr([loss, norm])
@@ -85,12 +85,12 @@ def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_
     watched = Watched()
     watched.step(1, NAN, 1.0)
     watched.step(2, 2.0, INF)
-    look = watched.watch.look()
+    look = watched.watch.poll()
     assert [bad.step for bad in look.bad] == [1, 2]
     assert [bad.why for bad in look.bad] == ["the loss is nan", "the gradient norm is inf"]
     assert look.streak == 2
     watched.step(3, 2.0, 1.0)
-    assert watched.watch.look() == look.__class__(
+    assert watched.watch.poll() == look.__class__(
         bad=(), streak=0, overflows=0, skipped=False, cleared=()
     )
 
@@ -99,7 +99,7 @@ def test_of_more_bad_steps_than_are_kept_the_newest_are_told() -> None:
     watched = Watched()
     for step in range(1, KEPT + 11):
         watched.step(step, NAN, 1.0)
-    assert [bad.step for bad in watched.watch.look().bad] == list(range(11, KEPT + 11))
+    assert [bad.step for bad in watched.watch.poll().bad] == list(range(11, KEPT + 11))
 
 
 def test_finite_steps_are_those_of_an_optimizer_without_a_watch() -> None:
@@ -118,25 +118,25 @@ def test_an_overflow_of_fp16_is_skipped_alone_and_counted() -> None:
     watched.step(2, 3.0, INF, excused=True)
     watched.step(3, 3.0, NAN, excused=True)
     assert same(watched.state(), before)
-    look = watched.watch.look()
+    look = watched.watch.poll()
     assert (look.bad, look.overflows, look.streak, look.skipped) == ((), 2, 0, True)
     watched.step(4, 3.0, 1.0, excused=False)
     assert not same(watched.state(), before)
-    assert watched.watch.look().overflows == 0
+    assert watched.watch.poll().overflows == 0
     watched.step(5, 3.0, INF, excused=False)
-    assert [bad.step for bad in watched.watch.look().bad] == [5]
+    assert [bad.step for bad in watched.watch.poll().bad] == [5]
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow_which_a_smaller_loss_scale_would_cure() -> None:
     watched = Watched()
     watched.step(1, INF, NAN, excused=True)
-    assert [bad.step for bad in watched.watch.look().bad] == [1]
+    assert [bad.step for bad in watched.watch.poll().bad] == [1]
 
 
 def test_the_number_of_a_late_step_is_exact() -> None:
     watched = Watched()
     watched.step(2**31 - 1, NAN, 1.0)
-    assert [bad.step for bad in watched.watch.look().bad] == [2**31 - 1]
+    assert [bad.step for bad in watched.watch.poll().bad] == [2**31 - 1]
 
 
 def test_an_optimizer_that_cannot_skip_refuses_the_watch() -> None:
@@ -166,7 +166,7 @@ def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count: int) -> None
     watched = Watched(deviations=5.0)
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
         watched.step(step + 1, float(loss), float(norm))
-    assert watched.watch.look().bad == ()
+    assert watched.watch.poll().bad == ()
     last = slice(-128, None)
     loss_limit = limit_by_numpy(losses[last].astype(np.float64), config, config.loss_factor)
     norm_limit = limit_by_numpy(norms[last].astype(np.float64), config, config.gradient_factor)
@@ -174,12 +174,12 @@ def test_a_spike_is_what_exceeds_the_limit_computed_by_numpy(count: int) -> None
     # Bad steps do not enter the window, so the limit stays.
     watched.step(301, float(losses[-1]), float(norm_limit * above))
     watched.step(302, float(loss_limit * above), float(norms[-1]))
-    bad = watched.watch.look().bad
+    bad = watched.watch.poll().bad
     assert [one.causes for one in bad] == [Cause.GRADIENT_SPIKE, Cause.LOSS_SPIKE]
     assert bad[1].loss_limit == pytest.approx(loss_limit, rel=1e-12)
     assert "is above its limit" in bad[1].why
     watched.step(303, float(loss_limit * nearly), float(norms[-1]))
-    assert watched.watch.look().bad == ()
+    assert watched.watch.poll().bad == ()
 
 
 def test_no_step_is_a_spike_before_the_warm_up_is_over() -> None:
@@ -198,7 +198,7 @@ def test_bad_steps_do_not_poison_the_window() -> None:
         watched.step(step, 3.0 + 0.01 * (step % 7), 1.0)
     for step in range(40, 240):
         watched.step(step, NAN if step % 2 else 1e30, INF)
-    watched.watch.look()
+    watched.watch.poll()
     watched.step(240, 3.05, 1.0)
     assert not watched.skipped()
     watched.step(241, 30.0, 1.0)
@@ -414,7 +414,7 @@ def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(
     history, column = delayed.history, delayed.history.column("blocks.0.mlp.up.input")
     right = history.scales.clone()
     history.scales[column] *= 1.01
-    small.loop.watch.begin()
+    small.loop.monitor.begin()
     assert torch.equal(history.scales, right)
     small.advance()
     (event,) = [row for row in metrics(tmp_path / "r") if "event" in row]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bench import guard, runner
 from fp8stack import presets
-from fp8stack.backends import fp8_state
+from fp8stack.backends import base, fp8_state
+from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure
 from fp8stack.precision.recipe import load_recipe
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
+from fp8stack.training.run_folder import read_rows
 from tests.conftest import Command, metrics
 from tests.support.small_loop import SmallLoop
 
@@ -73,6 +77,26 @@ def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_o
     assert all(losses[step] is not None for step in (1, 5, 12, 16))
 
 
+def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    small = SmallLoop(tmp_path / "r", "delayed", steps=16, save_every=4, guard={"layer_steps": 3})
+    spoil(small.run, "blocks.0.mlp.up", lambda step: step >= 6)
+    small.advance(5)
+    before, outcomes = state_of(small), []
+    small.loop.carry_out = outcomes.append  # type: ignore[assignment]
+    small.advance(6)
+    acted = [one for one in outcomes if one.back_to is not None or one.leave_fp8]
+    assert [one.streak for one in acted] == [3, 3]
+    back, leave = acted
+    assert (back.back_to.step, back.leave_fp8, back.failure) == (4, (), "")
+    assert [event["event"] for event in back.events] == ["skip", "rollback"]
+    assert (leave.back_to, leave.leave_fp8) == (None, ("blocks.0.mlp.up",))
+    assert [event["event"] for event in leave.events] == ["skip", "demote"]
+    assert small.run.step == 11
+    assert "blocks.0.mlp.up" in fp8_linears(small.run.model)
+    after = state_of(small)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
 # Every key of every recipe, at values that are not the defaults.
 KEYS: dict[str, list[dict[str, Any]]] = {
     "delayed": [
@@ -114,7 +138,12 @@ def test_every_key_of_every_recipe_is_tried_with_the_guard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "keys"), [(name, keys) for name, tried in KEYS.items() for keys in tried], ids=str
+    ("recipe", "keys"),
+    [
+        pytest.param(name, keys, marks=[pytest.mark.slow] if place else [], id=f"{name}-{keys}")
+        for name, tried in KEYS.items()
+        for place, keys in enumerate(tried)
+    ],
 )
 def test_the_guard_finds_nothing_in_a_clean_run(
     recipe: str, keys: dict[str, Any], tmp_path: Path
@@ -231,30 +260,37 @@ def state_of(small: SmallLoop) -> dict[str, Tensor]:
     return small.state() | fp8_state(small.run.model) | {"rng": torch.get_rng_state()}
 
 
+def spoilt(folder: Path, **keys: Any) -> SmallLoop:
+    """A run whose steps 6 to 11 go wrong in a layer, so that it rolls back and takes it out of FP8
+    for four steps."""
+    small = SmallLoop(folder, "delayed", steps=18, save_every=2, guard={"layer_steps": 4}, **keys)
+    spoil(small.run, "blocks.0.mlp.up", lambda step: 6 <= step <= 11)
+    return small
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
+    """What such a run comes to and tells that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    small = spoilt(folder)
+    go(small)
+    return state_of(small), told(folder)
+
+
 @pytest.mark.parametrize("stop", [5, 7, 8, 10, 12, 14])
 def test_a_run_that_is_killed_amid_the_guards_work_and_resumed_decides_the_same_again(
-    stop: int, tmp_path: Path
+    stop: int, whole: tuple[dict[str, Tensor], list[Any]], tmp_path: Path
 ) -> None:
-    keys: dict[str, Any] = {"steps": 18, "save_every": 2, "guard": {"layer_steps": 4}}
-
-    def bad(step: int) -> bool:
-        return 6 <= step <= 11
-
-    whole = SmallLoop(tmp_path / "whole", "delayed", **keys)
-    spoil(whole.run, "blocks.0.mlp.up", bad)
-    go(whole)
-    killed = SmallLoop(tmp_path / "killed", "delayed", **keys)
-    spoil(killed.run, "blocks.0.mlp.up", bad)
+    killed = spoilt(tmp_path / "r")
     for _ in range(stop):
         step = killed.run.step + 1
         killed.loop.advance(step, killed.tokens_of(step))
     killed.run.folder.release()
-    resumed = SmallLoop(tmp_path / "killed", "delayed", resume="auto", **keys)
-    spoil(resumed.run, "blocks.0.mlp.up", bad)
+    resumed = spoilt(tmp_path / "r", resume="auto")
     go(resumed)
-    a, b = state_of(whole), state_of(resumed)
+    a, b = whole[0], state_of(resumed)
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
-    assert told(tmp_path / "killed")[-3:] == told(tmp_path / "whole")[-3:]
+    assert told(tmp_path / "r")[-3:] == whole[1][-3:]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path: Path) -> None:
@@ -361,6 +397,50 @@ def test_fp16_that_overflows_on_and_on_goes_to_bf16_after_an_alarm(tmp_path: Pat
     resumed = SmallLoop(tmp_path / "r", "fp16", steps=18, save_every=100, resume="auto")
     assert go(resumed) == 0
     assert metrics(tmp_path / "r")[-1]["precision"] == "bf16"
+
+
+def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 40, 4000)
+    tokens[9::10] = 255  # ends a document
+    tokens.astype("<u2").tofile(tmp_path / "tokens.bin")
+    keys: dict[str, Any] = {"data": str(tmp_path / "tokens.bin"), "tokenizer": "bytes"}
+    keys |= {"document_mask": True, "telemetry_every": 1, "guard": {"overflows": 5}}
+    small = SmallLoop(tmp_path / "r", "fp16", steps=9, **keys)
+    run, attend, seen = small.run, base.attend, []
+
+    def spied(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, dropout: float) -> Tensor:
+        seen.append((run.step, q.dtype, mask.dtype))
+        return attend(q, k, v, mask=mask, dropout=dropout)
+
+    monkeypatch.setattr(base, "attend", spied)
+    run.model.final_norm.weight.register_hook(
+        lambda gradient: gradient * (INF if run.scaler is not None and run.step + 1 >= 3 else 1.0)
+    )
+    fp16 = run.active
+    assert go(small) == 0
+    assert told(tmp_path / "r") == [(6, "loss_scale"), (7, "precision")]
+    half, brain = torch.float16, torch.bfloat16
+    assert {step: dtypes for step, *dtypes in seen} == {
+        step: [half, half] if step < 7 else [brain, brain] for step in range(10)
+    }
+    assert run.active is not fp16
+    assert (fp16.plan.precision, fp16.backend.plan) == ("fp16", fp16.plan)
+    assert (run.plan.precision, run.backend.plan) == ("bf16", run.plan)
+    assert run.telemetry.plan is run.plan
+    written = json.loads((tmp_path / "r" / "plan.json").read_text())
+    assert (written["asked"], written["recipe"]["name"]) == ("fp16", "bf16")
+    assert {layer["precision"] for layer in written["layers"]} == {"bf16"}
+    assert "the guard left fp16 for bf16" in written["reasons"]
+    sampled = read_rows(tmp_path / "r" / "telemetry.jsonl", {"step": 0})
+    layers = {row["step"]: {*row["not_fp8"].values()} for row in sampled if "not_fp8" in row}
+    assert layers == {step: {"fp16" if step < 8 else "bf16"} for step in range(1, 10)}
+    resumed = SmallLoop(tmp_path / "r", "fp16", steps=10, resume="auto", **keys)
+    assert resumed.run.plan == run.plan
+    assert json.loads((tmp_path / "r" / "plan.json").read_text()) == written
+    assert go(resumed) == 0
+    assert seen[-1][1:] == (brain, brain)
 
 
 def test_the_command_ends_with_exit_code_5_and_one_line(

@@ -190,7 +190,7 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(small.loop, "train_step", slow_step)
     monkeypatch.setattr(profiler, "write", slow_write)
-    small.loop.journal.restart_clock()
+    small.loop.metrics.restart_clock()
     small.advance(2)
     assert [row["step_ms"] for row in metrics(tmp_path / "r")] == [2000, 2000]
     assert now[0] == 104

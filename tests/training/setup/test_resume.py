@@ -23,7 +23,7 @@ from fp8stack.checkpoint import reader
 from fp8stack.checkpoint.validation import newest_sound
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.precision import Hardware
-from fp8stack.training.inference import layers_left_out
+from fp8stack.training.load import layers_left_out
 from fp8stack.training.run_folder import RunFolder
 from tests.conftest import TINY, Command, losses, metrics
 from tests.training.conftest import AUTO, contents, saved
