@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -179,20 +180,25 @@ def _add(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink, _swap, _add])
 @pytest.mark.parametrize("group", ["model", "optimizer"])
-def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_taken(
-    damage, group: str, run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_shard_is_named(
+    damage: Callable[[Path], object], group: str, shared: Path, tmp_path: Path
 ) -> None:
-    newest = _newest(run)
-    file = newest / group / file_of(1)
-    damage(file)
+    saved = Path(shutil.copytree(_newest(shared / "r"), tmp_path / "step-000006"))
+    damage(saved / group / file_of(1))
     named = {_add: file_of(7), _swap: file_of(0)}.get(damage, file_of(1))
     with pytest.raises(UserError, match=named):
-        checkpoints.load(newest)
+        checkpoints.load(saved)
+
+
+def test_with_a_damaged_shard_the_checkpoint_before_is_taken(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _flip(_newest(run) / "optimizer" / file_of(1))
     assert command("pretrain", "--resume", "r", "--steps", "6") == 0
     said = capsys.readouterr().out
     assert "resumed from" in said
     assert "step-000003" in said
-    assert named in said
+    assert file_of(1) in said
     assert last_step(run) == 6
     checkpoints.load(_newest(run))
 

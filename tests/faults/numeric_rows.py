@@ -1,4 +1,5 @@
-"""Rows of the matrix about numbers: faults in them, spikes, and the wrong run resumed."""
+"""Rows of the matrix about numbers: faults in them, spikes, and the wrong run resumed; and what is
+to become of a fault by what the arithmetic makes of it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,180 @@ from pathlib import Path
 from typing import Any
 
 from bench.guard import loss_spikes, spiked_steps
+from fp8stack.checkpoint import reader as checkpoints
+from fp8stack.errors import NumericFailure
+from fp8stack.training.run import Run
 from tests.faults.case import Case, Outcome, judged
-from tests.faults.numeric_ends import FP8, RECIPES, SHOWN, only_in_fp8, persistent, transient
-from tests.faults.numeric_faults import VALUES, places
+from tests.faults.numeric_faults import VALUES, Fault, places
 from tests.faults.other_runs import OTHERS, refusal, saved_run
-from tests.faults.small_runs import small_run, trained
+from tests.faults.small_runs import Digest, Recorder, events, is_sound, small_run, trained
+
+RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
+FP8 = ("delayed", "current", "block", "mxfp8")
+FIRST = 6  # the first step with a fault
+APART = 2  # steps from one fault of a run to the next; it is saved as often
+
+
+def expected(place: str, value: str, recipe: str) -> str:
+    """What is to become of a fault that happens once.
+
+    "skip": the step is not taken, to the bit. "back": the state itself is broken, so the run goes
+    back to its newest checkpoint, and on. "mend": the amax history or its scale is put right, and
+    no step is lost. "either": the step may be taken, since by the arithmetic of the recipe what
+    comes of the value is finite; then all that the run keeps has to be.
+    """
+    if place in ("weight", "moment"):
+        return "back"
+    if place in ("history", "scale"):
+        return "mend"
+    if place == "amax" and value == "-inf":  # no amax is negative, no scale follows from it
+        return "mend"
+    if place == "activation" and value == "1e38":  # a norm divides by it, and 1e38 / 1e38 is 1
+        return "either"
+    if place == "input" and value == "1e38" and recipe not in ("fp16", "delayed"):
+        return "either"  # 1e38 times a weight is finite; fp16 has no 1e38, and a history knows it
+    if place in ("input", "grad_output") and "inf" in value and recipe in FP8[1:]:
+        return "either"  # a cast to FP8 saturates, by its definition, and keeps no history
+    return "skip"
+
+
+def transient(
+    folder: Path,
+    recipe: str,
+    chosen: Sequence[tuple[str, str]],
+    sets: Sequence[str] = (),
+    **keys: Any,
+) -> Outcome:
+    """Each of the chosen places and values once, in one run."""
+    steps = FIRST + APART * len(chosen)
+    guard = {"calm_steps": 1, "patience": 20}  # each fault is to be seen by itself
+    run = small_run(folder, f"{recipe}-transient", recipe, sets, steps=steps, guard=guard, **keys)
+    recorder = Recorder(run)
+    faults = {}
+    for number, (place, value) in enumerate(chosen):
+        step = FIRST + APART * number
+        faults[step] = Fault(place=place, value=VALUES[value], steps={step})
+        faults[step].put(run)
+    why = ""
+    try:
+        trained(run)
+    except NumericFailure as error:
+        why = str(error)
+    outcome = Outcome()
+    for (step, fault), (place, value) in zip(faults.items(), chosen, strict=True):
+        if fault.injected:
+            wrong = why or _wrong_end(expected(place, value, recipe), place, step, run, recorder)
+            outcome += judged([f"{recipe}, {value} into {place}, step {step}"], wrong)
+        elif not why:
+            outcome += Outcome(lost=(f"{recipe}, {value} into {place} did not happen",))
+    return outcome
+
+
+def _wrong_end(wanted: str, place: str, step: int, run: Run, recorder: Recorder) -> str:
+    """What is wrong with what became of a fault in a place; empty if nothing is."""
+    rows = [row for row in run.folder.read_metrics() if row["step"] == step]
+    skipped = any(row.get("event") == "skip" or row.get("skipped") for row in rows)
+    if wanted == "skip" or (wanted == "either" and skipped):
+        wrong = "" if skipped else "the step was taken"
+        return wrong or _differing(recorder.at(step), recorder.at(step + 1), "after the step")
+    if wanted == "back":  # seen by the look after the step before it, which went back to a save
+        back = [row for row in events(run) if row["event"] == "rollback"]
+        mine = [row["to_step"] for row in back if row["step"] == step - 1]
+        if not mine:
+            return "the run did not go back at once"
+        # The steps in between are left out or done again; what began after the save did so alike.
+        saved, again = recorder.at(mine[0] + 1), recorder.after(mine[0], step - 1)
+        return _differing(saved, again, "after going back")
+    if wanted == "mend":
+        late = place == "amax"  # recorded in the step, and seen by the next one
+        mended = [row["step"] for row in events(run) if row["event"] == "clear_amax"]
+        if step + late not in mended:
+            return "nobody said that it was mended"
+        if not late:
+            return _differing(recorder.ends.get(step - 1), recorder.at(step), "after mending")
+    return "" if is_sound(run) else "the step was taken and something is not finite"
+
+
+def _differing(a: Digest | None, b: Digest | None, when: str) -> str:
+    if a is None or b is None:
+        return f"there was no step {when}"
+    names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    return f"{names[0]} differs {when}, of {len(names)} things" if names else ""
+
+
+# What the diagnosis calls the place, where NaN comes in every step.
+SHOWN = {
+    "activation": "final_norm, input is not finite",
+    "input": "blocks.0.mlp.down, input is not finite",
+    "grad_output": "blocks.0.mlp.down, grad_output is not finite",
+    "dgrad": "blocks.0.mlp.down, grad_output is not finite",
+    "wgrad": "blocks.0.mlp.down, weight gradient is not finite",
+    "weight": "blocks.0.mlp.down.weight contains nan",
+    "moment": "the moment exp_avg of blocks.0.mlp.down.weight contains nan",
+    "loss": "the loss is nan",
+}
+
+
+def ladder(place: str, recipe: str) -> list[str]:
+    """What the guard is to do, rung by rung, about NaN in every step in a place."""
+    if place in ("weight", "moment"):  # no precision mends them
+        return ["rollback", "stop"]
+    if recipe == "fp16":
+        # A gradient that is not finite counts as an overflow there, as long as it is fp16.
+        overflows = place in ("grad_output", "dgrad", "wgrad")
+        return ["precision", "rollback", "stop"] if overflows else ["rollback", "precision", "stop"]
+    if recipe not in FP8:
+        return ["rollback", "stop"]
+    of_layer = place not in ("activation", "loss")
+    return ["rollback", *(["demote blocks.0.mlp.down"] if of_layer else []), "demote *", "stop"]
+
+
+def persistent(folder: Path, recipe: str, place: str) -> str:
+    """NaN in a place in every step from one on, in FP8 and out of it: what is wrong with what the
+    guard did; empty if nothing is."""
+    run = small_run(folder, f"{recipe}-{place}-persistent", recipe, steps=80)
+    Fault(place=place, value=VALUES["nan"], steps=range(FIRST, 100), most=float("inf")).put(run)
+    try:
+        trained(run)
+    except NumericFailure as error:
+        wrong = _wrong_rungs(run, ladder(place, recipe))
+        if SHOWN[place] not in str(error):
+            wrong = wrong or f"the diagnosis does not name it: {error}"
+        return wrong or ("" if _is_saved(run) else "no checkpoint is left that is finite")
+    return "the run did not stop"
+
+
+def only_in_fp8(folder: Path, recipe: str, place: str = "input") -> str:
+    """NaN in an FP8 layer's place in every step from one on: what is wrong with what the guard did;
+    empty if the run went on with that layer out of FP8, and ended."""
+    run = small_run(folder, f"{recipe}-{place}-layer", recipe, steps=24)
+    steps = range(FIRST, 100)
+    value = VALUES["inf" if place == "amax" else "nan"]
+    Fault(place=place, value=value, steps=steps, only_in_fp8=True, most=float("inf")).put(run)
+    try:
+        trained(run)
+    except NumericFailure as error:
+        return f"the run stopped: {error}"
+    return _wrong_rungs(run, ["rollback", "demote blocks.0.mlp.down"])
+
+
+def _is_saved(run: Run) -> bool:
+    """Whether there are checkpoints, all of them finite."""
+    saved = [checkpoints.load(path) for path in checkpoints.candidates(run.folder.checkpoints)]
+    tensors = [
+        t for one in saved for group in ("model", "optimizer") for t in one.tensors[group].values()
+    ]
+    return bool(saved) and all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _wrong_rungs(run: Run, wanted: list[str]) -> str:
+    rungs = ("rollback", "demote", "precision", "stop")
+    found = [row for row in events(run) if row["event"] in rungs]
+    named = [" ".join(filter(None, (row["event"], row.get("layer")))) for row in found]
+    return "" if named == wanted else f"the guard did {named}, not {wanted}"
+
+
+# The rows
 
 
 def numeric_faults(folder: Path, count: int) -> Outcome:

@@ -21,10 +21,10 @@ from tests.faults.twins import SMALL, Twin
 
 
 def test_more_than_two_ranks_repeat_to_the_bit_as_well(tmp_path: Path) -> None:
-    """A sum of four numbers depends on their order, which DDP's buckets must not decide."""
+    """A sum of three numbers depends on their order, which DDP's buckets must not decide."""
     kind = KINDS[0]
     assert (kind.name, kind.parallel) == ("kill in forward", "ddp")
-    twin = rank_twin(tmp_path / "4-ddp", 4, "ddp")
+    twin = rank_twin(tmp_path / "3-ddp", 3, "ddp", ["--batch", "6"])
     assert kind.inflict(twin, twin.new()) == ""
 
 

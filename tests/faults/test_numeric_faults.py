@@ -14,9 +14,9 @@ from fp8stack.errors import NumericFailure
 from fp8stack.training.guard.policy import Guard
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
-from tests.faults import numeric_ends, numeric_rows, small_runs
-from tests.faults.numeric_ends import FP8, RECIPES, transient
+from tests.faults import numeric_rows, small_runs
 from tests.faults.numeric_faults import VALUES, Fault, places
+from tests.faults.numeric_rows import FP8, RECIPES, transient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
@@ -188,26 +188,20 @@ def alternating(run: Run) -> None:
     [
         *(("delayed", place) for place in ("input", "grad_output", "wgrad", "loss")),
         *(("fp16", "input"), ("fp16", "grad_output"), ("fp32", "activation"), ("mxfp8", "dgrad")),
+        *(("current", "weight"), ("current", "moment")),  # gone back from once
     ],
 )
 def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_named(
     recipe: str, place: str, tmp_path: Path
 ) -> None:
-    assert numeric_ends.persistent(tmp_path, recipe, place) == ""
-
-
-@pytest.mark.parametrize("place", ["weight", "moment"])
-def test_weights_that_break_in_every_step_go_back_once_and_then_the_run_stops(
-    place: str, tmp_path: Path
-) -> None:
-    assert numeric_ends.persistent(tmp_path, "current", place) == ""
+    assert numeric_rows.persistent(tmp_path, recipe, place) == ""
 
 
 @pytest.mark.parametrize(("recipe", "place"), [*((r, "input") for r in FP8), ("delayed", "amax")])
 def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(
     recipe: str, place: str, tmp_path: Path
 ) -> None:
-    assert numeric_ends.only_in_fp8(tmp_path, recipe, place) == ""
+    assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
 
 
 @pytest.mark.parametrize("place", ["history", "scale"])

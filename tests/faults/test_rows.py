@@ -10,9 +10,8 @@ import pytest
 
 from tests.faults import kill_rows, numeric_rows, rank_rows
 from tests.faults.case import Case
-from tests.faults.kill_rows import kills
+from tests.faults.kill_rows import MEMORY_MIB, Sample, growth, kills
 from tests.faults.processes import checkpoint_difference, checkpoints, difference, rows, run_ranks
-from tests.faults.soak import MEMORY_MIB, Sample, growth
 from tests.faults.twins import Twin
 
 CASES: dict[str, Case] = kill_rows.CASES | rank_rows.CASES | numeric_rows.CASES
@@ -91,8 +90,7 @@ def test_a_killed_run_has_the_rows_of_its_steps(twin: Twin) -> None:
 
 
 def _samples(memory_mib: list[float], open_files: list[int]) -> list[Sample]:
-    pairs = zip(memory_mib, open_files, strict=True)
-    return [Sample(memory_mib=memory, open_files=files) for memory, files in pairs]
+    return [Sample(*pair) for pair in zip(memory_mib, open_files, strict=True)]
 
 
 def test_memory_or_files_that_grow_are_seen() -> None:

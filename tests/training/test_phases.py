@@ -246,15 +246,11 @@ def test_a_recipe_that_does_harm_gives_way_to_fp32_for_good(tmp_path: Path) -> N
     assert "guard.quality allows 1 %" in found[0]["why"]
     precisions = [row["precision"] for row in rows if "loss" in row]
     assert precisions == ["bf16"] * 3 + ["current-emulated"] + ["fp32"] * 4
-    small.run.folder.release()
     saved = str(tmp_path / "r/checkpoints/step-000006")
-    resumed = SmallLoop(tmp_path / "r", "current", resume=saved)
-    resumed.advance(1)
-    assert resumed.run.plan.precision == "fp32"
-    resumed.run.folder.release()
-    unguarded = SmallLoop(tmp_path / "r", "current", resume=saved, guard={"enabled": False})
-    unguarded.advance(1)
-    assert unguarded.run.plan.precision == "fp32"
+    for guard in ({}, {"enabled": False}):
+        small = small.resumed(resume=saved, guard=guard)
+        small.advance(1)
+        assert small.run.plan.precision == "fp32"
 
 
 def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -267,8 +263,7 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
     assert (small.loop.phases.judged_at, metrics(tmp_path / "r")[-1]["step"]) == (2, 4)
     assert "val_loss" in metrics(tmp_path / "r")[-1]
     small.loop.save()
-    small.run.folder.release()
-    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), **keys)
+    resumed = small.resumed()
     assert resumed.loop.phases.judged_at == 2
     resumed.loop.catch_up()
     assert resumed.loop.phases.judged_at == 4
@@ -380,8 +375,7 @@ def test_a_phase_may_set_keys_of_the_recipe_otherwise(tmp_path: Path) -> None:
     assert (third.precision, third.attention) == ("bf16", "fp32")
     told = [one["overrides"] for one in plan_of(small.run)["phases"]]
     assert told == [{"exclude": ["*qkv"]}, {}, {"attention": "fp32"}]
-    small.run.folder.release()
-    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), steps=6)
+    resumed = small.resumed()
     assert resumed.run.schedule == small.run.schedule
     resumed.advance(3)
     assert resumed.run.plan.attention == "fp32"
@@ -415,22 +409,19 @@ def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path: Path) -> No
     small = SmallLoop(tmp_path / "r", "current", phases=phases, save_every=3)
     assert small.run.schedule.variants == (0, 0, 1)
     small.advance(3)
-    small.run.folder.release()
-    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
+    resumed = small.resumed()
     resumed.advance(2)
     assert resumed.run.plan.scaling == "delayed"
 
 
 def test_more_steps_that_move_the_phases_are_announced(tmp_path: Path) -> None:
     keys = {"save_every": 6, "warmup_steps": 1, "decay_fraction": 0.5}
-    sets = {key: keys[key] for key in ("warmup_steps", "decay_fraction")}
     small = SmallLoop(tmp_path / "r", "current", phases="default", steps=6, **keys)
     small.advance(6)
     assert [event[:2] for event in events(tmp_path / "r")] == [
         (1, "warmup"), (2, "stable"), (4, "decay"),
     ]  # fmt: skip
-    small.run.folder.release()
-    more = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"), steps=16, **sets)
+    more = small.resumed(steps=16)
     assert any("the learning rate and the phases follow" in note for note in more.run.notes)
     more.advance(1)
     assert events(tmp_path / "r")[-1][:2] == (7, "stable")

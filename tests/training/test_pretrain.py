@@ -150,15 +150,6 @@ def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
     assert saved[-1] == f"step-{rows[-1]['step'] - 1:06d}"
 
 
-def test_without_out_runs_are_numbered(command: Command, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert command("pretrain", "--recipe", "fp32", *TINY, "--steps", "1") == 0
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [
-        "gpt-nano-fp32",
-        "gpt-nano-fp32-2",
-    ]
-
-
 def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,49 +175,6 @@ def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(
     assert [(row["step"], row["fp8_gemms"]) for row in metrics(tmp_path / "r")] == [
         (5, 12), (6, 12), (10, 12), (12, 12),
     ]  # fmt: skip
-
-
-def test_two_processes_do_not_train_in_one_folder(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from fp8stack.training.run_folder import RunFolder
-
-    other = RunFolder(tmp_path / "r")
-    other.claim()
-    (tmp_path / "r" / "checkpoints").rmdir()
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", *TINY) == 2
-    assert "Another process trains in r" in capsys.readouterr().err
-    other.release()
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", *TINY) == 0
-
-
-def test_a_run_goes_on_from_another_folder(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "text.txt").write_text("all work and no play\n" * 500)
-    (tmp_path / "mine.toml").write_text('scaling = "current"\n')
-    flags = ["--recipe", "./mine.toml", "--data", "text.txt", "--out", "r"]
-    assert command("pretrain", *flags, *TINY) == 0
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert command("pretrain", "--resume", "../r", "--steps", "14") == 0
-    assert losses(tmp_path / "r")[-1][0] == 14
-
-
-def test_a_bad_token_found_late_loses_no_work(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import numpy as np
-
-    tokens = np.tile(np.arange(200, dtype="<u2"), 40)
-    tokens[3000] = 999
-    tokens.tofile(tmp_path / "t.bin")
-    flags = ["--recipe", "fp32", "--data", "t.bin", "--out", "r", *TINY, "--save-every", "500"]
-    assert command("pretrain", *flags, "--steps", "500") == 2
-    assert "t.bin" in capsys.readouterr().err
-    done = metrics(tmp_path / "r")[-1]["step"]
-    saved = [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()]
-    assert saved == [f"step-{done:06d}"]
 
 
 @pytest.mark.parametrize("lines_read", [0, 1])

@@ -119,8 +119,5 @@ def test_after_the_steps_that_were_asked_for_nothing_is_read_or_written(tmp_path
 def test_a_start_that_goes_on_writes_its_own_first_steps(tmp_path: Path) -> None:
     small = SmallLoop(tmp_path / "r", "fp32", save_every=2)
     small.advance(2)
-    small.loop.wait()
-    small.run.folder.release()
-    resumed = SmallLoop(tmp_path / "r", "fp32", resume="auto", debug_steps=1)
-    resumed.advance(2)
+    small.resumed(debug_steps=1).advance(2)
     assert {row["step"] for row in rows(tmp_path / "r")} == {3}

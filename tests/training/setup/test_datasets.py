@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
 VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
+SHORT = [*TINY, "--steps", "2"]
 
 
 def losses(run: Path) -> list[tuple]:
@@ -57,14 +58,14 @@ def tokens(prepared: Path, tmp_path: Path) -> str:
 def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
     command: Command, tokens: str, tmp_path: Path
 ) -> None:
-    assert command("pretrain", "--data", tokens, "--out", "run", *TINY, *VOCABULARY) == 0
+    assert command("pretrain", "--data", tokens, "--out", "run", *SHORT, *VOCABULARY) == 0
     kept = (tmp_path / "run/tokenizer.json").read_text()
     assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
     sample = (tmp_path / "run/sample.txt").read_text()
     assert sample.startswith("\n")
     assert len(sample) > len("\n")
     asked = ["--overwrite", "--out", "run"]
-    assert command("pretrain", *asked, *TINY) == 0  # of bytes now
+    assert command("pretrain", *asked, *SHORT) == 0  # of bytes now
     ours = fp8stack.load_tokenizer(str(tmp_path / "run"))
     assert ours.name == "bytes"
 
@@ -91,7 +92,7 @@ def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
     command: Command, tokens: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
-    asked = ["--data", "train.bin", "--out", "run", "--document-mask", *TINY, *VOCABULARY]
+    asked = ["--data", "train.bin", "--out", "run", "--document-mask", *SHORT, *VOCABULARY]
     assert command("pretrain", *asked) == 2
     assert command("pretrain", *asked, "--tokenizer", "tokens") == 0
     kept = (tmp_path / "run/tokenizer.json").read_text()
@@ -197,7 +198,7 @@ def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(
     (tmp_path / "texts.txt").write_text(" ".join(WORDS * 200))
     asked = ["texts.txt", "--tokenizer", "words.json", "--out", "tokens", "--workers", "1"]
     assert command("prepare", *asked) == 0
-    assert command("pretrain", "--data", "tokens", "--out", "run", *TINY) == 0
+    assert command("pretrain", "--data", "tokens", "--out", "run", *SHORT) == 0
     assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
 
 
@@ -206,11 +207,11 @@ def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(
 ) -> None:
     (tmp_path / "n.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
-    asked = ["--data", "n.bin", "--out", "runs/mine", *TINY, *VOCABULARY]
+    asked = ["--data", "n.bin", "--out", "runs/mine", *SHORT, *VOCABULARY]
     assert command("pretrain", *asked) == 0
     assert tokenizer_of_run("runs/mine") is None
     assert command("pretrain", *asked, "--tokenizer", "tokens", "--overwrite") == 0
-    for path in ("runs/mine", "runs/mine/checkpoints/step-000012"):
+    for path in ("runs/mine", "runs/mine/checkpoints/step-000002"):
         found = tokenizer_of_run(path)
         assert found is not None
         assert found.vocabulary == 300
@@ -224,7 +225,7 @@ TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200)
 def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(
     command: Command, tokens: str, tmp_path: Path
 ) -> None:
-    assert command("pretrain", "--data", tokens, "--out", "bpe", *TINY, *VOCABULARY) == 0
+    assert command("pretrain", "--data", tokens, "--out", "bpe", *SHORT, *VOCABULARY) == 0
     (tmp_path / "text.txt").write_text(TEXT)
     begin = ["--init-from", "bpe", "--data", "text.txt", "--steps", "2", "--context", "32"]
     assert command("pretrain", *begin, "--batch", "4", "--out", "on") == 0

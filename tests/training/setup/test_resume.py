@@ -1,7 +1,7 @@
 """What a run that is started again finds and goes on from, passes over or refuses.
 
 What it may not be resumed as is in tests/faults/test_other_run.py; other damage in
-test_corruptions.py there.
+test_inputs.py there.
 """
 
 from __future__ import annotations
@@ -267,16 +267,6 @@ def test_a_named_checkpoint_is_the_one_that_is_used(
     assert losses(run) == whole
     (run / "checkpoints" / "step-000008" / "checkpoint.json").unlink()
     assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 3
-
-
-def test_a_new_run_does_not_overwrite_an_old_one(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (run / "metrics.jsonl").read_bytes()
-    capsys.readouterr()
-    assert command("pretrain", "--recipe", "delayed", "--out", "r", *TINY) == 2
-    assert "r holds a run already" in capsys.readouterr().err
-    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_the_same_command_goes_on_with_a_run_that_was_cut(
