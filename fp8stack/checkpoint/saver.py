@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -122,12 +121,7 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
             return
         try:
