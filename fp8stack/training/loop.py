@@ -123,7 +123,11 @@ class _Loop:
         self.display = display
         self.metrics = MetricsLog(run, display, peak)
         self.monitor = Monitor(
-            run.optimizer, config.guard, run.main.backend.delayed, config.accumulate
+            run.optimizer,
+            config.guard,
+            run.main.backend.delayed,
+            config.accumulate,
+            keep_norms=config.clip_window if config.clip_mode == "adaptive" else 0,
         )
         self.saver = Saver(
             run.folder.checkpoints,
@@ -184,7 +188,6 @@ class _Loop:
         self.save_due |= last or step % config.save_every == 0
         self.use(self.phases.variant(step))
         self.phases.enter(step)
-        self.monitor.judges_amaxes = run.active is run.main or self.phases.calibrates(step)
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
         if outcome.leave_out:

@@ -33,8 +33,7 @@ class Step:
         self.phases = phases
         self.draws = run.model.config.dropout > 0  # nothing else does
         self._random: dict[str, Tensor] = {}
-        adaptive = run.config.clip_mode == "adaptive"
-        self.norms = monitor.keep_norms(run.config.clip_window) if adaptive else None
+        self.norms = monitor.norms
         self._told = run.config.debug_steps if run.ranks.is_main else 0
         self.events = DebugLog(run) if self._told else NoDebugLog()
 
@@ -49,7 +48,7 @@ class Step:
         optimizer, scaler = run.optimizer, run.scaler
         if self.draws:
             self._random = random_state()
-        self.monitor.begin()
+        self.monitor.begin(run.active is run.main or self.phases.calibrates(step))
         rate = learning_rate(step, config)
         set_learning_rate(optimizer, rate)
         events.begin(step)

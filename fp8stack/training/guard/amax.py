@@ -29,6 +29,12 @@ class Verdict(NamedTuple):
     worst: Tensor
 
 
+def nothing_judged(like: Tensor) -> Verdict:
+    """The verdict where there are no amaxes to judge, on the device of `like`."""
+    none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
+    return Verdict(none, none, nothing, nothing)
+
+
 class Amaxes:
     """Judges and mends the FP8 state of a model.
 
@@ -61,10 +67,8 @@ class Amaxes:
 
     def judge(self, like: Tensor) -> Verdict:
         """The verdict on what the step recorded, on the device of `like`."""
-        none = torch.zeros_like(like, dtype=torch.bool)
         if not self.config.enabled or not self.slots:
-            nothing = like.new_full((), -1, dtype=torch.float64)
-            return Verdict(none, none, nothing, nothing)
+            return nothing_judged(like)
         now, _ = self.delayed.amaxes(self.passes, 0)
         infinite = ~(now < LARGEST)
         # A limit is infinite or more than 0.

@@ -147,24 +147,23 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
 @contextmanager
 def _others(model: nn.Module, see: Any) -> Iterator[None]:
     """Show `see` the layers with parameters that are no linears."""
-    handles = []
-    for path, part in model.named_modules():
-        leaf = next(part.parameters(recurse=False), None) is not None
-        if leaf and not isinstance(part, nn.Linear):
-            handles.append(part.register_forward_hook(partial(_show, see, path)))
+
+    def show(path: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for operand, tensor in (("input", args[0] if args else None), ("output", output)):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                see(path, part, operand, tensor)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda dy: see(path, part, "grad_output", dy)
+            )
+
+    handles = [
+        part.register_forward_hook(partial(show, path))
+        for path, part in model.named_modules()
+        if not isinstance(part, nn.Linear) and any(True for _ in part.parameters(recurse=False))
+    ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _show(see: Any, path: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    x = args[0] if args else None
-    for operand, tensor in (("input", x), ("output", output)):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            see(path, part, operand, tensor)
-    if isinstance(output, Tensor) and output.requires_grad:
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda dy: see(path, part, "grad_output", dy)
-        )

@@ -22,7 +22,7 @@ from fp8stack.checkpoint.state import largest_of_state
 from fp8stack.config import GuardConfig
 from fp8stack.optim.chained import optimizers_in
 from fp8stack.optim.grad_clip import Norms
-from fp8stack.training.guard.amax import Amaxes, Verdict
+from fp8stack.training.guard.amax import Amaxes, nothing_judged
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
 KEPT = 64
@@ -116,9 +116,7 @@ class Monitor:
             step none is taken.
         delayed: the amax history of the model, in delayed scaling: its amaxes are judged as well.
         passes: micro-batches per step: how many amaxes a slot gets.
-
-    Attributes:
-        judges_amaxes: whether steps record amaxes now, in the phases of a run.
+        keep_norms: how many gradient norms of good steps to keep, in `norms`; 0 for none.
     """
 
     def __init__(
@@ -127,11 +125,12 @@ class Monitor:
         config: GuardConfig,
         delayed: DelayedScaling | None = None,
         passes: int = 1,
+        keep_norms: int = 0,
     ) -> None:
         self.config = config
         kept = delayed is not None and delayed.history.slots  # none, if no layer is in FP8
         self.amaxes = Amaxes(delayed, config, passes) if delayed is not None and kept else None
-        self.judges_amaxes = True
+        self._judged = self.amaxes  # in the step under way
         self._optimizer = optimizer
         # And not accelerate's: of "cuda" and the tensors' "cuda:0", torch says that they differ.
         self.device = device = optimizer.param_groups[0]["params"][0].device
@@ -139,8 +138,7 @@ class Monitor:
         self.skips = torch.zeros(len(parts), device=device)
         for part, skip in zip(parts, self.skips, strict=True):
             part.found_inf = skip  # type: ignore[attr-defined]
-        self.norms: Norms | None = None
-        self._norms: list[float] = []
+        self.norms = Norms(keep_norms, device) if keep_norms else None
         made: dict[str, Any] = {"dtype": torch.float64, "device": device}
         # Losses and norms of the last good steps, newest last; NaN where there was none yet.
         self._window = torch.full((config.window, 2), torch.nan, **made)
@@ -155,10 +153,12 @@ class Monitor:
         self._told = 0
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Mend the FP8 state if it is broken and remember it, before the first pass of a step."""
-        if self.amaxes is not None and self.judges_amaxes:
-            self.amaxes.begin(self.device)
+    def begin(self, records_amaxes: bool = True) -> None:
+        """Mend the FP8 state if it is broken and remember it, before the first pass of a step that
+        records amaxes."""
+        self._judged = self.amaxes if records_amaxes else None
+        if self._judged is not None:
+            self._judged.begin(self.device)
 
     @torch.no_grad()
     def see(
@@ -182,13 +182,13 @@ class Monitor:
         Returns:
             The loss and the norm as all ranks see them: float64 [2].
         """
-        amaxes = self._judge_amaxes(loss)
+        amaxes = nothing_judged(loss) if self._judged is None else self._judged.judge(loss)
         now = torch.stack([loss, norm]).double()
         # Without the guard, only what is infinite is.
         largest = LARGEST if self.config.enabled else math.inf
         now, amax_infinite, amax_spike = _agreed(now, amaxes.infinite, amaxes.spikes, largest)
         finite = now.abs() < largest
-        limits = self._limits()
+        limits = spike_limit(self._window, self.config, self._factors)
         spikes = now > limits if self.config.enabled else torch.zeros_like(finite)
         causes = torch.stack([*~finite, amax_infinite, *(spikes & finite), amax_spike])
         overflow = torch.zeros_like(amax_infinite)
@@ -209,8 +209,8 @@ class Monitor:
         self.skips.copy_(not_taken | overflow & self._overflowed(norms, largest))
         if self.norms is not None:
             self.norms.add(now[1], ~skip)
-        if self.amaxes is not None and self.judges_amaxes:
-            self.amaxes.put_back(skip)
+        if self._judged is not None:
+            self._judged.put_back(skip)
         return now
 
     def _overflowed(self, norms: Tensor | None, largest: float) -> Tensor:
@@ -221,29 +221,12 @@ class Monitor:
         found = ~(norms.abs() < largest)
         return found | ~found.any()
 
-    def keep_norms(self, size: int) -> Norms:
-        """Keep the gradient norms of the last `size` good steps from now on, with the state of a
-        run that goes on."""
-        self.norms = Norms(size, self.device)
-        self.norms.load_state(self._norms)
-        return self.norms
-
     def _note(self, step: int, row: Tensor, bad: Tensor) -> None:
         """Write a bad step into the log."""
         row = torch.cat([torch.full_like(row[:1], step), row])
         here = bad & (self._places == self._count % KEPT)
         self._log.copy_(torch.where(here[:, None], row, self._log))
         self._count += bad
-
-    def _limits(self) -> Tensor:
-        """What the loss and the norm must not exceed: float64 [2]."""
-        return spike_limit(self._window, self.config, self._factors)
-
-    def _judge_amaxes(self, like: Tensor) -> Verdict:
-        if self.amaxes is not None and self.judges_amaxes:
-            return self.amaxes.judge(like)
-        none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
-        return Verdict(none, none, nothing, nothing)
 
     def poll(self) -> Findings:
         """What happened since the last poll. This waits for the device."""
@@ -317,9 +300,8 @@ class Monitor:
             self._window[-len(known) :] = self._window.new_tensor(known)
         self._streak.fill_(state["streak"])
         self._overflows.fill_(state["overflows"])
-        self._norms = list(state.get("norms", []))
         if self.norms is not None:
-            self.norms.load_state(self._norms)
+            self.norms.load_state(state.get("norms", []))
         recent = state.get("recent", [])[-len(self._recent) :]  # older checkpoints have none
         self._recent.zero_()
         if recent:

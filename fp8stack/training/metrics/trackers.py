@@ -32,17 +32,12 @@ def build_trackers(config: RunConfig, folder: Path) -> list[GeneralTracker]:
     Raises:
         UserError: a package is not installed.
     """
-    found: list[GeneralTracker] = []
-    if config.tensorboard:
-        _require("tensorboard")
-        found.append(_TensorBoard(folder, to_toml(config)))
-    if config.wandb:
-        _require("wandb")
-        found.append(_WandB(config, folder))
-    if config.trackio:
-        _require("trackio")
-        found.append(_Trackio(config, folder))
-    return found
+    kinds = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
+    asked = [package for package in kinds if getattr(config, package)]
+    for package in asked:
+        if find_spec(package) is None:
+            raise UserError(f"--{package} needs the package {package}: pip install {package}")
+    return [kinds[package](config, folder) for package in asked]
 
 
 def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False) -> None:
@@ -69,9 +64,9 @@ class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
     """TensorBoard's events. The file is opened at the first row, whose step tells what is stale: a
     run that goes on, or back, from a checkpoint does some steps again."""
 
-    def __init__(self, folder: Path, settings: str) -> None:
+    def __init__(self, config: RunConfig, folder: Path) -> None:
         super().__init__("tensorboard", folder)
-        self.settings = settings
+        self.settings = to_toml(config)
         self.last: int | None = None
 
     def start(self) -> None:
@@ -193,8 +188,3 @@ def _known(folder: Path) -> dict[str, str]:
 def _remember(folder: Path, tracker: str, name: str) -> None:
     known = _known(folder) | {tracker: name}
     write_atomically(folder / IDS, (json.dumps(known) + "\n").encode())
-
-
-def _require(package: str) -> None:
-    if find_spec(package) is None:
-        raise UserError(f"--{package} needs the package {package}: pip install {package}")

@@ -19,6 +19,7 @@ from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder
+from fp8stack.training.setup.init_from import same_source
 from fp8stack.training.setup.variants import ANY, Decided
 
 
@@ -154,6 +155,8 @@ def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
     Raises:
         UserError: a flag differs in something that the run's losses depend on.
     """
+    if asked.init_from and same_source(asked.init_from, found.saved.init_from):
+        asked = asked.model_copy(update={"init_from": found.saved.init_from})
     saved, given = found.saved.model_dump(), asked.given
     given |= {"guard": saved["guard"] | given.get("guard", {})}
     merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")

@@ -12,7 +12,7 @@ import torch
 from fp8stack import data
 from fp8stack.checkpoint.state import differences
 from fp8stack.config import RunConfig, for_ranks, parse_config, preset_note, to_toml, with_files
-from fp8stack.distributed.process_group import Ranks, join
+from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
 from fp8stack.hf import path_in
 from fp8stack.io import write_atomically
@@ -24,7 +24,7 @@ from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build
-from fp8stack.training.setup.init_from import absolute_source, find_source, same_source, with_source
+from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
 from fp8stack.training.setup.resume import (
     Resumption,
     config_to_resume,
@@ -70,11 +70,11 @@ def set_up(
         found = None if overwrite else find_together(config, asked, ranks)
         if found is None:
             config = for_ranks(config, ranks.count)
-            folder = _new_folder(config, ranks, free=not overwrite)
+            folder = RunFolder(Path(ranks.from_main(lambda: _new_folder(config, not overwrite))))
             old = folder.files() if overwrite else []
         else:
             folder = found.folder
-            config = _going_on(config, found)
+            config = config_to_resume(found, config)
         use_threads(config.threads)
         if config.init_from and (found is None or found.checkpoint is None):
             source = find_source(config.init_from)
@@ -161,23 +161,12 @@ def _cut_note(config: RunConfig) -> str | None:
     )
 
 
-def _new_folder(config: RunConfig, ranks: Ranks, free: bool) -> RunFolder:
-    """Where a new run goes: the main rank chooses, and sees that it is `free` if it is to be."""
-
-    def choose() -> str:
-        folder = choose_folder(config, resume=False)
-        if free:
-            folder.require_free()
-        return str(folder.path)
-
-    return RunFolder(Path(ranks.from_main(choose)))
-
-
-def _going_on(config: RunConfig, found: Resumption) -> RunConfig:
-    """What `config` asks for, of the run that was found. Raises what `config_to_resume` raises."""
-    if config.init_from and same_source(config.init_from, found.saved.init_from):
-        config = config.model_copy(update={"init_from": found.saved.init_from})
-    return config_to_resume(found, config)
+def _new_folder(config: RunConfig, free: bool) -> str:
+    """Where a new run goes, which is to be `free`."""
+    folder = choose_folder(config, resume=False)
+    if free:
+        folder.require_free()
+    return str(folder.path)
 
 
 def started_again() -> bool:
