@@ -44,7 +44,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["prepare", str(folder / "texts.jsonl"), "--out", str(folder / "tokens"), *asked]
     with pytest.raises(SystemExit) as exit:
         cli.main(words)
-    assert exit.value.code == 0
+    assert not exit.value.code
     return folder / "tokens"
 
 
