@@ -18,19 +18,6 @@ from fp8stack.io import storage_errors
 from fp8stack.optim.chained import optimizers_in, parameters_of, plain
 from fp8stack.training.run import Run
 
-ORDER = (
-    "batch",
-    "forward",
-    "scale_loss",
-    "backward",
-    "unscale",
-    "clip",
-    "judge",
-    "optimizer",
-    "update_scale",
-)
-"""The events of a step. The second to the fourth repeat for each micro-batch."""
-
 
 class NoDebugLog:
     """Writes nothing: what a step tells when nobody asked."""

@@ -97,14 +97,11 @@ def _of_folder(path: Path) -> Source:
 
 def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
     """The preset that is most like `shape`, and what is to be changed in it to be `shape`."""
-    changes = {
-        name: {
-            key: value
-            for key, value in _explicit(shape).items()
-            if _explicit(load_config(name))[key] != value
-        }
-        for name in presets.names("models")
-    }
+    wanted = _explicit(shape)
+    changes = {}
+    for name in presets.names("models"):
+        found = _explicit(load_config(name))
+        changes[name] = {key: value for key, value in wanted.items() if found[key] != value}
     return min(changes.items(), key=lambda item: len(item[1]))
 
 
