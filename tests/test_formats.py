@@ -17,8 +17,8 @@ from gfloat.formats import (
 )
 
 from fp8stack import formats
+from fp8stack.formats import fp8_format
 from fp8stack.numerics import FORMATS
-from fp8stack.numerics.formats import fp8_format
 from tests.support.oracles import ML_DTYPES, decoded
 
 GFLOAT = {

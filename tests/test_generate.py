@@ -25,7 +25,16 @@ from fp8stack.model.sampling import Sampling, draw, filtered, generate
 from fp8stack.precision import Hardware
 from fp8stack.tokenizer import load_tokenizer
 from tests.conftest import Command
-from tests.model.test_gpt import MODERN, assert_close, build, gpt2, llama, qwen3, tokens
+from tests.model.test_gpt import (
+    MODERN,
+    assert_close,
+    build,
+    from_theirs,
+    gpt2,
+    llama,
+    qwen3,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,8 +82,8 @@ def test_a_cache_gives_the_logits_of_the_full_pass(shape: dict[str, Any], parts:
 def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe: str) -> None:
     model = build(recipe, init_std=0.2, **MODERN | {"kv_heads": 2}).eval()
     cache = model.new_cache(batch=3)
-    assert cache.layers[0].keys_BGTE.shape == (3, 2, 16, 8)
-    assert cache.layers[0].keys_BGTE.dtype == model.backend.attention_dtype
+    assert cache.keys_LBGTE.shape == (len(model.blocks), 3, 2, 16, 8)
+    assert cache.keys_LBGTE.dtype == model.backend.attention_dtype
     with torch.no_grad():
         expected = model(tokens())
         found = [model(part, cache=cache) for part in tokens().split([6] + [1] * 10, dim=1)]
@@ -193,13 +202,13 @@ def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(
 @pytest.mark.parametrize("twin", [gpt2, llama, qwen3], ids=lambda twin: twin.__name__)
 def test_greedy_text_is_that_of_transformers(twin: Any) -> None:
     shape = {} if twin is gpt2 else MODERN | {"kv_heads": 2, "qk_norm": twin is qwen3}
-    theirs, translate = twin(**shape)
+    theirs = twin(**shape)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(0.0, 0.2, generator=generator)
     ours = build(**shape)
-    weights = translate(dict(theirs.named_parameters()))
+    weights = from_theirs(ours.config, dict(theirs.named_parameters()))
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(weights[name])

@@ -1,7 +1,7 @@
-"""Who computes: `build_backend(plan)` gives the layers of a model as the plan decided them.
+"""Compute backends: `build_backend(plan)` builds the layers of a model as the plan decided them.
 
 One contract for all: the same parameter names, float32 master weights, layers that differ only in
-how they multiply. A backend knows nothing of models, data or training.
+how they multiply.
 """
 
 from __future__ import annotations

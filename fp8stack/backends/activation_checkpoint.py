@@ -1,7 +1,4 @@
-"""What a block keeps where it runs again in the backward pass, all but its GEMMs and its attention.
-
-It must not know a block, nor which precision a GEMM is in.
-"""
+"""Selective activation checkpointing: a block keeps what its GEMMs and its attention gave."""
 
 from __future__ import annotations
 

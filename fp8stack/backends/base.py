@@ -1,4 +1,4 @@
-"""What every backend offers a model, and FP8 state by name. No GEMM here."""
+"""What every backend offers a model, and FP8 state by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import LowPrecisionLinear, no_autocast, plain_linear
+from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.ops.attention import Mask, attend
@@ -53,14 +53,13 @@ class Backend:
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
+        size = Size(in_features, out_features, bias)
         if not self.plan.is_fp8 or not self.plan.layer(name).fp8:
-            return plain_linear(in_features, out_features, bias, self.compute_dtype)
+            return plain_linear(size, self.compute_dtype)
         slots = None if self.delayed is None else self.delayed.add_layer(name)
-        return self.fp8_linear(name, in_features, out_features, bias, slots)
+        return self.fp8_linear(name, size, slots)
 
-    def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> LowPrecisionLinear:
+    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
         """A linear layer that the plan has in FP8, with its slots of delayed scaling."""
         raise NotImplementedError(f"{type(self).__name__} has no FP8.")
 

@@ -1,4 +1,4 @@
-"""When delayed scaling records amaxes and updates scales. No GEMM here, no cast.
+"""When delayed scaling records amaxes and updates scales.
 
 What a pass recorded is moved into the history at the end of the backward pass or, in compiled code
 and where there is none, at the start of the next forward pass: by then a recomputed (checkpointed)
@@ -243,38 +243,29 @@ class DelayedScaling:
         self.distribute()
         self.weights.mark()  # their scales are taken anew
 
+    def _changing(self) -> list[Tensor]:
+        """The tensors that a training step changes, beside what is recorded."""
+        return [self.history.history, self.history.scales, self.first_scales]
+
     def snapshot(self) -> list[Tensor]:
         """Copies of the tensors that a training step changes, for `put_back`."""
-        history = self.history
-        recorded = torch.stack(history.all_recorded)
-        return [
-            history.history.clone(),
-            history.scales.clone(),
-            self.first_scales.clone(),
-            recorded,
-        ]
+        return [*(t.clone() for t in self._changing()), torch.stack(self.history.all_recorded)]
 
     def put_back(self, snapshot: list[Tensor], where: Tensor) -> None:
         """Be as at the `snapshot` if `where`, bool and 0-dim, is true; the device decides."""
         *saved, recorded = snapshot
-        history = self.history
-        for tensor, before in zip(
-            (history.history, history.scales, self.first_scales), saved, strict=True
-        ):
+        for tensor, before in zip(self._changing(), saved, strict=True):
             tensor.copy_(torch.where(where, before, tensor))
-        now = torch.where(where, recorded, torch.stack(history.all_recorded))
-        torch._foreach_copy_(history.all_recorded, list(now.unbind()))
+        now = torch.where(where, recorded, torch.stack(self.history.all_recorded))
+        torch._foreach_copy_(self.history.all_recorded, list(now.unbind()))
 
     def amaxes(self, passes: int, window: int) -> tuple[Tensor, Tensor]:
         """The largest amax of each slot in its last `passes` passes, [slots], and the `window`
         amaxes before those, [window or fewer, slots]; 0 where there was none."""
         rows = self.history.history[1:]  # row 0 is not in use
-        passes = min(passes, len(rows))
-        newest = torch.cat(
-            [rows[len(rows) - passes :], torch.stack(self.history.all_recorded)[None]]
-        )
-        earlier = rows[: len(rows) - passes]
-        return newest.amax(dim=0), earlier[max(0, len(earlier) - window) :]
+        split = max(0, len(rows) - passes)
+        newest = torch.cat([rows[split:], torch.stack(self.history.all_recorded)[None]])
+        return newest.amax(dim=0), rows[max(0, split - window) : split]
 
     def _due(self) -> list[str] | None:
         """The slots that a finished pass recorded and no update has moved; None is all."""

@@ -1,7 +1,7 @@
 """FP8 linears on any device: the operands' exact FP8 values, multiplied in float32 or bfloat16.
 
 Every FP8 value is exact in the GEMM's dtype, so products are exact and sums are float32, as on
-the hardware. It must not know how a scale was found (numerics) or when (delayed).
+the hardware.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8stack.backends.base import Backend
-from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
+from fp8stack.backends.delayed import Slots
+from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
 from fp8stack.ops.matmul_precision import exact_matmul
 from fp8stack.precision.plan import Plan
@@ -142,22 +142,11 @@ class EmulatedLinear(LowPrecisionLinear):
     """A linear on the exact values of its FP8 operands."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        *,
-        scaling: Scaling,
-        gemm: Gemm,
-        compute_dtype: torch.dtype,
-        delayed: DelayedScaling | None,
-        save_fp8: bool,
+        self, size: Size, backend: EmulateBackend, gemm: Gemm, scaling: Scaling, save_fp8: bool
     ) -> None:
-        super().__init__(
-            in_features, out_features, bias, compute_dtype=compute_dtype, delayed=delayed
-        )
-        self.scaling = scaling
+        super().__init__(size, backend.compute_dtype, backend.delayed)
         self.gemm = gemm
+        self.scaling = scaling
         self.save_fp8 = save_fp8
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -198,17 +187,7 @@ class EmulateBackend(Backend):
         exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
         self._gemm = Gemm(self.compute_dtype if exact else torch.float32, self)
 
-    def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> LowPrecisionLinear:
+    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
         """See `Backend.fp8_linear`."""
-        return EmulatedLinear(
-            in_features,
-            out_features,
-            bias,
-            scaling=build_scaling(self.plan.recipe, slots),
-            gemm=self._gemm,
-            compute_dtype=self.compute_dtype,
-            delayed=self.delayed,
-            save_fp8=self._save_fp8,
-        )
+        scaling = build_scaling(self.plan.recipe, slots)
+        return EmulatedLinear(size, self, self._gemm, scaling, self._save_fp8)

@@ -2,7 +2,7 @@
 
 Each rank casts the rows that it has, with the scale of the whole weight: so the bytes are those of
 the whole, cast. The float32 rows stay the master weights. For one scale per tensor only: blocks do
-not end where ranks' rows do. It must not know a recipe, nor how FSDP2 is set up.
+not end where ranks' rows do.
 
 FSDP2 asks a parameter's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`:
 docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8stack.numerics.formats import FORMATS, Fp8Name
+from fp8stack.formats import FORMATS, Fp8Name
 
 
 class Caster(Protocol):

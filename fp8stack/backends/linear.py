@@ -1,10 +1,11 @@
-"""What the linears of all backends share: parameters, shapes, dtypes. No FP8 here."""
+"""What the linears of all backends share: parameters, shapes, dtypes."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.errors import UserError
+
+
+class Size(NamedTuple):
+    """What `nn.Linear` is made of."""
+
+    in_features: int
+    out_features: int
+    bias: bool
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -30,15 +39,9 @@ class LowPrecisionLinear(nn.Linear):
     ran = False  # whether it was called yet, by code that is not compiled
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        *,
-        compute_dtype: torch.dtype,
-        delayed: DelayedScaling | None = None,
+        self, size: Size, compute_dtype: torch.dtype, delayed: DelayedScaling | None = None
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(*size)
         self.compute_dtype = compute_dtype
         self.delayed = delayed
 
@@ -114,13 +117,10 @@ class CastLinear(LowPrecisionLinear):
     multiply = LowPrecisionLinear.multiply_plain
 
 
-def plain_linear(
-    in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype
-) -> nn.Linear:
+def plain_linear(size: Size, compute_dtype: torch.dtype) -> nn.Linear:
     """A linear without FP8: torch's own where no cast is needed."""
-    if compute_dtype == torch.float32:
-        return nn.Linear(in_features, out_features, bias=bias)
-    return CastLinear(in_features, out_features, bias, compute_dtype=compute_dtype)
+    plain = compute_dtype == torch.float32
+    return nn.Linear(*size) if plain else CastLinear(size, compute_dtype)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""See what FP8 linears cast, as a pass runs. It must not know why one looks, and changes nothing.
+"""See what FP8 linears cast, as a pass runs, without changing anything.
 
 Hooks are there for the length of a context; without one, nothing is paid. Code that was compiled
 has no place for hooks: run the pass under `torch.compiler.set_stance("force_eager")`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,17 +58,19 @@ def observing(
     """
     chosen = fp8_linears(model) if layers is None else layers
     observer = Observer(see, chosen, outputs)
-    backends = {id(b): b for b in map(_fusing_backend, chosen.values()) if b is not None}
-    before = {key: backend.observer for key, backend in backends.items()}
+    # Backends that run a linear together with others show its operands by themselves.
+    owners = {id(x.backend): x.backend for x in chosen.values() if hasattr(x, "backend")}
+    backends: list[Any] = [owner for owner in owners.values() if hasattr(owner, "observer")]
+    before = [backend.observer for backend in backends]
     handles = [handle for layer in chosen.values() for handle in observer.watch(layer)]
-    for backend in backends.values():
+    for backend in backends:
         backend.observer = observer
     try:
         yield
     finally:
         observer.active = False  # hooks on tensors outlive the context
-        for key, backend in backends.items():
-            backend.observer = before[key]
+        for backend, one in zip(backends, before, strict=True):
+            backend.observer = one
         for handle in handles:
             handle.remove()
 
@@ -241,14 +243,3 @@ def _matrix(layer: nn.Module) -> Tensor:
     """The weight as [out, in]."""
     found = layer.matrix if isinstance(layer, LowPrecisionLinear) else layer.get_parameter("weight")
     return found.detach()
-
-
-class _Fusing(Protocol):
-    """A backend that runs a linear together with others, and shows its operands by itself."""
-
-    observer: Observer | None
-
-
-def _fusing_backend(layer: nn.Module) -> _Fusing | None:
-    backend = getattr(layer, "backend", None)
-    return backend if hasattr(backend, "observer") else None

@@ -1,18 +1,18 @@
-"""How the operands of a linear get their scales, one class per recipe. No GEMM here.
+"""How the operands of a linear get their scales, one class per recipe.
 
 What comes out are FP8 values in float32, or FP8 bytes with scales to be kept for later.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.backends.delayed import Slots
-from fp8stack.numerics.formats import FORMATS, Fp8Name
+from fp8stack.formats import FORMATS, Fp8Name
 from fp8stack.precision import Recipe
 from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe, Mxfp8Recipe
 
@@ -28,25 +28,6 @@ class Operand(NamedTuple):
 
     values: Tensor
     inv_scale: Tensor | None
-
-
-class Scaling(Protocol):
-    """How a layer's operands get their scales."""
-
-    def operands(
-        self, x: Tensor, name: Name, record: bool, both: bool
-    ) -> tuple[Operand, Operand | None]:
-        """`x` [rows, columns] quantized for a GEMM that reduces over its columns and, if `both`,
-        for one that reduces over its rows; `record` its amax, if amaxes are recorded at all."""
-        ...
-
-    def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
-        """FP8 bytes and scales for the GEMM over rows; `operand` is that for columns."""
-        ...
-
-    def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
-        """What `pack` packed."""
-        ...
 
 
 class PerTensor:
@@ -84,7 +65,8 @@ class PerTensor:
     def operands(
         self, x: Tensor, name: Name, record: bool, both: bool
     ) -> tuple[Operand, Operand | None]:
-        """See `Scaling.operands`: one copy serves both."""
+        """`x` [rows, columns] quantized for a GEMM that reduces over its columns and, if `both`,
+        for one that reduces over its rows; `record` its amax, if amaxes are recorded at all."""
         scale, largest = self.scale(x, name, record)
         format = self.format(name)
         saturates = True
@@ -97,18 +79,18 @@ class PerTensor:
         return operand, operand if both else None
 
     def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
-        """See `Scaling.pack`."""
+        """FP8 bytes and scales for the GEMM over rows; `operand` is that for columns."""
         assert operand.inv_scale is not None
         dtype = FORMATS[self.format(name)].dtype
         assert dtype is not None
         return operand.values.to(dtype), operand.inv_scale
 
     def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
-        """See `Scaling.unpack`."""
+        """What `pack` packed."""
         return Operand(data.to(torch.float32), scales)
 
 
-class Mxfp8:
+class _Mxfp8:
     """A power of two per 32 elements along the GEMM's reduction: two copies of each tensor."""
 
     def __init__(self, recipe: Mxfp8Recipe) -> None:
@@ -117,20 +99,17 @@ class Mxfp8:
     def operands(
         self, x: Tensor, name: Name, record: bool, both: bool
     ) -> tuple[Operand, Operand | None]:
-        """See `Scaling.operands`."""
         dims = (1, 0) if both else (1,)
         return _pair(numerics.round_to_mxfp8(x, dims, "e4m3", self.rounding))
 
     def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
-        """See `Scaling.pack`."""
         return numerics.quantize_mxfp8(x, 0, "e4m3", self.rounding)
 
     def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
-        """See `Scaling.unpack`."""
         return Operand(numerics.dequantize_mxfp8(data, scales, 0), None)
 
 
-class Blocks:
+class _Blocks:
     """A scale per 1x128 elements of x and dy along the reduction, and per 128x128 of w."""
 
     def __init__(self, recipe: BlockRecipe) -> None:
@@ -139,8 +118,7 @@ class Blocks:
     def operands(
         self, x: Tensor, name: Name, record: bool, both: bool
     ) -> tuple[Operand, Operand | None]:
-        """See `Scaling.operands`: a square block serves both."""
-        if name == "weight":
+        if name == "weight":  # a square serves both
             values = numerics.round_to_blocks(x, [(128, 128)], "e4m3", self.power_of_two)
             return _pair([*values, *values] if both else values)
         blocks = [(1, 128), (128, 1)] if both else [(1, 128)]
@@ -151,11 +129,9 @@ class Blocks:
         return (128, 128) if name == "weight" else (128, 1)
 
     def pack(self, x: Tensor, name: Name, operand: Operand) -> tuple[Tensor, Tensor]:
-        """See `Scaling.pack`."""
         return numerics.quantize_blocks(x, self._block(name), "e4m3", self.power_of_two)
 
     def unpack(self, data: Tensor, scales: Tensor, name: Name) -> Operand:
-        """See `Scaling.unpack`."""
         return Operand(numerics.dequantize_blocks(data, scales, self._block(name)), None)
 
 
@@ -165,11 +141,14 @@ def _pair(copies: list[Tensor]) -> tuple[Operand, Operand | None]:
     return first, second[0] if second else None
 
 
+Scaling = PerTensor | _Mxfp8 | _Blocks
+
+
 def build_scaling(recipe: Recipe, slots: Slots | None) -> Scaling:
     """The scaling of `recipe` for one layer, whose slots of delayed scaling are `slots`."""
     if isinstance(recipe, Mxfp8Recipe):
-        return Mxfp8(recipe)
+        return _Mxfp8(recipe)
     if isinstance(recipe, BlockRecipe):
-        return Blocks(recipe)
+        return _Blocks(recipe)
     assert isinstance(recipe, DelayedRecipe | CurrentRecipe)
     return PerTensor(recipe, slots)

@@ -28,16 +28,10 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from fp8stack.backends.base import Backend, Norm
 from fp8stack.backends.delayed import DelayedScaling, Slots
-from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
+from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.observe import Observer
 from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import (
-    BlockRecipe,
-    CurrentRecipe,
-    DelayedRecipe,
-    Mxfp8Recipe,
-    Recipe,
-)
+from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe, Mxfp8Recipe, Recipe
 
 # TE's name of an activation; its gelu is the tanh approximation.
 _ACTIVATIONS = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}
@@ -99,21 +93,16 @@ class StatelessTEModule:
     Args:
         module: a TE module made on the meta device.
         paths: the module paths of its one or two linears, in the order of its GEMMs.
-        recipe: TE's.
-        delayed: ours, in delayed scaling.
+        backend: whose recipe it casts by.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        paths: list[str],
-        recipe: te_recipes.Recipe,
-        delayed: TEDelayedScaling | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, paths: list[str], backend: TEBackend) -> None:
+        assert backend.delayed is None or isinstance(backend.delayed, TEDelayedScaling)
         self.module = module
         self.paths = paths
-        self.recipe = recipe
-        self.delayed = delayed
+        self.recipe = backend.te_recipe
+        self.compute_dtype = backend.compute_dtype
+        self.delayed = backend.delayed
         self._wanted = {_FWD: False, _BWD: False}
         self._views: dict[str, list[tuple[str, Tensor]]] = {}  # recorded amaxes, 0-dim
         self._buffers: dict[str, Tensor] = {}
@@ -121,23 +110,18 @@ class StatelessTEModule:
         self._weights_of = -1  # the generation of the weights that TE holds as FP8
 
     def __call__(
-        self,
-        x: Tensor,
-        parameters: dict[str, Tensor | None],
-        compute_dtype: torch.dtype,
-        generation: int | None,
+        self, x: Tensor, parameters: dict[str, Tensor | None], generation: int | None
     ) -> Tensor:
         """The module's output for `x`, in the compute dtype.
 
         Args:
             x: [..., in], any dtype.
             parameters: by TE's names.
-            compute_dtype: of the GEMM's output.
             generation: counts how often the weights changed, so that each state of them is
                 quantized once; None quantizes them for this call alone.
         """
         first = None if generation is None else generation != self._weights_of
-        cast = torch.autocast(x.device.type, dtype=compute_dtype)
+        cast = torch.autocast(x.device.type, dtype=self.compute_dtype)
         with cast, te.autocast(enabled=True, recipe=self.recipe), self._lent(parameters):
             if not self._ready:
                 self._prepare()
@@ -233,22 +217,8 @@ class TELinear(LowPrecisionLinear):
 
     delayed: TEDelayedScaling | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        *,
-        path: str,
-        backend: TEBackend,
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            compute_dtype=backend.compute_dtype,
-            delayed=backend.delayed,
-        )
+    def __init__(self, size: Size, path: str, backend: TEBackend) -> None:
+        super().__init__(size, backend.compute_dtype, backend.delayed)
         self.path = path
         self.backend = backend
         self.cores: dict[str, StatelessTEModule] = {}
@@ -261,16 +231,17 @@ class TELinear(LowPrecisionLinear):
             x = F.pad(x, (0, 0, 0, missing))
         core = self.cores.get("linear")
         if core is None:
-            module = te.Linear(
-                self.in_features,
-                self.out_features,
-                bias=self.bias is not None,
-                params_dtype=torch.float32,
-                device="meta",
-            )
-            core = self.cores["linear"] = backend.core(module, [self.path])
+            module = te.Linear(self.in_features, self.out_features, **self.options())
+            core = self.cores["linear"] = StatelessTEModule(module, [self.path], backend)
         y = backend.run(core, x, self.parameters_for(""), [self])
         return y[:rows] if missing else y
+
+    def options(self, norm: nn.Module | None = None) -> dict[str, Any]:
+        """What every TE module that takes this linear is made with, after a `norm` or without."""
+        made = {"bias": self.bias is not None, "params_dtype": torch.float32, "device": "meta"}
+        if norm is not None:
+            made |= {"eps": norm.eps, "normalization": _NORMALIZATIONS[type(norm)]}
+        return made
 
     def parameters_for(self, prefix: str) -> dict[str, Tensor | None]:
         """The weight and bias as a TE module calls them."""
@@ -288,18 +259,16 @@ class TEBackend(Backend):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.row_multiple = 32 if isinstance(plan.recipe, Mxfp8Recipe) else 16
-        self._recipe = te_recipe(plan.recipe)
+        self.te_recipe = te_recipe(plan.recipe)
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
 
     def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
         """See `Backend.delayed_scaling`."""
         return TEDelayedScaling(recipe)
 
-    def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> LowPrecisionLinear:
+    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
         """See `Backend.fp8_linear`."""
-        return TELinear(in_features, out_features, bias, path=name, backend=self)
+        return TELinear(size, name, self)
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """See `Backend.norm`: TE's, where TE has one."""
@@ -315,16 +284,9 @@ class TEBackend(Backend):
             return super().norm_linear(x, norm, linear)
         core = linear.cores.get("norm")
         if core is None:
-            module = te.LayerNormLinear(
-                linear.in_features,
-                linear.out_features,
-                eps=norm.eps,
-                bias=linear.bias is not None,
-                normalization=_NORMALIZATIONS[type(norm)],
-                params_dtype=torch.float32,
-                device="meta",
-            )
-            core = linear.cores["norm"] = self.core(module, [linear.path])
+            size = linear.in_features, linear.out_features
+            module = te.LayerNormLinear(*size, **linear.options(norm))
+            core = linear.cores["norm"] = StatelessTEModule(module, [linear.path], self)
         lent = _norm_parameters(norm) | linear.parameters_for("")
         y = self.run(core, x, lent, [linear])
         if self.observer is not None:
@@ -339,17 +301,9 @@ class TEBackend(Backend):
             return super().norm_mlp(x, norm, mlp)
         core = up.cores.get("mlp")
         if core is None:
-            module = te.LayerNormMLP(
-                up.in_features,
-                down.in_features,
-                eps=norm.eps,
-                bias=up.bias is not None,
-                normalization=_NORMALIZATIONS[type(norm)],
-                activation=activation,
-                params_dtype=torch.float32,
-                device="meta",
-            )
-            core = up.cores["mlp"] = self.core(module, [up.path, down.path])
+            size = up.in_features, down.in_features
+            module = te.LayerNormMLP(*size, activation=activation, **up.options(norm))
+            core = up.cores["mlp"] = StatelessTEModule(module, [up.path, down.path], self)
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
         y = self.run(core, x, lent, [up, down])
         if self.observer is not None:
@@ -374,11 +328,6 @@ class TEBackend(Backend):
         """Whether TE can take `norm` into a fused module; padded rows would not stay zero in it."""
         return type(norm) in _NORMALIZATIONS and x[..., 0].numel() % self.row_multiple == 0
 
-    def core(self, module: nn.Module, paths: list[str]) -> StatelessTEModule:
-        """A TE module of this backend's recipe, for the linears at `paths`."""
-        assert self.delayed is None or isinstance(self.delayed, TEDelayedScaling)
-        return StatelessTEModule(module, paths, self._recipe, self.delayed)
-
     def run(
         self,
         core: StatelessTEModule,
@@ -391,7 +340,7 @@ class TEBackend(Backend):
         records = trains if self.delayed is None else self.delayed.records(trains)
         self.count_gemms(len(linears))
         core.expect(_FWD, records)
-        y = core(x, parameters, self.compute_dtype, self.weights.generation if records else None)
+        y = core(x, parameters, self.weights.generation if records else None)
         if y.requires_grad:
             y.register_hook(  # type: ignore[no-untyped-call]
                 partial(self._before_backward, core, _backward_gemms(x, parameters), records)

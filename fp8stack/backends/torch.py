@@ -20,19 +20,13 @@ from fp8stack import numerics
 from fp8stack.backends.base import Backend
 from fp8stack.backends.delayed import Slots
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
-from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
+from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.scaling import Name, PerTensor, build_scaling
 from fp8stack.backends.weights import Version, own_weight, version_of
 from fp8stack.ops.kernels import cast_transpose
 from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import (
-    BlockRecipe,
-    CurrentRecipe,
-    Fp8Recipe,
-    Mxfp8Recipe,
-    PlainRecipe,
-)
+from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, Mxfp8Recipe
 
 
 class _Multiply(torch.autograd.Function):
@@ -92,26 +86,11 @@ class _Multiply(torch.autograd.Function):
 class ScaledLinear(LowPrecisionLinear):
     """A linear on `scaled_mm`."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        *,
-        recipe: Fp8Recipe,
-        backend: TorchBackend,
-        slots: Slots | None,
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            compute_dtype=backend.compute_dtype,
-            delayed=backend.delayed,
-        )
-        self.recipe = recipe
+    def __init__(self, size: Size, backend: TorchBackend, slots: Slots | None) -> None:
+        super().__init__(size, backend.compute_dtype, backend.delayed)
         self.backend = backend
-        self.scaling = build_scaling(recipe, slots)
+        self.recipe = backend.plan.recipe
+        self.scaling = build_scaling(self.recipe, slots)
         self._kept: tuple[tuple[Scaled, Scaled], Version] | None = None
         self.shared_scale = torch.ones(())  # current scaling of a weight that ranks share out
 
@@ -149,8 +128,7 @@ class ScaledLinear(LowPrecisionLinear):
         if isinstance(weight, FullWeight):
             inverse = numerics.inverse(weight.scale)
             along = Scaled(weight.data8, inverse, Scales.PER_TENSOR)
-            transposed = weight.data8.t().contiguous() if across else None
-            return along, None if transposed is None else along._replace(data=transposed)
+            return along, along._replace(data=along.data.t().contiguous()) if across else None
         kept, version = self._kept or (None, None)
         # A part that is called by itself may have changed since the model's last pass.
         if (
@@ -162,7 +140,7 @@ class ScaledLinear(LowPrecisionLinear):
         return self.quantize(weight, "weight", record, across)
 
     def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See `gathered.Caster`: delayed scaling knows the scale; current scaling was told."""
+        """See `fsdp.Caster`: delayed scaling knows the scale; current scaling was told."""
         scaling = self.scaling
         assert isinstance(scaling, PerTensor)
         slot = None if scaling.slots is None else scaling.slots["weight"]
@@ -187,27 +165,20 @@ class ScaledLinear(LowPrecisionLinear):
     ) -> tuple[Scaled, Scaled | None]:
         """`x` [rows, columns] for a GEMM that reduces over its columns and, if `across`, for one
         that reduces over its rows: that one is [columns, rows]."""
-        recipe, kind = self.recipe, self.kind(name)
+        kind = self.kind(name)
         if kind is Scales.PER_TENSOR:
             data, transposed, scale = self._cast(x, name, record, across)
             along = Scaled(data, numerics.inverse(scale), kind)
             return along, None if transposed is None else along._replace(data=transposed)
-        x = x.contiguous()
+        data, inv_scale = self._quantize_blocks(x.contiguous(), kind)
+        along = Scaled(data, pack_scales(inv_scale, kind), kind)
+        if not across:
+            return along, None
         if kind is Scales.SQUARES:
-            data, inv_scale = self._quantize_blocks(x, (128, 128))
-            along = Scaled(data, pack_scales(inv_scale, kind), kind)
-            if not across:
-                return along, None
-            return along, Scaled(data.t().contiguous(), pack_scales(inv_scale.t(), kind), kind)
-        # One copy is not the transpose of the other.
-        copies = []
-        for part in (x, x.t().contiguous()) if across else (x,):
-            if isinstance(recipe, Mxfp8Recipe):
-                data, inv_scale = numerics.quantize_mxfp8(part, -1, "e4m3", recipe.scale_rounding)
-            else:
-                data, inv_scale = self._quantize_blocks(part, (1, 128))
-            copies.append(Scaled(data, pack_scales(inv_scale, kind), kind))
-        return copies[0], copies[1] if across else None
+            data, inv_scale = data.t().contiguous(), inv_scale.t()
+        else:  # one copy is not the transpose of the other
+            data, inv_scale = self._quantize_blocks(x.t().contiguous(), kind)
+        return along, Scaled(data, pack_scales(inv_scale, kind), kind)
 
     def _cast(
         self, x: Tensor, name: Name, record: bool, across: bool
@@ -230,8 +201,12 @@ class ScaledLinear(LowPrecisionLinear):
             slot.record(largest)
         return data, transposed, scale
 
-    def _quantize_blocks(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _quantize_blocks(self, x: Tensor, kind: Scales) -> tuple[Tensor, Tensor]:
+        """FP8 bytes and inverse scales of `x`, blocked along its columns."""
+        if isinstance(self.recipe, Mxfp8Recipe):
+            return numerics.quantize_mxfp8(x, -1, "e4m3", self.recipe.scale_rounding)
         assert isinstance(self.recipe, BlockRecipe)
+        block = (128, 128) if kind is Scales.SQUARES else (1, 128)
         return numerics.quantize_blocks(x, block, "e4m3", self.recipe.power_of_two)
 
 
@@ -245,15 +220,9 @@ class TorchBackend(Backend):
         self._layers: list[ScaledLinear] = []
         self._shared: list[ScaledLinear] = []
 
-    def fp8_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, slots: Slots | None
-    ) -> LowPrecisionLinear:
+    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
         """See `Backend.fp8_linear`."""
-        recipe = self.plan.recipe
-        assert not isinstance(recipe, PlainRecipe)
-        return ScaledLinear(
-            in_features, out_features, bias, recipe=recipe, backend=self, slots=slots
-        )
+        return ScaledLinear(size, self, slots)
 
     def attach(self, model: nn.Module) -> None:
         """See `Backend.attach`; weights are quantized once for all micro-batches of a step."""

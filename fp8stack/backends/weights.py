@@ -1,7 +1,7 @@
 """When weights changed: between two optimizer steps, micro-batches share one quantized weight.
 
-No GEMM here. A change is noticed by itself: any torch optimizer's step, or an operation on the
-weight in place. (Not noticed between two training passes: values copied into `weight.data`.)
+A change is noticed by itself: any torch optimizer's step, or an operation on the weight in place.
+(Not noticed between two training passes: values copied into `weight.data`.)
 """
 
 from __future__ import annotations

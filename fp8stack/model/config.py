@@ -1,4 +1,4 @@
-"""The shape of a GPT, and the plan for its layers. No torch here."""
+"""The shape of a GPT, and the plan for its layers."""
 
 from __future__ import annotations
 
@@ -148,14 +148,10 @@ def plan_for(
 
     Args:
         config: the shape.
-        recipe: see `resolve`.
-        hardware: see `resolve`.
-        backend: see `resolve`.
-        strict: see `resolve`.
+        recipe, hardware, backend, strict, without: as for `resolve`.
         tokens: of a micro-batch; if known, the plan says in which layers FP8 may not pay.
         left_out: layers to leave out, with the reason.
         vocabulary_multiple: what the vocabulary is padded to at least.
-        without: see `resolve`.
     """
     plan = resolve(recipe, hardware, backend, strict, without=without)
     measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None

@@ -1,4 +1,4 @@
-"""FP8 in any model: its linears become a backend's, in place. It must not know a model by name.
+"""FP8 in any model: its linears become a backend's, in place.
 
 Modules and parameters stay the same objects under the same names: ties, optimizers, checkpoints,
 hooks and state dicts do not notice.

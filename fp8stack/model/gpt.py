@@ -1,4 +1,4 @@
-"""The GPT, of the shape that a `GPTConfig` has. It must not know which precision its layers run in.
+"""The GPT, of the shape that a `GPTConfig` has, built of layers of any precision.
 
 B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
 """
@@ -21,7 +21,7 @@ from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
 from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.ops.attention import Mask, dense_mask, document_mask
-from fp8stack.ops.kv_cache import KVCache, LayerCache
+from fp8stack.ops.kv_cache import KVCache
 from fp8stack.precision import Hardware
 
 Recompute = Literal["none", "selective", "block"]
@@ -51,14 +51,14 @@ class Attention(nn.Module):
         qkv_BTF: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         mask: Mask | None = None,
-        cached: tuple[LayerCache, int] | None = None,
+        cached: tuple[KVCache, int] | None = None,
     ) -> Tensor:
         """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype.
 
         Args:
             rotation: RoPE's cosines and sines at the tokens' places.
             mask: see `Backend.attention`.
-            cached: keys and values of earlier tokens, and how many these are.
+            cached: the keys and values of earlier tokens, and the layer that this is.
         """
         config = self.config
         groups = config.query_groups
@@ -69,15 +69,10 @@ class Attention(nn.Module):
         if rotation is not None:
             q_BHTE, k_BGTE = rotate(q_BHTE, *rotation), rotate(k_BGTE, *rotation)
         if cached is not None:
-            layer, start = cached
-            k_BGTE, v_BGTE = layer.extended(start, k_BGTE, v_BGTE)
-        y_BHTE = self.backend.attention(
-            q_BHTE,
-            k_BGTE,
-            v_BGTE,
-            dropout=config.dropout if self.training else 0.0,
-            mask=mask,
-        )
+            cache, layer = cached
+            k_BGTE, v_BGTE = cache.extended(layer, k_BGTE, v_BGTE)
+        dropout = config.dropout if self.training else 0.0
+        y_BHTE = self.backend.attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout, mask=mask)
         y: Tensor = self.output(rearrange(y_BHTE, "b h t e -> b t (h e)"))
         return y
 
@@ -131,7 +126,7 @@ class Block(Compilable):
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         mask: Mask | None = None,
-        cached: tuple[LayerCache, int] | None = None,
+        cached: tuple[KVCache, int] | None = None,
     ) -> Tensor:
         """[B, T, D] float32 -> [B, T, D] float32; for the rest see `Attention.forward`."""
         qkv_BTF = self.backend.norm_linear(x_BTD, self.attention_norm, self.attention.qkv)
@@ -290,8 +285,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The residual stream after all blocks: [B, T, D] float32, as it comes in."""
         if cache is not None:
-            for block, layer in zip(self.blocks, cache.layers, strict=True):
-                x_BTD = block(x_BTD, rotation, mask, (layer, cache.length))
+            for layer, block in enumerate(self.blocks):
+                x_BTD = block(x_BTD, rotation, mask, (cache, layer))
             cache.length += x_BTD.shape[1]
             return x_BTD
         # Whoever wraps a block's forward pass need know of a mask only where there are documents.
@@ -315,8 +310,7 @@ class GPT(nn.Module):
         """
         config, device = self.config, self.embedding.weight.device
         shape = (batch, config.query_groups, tokens or config.context, config.head_width)
-        dtype = self.backend.attention_dtype
-        return KVCache([LayerCache(shape, dtype, device) for _ in self.blocks])
+        return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
 
     def compile_blocks(
         self, backend: str | Callable[..., Any] = "inductor", mode: str = "default"
@@ -354,9 +348,8 @@ def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor
     """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E / 2] each."""
     half = config.head_width // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
-    angles = torch.outer(
-        torch.arange(config.context, dtype=torch.float64), config.rope_theta**-exponents
-    )
+    places = torch.arange(config.context, dtype=torch.float64)
+    angles = torch.outer(places, config.rope_theta**-exponents)
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
@@ -380,13 +373,10 @@ def initialize(model: GPT, seed: int) -> None:
         else:
             residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
             std = config.init_std / (math.sqrt(2 * config.layers) if residual else 1.0)
-            rows = parameter.shape[0]
-            if name in PADDED:
-                rows = config.vocabulary
-                parameter.zero_()
-            parameter[:rows] = torch.empty(rows, *parameter.shape[1:]).normal_(
-                0.0, std, generator=generator
-            )
+            rows = config.vocabulary if name in PADDED else len(parameter)
+            drawn = torch.empty(rows, *parameter.shape[1:]).normal_(0.0, std, generator=generator)
+            parameter.zero_()
+            parameter[:rows] = drawn
 
 
 PADDED = ("embedding.weight", "lm_head.weight")

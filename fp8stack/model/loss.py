@@ -1,4 +1,4 @@
-"""The loss of a language-model head, float32 logits in chunks of rows. It must not know the model.
+"""The loss of a language-model head, float32 logits in chunks of rows.
 
 N rows (tokens), D width, V vocabulary. The head may give more logits than V: padding, no token.
 

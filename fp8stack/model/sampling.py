@@ -1,6 +1,6 @@
 """Tokens that a model continues others with: which are likely, and a draw that a seed repeats.
 
-It must not know text, runs, or recipes. V vocabulary.
+V vocabulary.
 """
 
 from __future__ import annotations

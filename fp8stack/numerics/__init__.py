@@ -1,9 +1,9 @@
 """The numerics of FP8 training: formats, casts, scales, blocks and the amax history.
 
-Everything here is plain tensor arithmetic that gives the same bits on every device. It knows
-nothing of modules, models or recipes.
+Everything here is plain tensor arithmetic that gives the same bits on every device.
 """
 
+from fp8stack.formats import FORMATS, Format
 from fp8stack.numerics.amax import AmaxHistory
 from fp8stack.numerics.blocks import (
     dequantize_blocks,
@@ -12,7 +12,6 @@ from fp8stack.numerics.blocks import (
     quantize_mxfp8,
 )
 from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
-from fp8stack.numerics.formats import FORMATS, Format
 from fp8stack.numerics.rounding import round_to_blocks, round_to_fp8, round_to_mxfp8
 
 __all__ = [

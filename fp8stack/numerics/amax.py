@@ -1,4 +1,4 @@
-"""The amax history behind delayed scaling: one per model. No nn.Module here.
+"""The amax history behind delayed scaling: one per model.
 
 Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has the rules.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import UserError
+from fp8stack.formats import AmaxAlgorithm, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
-from fp8stack.numerics.formats import AmaxAlgorithm, fp8_format
 
 
 class AmaxHistory:
@@ -65,16 +65,12 @@ class AmaxHistory:
         """The names of the slots, in the order of the columns."""
         return list(self._column)
 
-    def add(self, slot: str, format: str) -> None:
-        """Give `slot` a column: nothing seen yet, scale 1.
+    def extend(self, slots: Mapping[str, str]) -> None:
+        """Give each of `slots` a column, by its format: nothing seen yet, scale 1.
 
         Raises:
-            UserError: the slot is there already.
+            UserError: a slot is there already.
         """
-        self.extend({slot: format})
-
-    def extend(self, slots: Mapping[str, str]) -> None:
-        """Give each of `slots` a column, by its format. Raises what `add` raises."""
         for slot in slots:
             if slot in self._column:
                 raise UserError(
@@ -169,11 +165,6 @@ class AmaxHistory:
         torch._foreach_copy_(self._recorded, list(clean.unbind()))
         _rescale(self.history, self._scale, self._target, slots, self.algorithm == "most_recent")
         return slots
-
-    def discard(self) -> None:
-        """Forget what was recorded since the last update."""
-        for recorded in self._recorded:
-            recorded.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<slot>.amax_history` [length] and `<slot>.scale` [], float32, copies."""

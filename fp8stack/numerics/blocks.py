@@ -1,4 +1,4 @@
-"""Block scaling: MXFP8 (1x32, E8M0 scales) and 1x128 / 128x128 blocks. No nn.Module here.
+"""Block scaling: MXFP8 (1x32, E8M0 scales) and 1x128 / 128x128 blocks.
 
 Here are the exact bytes and scales. What an emulated GEMM multiplies, the same values without a
 float8 tensor in between, is in `rounding`. Source: OCP Microscaling specification 1.0, and
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8stack.formats import ScaleRounding, fp8_format
 from fp8stack.numerics.cast import FLT_MAX, cast_to_fp8, inverse, magnitude, tensor_scale
-from fp8stack.numerics.formats import ScaleRounding, fp8_format
 
 MX_BLOCK = 32
 _MANTISSA = 0x7FFFFF

@@ -1,4 +1,4 @@
-"""The FP8 cast and the per-tensor scale, to the bit. No nn.Module here, no state.
+"""The FP8 cast and the per-tensor scale, to the bit.
 
 `scale` multiplies into FP8, `inv_scale` multiplies out. All scale arithmetic is IEEE float32.
 The rules are those of Transformer Engine 2.20, written out in docs/numerics.md.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8stack.numerics.formats import fp8_format
+from fp8stack.formats import fp8_format
 
 FLT_MAX = torch.finfo(torch.float32).max
 _NAN_CODE = 0x7F  # NaN's sign is dropped, as NVIDIA's conversion does.

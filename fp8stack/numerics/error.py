@@ -1,4 +1,4 @@
-"""What a quantization does to a tensor: clipped, lost to zero, noise. No nn.Module here, no state.
+"""What a quantization does to a tensor: clipped, lost to zero, noise.
 
 The functions give all figures of a matrix as one tensor on its device, `FIGURES`; nothing there is
 read by the host but on a CPU, which has it anyway. Sums are float64, in which no float32 squared
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8stack.formats import FORMATS, Format, ScaleRounding, fp8_format
 from fp8stack.numerics.blocks import (
     MX_BLOCK,
     block_scale,
@@ -22,7 +23,6 @@ from fp8stack.numerics.blocks import (
     split_into_blocks,
 )
 from fp8stack.numerics.cast import amax, magnitude
-from fp8stack.numerics.formats import FORMATS, Format, ScaleRounding, fp8_format
 from fp8stack.numerics.rounding import round_to_blocks, round_to_fp8, round_to_mxfp8
 
 FIGURES = ("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest")

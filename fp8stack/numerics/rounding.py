@@ -1,4 +1,4 @@
-"""FP8 values in float32: what a cast would give, with no float8 tensor. No nn.Module here.
+"""FP8 values in float32: what a cast would give, with no float8 tensor.
 
 An emulated GEMM multiplies these. They equal the casts of `cast` and `blocks` to the bit (only
 the sign of a zero may differ), and cost a few passes over chunks that stay in the cache.
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8stack.formats import Format, ScaleRounding, fp8_format
 from fp8stack.numerics.blocks import (
     MX_BLOCK,
     block_scale,
@@ -32,7 +33,6 @@ from fp8stack.numerics.blocks import (
     quantize_mxfp8,
 )
 from fp8stack.numerics.cast import inverse, magnitude
-from fp8stack.numerics.formats import Format, ScaleRounding, fp8_format
 
 # 512 KiB of float32: two such chunks stay in the L2 cache, and the cost of a call is small beside.
 CHUNK = 1 << 17

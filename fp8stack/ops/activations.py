@@ -1,4 +1,4 @@
-"""What stands between the two linears of an MLP, by name. No module here."""
+"""What stands between the two linears of an MLP, by name."""
 
 from __future__ import annotations
 

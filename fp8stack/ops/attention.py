@@ -1,5 +1,4 @@
 """Attention by torch: how it is told which keys a query may attend to, and by which kernel it runs.
-It must not know a layer or a recipe.
 
 B batch, T queries, S keys, H heads, G key/value heads, E head width.
 """

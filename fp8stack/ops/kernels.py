@@ -1,4 +1,4 @@
-"""Cast to FP8, transpose and amax of a matrix in one pass over it. No layer here, no recipe.
+"""Cast to FP8, transpose and amax of a matrix in one pass over it.
 
 On CUDA GPUs with FP8 a Triton kernel reads the matrix once; elsewhere `fp8stack.numerics` computes
 the same bytes. To torch.compile it is one operator. Only this file imports Triton, and only to
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.numerics.formats import fp8_format
+from fp8stack.formats import fp8_format
 
 if TYPE_CHECKING:
     import triton.language as tl

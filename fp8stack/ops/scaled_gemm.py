@@ -1,4 +1,4 @@
-"""FP8 GEMMs by torch: layouts and limits. It must not know where scales come from.
+"""FP8 GEMMs by torch: layouts and limits.
 
 Every operand is row-major with the reduction last, and the second one is transposed on the way in:
 that is the one layout that Hopper's FP8 tensor cores take. What CUDA would refuse is refused here,

@@ -1,4 +1,4 @@
-"""How much gradient reaches each part of a model. It must not know a step, a file or FP8.
+"""How much gradient reaches each part of a model.
 
 A part is the weight of a linear or of an embedding, or all that a norm holds; a block is a part as
 well, with everything in it, biases included.

@@ -1,4 +1,4 @@
-"""What FP8 does to each operand, measured on some steps. It must not know a file or a loop.
+"""What FP8 does to each operand, measured on some steps.
 
 A sample looks at the first micro-batch of a step: each operand's amax, scale, what was clipped,
 what became zero, and its signal-to-noise ratio; in other recipes as well, if asked "what if"; and,
@@ -134,7 +134,7 @@ class Telemetry:
 
     def gradients(self, model: nn.Module) -> None:
         """Look at the gradients of a step: all its micro-batches, unscaled, not clipped yet. What
-        `gradient_flow.look` says of ranks holds here."""
+        `gradients.look` says of ranks holds here."""
         self._flow = gradients.look(model)
 
     def finish(self, step: int, fp8_gemms: int | None, plan: Plan | None = None) -> Sample:
@@ -156,10 +156,10 @@ class Telemetry:
         width = len(FIGURES) + 1
         rows = [_operand_row(step, one, list(islice(numbers, width))) for one in seen]
         count = None if changes is None else int(next(numbers))
-        gradients = [] if flow is None else _gradient_rows(step, flow, list(numbers))
+        if flow is not None:
+            rows += _gradient_rows(step, flow, list(numbers))
         self._seen, self._flow, self._changes = [], None, None
-        tracked = _tracked(rows) | _tracked_gradients(gradients)
-        return Sample([self._model_row(step, fp8_gemms, count), *rows, *gradients], tracked)
+        return Sample([self._model_row(step, fp8_gemms, count), *rows], _tracked(rows))
 
     def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
         """The linears to look at: those in FP8; in a run without FP8 all but the head."""
@@ -175,15 +175,13 @@ class Telemetry:
         }
 
     def _measure(self, path: str, layer: nn.Module, operand: _Cast, x: Tensor) -> None:
-        own = [self.plan.recipe] if self.plan.runs_fp8 else []
-        for number, recipe in enumerate([*own, *self.what_if]):
+        own = [(self.plan.recipe, False)] if self.plan.runs_fp8 else []
+        for recipe, what_if in [*own, *((recipe, True) for recipe in self.what_if)]:
             scale = None
             if isinstance(recipe, DelayedRecipe | CurrentRecipe):
                 scale = scale_of(path, layer, operand, x, recipe)
             figures = _figures(recipe, operand, x, scale)
-            self._seen.append(
-                _Measured(path, operand, recipe, what_if=number >= len(own), figures=figures)
-            )
+            self._seen.append(_Measured(path, operand, recipe, what_if, figures))
 
     def _compare_scales(self, layer: nn.Module) -> None:
         """Count the scales that are others than at the sample before."""
@@ -201,9 +199,7 @@ class Telemetry:
             "fp8_layers": sum(layer.fp8 for layer in layers),
             "layers": len(layers),
             "not_fp8": {
-                layer.name: f"{layer.precision}, {layer.reason}"
-                if layer.reason
-                else layer.precision
+                layer.name: ", ".join(filter(None, (layer.precision, layer.reason)))
                 for layer in layers
                 if not layer.fp8
             },
@@ -293,23 +289,16 @@ def _number(value: float | None, digits: int = 6) -> float | None:
 
 
 def _tracked(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The figures of rows by name."""
-    numbers: dict[str, float] = {}
+    """The figures of rows by name, those that are numbers."""
+    numbers: dict[str, Any] = {}
     for row in rows:
+        if "gradient" in row:
+            part = row["gradient"]
+            numbers |= {f"gradient/{key}/{part}": row[key] for key in gradients.FIGURES}
+            continue
         place = f"{row['layer']}.{row['operand']}"
         if row["what_if"]:
-            found = {f"what_if/{row['recipe']}/sqnr_db/{place}": row["sqnr_db"]}
+            numbers[f"what_if/{row['recipe']}/sqnr_db/{place}"] = row["sqnr_db"]
         else:
-            found = {f"fp8/{key}/{place}": row[key] for key in _TRACKED}
-        numbers |= {name: value for name, value in found.items() if value is not None}
-    return numbers
-
-
-def _tracked_gradients(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The figures of gradients by name."""
-    return {
-        f"gradient/{key}/{row['gradient']}": row[key]
-        for row in rows
-        for key in gradients.FIGURES
-        if row[key] is not None
-    }
+            numbers |= {f"fp8/{key}/{place}": row[key] for key in _TRACKED}
+    return {name: value for name, value in numbers.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The reference layers against plain torch, the emulated ones against a float64 oracle."""
+"""What every backend's layers compute, against a float64 oracle, and plain torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack.backends import build_backend
+from fp8stack.backends import fp8_state
 from fp8stack.backends.emulate import EmulatedLinear
 from fp8stack.backends.linear import CastLinear
-from fp8stack.model.config import GPTConfig, padded_vocabulary
-from fp8stack.model.gpt import GPT, Loss
-from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.model.gpt import Loss
+from tests.support.backend_models import (
+    AMPERE,
+    PER_TENSOR,
+    RECIPES,
+    WAYS,
+    gpt,
+    gradients,
+    linear,
+    tokens,
+)
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
-CPU, AMPERE = Hardware("cpu"), Hardware("cuda", (8, 0))
-RECIPES = ["delayed", "current", "block", "mxfp8"]
-TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}
+pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
 # (rows of x, in, out, bias): sizes that 16, 32 and 128 divide, and sizes that they do not.
 SHAPES = [
     ((128,), 128, 256, True),
@@ -30,32 +36,7 @@ SHAPES = [
     ((), 33, 17, True),
     ((150,), 200, 129, False),
 ]
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def linear(recipe, inputs, outputs, bias=True, *, hardware=CPU, save_fp8=False, seed=0, **options):
-    """One layer called "layer" of an emulated recipe, and its backend."""
-    plan = resolve(load_recipe(recipe).model_copy(update=options), hardware, "emulate")
-    plan = plan.for_layers({"layer": (inputs, outputs)})
-    backend = build_backend(plan, save_fp8=save_fp8)
-    torch.manual_seed(seed)
-    layer = backend.linear("layer", inputs, outputs, bias)
-    backend.attach(layer)
-    return layer, backend
-
-
-def gpt(recipe, **options):
-    config = GPTConfig(**TINY)
-    plan = resolve(load_recipe(recipe).model_copy(update=options), CPU)
-    vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
-    backend = build_backend(plan.for_layers(config.linear_shapes(vocabulary)))
-    return GPT(config, backend), backend
-
-
-def tokens(seed=1):
-    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+FLOAT32 = [*((recipe, "emulate") for recipe in RECIPES), *((r, "torch") for r in PER_TENSOR)]
 
 
 @pytest.mark.parametrize("save_fp8", [False, True], ids=["values", "bytes"])
@@ -67,6 +48,14 @@ def test_a_linears_gemms_equal_the_oracle(recipe, rows, inputs, outputs, bias, s
     got = run(layer, x, dy)
     assert all(t is None or t.dtype == torch.float32 for t in got)
     assert_all_close(got, oracle(recipe, layer, x, dy))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_on_a_cpu_the_torch_backend_runs_by_torchs_own_scaled_mm(recipe, rows):
+    layer, _ = linear(recipe, 48, 32, backend="torch")
+    x, dy = normal(rows, 48, seed=1), normal(rows, 32, seed=2)
+    assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy))
 
 
 OPTIONS = [
@@ -102,21 +91,19 @@ def test_a_bfloat16_layer_rounds_its_operands_first_and_its_results_last(recipe)
     assert (dw - expected).abs().max() <= 1e-5 * expected.abs().max()  # a float32 master's
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_layout_of_the_operands_does_not_matter(recipe):
-    layer, _ = linear(recipe, 24, 40)
-    x, dy = normal(6, 10, 24, seed=1), normal(6, 10, 40, seed=2)
-    again, _ = linear(recipe, 24, 40)
-    for plain, odd in zip(
-        run(layer, x, dy),
-        run(
-            again,
-            x.transpose(0, 2).contiguous().transpose(0, 2),
-            dy.transpose(0, 1).contiguous().transpose(0, 1),
-        ),
-        strict=True,
-    ):
-        assert torch.equal(plain, odd)
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+def test_the_layout_of_the_operands_and_their_leading_dimensions_do_not_matter(recipe, backend):
+    layer, flat, turned, _ = (linear(recipe, 32, 64, backend=backend)[0] for _ in range(4))
+    x, dy = normal(6, 10, 32, seed=1), normal(6, 10, 64, seed=2).to(layer.compute_dtype)
+    expected = run(layer, x, dy)
+    y, dx, *gradients_of_rows = run(flat, x.view(60, 32), dy.view(60, 64))
+    found = [y.view(6, 10, 64), dx.view(6, 10, 32), *gradients_of_rows]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    odd_x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    odd_dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
+    found = run(turned, odd_x, odd_dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert layer(x[0, 0]).shape == (64,)
     # A sum's gradient is one number expanded.
     x.requires_grad_()
     layer(x[:, ::2]).sum().backward()
@@ -124,24 +111,30 @@ def test_the_layout_of_the_operands_does_not_matter(recipe):
     assert not x.grad[:, 1::2].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_no_rows_give_no_output_and_zero_gradients(recipe):
-    layer, _ = linear(recipe, 24, 40)
-    y, dx, dw, db = run(layer, torch.empty(0, 5, 24), torch.empty(0, 5, 40))
-    assert (y.shape, dx.shape) == ((0, 5, 40), (0, 5, 24))
+@pytest.mark.parametrize(("recipe", "backend"), FLOAT32)
+def test_no_rows_give_no_output_and_zero_gradients(recipe, backend):
+    layer, _ = linear(recipe, 32, 48, backend=backend)
+    y, dx, dw, db = run(layer, torch.empty(0, 5, 32), torch.empty(0, 5, 48))
+    assert (y.shape, dx.shape) == ((0, 5, 48), (0, 5, 32))
     assert not dw.any()
     assert not db.any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_emulator_is_not_silently_exact(recipe):
-    layer, _ = linear(recipe, 64, 48)
-    x, dy = normal(32, 64, seed=1), normal(32, 48, seed=2)
-    w = layer.weight.detach()
-    exact_results = [x @ w.T + layer.bias, dy @ w, dy.T @ x]
-    for got, exact in zip(run(layer, x, dy)[:3], exact_results, strict=True):
-        error = (got - exact).norm() / exact.norm()
-        assert 1e-3 < error < 0.2
+@pytest.mark.parametrize(("recipe", "backend"), [way for way in WAYS if way[1] != "emulate"])
+def test_padded_rows_give_the_numbers_of_rows_of_zeros(recipe, backend):
+    rows, whole = 13, 32 if recipe == "mxfp8" else 16
+
+    def results(padding):
+        layer, _ = linear(recipe, 64, 32, backend=backend)
+        x = normal(rows, 64)
+        x = torch.cat([x, x.new_zeros(padding, 64)]).requires_grad_()
+        for step in range(2):
+            y = layer(x)[:rows]
+            y.backward(normal(rows, 32, seed=step).to(y.dtype))
+        return [y, x.grad[:rows], *gradients(layer).values(), *fp8_state(layer).values()]
+
+    for one, other in zip(results(0), results(whole - rows), strict=True):
+        assert torch.equal(one, other)
 
 
 # What is kept for the backward pass
@@ -184,32 +177,29 @@ def test_forward_operands_are_e4m3_and_gradients_the_recipes_format(recipe, step
 # Counting, and what is left out
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_fp8_layer_counts_one_gemm_forward_and_two_backward(recipe):
-    layer, backend = linear(recipe, 24, 40)
-    x = normal(5, 24).requires_grad_()
-    y = layer(x)
-    assert backend.fp8_gemms() == 1
-    y.sum().backward()
-    assert backend.fp8_gemms() == 2
-    assert backend.fp8_gemms() == 0
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
+def test_only_the_gradients_that_are_needed_are_computed_and_counted(recipe, backend):
+    layer, made = linear(recipe, 32, 64, backend=backend)
+    x = normal(16, 32)
 
+    def gemms(x):
+        layer.zero_grad()
+        y = layer(x)
+        forward = made.fp8_gemms()
+        if y.requires_grad:
+            y.sum().backward()
+        return forward, made.fp8_gemms(), made.fp8_gemms()
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_only_the_gradients_that_are_needed_are_computed(recipe):
-    layer, backend = linear(recipe, 24, 40)
-    layer(normal(5, 24)).sum().backward()
-    assert backend.fp8_gemms() == 2
-    layer.zero_grad()
+    assert gemms(x) == (1, 1, 0)
+    x.requires_grad_()
+    assert gemms(x) == (1, 2, 0)
     layer.weight.requires_grad_(False)
-    x = normal(5, 24).requires_grad_()
-    layer(x).sum().backward()
-    assert backend.fp8_gemms() == 2
+    assert gemms(x) == (1, 1, 0)
     assert layer.weight.grad is None
-    assert x.grad is not None
     assert layer.bias.grad is not None
     with torch.no_grad():
         assert not layer(x).requires_grad
+        assert made.fp8_gemms() == 1
     layer.bias.requires_grad_(False)
     assert not layer(x.detach()).requires_grad
 
@@ -217,7 +207,7 @@ def test_only_the_gradients_that_are_needed_are_computed(recipe):
 @pytest.mark.parametrize(
     ("recipe", "options", "layers"),
     [
-        *((recipe, {}, 8) for recipe in RECIPES),
+        ("block", {}, 8),
         ("mxfp8", {"head": True}, 9),
         ("delayed", {"exclude": ("*.down", "blocks.1.attention.qkv")}, 5),
         ("current", {"exclude_first_blocks": 1, "head": True}, 5),
@@ -226,14 +216,14 @@ def test_only_the_gradients_that_are_needed_are_computed(recipe):
     ],
 )
 def test_a_model_runs_just_the_planned_layers_in_fp8(recipe, options, layers):
-    model, backend = gpt(recipe, **options)
+    model = gpt(recipe, "auto", **options)
     kinds = {name: type(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert list(kinds.values()).count(EmulatedLinear) == layers
     assert set(kinds.values()) <= {EmulatedLinear, CastLinear if recipe == "bf16" else nn.Linear}
     loss = model(tokens(), tokens(2))
-    assert backend.fp8_gemms() == layers
+    assert model.backend.fp8_gemms() == layers
     loss.backward()
-    assert backend.fp8_gemms() == 2 * layers
+    assert model.backend.fp8_gemms() == 2 * layers
     excluded = {"delayed": "blocks.0.mlp.down", "current": "blocks.0.mlp.up", "mxfp8": "embedding"}
     if options:
         assert kinds.get(excluded[recipe]) in (nn.Linear, None)
@@ -253,12 +243,12 @@ def test_models_of_other_recipes_beside_it_do_not_influence_a_model(recipe):
             found.append(loss.item())
         return found
 
-    others = [gpt(other)[0] for other in [*RECIPES, "fp32", "bf16"]]
-    alone = losses(gpt(recipe)[0], lambda step: None)
-    model, backend = gpt(recipe)
+    others = [gpt(other, "auto") for other in [*RECIPES, "fp32", "bf16"]]
+    alone = losses(gpt(recipe), lambda step: None)
+    model = gpt(recipe)
     mixed = losses(model, lambda step: [o(tokens(9), tokens(8)).backward() for o in others])
     assert mixed == alone
-    assert backend.fp8_gemms() == 3 * 3 * 8
+    assert model.backend.fp8_gemms() == 3 * 3 * 8
 
 
 # NaN and inf
@@ -312,7 +302,7 @@ def test_an_infinity_in_mxfp8_stays_in_its_row():
 
 
 def test_the_recipe_fp32_is_plain_torch_to_the_bit():
-    model, backend = gpt("fp32")
+    model = gpt("fp32", "auto")
     assert {type(m) for m in model.modules() if not list(m.children())} == {
         nn.Embedding, nn.Dropout, nn.LayerNorm, nn.Linear, Loss,
     }  # fmt: skip
@@ -343,13 +333,13 @@ def test_the_recipe_fp32_is_plain_torch_to_the_bit():
     loss.backward()
     for name, parameter in ours.items():
         assert torch.equal(parameter.grad, plain[name].grad), name
-    assert backend.fp8_gemms() == 0
+    assert model.backend.fp8_gemms() == 0
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 def test_a_plain_half_precision_linear_computes_in_it_on_float32_masters(recipe):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
-    model, backend = gpt(recipe)
+    model = gpt(recipe, "auto")
     seen = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -361,14 +351,12 @@ def test_a_plain_half_precision_linear_computes_in_it_on_float32_masters(recipe)
         bias = None if module.bias is None else module.bias.to(dtype)
         assert torch.equal(y, F.linear(x.to(dtype), module.weight.to(dtype), bias))
         assert y.dtype == dtype
-    for name, parameter in model.named_parameters():
-        assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.float32), name
-    assert backend.fp8_gemms() == 0
+    assert model.backend.fp8_gemms() == 0
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", *RECIPES])
 def test_norms_and_the_residual_stream_are_float32_in_every_recipe(recipe):
-    model, _ = gpt(recipe)
+    model = gpt(recipe, "auto")
     seen = []
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):

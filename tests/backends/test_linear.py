@@ -10,21 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fp8stack.backends import build_backend
-from fp8stack.backends.linear import plain_linear
+from fp8stack.backends.linear import Size, plain_linear
 from fp8stack.backends.observe import observing
 from fp8stack.config import RunConfig
-from fp8stack.model.config import GPTConfig, plan_for
-from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
-from fp8stack.precision import Hardware
-
-CONFIG = GPTConfig(vocabulary=64, context=16, layers=1, width=32, heads=2)
-RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
-
-
-def model_in(recipe: str) -> GPT:
-    return GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, Hardware("cpu"))))
+from tests.support.backend_models import RECIPES, gpt, tokens
 
 
 class Weights(TorchFunctionMode):
@@ -43,7 +33,7 @@ class Weights(TorchFunctionMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_thousand_tiny_updates_are_not_lost(dtype: torch.dtype) -> None:
     """Each is an eighth of what the working copy can tell apart; in it alone, none would count."""
-    linear = plain_linear(4, 4, False, dtype)
+    linear = plain_linear(Size(4, 4, False), dtype)
     update = float(torch.finfo(dtype).eps) / 8
     with torch.no_grad():
         linear.weight.fill_(1.0)
@@ -64,15 +54,14 @@ def test_a_thousand_tiny_updates_are_not_lost(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str) -> None:
-    model = model_in(recipe)
+    model = gpt(recipe, "auto", {"layers": 1})
     optimizer = build_optimizer(model, RunConfig(lr=1e-3))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
-    tokens = torch.randint(64, (2, 17))
     weight = model.get_parameter("blocks.0.mlp.up.weight")
     copies = []
     for _ in range(3):
         with Weights() as weights:
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            model(tokens(), tokens(2)).backward()
         (copy,) = (one for one in weights.seen if one.shape == weight.shape)
         assert copy.dtype == dtype
         assert torch.equal(copy, weight.detach().to(dtype))
@@ -82,12 +71,11 @@ def test_the_working_copy_is_the_cast_of_the_master_after_each_step(recipe: str)
     assert not torch.equal(copies[0], copies[2])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16", *RECIPES])
 def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
-    model = model_in(recipe)
+    model = gpt(recipe, "auto", {"layers": 1})
     optimizer = build_optimizer(model, RunConfig())
-    tokens = torch.randint(64, (2, 17))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    model(tokens(), tokens(2)).backward()
     optimizer.step()
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32, name
@@ -98,9 +86,8 @@ def test_masters_gradients_and_moments_are_float32(recipe: str) -> None:
 
 
 def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:
-    model = model_in("current")
+    model = gpt("current")
     optimizer = build_optimizer(model, RunConfig(lr=1e-2))
-    tokens = torch.randint(64, (2, 17))
     for _ in range(3):
         seen: dict[str, Tensor] = {}
 
@@ -108,7 +95,7 @@ def test_fp8_weights_are_cast_from_the_masters_anew_after_each_step() -> None:
             seen[f"{path}.{operand}"] = x.clone()
 
         with observing(model, see):
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            model(tokens(), tokens(2)).backward()
         weight = model.get_parameter("blocks.0.mlp.down.weight").detach()
         assert torch.equal(seen["blocks.0.mlp.down.weight"], weight)
         optimizer.step()

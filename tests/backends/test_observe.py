@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,43 +10,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.observe import fp8_linears, observing, scale_of
-from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
+from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.convert import convert
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, load_recipe, resolve
+from fp8stack.precision import load_recipe, resolve
 from tests.support import te_stand_in
-
-RECIPES = ["delayed", "current", "block", "mxfp8"]
-PARTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-CONFIG = GPTConfig(vocabulary=64, context=32, layers=2, width=128, heads=4)
-LINEARS = [f"blocks.{i}.{part}" for i in range(2) for part in PARTS]
-GPUS = {name: Hardware("cuda", (9, 0), has_te=True) for name in RECIPES}
-GPUS["mxfp8"] = Hardware("cuda", (10, 0), has_te=True)
+from tests.support.backend_models import (
+    CPU,
+    LINEARS,
+    TINY,
+    WAYS,
+    checkpointed,
+    gpt,
+    loss_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Seen = list[tuple[str, str, Tensor]]
-
-
-def gpt(recipe: str, backend: str = "emulate", **model: Any) -> GPT:
-    config = CONFIG.model_copy(update=model)
-    if backend == "te":
-        plan = resolve(recipe, GPUS[recipe], "te")
-        multiple = 32 if recipe == "mxfp8" else 16
-        shapes = config.linear_shapes(padded_vocabulary(config, multiple))
-        plan = replace(plan.for_layers(shapes), device="cpu")
-    else:
-        plan = plan_for(config, recipe, Hardware("cpu"), backend)
-    assert plan.backend == backend
-    return GPT(config, build_backend(plan))
-
-
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(seed))
-    return model(tokens[:, :-1], tokens[:, 1:])
 
 
 def keep(seen: Seen) -> Callable[..., None]:
@@ -59,41 +42,19 @@ def keep(seen: Seen) -> Callable[..., None]:
     return see
 
 
-def checkpointed(model: GPT, use_reentrant: bool) -> GPT:
-    for block in model.blocks:
-        inner = block.forward
-        block.forward = lambda x, rotation, inner=inner: checkpoint(
-            inner, x, rotation, use_reentrant=use_reentrant
-        )
-    return model
-
-
-@pytest.fixture
-def te() -> Iterator[None]:
-    with te_stand_in.installed():
-        yield
-
-
 # What is seen
 
 
-def test_operands_come_in_the_order_of_execution() -> None:
+@pytest.mark.parametrize("outputs", [False, True])
+def test_operands_come_in_the_order_of_execution(outputs: bool) -> None:
     model, seen = gpt("current"), []
-    with observing(model, keep(seen)):
+    with observing(model, keep(seen), outputs=outputs):
         loss_of(model, 0).backward()
-    forward = [(name, operand) for name in LINEARS for operand in ("input", "weight")]
-    backward = [(name, "grad_output") for name in reversed(LINEARS)]
-    assert [(path, operand) for path, operand, _ in seen] == forward + backward
-
-
-def test_outputs_come_where_they_are_computed() -> None:
-    model, seen = gpt("current", layers=1), []
-    with observing(model, keep(seen), outputs=True):
-        loss_of(model, 0).backward()
-    names = [f"blocks.0.{part}" for part in PARTS]
-    forward = [(name, operand) for name in names for operand in ("input", "weight", "output")]
-    backward = [(n, operand) for n in reversed(names) for operand in ("grad_output", "grad_input")]
-    assert [(path, operand) for path, operand, _ in seen] == forward + backward
+    forward = ("input", "weight", "output") if outputs else ("input", "weight")
+    backward = ("grad_output", "grad_input") if outputs else ("grad_output",)
+    expected = [(name, operand) for name in LINEARS for operand in forward]
+    expected += [(name, operand) for name in reversed(LINEARS) for operand in backward]
+    assert [(path, operand) for path, operand, _ in seen] == expected
 
 
 class Pair(nn.Module):
@@ -129,8 +90,9 @@ def test_tensors_are_those_of_each_linear_alone() -> None:
 
 
 def test_operands_have_the_dtype_that_is_cast() -> None:
-    plan = replace(plan_for(CONFIG, "current", Hardware("cpu"), "emulate"), compute_dtype="bf16")
-    model, seen = GPT(CONFIG, build_backend(plan)), []
+    config = GPTConfig(**TINY)
+    plan = replace(plan_for(config, "current", CPU, "emulate"), compute_dtype="bf16")
+    model, seen = GPT(config, build_backend(plan)), []
     with observing(model, keep(seen), outputs=True):
         loss_of(model, 0).backward()
     dtypes = {(operand, tensor.dtype) for _, operand, tensor in seen}
@@ -142,7 +104,7 @@ def test_a_transposed_weight_is_seen_as_out_by_in() -> None:
     from transformers.pytorch_utils import Conv1D
 
     model = nn.Sequential(Conv1D(48, 32))
-    convert(model, resolve("current", Hardware("cpu")))
+    convert(model, resolve("current", CPU))
     seen: Seen = []
     with observing(model, keep(seen)):
         model(torch.randn(4, 32))
@@ -214,13 +176,14 @@ def test_the_scale_is_that_of_the_cast(recipe: str, backend: str) -> None:
 # Nothing changes
 
 
-def trained(model: GPT, see: Callable[..., None] | None, accumulate: int = 1) -> list[Tensor]:
-    """Losses, gradients, FP8 state and counters of three steps, of which the second is observed."""
+def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
+    """Losses, gradients, FP8 state and counters of three steps of two micro-batches, of which one
+    is observed."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):
         optimizer.zero_grad()
-        for part in range(accumulate):
+        for part in range(2):
             if see is not None and step == 1 and part == 0:
                 with observing(model, see, outputs=True):
                     loss = loss_of(model, step + 10 * part)
@@ -236,38 +199,25 @@ def trained(model: GPT, see: Callable[..., None] | None, accumulate: int = 1) ->
     return found
 
 
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [*((r, "emulate") for r in RECIPES), ("delayed", "torch"), ("current", "torch")],
-)
-def test_a_run_is_the_same_to_the_bit(recipe: str, backend: str, accumulate: int) -> None:
+    ("recipe", "backend", "again"),
+    [*((*way, None) for way in WAYS), *(("delayed", "emulate", again) for again in (False, True)),
+     ("mxfp8", "emulate", False), ("current", "emulate", True)],
+)  # fmt: skip
+def test_a_run_is_the_same_to_the_bit(
+    te: object, recipe: str, backend: str, again: bool | None
+) -> None:
+    """`again`: blocks run again in the backward pass, by reentrant checkpointing or not."""
     seen: Seen = []
-    observed = trained(gpt(recipe, backend), keep(seen), accumulate)
-    assert_same(observed, trained(gpt(recipe, backend), None, accumulate))
-    assert len(seen) == 5 * len(LINEARS)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_with_checkpointed_blocks_is_the_same(recipe: str, use_reentrant: bool) -> None:
-    seen: Seen = []
-    observed = trained(checkpointed(gpt(recipe), use_reentrant), keep(seen))
-    assert_same(observed, trained(checkpointed(gpt(recipe), use_reentrant), None))
-    assert {path for path, _, _ in seen} == set(LINEARS)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_by_transformer_engine_is_the_same(te: None, recipe: str) -> None:
-    seen: Seen = []
-    observed = trained(gpt(recipe, "te"), keep(seen), 2)
-    assert_same(observed, trained(gpt(recipe, "te"), None, 2))
+    models = [gpt(recipe, backend) for _ in range(2)]
+    if again is not None:
+        models = [checkpointed(model, again) for model in models]
+    observed, plain = trained(models[0], keep(seen)), trained(models[1], None)
+    assert all(torch.equal(a, b) for a, b in zip(observed, plain, strict=True))
     shown = {(path, operand) for path, operand, _ in seen}
     assert shown >= {(n, o) for n in LINEARS for o in ("input", "weight", "grad_output")}
+    if backend != "te":
+        assert len(seen) == len(shown) == 5 * len(LINEARS)
 
 
 # Transformer Engine's fused modules
@@ -280,10 +230,10 @@ def near(x: Tensor, reference: Tensor, tolerance: float) -> bool:
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "swiglu"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_fused_modules_show_the_operands_of_an_unfused_model(
-    te: None, recipe: str, activation: str
+    te: object, recipe: str, activation: str
 ) -> None:
     shape = {"activation": activation, "bias": activation == "gelu_tanh"}
-    fused, plain = gpt(recipe, "te", **shape), gpt(recipe, "te", **shape)
+    fused, plain = (gpt(recipe, "te", shape) for _ in range(2))
     plain.blocks[0].backend._fuses = lambda x, norm: False
     found: list[dict[tuple[str, str], Tensor]] = []
     for model in (fused, plain):
@@ -302,7 +252,7 @@ def test_fused_modules_show_the_operands_of_an_unfused_model(
     assert near(found[0][LINEARS[0], "input"], found[1][LINEARS[0], "input"], 0.01)
 
 
-def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: None) -> None:
+def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: object) -> None:
     model = gpt("delayed", "te")
     seen: Seen = []
     with observing(model, keep(seen)):
@@ -320,7 +270,7 @@ def test_the_input_of_a_fused_norm_has_the_amax_that_is_recorded(te: None) -> No
 
 @pytest.mark.parametrize("norm_by", ["TE", "cuDNN", "cuDNN, but for whole tiles alone"])
 def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
-    te: None, norm_by: str, monkeypatch: pytest.MonkeyPatch
+    te: object, norm_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is shown is what Transformer Engine casts, to the bit: by its rule, of its source."""
     monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", str(int("cuDNN" in norm_by)))
@@ -333,7 +283,7 @@ def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
         return real(module, x, gemm, kind)
 
     monkeypatch.setattr(te_stand_in.Module, "quantize", noted)
-    model, seen = gpt("mxfp8", "te"), []
+    model, seen = gpt("mxfp8", "te", {"width": 128, "context": 32}), []
     sequences = 3 if "alone" in norm_by else 4  # of 32 tokens
     tokens = torch.randint(64, (sequences, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), observing(model, keep(seen)):
@@ -346,7 +296,7 @@ def test_an_mxfp8_norm_is_rounded_unless_its_kernel_casts(
     assert rounded == (norm_by != "cuDNN")
 
 
-def test_a_backend_is_observed_by_the_inner_context_and_then_the_outer(te: None) -> None:
+def test_a_backend_is_observed_by_the_inner_context_and_then_the_outer(te: object) -> None:
     model = gpt("current", "te")
     outer: Seen = []
     inner: Seen = []

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.backends import build_backend
-from fp8stack.backends.linear import LowPrecisionLinear
-from fp8stack.model.config import GPTConfig, plan_for
-from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware
+from tests.support.backend_models import gpt, tokens
 
-CONFIG = GPTConfig(vocabulary=64, context=16, layers=1, width=32, heads=2)
 LAYER = "blocks.0.mlp.down"
 
 
@@ -26,9 +21,8 @@ def cast(x: np.ndarray, scale: float) -> np.ndarray:
 def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor:
     """What a layer makes of `x` after a training pass over `warm_up`; its weight is the identity,
     which FP8 holds exactly at any scale that is a power of two."""
-    model = GPT(CONFIG, build_backend(plan_for(CONFIG, recipe, Hardware("cpu"))))
+    model = gpt(recipe, model={"layers": 1})
     layer = model.get_submodule(LAYER)
-    assert isinstance(layer, LowPrecisionLinear)
     with torch.no_grad():
         layer.weight.zero_()
         layer.weight[:, :32] = torch.eye(32)
@@ -37,10 +31,9 @@ def outputs(recipe: str, x: torch.Tensor, warm_up: torch.Tensor) -> torch.Tensor
     layer.register_forward_pre_hook(lambda _, args: (given[-1],))
     seen: list[torch.Tensor] = []
     layer.register_forward_hook(lambda _, args, y: seen.append(y.detach()))
-    tokens = torch.randint(64, (1, 17))
     for one in (warm_up, x):
         given.append(one)
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        model(tokens(rows=1), tokens(2, rows=1)).backward()
     return seen[-1]
 
 

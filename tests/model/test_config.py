@@ -9,27 +9,23 @@ from fp8stack.backends import build_backend
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planner.sizes import needed_multiple, size_notes
-from fp8stack.precision import Hardware, Plan, assumed
+from fp8stack.precision import Hardware, Plan, assumed, load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = Hardware("cpu", cpu_bf16=True)
 ODD = {"vocabulary": 61, "context": 32, "layers": 1, "width": 64, "heads": 4}
-RUNS = [
-    ("bf16", "auto", 8),
-    ("fp16", "auto", 8),
-    *[(name, "emulate", 16) for name in ("delayed", "current", "block")],
-    ("mxfp8", "emulate", 32),
-    ("delayed", "torch", 16),
-    ("current", "torch", 16),
+RUNS = [  # with, and without, the head in FP8
+    ("bf16", "auto", 8, False),
+    ("fp16", "auto", 8, False),
+    *[(name, "emulate", 16, head) for name in ("delayed", "current", "block") for head in (0, 1)],
+    *[("mxfp8", "emulate", 32, head) for head in (0, 1)],
+    ("delayed", "torch", 16, False),
+    ("current", "torch", 16, False),
 ]
 # One step of the compute dtype at the largest element: all that another order of summation in a
 # GEMM of another width may change. Here, on one thread, nothing changes.
 STEP = {"fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-11}
-
-
-def plan_of(config: GPTConfig, recipe: str, backend: str = "auto") -> Plan:
-    return plan_for(config, recipe, CPU, backend)
 
 
 def built(config: GPTConfig, plan: Plan, multiple: int) -> tuple[GPT, torch.Tensor]:
@@ -44,12 +40,15 @@ def built(config: GPTConfig, plan: Plan, multiple: int) -> tuple[GPT, torch.Tens
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("recipe", "backend", "multiple"), RUNS)
+@pytest.mark.parametrize(("recipe", "backend", "multiple", "head"), RUNS)
 def test_a_padded_vocabulary_gives_the_loss_and_gradients_of_the_plain_one(
-    recipe, backend, multiple, tied
+    recipe, backend, multiple, head, tied
 ):
     config = GPTConfig(**ODD, tied=tied)
-    plan = plan_of(config, recipe, backend)
+    asked = load_recipe(recipe)
+    if head:
+        asked = asked.model_copy(update={"head": True})
+    plan = plan_for(config, asked, CPU, backend)
     assert plan.vocabulary_multiple == multiple
     (plain, loss), (padded, same) = (built(config, plan, m) for m in (1, multiple))
     assert (len(plain.lm_head.weight), len(padded.lm_head.weight)) == (61, 64)

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.utils import parametrizations, parametrize, prune
+from transformers import BertConfig, BertForMaskedLM
 
 from fp8stack import LossScaler, UserError, convert, fp8_state
 from tests.distributed.test_process_group import in_ranks
@@ -27,16 +28,14 @@ from tests.model.test_convert import (
     Blocks,
     fit,
     gpt2,
-    gradients,
     in_fp8,
     llama,
-    normal,
     plan,
     reason,
     replaced,
-    same,
 )
 from tests.support import converted_ranks
+from tests.support.backend_models import gradients, normal, same
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -164,6 +163,11 @@ class Headed(nn.Module):
             self.get_submodule(tie).weight = self.embedding.weight
 
 
+def bert() -> nn.Module:
+    config = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=32, **config))
+
+
 def linears(*sizes: tuple[int, int]) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(*size) for size in sizes))
 
@@ -171,6 +175,10 @@ def linears(*sizes: tuple[int, int]) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("model", "heads"),
     [
+        (bert(), ["cls.predictions.decoder"]),  # by the model's own answer
+        (nn.ModuleDict({"bert": bert()}), ["bert.cls.predictions.decoder"]),
+        (nn.ModuleDict({"model": gpt2(), "value": nn.Linear(32, 1)}), ["model.lm_head"]),
+        (nn.ModuleDict({"body": MLP(), "lm_head": nn.Linear(32, 64)}), ["lm_head"]),
         (Headed(output=nn.Linear(32, 96)), ["output"]),
         (Headed(logits=linears((32, 32), (32, 96))), ["logits.1"]),
         (Headed(lm_head=nn.ModuleDict({"w_out": nn.Linear(32, 48)})), ["lm_head.w_out"]),

@@ -21,10 +21,10 @@ from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.model.gpt import GPT
 from fp8stack.model.loss import chunk_rows, head_loss
 from fp8stack.precision import Hardware, load_recipe, resolve
+from tests.support.backend_models import B200, CPU, H100, gradients
 from tests.support.gemm_oracle import oracle
 from tests.support.te_stand_in import installed
 
-CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 TINY = {"vocabulary": 61, "context": 60, "layers": 1, "width": 32, "heads": 2}
 ROWS = 8 * 60  # three chunks of 128 and one of 96
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,10 +94,6 @@ def head_inputs(rows: int = ROWS, width: int = 32, vocabulary: int = 61) -> tupl
     return x, targets
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 def error(one: Tensor, other: Tensor) -> float:
     """Of the largest element."""
     return float((one.double() - other.double()).abs().max() / other.double().abs().max())
@@ -156,21 +152,29 @@ def both(monkeypatch, kind, factor=1.0, passes=2, **shape):
             (loss * factor).backward()
         models.append(model)
         losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    # In current scaling a chunk has a scale of its own.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "current" in kind else 1e-6)
     return models
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3], ids=["one", "quarter", "third"])
-@pytest.mark.parametrize("kind", TO_THE_BIT.values(), ids=TO_THE_BIT)
+@pytest.mark.parametrize(
+    ("factor", "tied"), [(1.0, False), (1.0, True), (1 / 3, False)], ids=["one", "tied", "third"]
+)
+@pytest.mark.parametrize("kind", BY_NAME.values(), ids=BY_NAME)
 def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, tied):
     """Only sums over rows change: the gradient of the head's weight, by its rounding. Where
     gradients are found before what scales the loss is known, that rounds them once more."""
+    if kind[0] == "fp16":  # most gradients are below its smallest normal number
+        factor *= 1024
     whole, chunked = both(monkeypatch, kind, factor, tied=tied)
+    if "current" in kind:
+        for name, gradient in gradients(whole).items():
+            assert error(chunked.get_parameter(name).grad, gradient) < 0.1, name
+        return
     assert fp8_state(whole).keys() == fp8_state(chunked).keys()
     for name, tensor in fp8_state(whole).items():
         assert torch.equal(tensor, fp8_state(chunked)[name]), name
-    once_more = factor == 1 / 3 and kind[0] in ("fp32", "bf16")
+    once_more = factor < 1 and kind[0] in ("fp32", "bf16")
     for name, gradient in gradients(whole).items():
         found = chunked.get_parameter(name).grad
         if once_more or name in ("lm_head.weight", "embedding.weight"):
@@ -178,12 +182,6 @@ def test_chunks_change_no_gradient_and_no_fp8_state(monkeypatch, kind, factor, t
             assert error(found, gradient) < rounding, name
         else:
             assert torch.equal(found, gradient), name
-
-
-def test_each_chunk_has_its_own_scale_in_emulated_current_scaling(monkeypatch):
-    whole, chunked = both(monkeypatch, ("current", "emulate", "fp32"))
-    for name, gradient in gradients(whole).items():
-        assert error(chunked.get_parameter(name).grad, gradient) < 0.1, name
 
 
 class HeadAlone(nn.Module):
@@ -215,8 +213,7 @@ def test_transformer_engine_computes_a_head_once_over_all_rows(monkeypatch):
         for size in (2**40, 1):
             monkeypatch.setattr(head_module, "CHUNK_BYTES", size)
             with installed():
-                hardware = dataclasses.replace(machine, has_te=True)
-                backend = backend_for(recipe, "te", "bf16", config, hardware)
+                backend = backend_for(recipe, "te", "bf16", config, machine)
                 model = GPT(config, backend)
                 model(*batch()).backward()
                 found.append((backend.fp8_gemms(), fp8_state(model), gradients(model)))
@@ -235,13 +232,6 @@ def test_without_gradients_the_loss_is_the_same(monkeypatch, kind):
         assert model(*batch()).item() == trained.item()
     with torch.inference_mode():
         assert model(*batch()).item() == trained.item()
-
-
-def test_fp16_gradients_wait_for_the_loss_scale(monkeypatch):
-    """Of 480 rows and 61 tokens, most are below the smallest normal number of fp16."""
-    whole, chunked = both(monkeypatch, ("fp16", "reference", "fp16"), 1024.0)
-    for name, gradient in gradients(whole.blocks).items():
-        assert torch.equal(chunked.blocks.get_parameter(name).grad, gradient), name
 
 
 @pytest.mark.usefixtures("chunked")
@@ -382,14 +372,6 @@ def test_no_float32_tensor_has_the_size_of_all_logits(monkeypatch, kind, trains)
             loss.backward()
     assert chunk_rows(4090) == 256
     assert 256 * 4090 <= largest.numel <= 256 * 4096
-
-
-def test_small_logits_are_computed_at_once(monkeypatch):
-    calls = []
-    model = gpt("fp32")
-    model.lm_head.register_forward_hook(lambda *args: calls.append(args[2].shape))
-    model(*batch())
-    assert calls == [(8, 60, 61)]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 61, 256, 50_257, 128_256, 2**31])

@@ -53,7 +53,7 @@ def test_all_256_codes_come_back(name, scale):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_16_bit_value_casts_as_ml_dtypes_does(name, dtype, scale):
-    x = every_value(dtype)
+    x = every_value(dtype)  # every NaN too; multiplied in bfloat16, other codes would come out
     np.testing.assert_array_equal(cast_codes(x, scale, name), fp8_codes(to_numpy(x), scale, name))
 
 
@@ -111,44 +111,6 @@ def test_the_special_values(value, e4m3, e5m2, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_nan_of_either_sign_and_any_payload_becomes_0x7f(name, dtype):
-    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
-    nan = torch.tensor([math.nan], dtype=dtype).view(bits)
-    both = torch.cat([nan, -(2 ** (8 * dtype.itemsize - 1)) | nan, nan | 3]).view(dtype)
-    assert both.isnan().all()
-    assert both.signbit().tolist() == [False, True, False]
-    assert cast_codes(both, 1.0, name).tolist() == [0x7F, 0x7F, 0x7F]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_product_beyond_float32_saturates(name):
-    x = torch.tensor([3e38, -3e38])
-    assert cast_codes(x, 3e38, name).tolist() == [MAX_CODE[name], MAX_CODE[name] | 0x80]
-
-
-def test_subnormal_floats_are_not_flushed():
-    x = torch.tensor([2.0**-136, 3 * 2.0**-136, -(2.0**-149)])
-    assert cast_codes(x, 2.0**127, "e4m3").tolist() == [0x01, 0x03, 0x80]
-
-
-def test_a_bfloat16_tensor_is_multiplied_in_float32():
-    x, scale = torch.ones(1, dtype=torch.bfloat16), torch.tensor(1.0625 + 2**-10)
-    # In bfloat16 the product would be 1.0625, the tie of 0x38 and 0x39, and end in 0x38.
-    assert (x * scale).to(torch.float32).item() == 1.0625
-    assert cast_codes(x, scale, "e4m3").tolist() == [0x39]
-
-
-def test_multiplying_in_bfloat16_would_change_one_code_in_a_hundred():
-    x, scale = every_value(torch.bfloat16), torch.tensor(1.1)
-    once = fp8_codes(to_numpy(x), 1.1, "e4m3")
-    twice = fp8_codes(to_numpy(x * scale), 1.0, "e4m3")
-    in_range = (np.abs(to_numpy(x)) > 2**-6) & (np.abs(to_numpy(x)) < 400)
-    assert (once != twice)[in_range].mean() > 0.01
-    np.testing.assert_array_equal(cast_codes(x, scale, "e4m3"), once)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize(
     "view",
     [
@@ -192,21 +154,15 @@ def test_an_unknown_format_is_refused(name):
         tensor_scale(1.0, name)
 
 
-def test_a_number_and_a_tensor_are_the_same_scale():
-    x = every_value(torch.bfloat16)
-    expected = fp8_codes(to_numpy(x), np.float32(0.1), "e4m3")
-    for scale in (0.1, torch.tensor(0.1), torch.tensor([0.1])):
-        np.testing.assert_array_equal(cast_codes(x, scale, "e4m3"), expected)
-
-
-@pytest.mark.parametrize("shape", [(6, 1), (1, 5), (6, 5)])
-def test_a_scale_of_more_elements_is_broadcast(shape):
+@pytest.mark.parametrize("shape", [(), (1,), (6, 1), (1, 5), (6, 5)])
+def test_a_scale_is_a_number_or_broadcast(shape):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 5, generator=generator)
     scale = 100 * torch.rand(shape, generator=generator)
-    np.testing.assert_array_equal(
-        cast_codes(x, scale, "e4m3"), fp8_codes(x.numpy(), scale.numpy(), "e4m3")
-    )
+    expected = fp8_codes(x.numpy(), scale.numpy(), "e4m3")
+    np.testing.assert_array_equal(cast_codes(x, scale, "e4m3"), expected)
+    if scale.numel() == 1:
+        np.testing.assert_array_equal(cast_codes(x, scale.item(), "e4m3"), expected)
 
 
 @pytest.mark.parametrize("margin", [0, 3])

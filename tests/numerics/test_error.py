@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -97,34 +99,33 @@ def check(found: Tensor, wanted: dict[str, float]) -> None:
         assert values[name] == pytest.approx(value, rel=1e-6, abs=0), name
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", TENSORS)
+def cells() -> Iterator[tuple[Tensor, np.ndarray, str]]:
+    """Each tensor in each dtype, as numpy has it, with each format to cast to."""
+    for x, dtype, format in itertools.product(TENSORS.values(), FLOAT_DTYPES, FORMATS):
+        yield x.to(dtype), to_numpy(x.to(dtype)), format
+
+
 @pytest.mark.parametrize("stale", [1.0, 16.0, 2.0**-12])
-def test_one_scale(name: str, format: str, dtype: torch.dtype, stale: float) -> None:
-    # `stale`: delayed scaling's scale is that of another amax
-    x = TENSORS[name].to(dtype)
-    numbers = to_numpy(x)
-    largest = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
-    with np.errstate(all="ignore"):
-        scale = np.float32(min(scale_of(largest, format) * np.float32(stale), FLT_MAX))
-        scaled = (numbers * scale).astype(np.float64)
-        decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
-    found = error.tensor_error(x, torch.tensor(scale), format)
-    check(found, expected(numbers, decoded, scaled, LIMIT[format]))
+def test_one_scale(stale: float) -> None:
+    """`stale`: delayed scaling's scale is that of another amax."""
+    for x, numbers, format in cells():
+        largest = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
+        with np.errstate(all="ignore"):
+            scale = np.float32(min(scale_of(largest, format) * np.float32(stale), FLT_MAX))
+            scaled = (numbers * scale).astype(np.float64)
+            decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
+        found = error.tensor_error(x, torch.tensor(scale), format)
+        check(found, expected(numbers, decoded, scaled, LIMIT[format]))
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", TENSORS)
-def test_mxfp8(name: str, format: str, dtype: torch.dtype) -> None:
-    x = TENSORS[name].to(dtype)
-    numbers = to_numpy(x)
-    codes, scales = mxfp8(numbers, -1, format)
-    power = np.exp2(scales.astype(np.float64) - 127).repeat(32, -1)[:, : x.shape[1]]
-    with np.errstate(all="ignore"):
-        wanted = expected(numbers, decode(codes, format) * power, numbers / power, LIMIT[format])
-    check(error.mxfp8_error(x, format), wanted)
+def test_mxfp8() -> None:
+    for x, numbers, format in cells():
+        codes, scales = mxfp8(numbers, -1, format)
+        power = np.exp2(scales.astype(np.float64) - 127).repeat(32, -1)[:, : x.shape[1]]
+        with np.errstate(all="ignore"):
+            decoded = decode(codes, format) * power
+            wanted = expected(numbers, decoded, numbers / power, LIMIT[format])
+        check(error.mxfp8_error(x, format), wanted)
 
 
 @pytest.mark.parametrize("rounding", ["floor", "even"])
@@ -140,33 +141,30 @@ def test_mxfp8_scales_that_do_not_round_up_saturate(rounding: str) -> None:
 
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("name", TENSORS)
-def test_blocks(name: str, dtype: torch.dtype, block: tuple[int, int], power_of_two: bool) -> None:
-    x = TENSORS[name].to(dtype)
-    numbers = to_numpy(x)
-    overflow = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    codes, inv_scale = blocked(numbers, block, "e4m3", power_of_two, overflow)
-    spread = inv_scale.repeat(block[0], 0).repeat(block[1], 1)[: x.shape[0], : x.shape[1]]
-    with np.errstate(all="ignore"):
-        # what a GEMM multiplies is the float32 product
-        decoded = (decode(codes, "e4m3").astype(np.float32) * spread).astype(np.float64)
-        wanted = expected(numbers, decoded, numbers / spread.astype(np.float64), LIMIT["e4m3"])
-    check(error.block_error(x, block, "e4m3", power_of_two), wanted)
+def test_blocks(block: tuple[int, int], power_of_two: bool) -> None:
+    for x, numbers, format in cells():
+        if format != "e4m3":
+            continue
+        overflow = min(torch.finfo(x.dtype).max, FLT_MAX)
+        codes, inv_scale = blocked(numbers, block, format, power_of_two, overflow)
+        spread = inv_scale.repeat(block[0], 0).repeat(block[1], 1)[: x.shape[0], : x.shape[1]]
+        with np.errstate(all="ignore"):
+            # what a GEMM multiplies is the float32 product
+            decoded = (decode(codes, format).astype(np.float32) * spread).astype(np.float64)
+            scaled = numbers / spread.astype(np.float64)
+            wanted = expected(numbers, decoded, scaled, LIMIT[format])
+        check(error.block_error(x, block, format, power_of_two), wanted)
 
 
 @pytest.mark.parametrize("to", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_cast_without_scale(name: str, dtype: torch.dtype, to: str) -> None:
-    x = TENSORS[name].to(dtype)
-    numbers = to_numpy(x)
-    with np.errstate(all="ignore"):
-        decoded = numbers.astype(ML_DTYPES[to]).astype(np.float64)
-        wanted = expected(numbers, decoded, numbers.astype(np.float64), math.inf)
-        wanted["saturated"] = float(np.mean(np.isinf(decoded)))
+def test_a_cast_without_scale(to: str) -> None:
     target = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[to]
-    check(error.cast_error(x, target), wanted)
+    for x, numbers, _ in cells():
+        with np.errstate(all="ignore"):
+            decoded = numbers.astype(ML_DTYPES[to]).astype(np.float64)
+            wanted = expected(numbers, decoded, numbers.astype(np.float64), math.inf)
+            wanted["saturated"] = float(np.mean(np.isinf(decoded)))
+        check(error.cast_error(x, target), wanted)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -21,6 +21,7 @@ AMBIENT = ["highest", "high"]
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
 
@@ -55,6 +56,12 @@ class Seen(defaultdict[str, list[str]]):
     def around(self, part: nn.Module, name: str) -> None:
         part.register_forward_pre_hook(lambda _, args: (self.record(args[0], name), *args[1:]))
         part.register_forward_hook(lambda _, args, out: self.record(out, name))
+
+    def check(self, **expected: str) -> None:
+        """Each place had one position throughout, in both passes."""
+        passes = ("forward", "backward")
+        wanted = {f"{name} {way}": {at} for name, at in expected.items() for way in passes}
+        assert {name: set(found) for name, found in self.items()} == wanted
 
 
 def gpt(recipe: str, seen: Seen) -> GPT:
@@ -95,14 +102,10 @@ def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(
         assert torch.get_float32_matmul_precision() == ambient
         total.backward()
         assert torch.get_float32_matmul_precision() == ambient
-    assert {name: set(found) for name, found in seen.items()} == {
-        "ours forward": {wanted}, "ours backward": {wanted},
-        "other forward": {ambient}, "other backward": {ambient},
-    }  # fmt: skip
+    seen.check(ours=wanted, other=ambient)
 
 
 def test_layers_before_and_after_a_converted_model_keep_their_precision() -> None:
-    torch.set_float32_matmul_precision("highest")
     seen = Seen()
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     seen.around(inner[0], "ours")
@@ -112,27 +115,20 @@ def test_layers_before_and_after_a_converted_model_keep_their_precision() -> Non
     seen.around(before, "others")
     seen.around(after, "others")
     after(inner(before(torch.ones(3, 16)))).sum().backward()
-    assert {name: set(found) for name, found in seen.items()} == {
-        "ours forward": {"high"}, "ours backward": {"high"},
-        "others forward": {"highest"}, "others backward": {"highest"},
-    }  # fmt: skip
+    seen.check(ours="high", others="highest")
 
 
 @pytest.mark.parametrize("recompute", ["selective", "block"])
 def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute: Any) -> None:
-    torch.set_float32_matmul_precision("highest")
     seen = Seen()
     model = gpt("tf32", seen)
     model.recompute = recompute
     model(TOKENS, TOKENS).backward()
-    assert {name: set(found) for name, found in seen.items()} == {
-        "ours forward": {"high"}, "ours backward": {"high"},
-    }  # fmt: skip
+    seen.check(ours="high")
     assert len(seen["ours forward"]) > 6  # some were run again
 
 
 def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more() -> None:
-    torch.set_float32_matmul_precision("highest")
     seen = Seen()
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     seen.around(inner[2], "ours")
@@ -140,22 +136,17 @@ def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more() ->
     seen.around(other, "other")
     convert(inner, resolve("tf32", AMPERE))
     checkpoint(inner, other(torch.ones(3, 16)), use_reentrant=False).sum().backward()
-    assert {name: set(found) for name, found in seen.items()} == {
-        "ours forward": {"high"}, "ours backward": {"high"},
-        "other forward": {"highest"}, "other backward": {"highest"},
-    }  # fmt: skip
+    seen.check(ours="high", other="highest")
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_backward_pass_that_ends_within_the_model_gives_the_precision_back() -> None:
-    torch.set_float32_matmul_precision("highest")
     model = gpt("tf32", Seen())
     (_,) = torch.autograd.grad(model(TOKENS, TOKENS), [model.lm_head.weight])
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_forward_pass_that_fails_gives_the_precision_back() -> None:
-    torch.set_float32_matmul_precision("highest")
     model = gpt("tf32", Seen())
 
     def fail(*_: object) -> None:
@@ -168,7 +159,6 @@ def test_a_forward_pass_that_fails_gives_the_precision_back() -> None:
 
 
 def test_without_gradients_only_the_forward_pass_switches() -> None:
-    torch.set_float32_matmul_precision("highest")
     seen = Seen()
     model = gpt("tf32", seen)
     with torch.no_grad():

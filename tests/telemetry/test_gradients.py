@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from fp8stack import GPT, build_backend, load_config
-from fp8stack.model.config import plan_for
-from fp8stack.precision import Hardware
 from fp8stack.report import page
 from fp8stack.report import text as terminal
 from fp8stack.report.attention import judge, verdict
@@ -272,14 +270,6 @@ def test_samples_that_are_taken_again_count_once(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines, *again]) + "\n")
     for one in read_run(tmp_path / "r").gradients:
         assert one.steps.tolist() == [1, 2]
-
-
-def test_a_part_without_a_gradient_counts_as_zeros() -> None:
-    plan = plan_for(load_config("gpt-nano", FOUR), "fp32", Hardware("cpu"))
-    model = GPT(load_config("gpt-nano", FOUR), build_backend(plan))
-    flow = gradients.look(model)
-    assert flow is not None
-    assert all(one["zeros"] == 1.0 for one in gradients.figures(flow, flow.sums.tolist()))
 
 
 # Ranks

@@ -377,12 +377,12 @@ def test_a_sampled_pass_asks_a_device_for_no_number(recipe: str, backend: str) -
     config = CONFIG.model_copy(update={"width": 128})
     plan = plan_for(config, recipe, hardware, backend)
     model = GPT(config, build_backend(plan)).to("meta")  # where reading a value raises
-    telemetry = Telemetry(plan, 1, WHAT_IF)
+    tried = WHAT_IF if recipe == "delayed" and backend == "emulate" else ()
+    telemetry = Telemetry(plan, 1, tried)
     tokens = torch.zeros(4, 32, dtype=torch.int64, device="meta")
-    for _ in range(2):
-        with telemetry.sampling(model):
-            model(tokens, tokens).backward()
-    assert len(telemetry._seen) == (1 + len(WHAT_IF)) * 3 * len(LINEARS)
+    with telemetry.sampling(model):
+        model(tokens, tokens).backward()
+    assert len(telemetry._seen) == (1 + len(tried)) * 3 * len(LINEARS)
 
 
 def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

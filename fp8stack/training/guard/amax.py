@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.config import GuardConfig
+from fp8stack.formats import fp8_format
 from fp8stack.numerics.amax import decisive_amax
-from fp8stack.numerics.formats import fp8_format
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
 _ROUNDING = 1e-5  # of a scale, generously

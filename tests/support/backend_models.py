@@ -1,0 +1,182 @@
+"""Small layers and models of every backend, and what tests look at in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8stack.backends import Backend, build_backend
+from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, Plan, load_recipe, resolve
+
+CPU, AMPERE = Hardware("cpu"), Hardware("cuda", (8, 0))
+H100, B200 = (Hardware("cuda", (major, 0), has_te=True) for major in (9, 10))
+RECIPES = ["delayed", "current", "block", "mxfp8"]
+PER_TENSOR = ["delayed", "current"]
+BACKENDS = ["emulate", "torch", "te"]
+# Which recipes each backend runs on a CPU.
+WAYS = [
+    *((recipe, "emulate") for recipe in RECIPES),
+    *((recipe, "torch") for recipe in PER_TENSOR),
+    *((recipe, "te") for recipe in RECIPES),
+]
+DELAYED = [("delayed", backend) for backend in BACKENDS]
+TINY = {"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4}
+PARTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+LINEARS = [f"blocks.{i}.{part}" for i in range(2) for part in PARTS]
+OPERANDS = ("input", "weight", "grad_output")
+# How a model is evaluated.
+QUIET: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "eval": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+def machine(recipe: str) -> Hardware:
+    """A GPU that runs `recipe` by Transformer Engine."""
+    return B200 if recipe == "mxfp8" else H100
+
+
+def planned(recipe: str, backend: str, hardware: Hardware | None = None, **options: Any) -> Plan:
+    """A plan for some hardware, or for what the backend runs on, to be run on the CPU."""
+    on = hardware or (machine(recipe) if backend == "te" else CPU)
+    plan = resolve(load_recipe(recipe).model_copy(update=options), on, backend)
+    assert backend in (plan.backend, "auto")
+    return replace(plan, device="cpu")
+
+
+def linear(
+    recipe: str,
+    inputs: int,
+    outputs: int,
+    bias: bool = True,
+    *,
+    backend: str = "emulate",
+    hardware: Hardware | None = None,
+    save_fp8: bool = False,
+    **options: Any,
+) -> tuple[Any, Backend]:
+    """One layer called "layer", and its backend."""
+    plan = planned(recipe, backend, hardware, **options)
+    made = build_backend(plan.for_layers({"layer": (inputs, outputs)}), save_fp8=save_fp8)
+    torch.manual_seed(0)
+    layer = made.linear("layer", inputs, outputs, bias)
+    made.attach(layer)
+    return layer, made
+
+
+def gpt(
+    recipe: str = "delayed",
+    backend: str = "emulate",
+    model: dict[str, Any] | None = None,
+    *,
+    hardware: Hardware | None = None,
+    seed: int = 0,
+    save_fp8: bool = False,
+    **options: Any,
+) -> GPT:
+    """A model of `TINY`, of another shape where `model` says so."""
+    config = GPTConfig(**TINY | (model or {}))
+    plan = planned(recipe, backend, hardware, **options)
+    vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
+    made = build_backend(plan.for_layers(config.linear_shapes(vocabulary)), save_fp8=save_fp8)
+    return GPT(config, made, seed=seed)
+
+
+def tokens(seed: int = 1, rows: int = 2, length: int = 16) -> Tensor:
+    return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Any, step: int, length: int = 16) -> Tensor:
+    """Of a batch in which there is something to learn."""
+    x = tokens(step, length=length)
+    return model(x, (5 * x + 3) % 64)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Of an epsilon that keeps steps in proportion to gradients: no rounding becomes a step."""
+    return torch.optim.Adam(model.parameters(), lr=0.02, eps=0.01)
+
+
+def train(
+    model: nn.Module,
+    steps: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: int = 1,
+) -> list[float]:
+    """Losses of optimizer steps."""
+    optimizer = optimizer or adam(model)
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            loss = loss_of(model, step + 1000 * part) / accumulate
+            loss.backward()
+            found.append(loss.item() * accumulate)
+        optimizer.step()
+    return found
+
+
+@torch.no_grad()
+def change_weights(model: nn.Module) -> None:
+    """What an optimizer with a learning rate of 0 does."""
+    for parameter in model.parameters():
+        parameter.add_(0)
+
+
+def checkpointed(model: GPT, use_reentrant: bool) -> GPT:
+    """Its blocks run again in the backward pass, by torch's own checkpointing."""
+    for block in model.blocks:
+        inner = block.forward
+        block.forward = lambda x, rotation, inner=inner: checkpoint(
+            inner, x, rotation, use_reentrant=use_reentrant
+        )
+    return model
+
+
+def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def raw(model: nn.Module) -> dict[str, Tensor]:
+    """The FP8 state as it lies there, with no update made by looking at it; empty if there is
+    none."""
+    found = (getattr(part, "delayed", None) for part in model.modules())
+    delayed = next((one for one in found if one is not None), None)
+    return {} if delayed is None else delayed.history.state_dict()
+
+
+def scales(model: nn.Module, operands: tuple[str, ...] = OPERANDS) -> dict[str, float]:
+    return {
+        name.removesuffix(".scale"): value.item()
+        for name, value in raw(model).items()
+        if name.endswith(".scale") and name.split(".")[-2] in operands
+    }
+
+
+def filled(model: nn.Module, path: str = LINEARS[2]) -> list[int]:
+    """How many amaxes the windows of a layer hold: of its input, weight and grad_output."""
+    state = raw(model)
+    windows = [state[f"{path}.{operand}.amax_history"][1:] for operand in OPERANDS]
+    return [int((window != 0).sum()) for window in windows]
+
+
+def recorded(model: nn.Module) -> float:
+    """The largest amax that is recorded and waits for an update."""
+    return max(v[0].item() for k, v in raw(model).items() if k.endswith("amax_history"))
