@@ -265,20 +265,16 @@ class Guard:
                 which = "steps in a row" if in_row else f"of {_span(bad)} steps"
                 several = f"{len(bad)} {which} were bad: " if len(bad) > 1 else ""
                 return self._roll_back(found, step, saved, bad, several + bad[-1].why)
-        culprit = self._find(bad)
-        if (
-            culprit is not None
-            and culprit.layer in fp8_linears(self.run.model)
-            and len(self.demoted) < MOST_LAYERS
-        ):
+        culprit, in_fp8 = self._find(bad), fp8_linears(self.run.model)
+        if culprit is not None and culprit.layer in in_fp8 and len(self.demoted) < MOST_LAYERS:
             last = step + self.config.layer_steps if self.config.layer_steps else None
             self.demoted[culprit.layer] = last
             where = {"layer": culprit.layer, "operand": culprit.operand}
-            return self._leave_fp8(found, step, [culprit.layer], str(culprit), last, where)
+            return self._leave_fp8(found, step, where, str(culprit), last)
         why = f"steps went wrong in spite of all: {bad[-1].why}"
-        if layers := list(fp8_linears(self.run.model)):
-            self.demoted = dict.fromkeys([*self.demoted, *layers])
-            return self._leave_fp8(found, step, layers, why, None, {"layer": WHOLE})
+        if in_fp8:
+            self.demoted = dict.fromkeys([*self.demoted, *in_fp8])
+            return self._leave_fp8(found, step, {"layer": WHOLE}, why, None)
         if self._can_leave_fp16():
             return self._to_bf16(found, step, why)
         return self._stop(found, step, bad, culprit, in_row)
@@ -313,16 +309,12 @@ class Guard:
         return replace(found, back_to=saved)
 
     def _leave_fp8(
-        self,
-        found: Outcome,
-        step: int,
-        layers: Sequence[str],
-        why: str,
-        last: int | None,
-        where: Row,
+        self, found: Outcome, step: int, where: Row, why: str, last: int | None
     ) -> Outcome:
         precision = self.run.plan.compute_dtype
-        what = "the whole model" if where["layer"] == WHOLE else where["layer"]
+        layers, what = [where["layer"]], where["layer"]
+        if what == WHOLE:
+            layers, what = list(fp8_linears(self.run.model)), "the whole model"
         self._tried.append(f"ran {what} in {precision}")
         self._tell(step, "demote", why, **where, precision=precision, until_step=last)
         return replace(found, leave_fp8=tuple(layers))
