@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from fp8stack.backends.base import Backend, fp8_state, load_fp8_state
 from fp8stack.backends.emulate import EmulateBackend
-from fp8stack.backends.reference import ReferenceBackend
 from fp8stack.backends.torch import TorchBackend
 from fp8stack.precision.plan import Plan
 
@@ -32,4 +31,4 @@ def build_backend(plan: Plan, *, save_fp8: bool = False) -> Backend:
         return TorchBackend(plan)
     if plan.backend == "emulate":
         return EmulateBackend(plan, save_fp8=save_fp8)
-    return ReferenceBackend(plan)
+    return Backend(plan)

@@ -30,6 +30,9 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 class Backend:
     """Builds the layers of a model as `plan` decided them; a model asks for them by module path.
 
+    By itself it is the backend `reference`, plain torch: float32 master weights, cast to the
+    compute dtype at each use; in fp32 the layers are torch's own, to the bit. Others add FP8.
+
     Attributes:
         compute_dtype: what linears return and, if the plan says no other, attention computes in.
         attention_dtype: what attention computes in.
@@ -61,7 +64,7 @@ class Backend:
 
     def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
         """A linear layer that the plan has in FP8, with its slots of delayed scaling."""
-        raise NotImplementedError(f"{type(self).__name__} has no FP8.")
+        raise NotImplementedError("The backend 'reference' has no FP8.")
 
     def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
         """What keeps the scales of delayed scaling."""
