@@ -71,8 +71,9 @@ class Schedule:
 
 @dataclass(kw_only=True, eq=False)
 class TrainingState:
-    """Where a run stands, besides its weights, moments and scales. The training loop alone changes
-    it, and what puts a run back to a checkpoint.
+    """Where a run stands, besides its weights, moments and scales. The training loop changes it,
+    and what puts a run back to a checkpoint. (For a diagnosis a step is tried as if it came next;
+    then all is as before.)
 
     Attributes:
         variants: of the model, one for each recipe that a phase asks for.
