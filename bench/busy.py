@@ -1,7 +1,6 @@
 """Training on a machine that others use: steps and the first command beside busy loops.
 
-What is measured is kept in a file: the same command goes on where it was cut. A measurement that
-other processes disturbed is made again.
+A measurement that other processes disturbed is made again.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -17,16 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
 from bench import report
+from bench.cells import clocks, others_s
 from bench.report import Report, Row
 from fp8stack.benchmark.step import SMALL, Work, arms, build
-from fp8stack.benchmark.timing import machine
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import probe
@@ -67,14 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=4, help="of steps at a time (default: %(default)s)")
     add("--steps", type=int, default=60, help="of the first command (default: %(default)s)")
     add("--limit", type=int, default=150, help="seconds for a command (default: %(default)s)")
-    add("--kept", type=Path, help="file with what was measured, to go on with (default: none)")
     add("--minutes", type=float, default=1e9, help="begin nothing after so many (default: none)")
 
 
 def measure(arguments: argparse.Namespace) -> Report:
     """Every arm in a process of its own, with more and more busy loops beside; then the command."""
-    kept = arguments.kept or Path(tempfile.mkdtemp()) / "kept.jsonl"
-    known = _read(kept)
     jobs: dict[str, Callable[[], Any]] = {
         f"{case} | {arm}": partial(steps_of, case, arm, arguments.seconds)
         for case in STEPS
@@ -86,33 +80,24 @@ def measure(arguments: argparse.Namespace) -> Report:
                 first_command, arm, way, arguments.steps, arguments.limit
             )
     began = time.monotonic()
-    for name, job in jobs.items():
-        if name in known:
-            continue
+    known: dict[str, Any] = {}
+
+    def measured(name: str) -> list[Row]:
         if time.monotonic() - began > 60 * arguments.minutes:
             left = len(jobs) - len(known)
             raise UserError(f"{left} of {len(jobs)} are left. The same command goes on with them.")
-        known[name] = undisturbed(job)
-        print(name, known[name], flush=True)
-        with kept.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"name": name, "found": known[name]}) + "\n")
+        return [{"found": undisturbed(jobs[name])}]
+
+    for name in jobs:
+        (row,) = arguments.cells.rows(name, [], partial(measured, name))
+        known[name] = row["found"]
     rows = rows_of(known)
-    return {
-        "machine": machine(device="cpu"),
-        "settings": {
-            "cores": os.cpu_count(), "seconds of steps": arguments.seconds,
-            "steps of the first command": arguments.steps,
-        },
-        "results": rows,
-        "bars": bars(rows),
-    }  # fmt: skip
-
-
-def _read(kept: Path) -> dict[str, Any]:
-    if not kept.exists():
-        return {}
-    rows = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
-    return {row["name"]: row["found"] for row in rows}
+    settings = {
+        "cores": os.cpu_count(),
+        "seconds of steps": arguments.seconds,
+        "steps of the first command": arguments.steps,
+    }
+    return report.report_of("cpu", settings, rows, bars=bars(rows))
 
 
 def undisturbed(job: Callable[[], Any]) -> Any:
@@ -122,24 +107,12 @@ def undisturbed(job: Callable[[], Any]) -> Any:
         UserError: they never did.
     """
     for _ in range(_TRIES):
-        busy, own, began = _busy_s(), _children_s(), time.monotonic()
+        before = clocks()
         found = job()
-        others = _busy_s() - busy - (_children_s() - own)
-        if others / (time.monotonic() - began) < DISTURBED:
+        after = clocks()
+        if others_s(before, after) / (after.wall - before.wall) < DISTURBED:
             return found
     raise UserError("Other processes take this machine's cores. Go on when it is quiet.")
-
-
-def _busy_s() -> float:
-    """The time that all processes had on all cores since the machine was started."""
-    with open("/proc/stat", encoding="ascii") as stat:
-        user, nice, system = map(int, stat.readline().split()[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 @contextmanager

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench.report import Row
 from fp8stack.benchmark.step import unserved
+from fp8stack.benchmark.timing import Timing, interleaved
 from fp8stack.precision import Hardware
 
 Arm = Callable[[], object]
@@ -44,9 +46,9 @@ class Cells:
         cell = f"{case}: {', '.join(arms)}"
         rows = self._known.get(cell)
         if rows is None:
-            before = _clocks()
+            before = clocks()
             rows = measure()
-            share = _others_share(before, _clocks())
+            share = _others_share(before, clocks())
             rows = self._known[cell] = [row | {"others_share": share} for row in rows]
             print(f"measured: {cell}", flush=True)
             if self.path is not None and not any(row.get("failed") for row in rows):
@@ -56,6 +58,22 @@ class Cells:
                     file.write("\n" + json.dumps(line) + "\n")
         self.left_out += [row for row in rows if "left_out" in row]
         return [row for row in rows if "left_out" not in row]
+
+    def timed(
+        self,
+        case: str,
+        builders: Mapping[str, Callable[[], Arm]],
+        to_rows: Callable[[str, dict[str, Timing]], list[Row]],
+        **options: Any,
+    ) -> list[Row]:
+        """The rows of arms that are built here and take turns; see `runnable` and `interleaved`,
+        which gets the options."""
+
+        def measure() -> list[Row]:
+            arms, failed = runnable(case, builders)
+            return to_rows(case, interleaved(arms, **options)) + failed
+
+        return self.rows(case, builders, measure)
 
     def finish(self) -> int:
         """How many arms failed. If none did, the file goes; else the same command measures the
@@ -74,20 +92,33 @@ def _lines(path: Path) -> Iterator[Row]:
             continue
 
 
-def _clocks() -> tuple[float, float, float]:
-    """Seconds: of the wall, of all processes on all CPUs, of this one and its children."""
+class Clocks(NamedTuple):
+    """Seconds: of the wall, of all processes on all CPUs (NaN where it is not known), and of this
+    process and its children."""
+
+    wall: float
+    busy: float
+    own: float
+
+
+def clocks() -> Clocks:
+    """The clocks now."""
     busy = math.nan
     if Path("/proc/stat").exists():
         user, nice, system, _, _, irq, softirq = Path("/proc/stat").read_text().split()[1:8]
         ticks = sum(map(int, (user, nice, system, irq, softirq)))
         busy = ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic(), busy, sum(os.times()[:4])
+    return Clocks(time.monotonic(), busy, sum(os.times()[:4]))
 
 
-def _others_share(begin: tuple[float, ...], end: tuple[float, ...]) -> float | None:
+def others_s(begin: Clocks, end: Clocks) -> float:
+    """The time that other processes had on all CPUs."""
+    return (end.busy - begin.busy) - (end.own - begin.own)
+
+
+def _others_share(begin: Clocks, end: Clocks) -> float | None:
     """The share of the CPUs' time that other processes took; None where it is not known."""
-    wall, busy, own = (after - before for after, before in zip(end, begin, strict=True))
-    share = (busy - own) / (wall * (os.cpu_count() or 1))
+    share = others_s(begin, end) / ((end.wall - begin.wall) * (os.cpu_count() or 1))
     return round(max(0.0, share), 3) if math.isfinite(share) else None
 
 

@@ -14,14 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from bench import emulation, report
+from bench import emulation, report, runner
 from bench.report import Report, Row
-from bench.runner import add_device_argument
 from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import Work, training_step
-from fp8stack.benchmark.timing import machine, summarize, wait_for
+from fp8stack.benchmark.timing import summarize, wait_for
 from fp8stack.checkpoint.saver import Groups, Saver
 from fp8stack.checkpoint.state import capture
 from fp8stack.config import RunConfig
@@ -42,9 +39,8 @@ INFO: dict[str, object] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rounds", type=int, default=8, help="checkpoints of each kind (default: %(default)s)")
-    add_device_argument(parser)
     add("--folder", type=Path, help="where to write (default: the system's temporary folder)")
-    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+    runner.add_options(parser)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -57,12 +53,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         keep_freed_memory()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rows, size = _measured(work, hardware, Path(folder), arguments.rounds)
-    return {
-        "machine": machine(device=hardware.device),
-        "settings": {"rounds": arguments.rounds, "checkpoint_gib": round(size / 2**30, 3)},
-        "results": rows,
-        "bars": [],
-    }
+    settings = {"rounds": arguments.rounds, "checkpoint_gib": round(size / 2**30, 3)}
+    return report.report_of(hardware.device, settings, rows)
 
 
 def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tuple[list[Row], int]:
@@ -128,12 +120,7 @@ def table(found: Report) -> str:
         "first ms": report.number("first_ms"),
         "on the disk after, ms": report.number("on_disk_ms"),
     }
-    return report.heading(found, "The cost of a checkpoint", text) + report.timing_table(
-        found["results"], cells
-    )
+    return report.page(found, "The cost of a checkpoint", text, cells)
 
 
-def figure(found: Report) -> Figure:
-    """Times as bars."""
-    title, label = "The cost of a checkpoint", "ms, median"
-    return report.ratio_figure(found["results"], title, "median_ms", label)
+figure = report.ratios("The cost of a checkpoint", "median_ms", "ms, median")

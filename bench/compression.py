@@ -19,12 +19,10 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bench import report
+from bench import report, runner
 from bench.report import Report, Row
 from fp8stack.benchmark.step import FP8
-from fp8stack.benchmark.timing import machine
 from fp8stack.checkpoint import reader
-from fp8stack.cli.options import words
 from fp8stack.training import finalize, loop
 from fp8stack.training.run import Run
 from tests.faults.processes import checkpoints, rows, run_ranks
@@ -45,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=300, help="of each run (default: %(default)s)")
     add("--lr", default="5e-4", help="of each run (default: %(default)s)")
     add("--ranks", type=int, default=2, help="of each run (default: %(default)s)")
-    add("--recipes", type=words, default=["fp32", *FP8], metavar="A,B", help="(default: all)")
-    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+    runner.add_options(parser, device=False, recipes=["fp32", *FP8])
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -65,14 +62,8 @@ def measure(arguments: argparse.Namespace) -> Report:
                 _row(recipe, arm, run, plain, arguments)
                 for arm, run in ((PLAIN, plain), (COMPRESSED, small))
             ]
-    return {
-        "machine": machine(device="cpu"),
-        "settings": {
-            "steps": arguments.steps, "ranks": arguments.ranks, "lr": arguments.lr,
-        },
-        "results": found,
-        "bars": [],
-    }  # fmt: skip
+    settings = {"steps": arguments.steps, "ranks": arguments.ranks, "lr": arguments.lr}
+    return report.report_of("cpu", settings, found)
 
 
 def trained(folder: Path, name: str, ranks: int, flags: Sequence[str]) -> Path:
@@ -162,9 +153,6 @@ def table(found: Report) -> str:
 def figure(found: Report) -> Figure:
     """The gaps as bars."""
     rows = [row for row in found["results"] if row["arm"] == COMPRESSED]
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.bar([row["case"] for row in rows], [row["gap_percent"] for row in rows], color="C0")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(ylabel="gap of the validation loss, %", title="gradients in bfloat16, against float32")
-    return figure
+    names, gaps = [row["case"] for row in rows], [row["gap_percent"] for row in rows]
+    title = "gradients in bfloat16, against float32"
+    return report.bar_figure(names, gaps, title, "gap of the validation loss, %")

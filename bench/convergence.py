@@ -13,10 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench import report
+from bench import report, runner
 from bench.report import Report, Row
-from fp8stack.benchmark.timing import machine
-from fp8stack.cli.options import words
 from fp8stack.compare import comparison, settings
 from tests.faults.processes import rows
 
@@ -36,17 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=500, help="of each run (default: %(default)s)")
     add("--seeds", type=int, default=1, help="runs of each recipe (default: %(default)s)")
-    add("--recipes", type=words, default=RECIPES, metavar="A,B", help="fp32 first (default: all)")
     add("--runs", type=Path, help="where runs are kept, and gone on with (default: nowhere)")
-    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+    runner.add_options(parser, device=False, recipes=RECIPES)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
     """The validation loss of each recipe at the end, and what was not finite on the way."""
-    if arguments.runs is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return _measured(arguments, Path(folder) / "runs")
-    return _measured(arguments, arguments.runs)
+    with tempfile.TemporaryDirectory() as temporary:
+        return _measured(arguments, arguments.runs or Path(temporary) / "runs")
 
 
 def _measured(arguments: argparse.Namespace, folder: Path) -> Report:
@@ -70,12 +65,8 @@ def _measured(arguments: argparse.Namespace, folder: Path) -> Report:
         }
         for one in known["recipes"]
     ]
-    return {
-        "machine": machine(device="cpu"),
-        "settings": {"steps": arguments.steps, "seeds": arguments.seeds, "model": "gpt-nano"},
-        "results": found,
-        "bars": bars(found),
-    }
+    facts = {"steps": arguments.steps, "seeds": arguments.seeds, "model": "gpt-nano"}
+    return report.report_of("cpu", facts, found, bars=bars(found))
 
 
 def _nonfinite(folder: Path, recipe: str) -> int:
@@ -129,12 +120,8 @@ def _gap(row: Row) -> str:
 
 def figure(report_: Report) -> Figure:
     """The gaps, recipe by recipe."""
-    made = Figure(figsize=(7, 3), layout="constrained")
-    axes = made.subplots()
     found = [row for row in report_["results"] if row["gap_percent"] is not None]
-    gaps = [row["gap_percent"] for row in found]
-    axes.bar([row["arm"] for row in found], gaps, yerr=[row["half_width"] or 0 for row in found])
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_ylabel("validation loss beside fp32's, %")
-    axes.set_title(", ".join(sorted({row["case"] for row in report_["results"]})))
-    return made
+    names, gaps = [row["arm"] for row in found], [row["gap_percent"] for row in found]
+    title = ", ".join(sorted({row["case"] for row in report_["results"]}))
+    errors = [row["half_width"] or 0 for row in found]
+    return report.bar_figure(names, gaps, title, "validation loss beside fp32's, %", errors)

@@ -8,20 +8,18 @@ eager, as all are, and to fp32 compiled.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from bench import cells, peers, report
+from bench import peers, report, runner
 from bench.report import Bar, Report, Row
-from bench.runner import add_timing_arguments, timing_options, timing_settings
 from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import FP8, StepArm, Work, arms, build_step, works
-from fp8stack.benchmark.timing import Timing, interleaved, machine, ratio
+from fp8stack.benchmark.timing import Timing, ratio
 from fp8stack.cli.options import words
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import allow_many_compilations
@@ -74,7 +72,7 @@ BARS = _bars()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=20, budget_s=40.0)
+    runner.add_options(parser, rounds=20, budget_s=40.0, device=False)
     parser.add_argument(
         "--parts", type=words, default=["linear", "step"], metavar="A,B", help="linear, step"
     )
@@ -90,43 +88,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Report:
     """Every shape of a linear, then the step."""
     rows: list[Row] = []
-    options = timing_options(arguments)
+    options = runner.timing_options(arguments)
+    timed = arguments.cells.timed
     if "linear" in arguments.parts:
         compiled = FP8 if arguments.compiled is None else arguments.compiled
         for shape in [(32, 64, 32)] if arguments.tiny else SHAPES:
-            rows += _timed(case_of(*shape), linear_arms(*shape, compiled), options, arguments)
+            rows += timed(case_of(*shape), linear_arms(*shape, compiled), _rows, **options)
     if "step" in arguments.parts:
         compiled = STEP_COMPILED if arguments.compiled is None else arguments.compiled
         work = tiny_work() if arguments.tiny else works("cpu")["small"]
         # A round takes some 20 s.
         options |= {"budget_s": 3.5 * arguments.budget, "warm_up": min(2, arguments.warm_up)}
-        rows += _timed(step_case(work), step_arms(work, compiled), options, arguments)
-    return {
-        "machine": machine("torchao", "transformers", device="cpu"),
-        "settings": timing_settings(arguments) | {"ratio": "fastest"},
-        "results": rows,
-        "bars": report.judged(BARS, rows),
-    }
+        rows += timed(step_case(work), step_arms(work, compiled), _rows, **options)
+    settings = runner.timing_settings(arguments) | {"ratio": "fastest"}
+    bars, packages = report.judged(BARS, rows), ("torchao", "transformers")
+    return report.report_of("cpu", settings, rows, bars=bars, packages=packages)
 
 
 def tiny_work() -> Work:
     """A step that takes no time, to see that it runs."""
     config = GPTConfig(vocabulary=64, context=32, layers=1, width=32, heads=2)
     return Work(model="tiny", config=config, batch=2, context=32)
-
-
-def _timed(
-    case: str,
-    builders: Mapping[str, Callable[[], Arm]],
-    options: dict[str, Any],
-    arguments: argparse.Namespace,
-) -> list[Row]:
-    def timed() -> list[Row]:
-        arms, failed = cells.runnable(case, builders)
-        return _rows(case, interleaved(arms, **options)) + failed
-
-    rows: list[Row] = arguments.cells.rows(case, builders, timed)
-    return rows
 
 
 def _rows(case: str, timings: dict[str, Timing]) -> list[Row]:
@@ -240,6 +222,4 @@ def table(found: Report) -> str:
     )
 
 
-def figure(found: Report) -> Figure:
-    """The ratios as bars."""
-    return report.ratio_figure(found["results"], "Emulated FP8 on a CPU")
+figure = report.ratios("Emulated FP8 on a CPU")

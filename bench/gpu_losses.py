@@ -6,7 +6,6 @@ suffice for keeps its milliseconds per step and has no final loss.
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -20,6 +19,8 @@ from torch import Tensor
 from bench.gpu_cases import Case, Context, Facts, Skipped, plan_of
 from fp8stack import data
 from fp8stack.backends import build_backend
+from fp8stack.benchmark.step import free_memory
+from fp8stack.benchmark.timing import wait_for
 from fp8stack.config import RunConfig
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
@@ -52,13 +53,12 @@ class Training:
         return f"{self.model}, {self.steps} steps of {self.batch} x {self.context} tokens"
 
 
-def cases(context: Context, deadline: float = math.inf) -> Iterator[Case]:
-    """One training each; `deadline` is on `time.monotonic`'s clock."""
-    yield from trainings(context, Training(steps=20 if context.quick else 200), deadline)
-
-
-def trainings(context: Context, training: Training, deadline: float) -> Iterator[Case]:
-    """The trainings of all arms, each compared with bf16's, which is the first."""
+def cases(
+    context: Context, deadline: float = math.inf, training: Training | None = None
+) -> Iterator[Case]:
+    """The trainings of all arms, each compared with bf16's, which is the first; `deadline` is on
+    `time.monotonic`'s clock."""
+    training = training or Training(steps=20 if context.quick else 200)
     found: dict[tuple[str, str], Facts] = {}
     for arm in ARMS:
         check = partial(_compared, context, training, arm, found, deadline)
@@ -93,7 +93,9 @@ def train(
     plan = plan_for(config, recipe, context.hardware, backend)
     built = build_backend(plan)
     batches = _batches(config, training)
-    _forget_memory(context)
+    free_memory(context.device)
+    if context.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     model = GPT(config, built).to(context.device)
     run_config = RunConfig(steps=training.steps, lr=training.lr, warmup_steps=training.steps // 10)
     optimizer = build_optimizer(model, run_config)
@@ -101,7 +103,7 @@ def train(
     seconds: list[float] = []
     for step in range(1, training.steps + 1):
         tokens = batches[step].to(context.device)
-        _wait(context)
+        wait_for(context.device)
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, run_config)
@@ -111,7 +113,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        _wait(context)
+        wait_for(context.device)
         seconds.append(time.perf_counter() - start)
         if time.monotonic() + 1.5 * seconds[-1] > deadline:
             break
@@ -153,15 +155,3 @@ def _batches(config: GPTConfig, training: Training) -> data.StepBatches:
         seed=0,
         vocabulary=config.vocabulary,
     )
-
-
-def _wait(context: Context) -> None:
-    if context.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _forget_memory(context: Context) -> None:
-    gc.collect()
-    if context.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()

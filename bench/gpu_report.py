@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 
 import fp8stack
 from bench.gpu_cases import TIME_IS_UP, Facts, broken
+from fp8stack.benchmark.timing import version
 from fp8stack.precision import Hardware
+from fp8stack.tables import markdown as table
 
 ROOT = Path(__file__).parents[1]
 Report = dict[str, Any]
@@ -49,20 +51,13 @@ def versions(hardware: Hardware) -> dict[str, str | None]:
         "fp8stack": fp8stack.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cublas": _installed("nvidia-cublas") or _installed("nvidia-cublas-cu12"),
+        "cublas": version("nvidia-cublas") or version("nvidia-cublas-cu12"),
         "cudnn": None if cudnn is None else str(cudnn),
-        "triton": _installed("triton"),
+        "triton": version("triton"),
         "transformer-engine": hardware.te_version,
         "transformer-engine problem": hardware.te_problem or None,
         "python": platform.python_version(),
     }
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str | None:
@@ -134,7 +129,7 @@ def markdown(report: Report) -> str:
     lines += ["", *[f"- {line}" for line in found], *([""] if found else [])]
     for name, section in report["sections"].items():
         lines += [f"## {name}", "", summary(section), ""]
-        lines += [*TABLES.get(name, _comparisons)(section["cases"]), ""]
+        lines += [*TABLES.get(name, partial(_columns, COMPARED))(section["cases"]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -161,17 +156,12 @@ def _status(row: Facts) -> str:
     return {True: "holds", False: "DOES NOT HOLD", None: ""}[row.get("holds")]
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
-
-
-def _comparisons(rows: list[Facts]) -> list[str]:
-    cells = [
-        [row["case"], str(row.get("checked", "")), str(row.get("differing", "")), _status(row)]
-        for row in rows
-    ]
-    return _table(["case", "compared", "differing", ""], cells)
+def _columns(titles: dict[str, str], rows: list[Facts]) -> list[str]:
+    """A table of the facts of that name, and of how each case ended."""
+    shown = ([row.get(key) for key in titles] for row in rows)
+    cells = [["" if value is None else str(value) for value in values] for values in shown]
+    statuses = [[*line, _status(row)] for line, row in zip(cells, rows, strict=True)]
+    return table([*titles.values(), ""], statuses)
 
 
 def _layers(rows: list[Facts]) -> list[str]:
@@ -187,30 +177,21 @@ def _layers(rows: list[Facts]) -> list[str]:
 
     note = "dB against the same quantized operands / against unquantized ones."
     cells = [[row["case"], ratios(row), _status(row)] for row in rows]
-    return [note, "", *_table(["layer", "signal to noise", ""], cells)]
+    return [note, "", *table(["layer", "signal to noise", ""], cells)]
 
 
-def _losses(rows: list[Facts]) -> list[str]:
-    keys = ("steps", "final_loss", "mean_of_last", "gap_to_bf16_percent", "ms_per_step", "peak_gib")
-
-    def shown(value: Any) -> str:
-        return "" if value is None else str(value)
-
-    cells = [[row["case"], *(shown(row.get(key)) for key in keys), _status(row)] for row in rows]
-    header = ["training", "steps", "last loss", "mean of the last 20", "gap to bf16 in %"]
-    return _table([*header, "ms per step (median)", "peak GiB", ""], cells)
-
-
-def _golden(rows: list[Facts]) -> list[str]:
-    cells = [
-        [row["case"], str(row.get("file", "")), str(row.get("captured", "")), _status(row)]
-        for row in rows
-    ]
-    return _table(["case", "file", "captured", ""], cells)
-
-
+COMPARED = {"case": "case", "checked": "compared", "differing": "differing"}
+LOSSES = {
+    "case": "training",
+    "steps": "steps",
+    "final_loss": "last loss",
+    "mean_of_last": "mean of the last 20",
+    "gap_to_bf16_percent": "gap to bf16 in %",
+    "ms_per_step": "ms per step (median)",
+    "peak_gib": "peak GiB",
+}
 TABLES: dict[str, Callable[[list[Facts]], list[str]]] = {
     "layers": _layers,
-    "losses": _losses,
-    "golden": _golden,
+    "losses": partial(_columns, LOSSES),
+    "golden": partial(_columns, {"case": "case", "file": "file", "captured": "captured"}),
 }

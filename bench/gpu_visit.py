@@ -55,7 +55,7 @@ def tests(names: str, seconds: float) -> Task:
     """Some of the tests on a GPU; a dry run imports and collects them."""
     files = " ".join(f"tests/gpu/test_gpu_{name}.py" for name in names.split())
     given = f"pytest -q -p no:cacheprovider {files}"
-    dry = "-p pretend_gpu --collect-only"
+    dry = "-p tests.support.pretend_gpu --collect-only"
     return Task(f"tests of {names}", given, seconds, dry)
 
 

@@ -10,17 +10,10 @@ import argparse
 
 from matplotlib.figure import Figure
 
-from bench import report
+from bench import report, runner
 from bench.report import Report, Row
-from bench.runner import (
-    add_device_argument,
-    add_recipes_argument,
-    add_timing_arguments,
-    timing_settings,
-)
 from bench.step import in_turns
 from fp8stack.benchmark.step import PRECISIONS, Work, works
-from fp8stack.benchmark.timing import machine
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import probe
 
@@ -30,9 +23,7 @@ GPU_MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1.5b")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=100, budget_s=600.0, warm_up=10)
-    add_device_argument(parser)
-    add_recipes_argument(parser, PRECISIONS)
+    runner.add_options(parser, rounds=100, budget_s=600.0, warm_up=10, recipes=PRECISIONS)
 
 
 def sizes(device: str, tiny: bool) -> list[Work]:
@@ -60,12 +51,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     rows: list[Row] = []
     for work in sizes(hardware.device, arguments.tiny):
         rows += in_turns(work, arguments.recipes, hardware, arguments)
-    return {
-        "machine": machine(device=hardware.device),
-        "settings": timing_settings(arguments),
-        "results": rows,
-        "bars": [],
-    }
+    return report.report_of(hardware.device, runner.timing_settings(arguments), rows)
 
 
 def table(found: Report) -> str:

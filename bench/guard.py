@@ -20,15 +20,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from bench import report
+from bench import report, runner
 from bench.report import Report, Row
-from fp8stack.benchmark.timing import machine
 from fp8stack.cli.options import words
 from fp8stack.training.loop import train
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 
-SHORT: list[str] = []
 STEPS = 300
 SPIKES = 20
 NAN_STEPS = range(40, 46)
@@ -131,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ",".join(case.name for case in CASES)
     add("--cases", type=words, default=[], metavar="A,B", help=f"some of {names} (default: all)")
     add("--runs", type=Path, default=Path("runs/guard"), help="(default: %(default)s)")
-    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+    runner.add_options(parser, device=False)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -142,12 +140,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     for row, case in zip(rows, chosen, strict=True):
         same = clean is not None and not case.sizes
         row["gap_percent"] = round(100 * (row["val_loss"] / clean - 1), 3) if same else None
-    return {
-        "machine": machine(device="cpu"),
-        "settings": {"model": "gpt-nano", "seed": 0},
-        "results": rows,
-        "bars": [],
-    }
+    return report.report_of("cpu", {"model": "gpt-nano", "seed": 0}, rows)
 
 
 def measure_case(case: Case, folder: Path, tiny: bool) -> Row:
@@ -201,8 +194,6 @@ def table(found: Report) -> str:
 def figure(found: Report) -> Figure:
     """The validation losses as bars."""
     rows = [row for row in found["results"] if row["gap_percent"] is not None]
-    made = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = made.add_subplot()
-    axes.bar([row["case"] for row in rows], [row["val_loss"] for row in rows], color="C0")
-    axes.set(ylabel="validation loss (nats per token)", title="gpt-nano with faults")
-    return made
+    names, losses = [row["case"] for row in rows], [row["val_loss"] for row in rows]
+    label = "validation loss (nats per token)"
+    return report.bar_figure(names, losses, "gpt-nano with faults", label)

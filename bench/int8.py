@@ -14,21 +14,18 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bench import report
+from bench import report, runner
 from bench.report import Report, Row
-from fp8stack.benchmark.timing import machine
 from fp8stack.numerics import amax, cast_to_fp8, tensor_scale
 from fp8stack.numerics.error import sqnr_db
 
-SHORT: list[str] = []
 QUERIES = 256
 CASES = [(keys, spread) for spread in (1.0, 2.0, 3.0, 4.0) for keys in (128, 384, 1024)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--seed", type=int, default=0, help="of the logits (default: %(default)s)")
-    add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the logits (default: %(default)s)")
+    runner.add_options(parser, device=False)
 
 
 def probabilities(queries: int, keys: int, spread: float, seed: int = 0) -> Tensor:
@@ -79,20 +76,15 @@ def measure(arguments: argparse.Namespace) -> Report:
         for arm, give_back in ARMS.items():
             facts = {"case": f"{keys} keys, s = {spread:g}", "arm": arm}
             rows.append({**facts, **figures(x, give_back(x))})
-    return {
-        "machine": machine(device="cpu"),
-        "settings": {"queries": QUERIES, "seed": arguments.seed},
-        "results": rows,
-        "bars": [],
-    }
+    return report.report_of("cpu", {"queries": QUERIES, "seed": arguments.seed}, rows)
 
 
 def table(found: Report) -> str:
     """Zeros and signal-to-noise ratios."""
     text = (
         "Softmax over so many keys of logits from N(0, s^2), one scale for the tensor. `zeros`:\n"
+        "the share of values that became exactly zero."
     )
-    text += "the share of values that became exactly zero."
     cells = (
         [row["case"], row["arm"], f"{row['zeros']:.1%}", report.number("sqnr_db", 1)(row)]
         for row in found["results"]

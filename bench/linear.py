@@ -11,18 +11,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from matplotlib.figure import Figure
 
-from bench import cells, emulation, peers, report
+from bench import emulation, peers, report, runner
 from bench.report import Report, Row
-from bench.runner import (
-    add_device_argument,
-    add_timing_arguments,
-    timing_options,
-    timing_settings,
-)
 from fp8stack.benchmark.step import FP8, baseline, served
-from fp8stack.benchmark.timing import Timing, interleaved, machine
+from fp8stack.benchmark.timing import Timing
 from fp8stack.precision import Hardware, probe
 
 Arm = Callable[[], object]
@@ -36,8 +29,7 @@ GEMMS = {"bf16 GEMMs": torch.bfloat16, "FP8 GEMMs": torch.float8_e4m3fn}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=100, budget_s=60.0)
-    add_device_argument(parser)
+    runner.add_options(parser, rounds=100)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -46,21 +38,16 @@ def measure(arguments: argparse.Namespace) -> Report:
     shapes = CPU_SHAPES if hardware.device == "cpu" else GPU_SHAPES
     rows: list[Row] = []
     for shape in [(32, 64, 32)] if arguments.tiny else shapes:
-        case = emulation.case_of(*shape)
         builders = dict(arms_of(shape, hardware))
-
-        def timed(case: str, builders: dict[str, Callable[[], Arm]]) -> list[Row]:
-            arms, failed = cells.runnable(case, builders)
-            return _rows(case, interleaved(arms, **timing_options(arguments)), hardware) + failed
-
-        rows += arguments.cells.rows(case, builders, partial(timed, case, builders))
+        rows += arguments.cells.timed(
+            emulation.case_of(*shape),
+            builders,
+            partial(_rows, hardware=hardware),
+            **runner.timing_options(arguments),
+        )
     mode = {"mode": "compiled but te" if _gpu(hardware) else "eager"}
-    return {
-        "machine": machine("torchao", device=hardware.device),
-        "settings": timing_settings(arguments) | mode,
-        "results": rows,
-        "bars": [],
-    }
+    settings = runner.timing_settings(arguments) | mode
+    return report.report_of(hardware.device, settings, rows, packages=["torchao"])
 
 
 def _gpu(hardware: Hardware) -> bool:
@@ -142,9 +129,7 @@ def table(found: Report) -> str:
         "relative time": report.number("ratio"),
         "quantization": report.number("quantization_share"),
     }
-    return report.heading(found, "One linear", text) + report.timing_table(found["results"], extra)
+    return report.page(found, "One linear", text, extra)
 
 
-def figure(found: Report) -> Figure:
-    """Relative times."""
-    return report.ratio_figure(found["results"], "One linear, forward and backward")
+figure = report.ratios("One linear, forward and backward")

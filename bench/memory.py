@@ -16,27 +16,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
-from bench import activations, cells, emulation, report
+from bench import activations, cells, emulation, report, runner
 from bench.report import Report, Row
-from bench.runner import add_device_argument, add_models_argument, add_recipes_argument
 from fp8stack.benchmark.step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
-from fp8stack.benchmark.timing import machine
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.setup.allocator import keep_freed_memory
 
-SHORT: list[str] = []
 STEPS = 2  # in the first, moments are made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_device_argument(parser)
-    add_models_argument(parser)
-    add_recipes_argument(parser, PRECISIONS)
-    parser.add_argument(
-        "--tiny", action="store_true", help="the smallest sizes, to see that it runs"
-    )
+    runner.add_options(parser, recipes=PRECISIONS, models=True)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -56,13 +47,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         for row in found:
             rows.append(row | {"ratio": round(row["peak_gib"] / base, 4), "ratio_to": first})
         arguments.cells.left_out += cells.not_served(work.model, recipes, hardware)
-    return {
-        "machine": machine(device=hardware.device),
-        "settings": {"steps": STEPS},
-        "results": rows,
-        "activations": activations.rows(tiny),
-        "bars": [],
-    }
+    made = report.report_of(hardware.device, {"steps": STEPS}, rows)
+    return made | {"activations": activations.rows(tiny)}
 
 
 def _measured(arm: StepArm, work: Work, hardware: Hardware) -> list[Row]:
@@ -152,6 +138,4 @@ def table(found: Report) -> str:
     return peaks + activations.table(found)
 
 
-def figure(found: Report) -> Figure:
-    """Peaks as bars."""
-    return report.ratio_figure(found["results"], "Peak memory of a step", "peak_gib", "GiB")
+figure = report.ratios("Peak memory of a step", "peak_gib", "GiB")

@@ -13,18 +13,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from bench import report
+from bench import report, runner
 from bench.report import Report, Row
-from bench.runner import (
-    add_device_argument,
-    add_timing_arguments,
-    timing_options,
-    timing_settings,
-)
-from fp8stack.benchmark.timing import Timing, interleaved, machine
+from fp8stack.benchmark.timing import Timing, interleaved
 from fp8stack.config import GuardConfig
 from fp8stack.numerics import (
     AmaxHistory,
@@ -49,8 +42,7 @@ Arm = Callable[[], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=100, budget_s=120.0, warm_up=10)
-    add_device_argument(parser)
+    runner.add_options(parser, rounds=100, budget_s=120.0, warm_up=10)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -62,7 +54,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         case: str, arms: dict[str, Arm], to_rows: Callable[..., list[Row]], *of: object
     ) -> None:
         def timed() -> list[Row]:
-            return to_rows(case, interleaved(arms, **timing_options(arguments)), *of)
+            return to_rows(case, interleaved(arms, **runner.timing_options(arguments)), *of)
 
         rows.extend(arguments.cells.rows(case, arms, timed))
 
@@ -76,12 +68,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     for width in (16,) if tiny else WIDTHS:
         case = f"judging, {4 * width * width:,} parameters"
         add(case, judging(width, device), report.rows_of, ALONE)
-    return {
-        "machine": machine(device=device),
-        "settings": timing_settings(arguments),
-        "results": rows,
-        "bars": [],
-    }
+    return report.report_of(device, runner.timing_settings(arguments), rows)
 
 
 def casts(x: Tensor) -> dict[str, Arm]:
@@ -187,13 +174,10 @@ def table(found: Report) -> str:
     """Every timing, relative to the first of its case."""
     text = (
         "Parts of FP8 training by themselves. The relative time is to the first arm of the case\n"
+        "in the same round: the median over the rounds, and its 95 % confidence interval."
     )
-    text += "in the same round: the median over the rounds, and its 95 % confidence interval."
     extra = {"GB/s": report.number("gb_per_s", 1), "relative time": report.paired_cell}
-    head = report.heading(found, "Parts of FP8 training", text)
-    return head + report.timing_table(found["results"], extra)
+    return report.page(found, "Parts of FP8 training", text, extra)
 
 
-def figure(found: Report) -> Figure:
-    """Relative times."""
-    return report.ratio_figure(found["results"], "Parts of FP8 training", "paired")
+figure = report.ratios("Parts of FP8 training", "paired")

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from bench import report
 from bench.report import Report
-from fp8stack.benchmark.timing import interleaved, machine
+from fp8stack.benchmark.timing import interleaved
 from fp8stack.data import load_corpora
 
 PLAIN = "plain loop"
@@ -84,15 +82,9 @@ def measure(arguments: argparse.Namespace) -> Report:
     for row in rows:
         row["mb_per_s"] = round(size / 1e3 / row["median_ms"], 3)
         row["peak_mib"] = round(peaks[row["arm"]], 1)
-    return {
-        "machine": machine("tokenizers", device="cpu"),
-        "settings": {
-            "MB": round(size / 1e6, 1), "vocabulary": VOCABULARY, "rounds": arguments.rounds,
-            "cores": cores,
-        },
-        "results": rows,
-        "bars": [],
-    }  # fmt: skip
+    settings = {"MB": round(size / 1e6, 1), "vocabulary": VOCABULARY}
+    settings |= {"rounds": arguments.rounds, "cores": cores}
+    return report.report_of("cpu", settings, rows, packages=["tokenizers"])
 
 
 def write_corpus(path: Path, size: int) -> int:
@@ -156,9 +148,7 @@ def table(found: Report) -> str:
         "encodes its text by the `tokenizers` library, adds the ids to a list, and writes that "
         "by numpy at the end. All give the same tokens to the byte, which is checked."
     )
-    return report.heading(found, "Prepare", text) + report.timing_table(found["results"], extra)
+    return report.page(found, "Prepare", text, extra)
 
 
-def figure(found: Report) -> Figure:
-    """MB/s as bars."""
-    return report.ratio_figure(found["results"], "Prepare", "mb_per_s", "MB/s of JSON lines")
+figure = report.ratios("Prepare", "mb_per_s", "MB/s of JSON lines")

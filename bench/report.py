@@ -1,4 +1,4 @@
-"""What scenarios report: rows, bars, tables and figures. It must not know what was measured."""
+"""What scenarios report: rows, bars, tables and figures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fp8stack.benchmark.timing import Timing, paired_ratio, ratio
+from fp8stack import tables
+from fp8stack.benchmark.timing import Timing, machine, paired_ratio, ratio
 
 Row = dict[str, Any]
 Report = dict[str, Any]
+
+
+def report_of(
+    device: str,
+    settings: Row,
+    rows: Sequence[Row],
+    *,
+    bars: Sequence[Row] = (),
+    packages: Sequence[str] = (),
+) -> Report:
+    """What was measured on which machine; `packages` are those whose versions matter."""
+    return {
+        "machine": machine(*packages, device=device),
+        "settings": settings,
+        "results": list(rows),
+        "bars": list(bars),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +91,12 @@ def judged(bars: Iterable[Bar], rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def broken_bars(bars: Iterable[Row]) -> list[str]:
-    """The bars that do not hold, in a line each."""
-    return [
-        f"{bar['case']}: {bar['arm']} takes {bar['measured']:.3f} of {bar['of']}, "
-        f"not at most {bar['at_most']:g}"
-        for bar in bars
-        if not bar["holds"]
-    ]
-
-
 # Tables
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return "\n".join(tables.markdown(header, rows)) + "\n"
 
 
 def heading(report: Report, title: str, text: str) -> str:
@@ -137,28 +144,28 @@ def left_out_list(report: Report) -> str:
     return "\n".join(["Not measured:", "", *lines, "", ""]) if lines else ""
 
 
-def timing_cells(row: Row) -> list[str]:
-    """The median with its confidence interval, the fastest, and the number of rounds."""
-    return [
-        f"{row['median_ms']:.2f} [{row['low_ms']:.2f}, {row['high_ms']:.2f}]",
-        f"{row['fastest_ms']:.2f}",
-        str(row["rounds"]),
-    ]
-
-
-TIMING_HEADER = ["median ms [95 % interval]", "fastest ms", "rounds"]
-
-
 def timing_table(rows: Sequence[Row], extra: Mapping[str, Callable[[Row], str]]) -> str:
-    """The timings by case and arm, with further columns by their titles."""
-    header = ["case", "arm", *TIMING_HEADER, *extra]
-    return markdown(
-        header,
-        (
-            [row["case"], row["arm"], *timing_cells(row), *(cell(row) for cell in extra.values())]
-            for row in rows
-        ),
+    """The timings by case and arm: the median with its confidence interval, the fastest, and the
+    number of rounds; with further columns by their titles."""
+    cells = (
+        [
+            row["case"],
+            row["arm"],
+            f"{row['median_ms']:.2f} [{row['low_ms']:.2f}, {row['high_ms']:.2f}]",
+            f"{row['fastest_ms']:.2f}",
+            str(row["rounds"]),
+            *(cell(row) for cell in extra.values()),
+        ]
+        for row in rows
     )
+    header = ["case", "arm", "median ms [95 % interval]", "fastest ms", "rounds", *extra]
+    return markdown(header, cells)
+
+
+def page(found: Report, title: str, text: str, extra: Mapping[str, Callable[[Row], str]]) -> str:
+    """A page of every timing, with further columns, and of the bars."""
+    timings = timing_table(found["results"], extra)
+    return heading(found, title, text) + timings + bars_table(found["bars"])
 
 
 def number(key: str, digits: int = 2) -> Callable[[Row], str]:
@@ -189,7 +196,19 @@ def bars_table(bars: Sequence[Row]) -> str:
 # Figures
 
 
-def ratio_figure(rows: Sequence[Row], title: str, value: str = "ratio", label: str = "") -> Figure:
+RELATIVE_TIME = "time, relative to {ratio_to}"
+
+
+def ratios(
+    title: str, value: str = "ratio", label: str = RELATIVE_TIME
+) -> Callable[[Report], Figure]:
+    """A scenario's `figure`: see `ratio_figure`."""
+    return lambda found: ratio_figure(found["results"], title, value, label)
+
+
+def ratio_figure(
+    rows: Sequence[Row], title: str, value: str = "ratio", label: str = RELATIVE_TIME
+) -> Figure:
     """Horizontal bars of `value` by arm, a panel for each case."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     most = max(sum(row["case"] == case for row in rows) for case in cases)
@@ -205,7 +224,23 @@ def ratio_figure(rows: Sequence[Row], title: str, value: str = "ratio", label: s
         panel.margins(x=0.15)
         panel.set_title(case, fontsize=9)
         panel.tick_params(labelsize=8)
-        panel.set_xlabel(label or "time, relative to " + str(chosen[0].get("ratio_to", "")))
+        panel.set_xlabel(label.format(**chosen[0]))
+    return figure
+
+
+def bar_figure(
+    names: Sequence[str],
+    values: Sequence[float],
+    title: str,
+    label: str,
+    errors: Sequence[float] | None = None,
+) -> Figure:
+    """Upright bars by name, with a line at 0."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(names, values, yerr=errors, color="C0")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(ylabel=label, title=title)
     return figure
 
 

@@ -1,7 +1,7 @@
 """Runs scenarios, writes what they found, and checks it against what was committed.
 
 A scenario is a module with `add_arguments(parser)`, `measure(arguments)`, which gives JSON data,
-`table(report)`, `figure(report)`, and `SHORT`, the options of a quick run.
+`table(report)`, `figure(report)`, and, where a quick run needs options, `SHORT`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import shlex
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-from matplotlib.figure import Figure
+from typing import Any
 
 from bench import report as reports
 from bench.cells import Cells
@@ -51,55 +49,45 @@ SCENARIOS = {
 }
 
 
-class Scenario(Protocol):
-    """What a scenario's module has."""
-
-    SHORT: Sequence[str]
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-    def measure(self, arguments: argparse.Namespace) -> Report: ...
-    def table(self, report: Report) -> str: ...
-    def figure(self, report: Report) -> Figure: ...
-
-
-def add_timing_arguments(
-    parser: argparse.ArgumentParser, rounds: int, budget_s: float, warm_up: int = 3
+def add_options(
+    parser: argparse.ArgumentParser,
+    *,
+    rounds: int | None = None,
+    budget_s: float = 60.0,
+    warm_up: int = 3,
+    device: bool = True,
+    recipes: Sequence[str] = (),
+    models: bool = False,
 ) -> None:
-    """The options of the scenarios that time arms in turns."""
+    """The options that several scenarios have, and `--tiny`.
+
+    Args:
+        parser: gets them.
+        rounds: how often arms are timed in turns; None: no arms are.
+        budget_s: seconds for a case of these.
+        warm_up: rounds before them.
+        device: whether it runs on a GPU as well.
+        recipes: those that are measured by default; none: recipes are not what it varies.
+        models: whether it measures several.
+    """
     add = parser.add_argument
-    add("--rounds", type=int, default=rounds, help="timed rounds at most (default: %(default)s)")
-    add("--warm-up", type=int, default=warm_up, help="rounds before them (default: %(default)s)")
-    add(
-        "--budget",
-        type=float,
-        default=budget_s,
-        help="seconds for a case, after compiling; six rounds at least (default: %(default)s)",
-    )
+    if rounds is not None:
+        add(
+            "--rounds", type=int, default=rounds, help="timed rounds at most (default: %(default)s)"
+        )
+        add("--warm-up", type=int, default=warm_up, help="rounds before (default: %(default)s)")
+        budget = "seconds for a case, after compiling; six rounds at least (default: %(default)s)"
+        add("--budget", type=float, default=budget_s, help=budget)
     add("--tiny", action="store_true", help="the smallest sizes, to see that it runs")
-
-
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    """The option of the scenarios that run on a GPU as well."""
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)"
-    )
-
-
-def add_recipes_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
-    """The option of the scenarios that measure several recipes."""
-    what = f"(default: {','.join(default)})"
-    parser.add_argument("--recipes", type=words, default=[*default], metavar="A,B", help=what)
-
-
-def add_models_argument(parser: argparse.ArgumentParser) -> None:
-    """The option of the scenarios that measure several models."""
-    parser.add_argument(
-        "--models",
-        type=words,
-        default=[],
-        metavar="A,B",
-        help="some of this device's (default: all)",
-    )
+    if device:
+        devices = ("auto", "cpu", "cuda")
+        add("--device", choices=devices, default="auto", help="(default: %(default)s)")
+    if recipes:
+        what = f"(default: {','.join(recipes)})"
+        add("--recipes", type=words, default=[*recipes], metavar="A,B", help=what)
+    if models:
+        what = "some of this device's (default: all)"
+        add("--models", type=words, default=[], metavar="A,B", help=what)
 
 
 def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +101,7 @@ def timing_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {key: getattr(arguments, name) for name, key in names.items()}
 
 
-def parse(scenario: Scenario, name: str, words: Sequence[str]) -> argparse.Namespace:
+def parse(scenario: Any, name: str, words: Sequence[str]) -> argparse.Namespace:
     """The options of a scenario."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench {name}", description=SCENARIOS.get(name)
@@ -128,7 +116,7 @@ def parse(scenario: Scenario, name: str, words: Sequence[str]) -> argparse.Names
 def run(name: str, words: Sequence[str]) -> int:
     """Run one scenario with these options: print its table, write its results. Returns 1 if an arm
     failed, else 0."""
-    module: Any = imported(name)
+    module = imported(name)
     arguments = parse(module, name, words)
     if hasattr(module, "run"):  # it writes for itself
         arguments.out = arguments.out or RESULTS
@@ -137,7 +125,7 @@ def run(name: str, words: Sequence[str]) -> int:
         return 0
     folder = arguments.out or RESULTS / slug(_hardware(arguments))
     cells = Cells(folder / f"{name}.partial.jsonl", _conditions(arguments))
-    report = measured(cast(Scenario, module), name, words, cells)
+    report = measured(module, name, words, cells)
     text = module.table(report)
     reports.write(report, text, module.figure(report), folder)
     print(text)
@@ -162,9 +150,7 @@ def imported(name: str) -> Any:
         ) from None
 
 
-def measured(
-    scenario: Scenario, name: str, words: Sequence[str], cells: Cells | None = None
-) -> Report:
+def measured(scenario: Any, name: str, words: Sequence[str], cells: Cells | None = None) -> Report:
     """What the scenario finds with these options, and the command that it was run by.
 
     Args:
@@ -215,9 +201,10 @@ def check(words: Sequence[str]) -> int:
             return 2
     worse: list[str] = []
     for name in names:
-        module = cast(Scenario, imported(name))
+        module = imported(name)
         committed = json.loads((folder / f"{name}.json").read_text())
-        worse += regressions(committed, measured(module, name, module.SHORT), arguments.tolerance)
+        found = measured(module, name, getattr(module, "SHORT", ()))
+        worse += regressions(committed, found, arguments.tolerance)
     print(*worse, sep="\n")
     print(f"{', '.join(names)}: {len(worse)} worse by more than {arguments.tolerance:.0%}")
     return 1 if worse else 0

@@ -6,28 +6,17 @@ import argparse
 
 from matplotlib.figure import Figure
 
-from bench import emulation, report
+from bench import emulation, report, runner
 from bench.report import Report, Row
-from bench.runner import (
-    add_device_argument,
-    add_recipes_argument,
-    add_timing_arguments,
-    timing_settings,
-)
 from bench.step import in_turns
 from fp8stack.benchmark.step import SMALL, Work
-from fp8stack.benchmark.timing import machine
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe
 
 SHORT = ["--rounds", "6", "--budget", "8"]
 AXES: dict[str, dict[str, list[int]]] = {
     "cpu": {"batch": [32, 64, 128, 256], "context": [64, 128, 256], "layers": [2, 4, 6]},
-    "cuda": {
-        "batch": [32, 64, 128, 256],
-        "context": [256, 512, 1024],
-        "layers": [6, 12, 24],
-    },
+    "cuda": {"batch": [32, 64, 128, 256], "context": [256, 512, 1024], "layers": [6, 12, 24]},
 }
 # So small that a batch of 256 fits into a laptop, and takes a second or so.
 NARROW = GPTConfig(vocabulary=256, context=32, layers=2, width=128, heads=2)
@@ -35,9 +24,7 @@ TINY = {"batch": [1, 2], "context": [16, 32], "layers": [1, 2]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=100, budget_s=60.0, warm_up=10)
-    add_device_argument(parser)
-    add_recipes_argument(parser, ["delayed"])
+    runner.add_options(parser, rounds=100, warm_up=10, recipes=["delayed"])
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -50,12 +37,8 @@ def measure(arguments: argparse.Namespace) -> Report:
             facts = {"axis": axis, "value": value, "layers": work.config.layers}
             found = in_turns(work, arguments.recipes, hardware, arguments)
             rows += [row | facts for row in found]
-    return {
-        "machine": machine(device=hardware.device),
-        "settings": timing_settings(arguments) | {"ranks": 1},
-        "results": rows,
-        "bars": [],
-    }
+    settings = runner.timing_settings(arguments) | {"ranks": 1}
+    return report.report_of(hardware.device, settings, rows)
 
 
 def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> Work:
@@ -85,8 +68,7 @@ def table(found: Report) -> str:
         "TFLOP/s": report.number("tflops", 3),
         "relative time": report.number("ratio", 3),
     }
-    head = report.heading(found, "Scaling of a training step on one rank", text)
-    return head + report.timing_table(found["results"], extra)
+    return report.page(found, "Scaling of a training step on one rank", text, extra)
 
 
 def figure(found: Report) -> Figure:

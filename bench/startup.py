@@ -8,11 +8,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from matplotlib.figure import Figure
-
 from bench import report
 from bench.report import Report
-from fp8stack.benchmark.timing import interleaved, machine
+from fp8stack.benchmark.timing import interleaved
 
 # In each, `main` is what the entry point of the installed command calls.
 _COMMAND = "import sys; from fp8stack.cli import main; sys.argv = {words}; main()"
@@ -41,12 +39,8 @@ def measure(arguments: argparse.Namespace) -> Report:
     rows = report.rows_of("start", timings, BASE)
     for row in rows:
         row["modules"] = modules(CASES[row["arm"]])
-    return {
-        "machine": machine("typer", "rich", "accelerate", device="cpu"),
-        "settings": {"rounds": arguments.rounds, "warm_up": 1, "python": sys.version.split()[0]},
-        "results": rows,
-        "bars": [],
-    }
+    settings = {"rounds": arguments.rounds, "warm_up": 1, "python": sys.version.split()[0]}
+    return report.report_of("cpu", settings, rows, packages=("typer", "rich", "accelerate"))
 
 
 def start(code: str) -> None:
@@ -74,9 +68,7 @@ def table(found: Report) -> str:
     """The median of each, and its modules."""
     extra = {"modules": report.number("modules", 0), f"/ {BASE}": report.number("ratio")}
     text = "Processes from their start to their end, Python's own start included."
-    return report.heading(found, "Start-up", text) + report.timing_table(found["results"], extra)
+    return report.page(found, "Start-up", text, extra)
 
 
-def figure(found: Report) -> Figure:
-    """Medians as bars."""
-    return report.ratio_figure(found["results"], "Start-up", "median_ms", "ms")
+figure = report.ratios("Start-up", "median_ms", "ms")

@@ -14,18 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from matplotlib.figure import Figure
 
-from bench import cells, emulation, peers, report
+from bench import cells, emulation, peers, report, runner
 from bench.report import Bar, Report, Row
-from bench.runner import (
-    RESULTS,
-    add_device_argument,
-    add_models_argument,
-    add_timing_arguments,
-    timing_options,
-    timing_settings,
-)
 from fp8stack.benchmark.step import (
     FP8,
     Work,
@@ -38,7 +29,7 @@ from fp8stack.benchmark.step import (
     plan_of,
     resident_gib,
 )
-from fp8stack.benchmark.timing import interleaved, machine, slug
+from fp8stack.benchmark.timing import interleaved, slug
 from fp8stack.cli.options import words
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.metrics import profiler
@@ -54,10 +45,8 @@ OVER_TORCHAO = 1.10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=100, budget_s=120.0)
+    runner.add_options(parser, rounds=100, budget_s=120.0, models=True)
     add = parser.add_argument
-    add_device_argument(parser)
-    add_models_argument(parser)
     add("--recipes", type=words, metavar="A,B", help=f"(default: the baseline and {','.join(FP8)})")
     add(
         "--compiled",
@@ -84,13 +73,15 @@ def measure(arguments: argparse.Namespace) -> Report:
         rows += in_turns(
             work, arguments.recipes or FP8, hardware, arguments, arguments.compiled, theirs, after
         )
-    return {
-        "machine": machine("torchao", device=hardware.device),
-        "settings": timing_settings(arguments)
-        | {"ratio": "fastest", "precision_of_peers": "bf16 autocast" if _gpu(hardware) else "fp32"},
-        "results": rows,
-        "bars": report.judged(bars(rows), rows),
-    }
+    theirs_run = "bf16 autocast" if _gpu(hardware) else "fp32"
+    settings = {"ratio": "fastest", "precision_of_peers": theirs_run}
+    return report.report_of(
+        hardware.device,
+        runner.timing_settings(arguments) | settings,
+        rows,
+        bars=report.judged(bars(rows), rows),
+        packages=["torchao"],
+    )
 
 
 def _gpu(hardware: Hardware) -> bool:
@@ -132,7 +123,7 @@ def in_turns(
 
     def timed(group: list[str]) -> list[Row]:
         steps, failed = cells.runnable(work.model, {name: builders[name] for name in group})
-        timings = interleaved(steps, **timing_options(arguments))
+        timings = interleaved(steps, **runner.timing_options(arguments))
         rows = []
         for name, timing in timings.items():
             plan = plan_of(own.get(name, own[first]), work, hardware)
@@ -214,7 +205,8 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Path | None) -> None:
     """Profile one step: a table of the operators that take longest, and a trace."""
-    folder = (out or RESULTS / slug(hardware)) / "profiles" / work.model / name.replace(" ", "-")
+    out = out or runner.RESULTS / slug(hardware)
+    folder = out / "profiles" / work.model / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     with profiler.recording(torch.device(hardware.device)) as recorded:
         step()
@@ -236,15 +228,7 @@ def table(found: Report) -> str:
     text = "One optimizer step: forward, backward, AdamW. TFLOP/s counts causal attention as half. "
     text += f"The MFU is of {rows[0]['mfu_of']} for the baseline and the peers; time and speedup "
     text += f"are relative to {rows[0]['ratio_to']}, of the fastest rounds."
-    return (
-        report.heading(found, "Training steps", text)
-        + report.timing_table(rows, extra)
-        + report.bars_table(found["bars"])
-    )
+    return report.page(found, "Training steps", text, extra)
 
 
-def figure(found: Report) -> Figure:
-    """Speedups over the baseline."""
-    rows = found["results"]
-    label = f"speed, relative to {rows[0]['ratio_to']}"
-    return report.ratio_figure(rows, "Training steps", "speedup", label)
+figure = report.ratios("Training steps", "speedup", "speed, relative to {ratio_to}")

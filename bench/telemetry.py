@@ -9,19 +9,10 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from matplotlib.figure import Figure
-
-from bench import cells, emulation, report
+from bench import cells, emulation, report, runner
 from bench.report import Bar, Report, Row
-from bench.runner import (
-    add_device_argument,
-    add_recipes_argument,
-    add_timing_arguments,
-    timing_options,
-    timing_settings,
-)
 from fp8stack.benchmark.step import FP8, Built, StepArm, Work, build, served
-from fp8stack.benchmark.timing import interleaved, machine
+from fp8stack.benchmark.timing import interleaved
 from fp8stack.config import RunConfig
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, probe
@@ -34,9 +25,7 @@ PLAIN, SAMPLED, TRIED = "not sampled", "sampled", "sampled, mxfp8 tried"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_timing_arguments(parser, rounds=40, budget_s=60.0)
-    add_device_argument(parser)
-    add_recipes_argument(parser, FP8)
+    runner.add_options(parser, rounds=40, recipes=FP8)
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -47,7 +36,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     rows: list[Row] = []
 
     def timed(case: str, recipe: str) -> list[Row]:
-        timings = interleaved(steps(recipe, work, hardware), **timing_options(arguments))
+        timings = interleaved(steps(recipe, work, hardware), **runner.timing_options(arguments))
         found = report.rows_of(case, timings, PLAIN)
         return [row | {"share": round((row["ratio"] - 1) / EVERY, 5)} for row in found]
 
@@ -59,12 +48,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         Bar(case=f"{nano.model}, {recipe}", arm=SAMPLED, of=PLAIN, at_most=1 + EVERY * AT_MOST)
         for recipe in arguments.recipes
     ]
-    return {
-        "machine": machine(device=hardware.device),
-        "settings": timing_settings(arguments) | {"every": EVERY},
-        "results": rows,
-        "bars": report.judged(bars, rows),
-    }
+    settings = runner.timing_settings(arguments) | {"every": EVERY}
+    return report.report_of(hardware.device, settings, rows, bars=report.judged(bars, rows))
 
 
 def steps(recipe: str, work: Work, hardware: Hardware) -> dict[str, Callable[[], None]]:
@@ -92,13 +77,7 @@ def table(found: Report) -> str:
     every = found["settings"]["every"]
     text = f"The share is that of all steps' time, with a sample every {every} steps."
     cells = {"share": lambda row: f"{100 * row['share']:.2f} %"}
-    return (
-        report.heading(found, "The cost of telemetry", text)
-        + report.timing_table(found["results"], cells)
-        + report.bars_table(found["bars"])
-    )
+    return report.page(found, "The cost of telemetry", text, cells)
 
 
-def figure(found: Report) -> Figure:
-    """Ratios as bars."""
-    return report.ratio_figure(found["results"], "A step that is sampled")
+figure = report.ratios("A step that is sampled")

@@ -24,7 +24,6 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, draw, filtered, generate
 from fp8stack.precision import Hardware
 from fp8stack.tokenizer import load_tokenizer
-from tests.conftest import Command
 from tests.model.test_gpt import (
     MODERN,
     assert_close,
@@ -68,7 +67,7 @@ def without_cache(model: GPT, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("parts", [[16], [5] + [1] * 11, [1] * 16, [5, 4, 1, 6]], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_cache_gives_the_logits_of_the_full_pass(shape: dict[str, Any], parts: list[int]) -> None:
+def test_a_cache_gives_the_logits_of_the_full_pass(shape, parts):
     model = build(init_std=0.2, **shape).eval()
     cache = model.new_cache(batch=3)
     with torch.no_grad():
@@ -79,7 +78,7 @@ def test_a_cache_gives_the_logits_of_the_full_pass(shape: dict[str, Any], parts:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "mxfp8"])
-def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe: str) -> None:
+def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe):
     model = build(recipe, init_std=0.2, **MODERN | {"kv_heads": 2}).eval()
     cache = model.new_cache(batch=3)
     assert cache.keys_LBGTE.shape == (len(model.blocks), 3, 2, 16, 8)
@@ -90,7 +89,7 @@ def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe: str) -> 
     assert_close(torch.cat(found, dim=1), expected, 0.05)
 
 
-def test_an_emptied_cache_forgets() -> None:
+def test_an_emptied_cache_forgets():
     model = build(init_std=0.2).eval()
     cache = model.new_cache(batch=3)
     with torch.no_grad():
@@ -103,7 +102,7 @@ def test_an_emptied_cache_forgets() -> None:
     ("cached", "words"),
     [(8, "17 tokens are more than the model's context, 16"), (4, "9 tokens are more than the c")],
 )
-def test_more_tokens_than_fit_are_refused(cached: int, words: str) -> None:
+def test_more_tokens_than_fit_are_refused(cached, words):
     model = build().eval()
     cache = model.new_cache(batch=3, tokens=None if cached == 8 else 8)
     with torch.no_grad():
@@ -113,7 +112,7 @@ def test_more_tokens_than_fit_are_refused(cached: int, words: str) -> None:
     assert cache.length == cached
 
 
-def test_a_cache_in_training_or_with_documents_is_refused() -> None:
+def test_a_cache_in_training_or_with_documents_is_refused():
     model = build()
     cache = model.new_cache(batch=3)
     with pytest.raises(ValueError, match="generation alone"):
@@ -139,9 +138,7 @@ def warped(logits_V: Tensor, sampling: Sampling) -> Tensor:
 @pytest.mark.parametrize("top_p", [None, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 10, 61, 100])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_the_filters_are_those_of_transformers(
-    temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def test_the_filters_are_those_of_transformers(temperature, top_k, top_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     for seed in range(5):
         logits = 3 * torch.randn(61, generator=torch.Generator().manual_seed(seed))
@@ -150,7 +147,7 @@ def test_the_filters_are_those_of_transformers(
         )
 
 
-def test_tokens_come_as_often_as_they_are_likely() -> None:
+def test_tokens_come_as_often_as_they_are_likely():
     logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf]).clamp(min=-50)
     generator = torch.Generator().manual_seed(0)
     sampling = Sampling(temperature=2.0)
@@ -159,7 +156,7 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
     torch.testing.assert_close(shares, (logits / 2).softmax(-1), atol=0.03, rtol=0)
 
 
-def test_the_text_depends_on_the_seed_alone() -> None:
+def test_the_text_depends_on_the_seed_alone():
     model = build(init_std=0.2)
     before, sampling = torch.get_rng_state(), Sampling(temperature=1.0)
     one = list(generate(model, [1, 2], 12, sampling, seed=3))
@@ -170,13 +167,13 @@ def test_the_text_depends_on_the_seed_alone() -> None:
     assert list(generate(model, [1, 2], 12, sampling, seed=4)) != one
 
 
-def test_dropout_is_off_while_a_model_in_training_writes() -> None:
+def test_dropout_is_off_while_a_model_in_training_writes():
     model = build(init_std=0.2, dropout=0.5)
     found = list(generate(model, [1, 2], 10, GREEDY, seed=0))
     assert found == without_cache(model.eval(), [1, 2], 10)
 
 
-def test_logits_that_are_not_finite_are_an_error_and_not_a_token() -> None:
+def test_logits_that_are_not_finite_are_an_error_and_not_a_token():
     model = build()
     with torch.no_grad():
         model.final_norm.weight.fill_(torch.nan)
@@ -189,9 +186,7 @@ def test_logits_that_are_not_finite_are_an_error_and_not_a_token() -> None:
 
 @pytest.mark.parametrize("prompt", [[7], [3, 1, 4, 1, 5], list(range(16)), list(range(40))])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(
-    shape: dict[str, Any], prompt: list[int]
-) -> None:
+def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(shape, prompt):
     model = build(init_std=0.2, **shape).eval()
     full = []
     found = list(generate(model, prompt, 30, GREEDY, seed=0, when_full=lambda: full.append(1)))
@@ -200,7 +195,7 @@ def test_greedy_text_is_that_of_a_plain_loop_beyond_the_context_too(
 
 
 @pytest.mark.parametrize("twin", [gpt2, llama, qwen3], ids=lambda twin: twin.__name__)
-def test_greedy_text_is_that_of_transformers(twin: Any) -> None:
+def test_greedy_text_is_that_of_transformers(twin):
     shape = {} if twin is gpt2 else MODERN | {"kv_heads": 2, "qk_norm": twin is qwen3}
     theirs = twin(**shape)
     generator = torch.Generator().manual_seed(5)
@@ -217,7 +212,7 @@ def test_greedy_text_is_that_of_transformers(twin: Any) -> None:
     assert list(generate(ours, [3, 1, 4], 12, GREEDY, seed=0)) == expected
 
 
-def test_it_stops_before_a_token_that_ends_the_text() -> None:
+def test_it_stops_before_a_token_that_ends_the_text():
     model = build(init_std=0.2)
     whole = list(generate(model, [1], 10, GREEDY, seed=0))
     end = whole[5]
@@ -225,14 +220,14 @@ def test_it_stops_before_a_token_that_ends_the_text() -> None:
     assert found == whole[: whole.index(end)]
 
 
-def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn() -> None:
+def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn():
     model = build(init_std=0.01)
     found = list(generate(model, [1], 14, Sampling(temperature=9.0), seed=0, vocabulary=3))
     assert set(found) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_batch_1_in_fp8_runs_on_padded_rows_and_counts_its_gemms(recipe: str) -> None:
+def test_batch_1_in_fp8_runs_on_padded_rows_and_counts_its_gemms(recipe):
     native, emulated = small(recipe, "torch"), small(recipe, "emulate")
     before = {name: value.clone() for name, value in fp8_state(native).items()}
     found = list(generate(native, [3, 1, 4], 8, GREEDY, seed=0))
@@ -242,7 +237,7 @@ def test_batch_1_in_fp8_runs_on_padded_rows_and_counts_its_gemms(recipe: str) ->
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_compiled_model_is_not_compiled_for_each_length() -> None:
+def test_a_compiled_model_is_not_compiled_for_each_length():
     model, graphs = build(init_std=0.2), []
     expected = list(generate(model, [1, 2], 8, GREEDY, seed=0))
 
@@ -277,9 +272,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return captured.out, captured.err
 
 
-def test_the_text_alone_is_on_stdout_and_repeats(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_alone_is_on_stdout_and_repeats(command, run, capfd):
     texts = []
     for seed in ("5", "5", "6"):
         assert (
@@ -296,9 +289,7 @@ def test_the_text_alone_is_on_stdout_and_repeats(
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(command, run, capfd):
     flags = ["--prompt", "quick", "--tokens", "12", "--temperature", "0", "--recipe", "fp32"]
     found = set()
     for seed in ("1", "2"):
@@ -308,9 +299,7 @@ def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(
     assert found == {"quick" + bytes(expected).decode(errors="replace") + "\n"}
 
 
-def test_top_k_1_is_the_likeliest_token_too(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_top_k_1_is_the_likeliest_token_too(command, run, capfd):
     found = set()
     for flags in (
         ["--top-k", "1"],
@@ -324,9 +313,7 @@ def test_top_k_1_is_the_likeliest_token_too(
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_any_recipe_and_backend_write(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str], backend: str
-) -> None:
+def test_any_recipe_and_backend_write(command, run, capfd, backend):
     flags = ["--recipe", "delayed", "--backend", backend, "--tokens", "5", "--prompt", "ab"]
     assert command("generate", str(run), *flags) == 0
     err = said(capfd)[1]
@@ -334,23 +321,19 @@ def test_any_recipe_and_backend_write(
     assert f"{4 * 5} FP8 GEMMs" in err
 
 
-def test_without_a_recipe_it_says_what_it_took_and_why(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_recipe_it_says_what_it_took_and_why(command, run, capfd):
     assert command("generate", str(run), "--tokens", "1") == 0
     err = said(capfd)[1]
     assert ("plan: bf16" in err) or "plan: fp32, plain torch, on cpu (this CPU has no bf16" in err
 
 
-def test_bf16_is_taken_where_the_machine_multiplies_it() -> None:
+def test_bf16_is_taken_where_the_machine_multiplies_it():
     assert writing.default_recipe(Hardware("cpu"))[0] == "fp32"
     assert writing.default_recipe(Hardware("cpu", cpu_bf16=True))[0] == "bf16"
     assert writing.default_recipe(Hardware("cuda", (9, 0)))[0] == "bf16"
 
 
-def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(command, run, capfd, tmp_path):
     long = "x" * 300 + TEXT[:100]
     end = long.encode()[-128:].decode()
     assert end.startswith("x")
@@ -368,9 +351,7 @@ def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(
     assert found[0] == found[1]
 
 
-def test_an_empty_prompt_begins_as_a_document_does(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_prompt_begins_as_a_document_does(command, run, capfd):
     flags = ["--tokens", "10", "--temperature", "0", "--recipe", "fp32"]
     assert command("generate", str(run), *flags) == 0
     expected = without_cache(fp8stack.load(run), [255], 10)
@@ -378,8 +359,8 @@ def test_an_empty_prompt_begins_as_a_document_does(
 
 
 def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    command, run, capfd, tmp_path
+):
     assert (run / "tokenizer.json").exists()
     swapped = json.loads((run / "tokenizer.json").read_text(encoding="utf-8"))
     ids = swapped["model"]["vocab"]
@@ -419,14 +400,7 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(
-    command: Command,
-    run: Path,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    flags: list[str],
-    words: str,
-) -> None:
+def test_bad_input_is_one_line(command, run, capfd, tmp_path, flags, words):
     (tmp_path / "bad.txt").write_bytes(b"ab\xff")
     large = json.loads(load_tokenizer("bytes").to_json())
     large["model"]["vocab"] = {name: i + 200 for name, i in large["model"]["vocab"].items()}
@@ -442,9 +416,7 @@ def test_bad_input_is_one_line(
     assert words in err
 
 
-def test_no_run_and_no_checkpoint_are_one_line(
-    command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_no_run_and_no_checkpoint_are_one_line(command, capfd, tmp_path):
     assert command("generate", "nothing") == 2
     assert "No run and no checkpoint at 'nothing'" in said(capfd)[1]
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
@@ -452,13 +424,13 @@ def test_no_run_and_no_checkpoint_are_one_line(
     assert "No checkpoint in" in said(capfd)[1]
 
 
-def test_a_vocabulary_that_nobody_explains_needs_a_tokenizer(tmp_path: Path) -> None:
+def test_a_vocabulary_that_nobody_explains_needs_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match="Give --tokenizer"):
         writing.tokenizer_for(str(tmp_path), 61, None)
     assert writing.tokenizer_for(str(tmp_path), 256, None).name == "bytes"
 
 
-def test_characters_are_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_are_printed_whole(monkeypatch):
     pieces: list[str] = []
     monkeypatch.setattr(writing, "_put", pieces.append)
     text = "é☃😀"
@@ -467,9 +439,7 @@ def test_characters_are_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [piece for piece in pieces if piece] == ["é", "☃", "😀", "\ufffd", "\n"]
 
 
-def test_ctrl_c_ends_the_line_and_the_command(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_the_line_and_the_command(command, run, capfd, monkeypatch):
     def interrupted(*args: Any, **kwargs: Any) -> Iterator[int]:
         yield ord("a")
         raise KeyboardInterrupt
@@ -481,7 +451,7 @@ def test_ctrl_c_ends_the_line_and_the_command(
     assert err.endswith("fp8stack: Interrupted.\n")
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(run: Path) -> None:
+def test_a_reader_that_goes_away_ends_it_quietly(run):
     words = [sys.executable, "-m", "fp8stack", "generate", str(run), "--tokens", "5000"]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None

@@ -1,7 +1,4 @@
-"""`fp8stack bench shapes`: what FP8 gains for each linear of a model, on this GPU.
-
-It measures and prints; what follows for a plan is decided in `Plan.for_layers`.
-"""
+"""`fp8stack bench shapes`: what FP8 gains for each linear of a model, on this GPU."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.profit import Shape
 from fp8stack.precision.shapes import save_measured
+from fp8stack.tables import markdown
 
 
 class Measure(Protocol):
@@ -190,12 +188,12 @@ def save(results: list[Measured], plan: Plan, hardware: Hardware) -> Path:
 def as_lines(results: list[Measured], plan: Plan) -> list[str]:
     """The results as lines of Markdown: medians, with their 95 % confidence intervals."""
     heads = ("tokens x in -> out", "layers", "bf16 ms", f"{plan.recipe.name} ms", "bf16 / FP8")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for result in results:
         times = (
             f"{t.median_ms:.3f} ({t.low_ms:.3f} to {t.high_ms:.3f})"
             for t in (result.bf16, result.fp8)
         )
         shape = "{} x {} -> {}".format(*result.shape)
-        lines.append(f"| {shape} | {result.layers} | {' | '.join(times)} | {result.ratio:.3f} |")
-    return lines
+        rows.append([shape, str(result.layers), *times, f"{result.ratio:.3f}"])
+    return markdown(heads, rows)

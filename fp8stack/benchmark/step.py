@@ -1,21 +1,19 @@
-"""A whole training step of a GPT, forward, backward and AdamW, in every recipe that runs here.
-
-It builds and describes the arms of fp8stack; it must not know other libraries, and it times nothing
-by itself: `fp8stack.benchmark.timing` does.
-"""
+"""`fp8stack bench step`: a training step of a GPT in every recipe that runs here, AdamW included.
+`python -m bench step` measures other libraries beside."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 from fp8stack.backends import build_backend
-from fp8stack.benchmark.timing import Timing, ratio, wait_for
+from fp8stack.benchmark.timing import Timing, interleaved, ratio, wait_for
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config, plan_for
@@ -24,7 +22,7 @@ from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.rules import best_plain_dtype
-from fp8stack.training.metrics.throughput import Peak
+from fp8stack.training.metrics.throughput import Peak, peak_rate
 
 FP8 = ("delayed", "current", "block", "mxfp8")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
@@ -243,3 +241,37 @@ def chosen(names: Sequence[str], device: str) -> list[Work]:
         if name not in known:
             raise UserError(f"No model '{name}' for steps on {device}. Known: {', '.join(known)}.")
     return [known[name] for name in names or known]
+
+
+def measure(
+    work: Work, hardware: Hardware, *, recipes: Sequence[str] = FP8, rounds: int, budget_s: float
+) -> Iterator[dict[str, Any]]:
+    """The figures of each arm (see `figures`), the baseline without FP8 first.
+
+    Each arm takes turns with the baseline alone, so that no more than two models have to fit.
+    """
+    first, *others = arms(hardware, [baseline(hardware), *recipes], ())
+    base = build(first, work, hardware)
+    options: dict[str, Any] = {"rounds": rounds, "warm_up": 3, "device": hardware.device}
+    for arm in others:
+        made = build(arm, work, hardware)
+        steps = {first.name: base.step, arm.name: made.step}
+        timings = interleaved(steps, **options, budget_s=budget_s)
+        for name, built in ((first.name, base), (arm.name, made)):
+            if name == arm.name or arm is others[0]:
+                peak = peak_rate(hardware, built.plan)
+                yield figures(work, timings[name], timings[first.name], peak) | {"arm": name}
+        del made, steps, built
+        free_memory(hardware.device)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows for people."""
+    shown = Table(title=f"{rows[0]['model']}, {rows[0]['batch']} x {rows[0]['context']} tokens")
+    for heading in ("arm", "step ms", "95 % interval", "tokens/s", f"speed of {rows[0]['arm']}"):
+        shown.add_column(heading, justify="left" if heading == "arm" else "right")
+    for row in rows:
+        interval = f"{row['low_ms']:.1f} to {row['high_ms']:.1f}"
+        cells = (f"{row['median_ms']:.1f}", interval, f"{row['tokens_per_s']:,.0f}")
+        shown.add_row(row["arm"], *cells, f"{row['speedup']:.2f}")
+    return shown

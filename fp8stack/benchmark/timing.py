@@ -1,4 +1,4 @@
-"""Timing side by side: arms take turns in one process. It must not know what the arms compute."""
+"""Timing side by side: arms take turns in one process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class Timing:
 
     `low_ms` to `high_ms` is the 95 % confidence interval of the median, see `median_interval`.
     `peak_memory_gib` is the most memory that one call has on the GPU beyond what was there when it
-    began; None on a CPU. `samples_ms` are
-    all rounds, in order, if arms took turns; else empty.
+    began; None on a CPU. `samples_ms` are all rounds, in order, if arms took turns; else empty.
     """
 
     median_ms: float
@@ -47,15 +46,12 @@ class Timing:
 
     def to_json(self) -> dict[str, float | int | None]:
         """The figures by name, milliseconds to 4 and GiB to 3 decimals; without the samples."""
+        names = ("median_ms", "low_ms", "high_ms", "fastest_ms")
+        peak = None if self.peak_memory_gib is None else round(self.peak_memory_gib, 3)
         return {
-            "median_ms": round(self.median_ms, 4),
-            "low_ms": round(self.low_ms, 4),
-            "high_ms": round(self.high_ms, 4),
-            "fastest_ms": round(self.fastest_ms, 4),
+            **{name: round(getattr(self, name), 4) for name in names},
             "rounds": self.rounds,
-            "peak_memory_gib": (
-                None if self.peak_memory_gib is None else round(self.peak_memory_gib, 3)
-            ),
+            "peak_memory_gib": peak,
         }
 
 
@@ -80,14 +76,11 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     more (H. A. David and H. N. Nagaraja, Order Statistics, 3rd ed., section 7.1). With fewer than
     `LEAST_ROUNDS` samples there is none, and this is their whole range, of less confidence.
     """
+    from scipy import stats  # takes a second to import
+
     ordered = sorted(samples)
-    n = len(ordered)
-    below, k = 0, 0
-    while below + math.comb(n, k) <= (1 - CONFIDENCE) / 2 * 2**n:
-        below += math.comb(n, k)
-        k += 1
-    k = max(1, k)
-    return ordered[k - 1], ordered[n - k]
+    k = max(1, int(stats.binom.ppf((1 - CONFIDENCE) / 2, len(ordered), 0.5)))
+    return ordered[k - 1], ordered[-k]
 
 
 def interleaved(
@@ -184,11 +177,6 @@ def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
     pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
     found = [one / other for one, other in pairs]
     return statistics.median(found), *median_interval(found)
-
-
-def ratios(timings: Mapping[str, Timing], to: str) -> dict[str, float]:
-    """The ratio of each timing to that of the arm called `to`."""
-    return {name: ratio(timing, timings[to]) for name, timing in timings.items()}
 
 
 # What a result was measured on

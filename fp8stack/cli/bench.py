@@ -70,13 +70,13 @@ def roofline(
     json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """Predict a training step's time in bf16 and each FP8 recipe, part by part."""
-    from fp8stack.benchmark import roofline_table
+    from fp8stack.benchmark import roofline as predicted
     from fp8stack.model.config import load_config
 
     config = load_config(model)
-    chosen, hardware = roofline_table.choose_gpu(capability, gpu)
-    path = results or roofline_table.find_results(chosen)
-    made = roofline_table.predict_all(
+    chosen, hardware = predicted.choose_gpu(capability, gpu)
+    path = results or predicted.find_results(chosen)
+    made = predicted.predict_all(
         model,
         config,
         chosen,
@@ -84,14 +84,14 @@ def roofline(
         batch=batch,
         context=context or config.context,
         ceiling=ceiling,
-        measured=({}, "") if path is None else (roofline_table.read_results(path), str(path)),
+        measured=({}, "") if path is None else (predicted.read_results(path), str(path)),
     )
     if json:
         import json as encoder
 
-        print(encoder.dumps(roofline_table.as_json(made), indent=2))
+        print(encoder.dumps(predicted.as_json(made), indent=2))
     else:
-        print(*roofline_table.as_lines(made), sep="\n")
+        print(*predicted.as_lines(made), sep="\n")
 
 
 @bench.command()
@@ -107,8 +107,7 @@ def step(
     json: Annotated[bool, option("Print JSON.", "--json")] = False,
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
-    from fp8stack.benchmark import step_table
-    from fp8stack.benchmark.step import FP8, chosen
+    from fp8stack.benchmark.step import FP8, chosen, measure, table
     from fp8stack.errors import unknown
     from fp8stack.precision import probe
     from fp8stack.threads import use_threads
@@ -120,8 +119,7 @@ def step(
         if name not in FP8:
             raise unknown("FP8 recipe", name, list(FP8))
     work = chosen([model] if model else [], hardware.device)[0]
-    measured = step_table.measure(work, hardware, recipes=wanted, rounds=rounds, budget_s=seconds)
-    rows = list(measured)
+    rows = list(measure(work, hardware, recipes=wanted, rounds=rounds, budget_s=seconds))
     if json:
         import json as encoder
 
@@ -129,4 +127,4 @@ def step(
     else:
         from rich.console import Console
 
-        Console().print(step_table.table(rows))
+        Console().print(table(rows))

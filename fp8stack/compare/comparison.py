@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fp8stack.benchmark.timing import machine
-from fp8stack.compare.figure import comparison_plot
-from fp8stack.compare.figures import NUMERIC_FAILURE, RunFigures, read_run
-from fp8stack.compare.runs import Ended, Progress, open_progress, train
+from fp8stack.compare.plot import comparison_plot
+from fp8stack.compare.results import NUMERIC_FAILURE, RunFigures, read_run
+from fp8stack.compare.runs import Ended, Progress, train
 from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
 from fp8stack.compare.summary import summarize
 from fp8stack.compare.table import as_markdown, as_text
@@ -41,12 +42,10 @@ def compare(comparison: Comparison) -> int:
     write_atomically(comparison.out / "base.toml", to_toml(comparison.config).encode())
     facts = machine("accelerate", device=comparison.config.device)
     _write(comparison, outcomes, facts)
-    progress = open_progress()
     try:
-        with stop_requests() as requested:
+        with Progress() as progress, stop_requests() as requested:
             stopped = _train_all(comparison, outcomes, facts, requested, progress)
     finally:
-        progress.close()
         text = _write(comparison, outcomes, facts)
     say("", text, "", f"written: {comparison.out}/compare.json, compare.md and compare.png")
     if stopped:
@@ -134,7 +133,7 @@ def _write(comparison: Comparison, outcomes: Outcomes, facts: Mapping[str, Any])
     rows = summarize(runs, recipes, baseline)
     report = as_saved(comparison) | {
         "machine": facts,
-        "recipes": [row.to_json() for row in rows],
+        "recipes": [asdict(row) for row in rows],
         "runs": [run.model_dump(mode="json") for run in runs],
     }
     markdown = as_markdown(
@@ -145,14 +144,11 @@ def _write(comparison: Comparison, outcomes: Outcomes, facts: Mapping[str, Any])
         config=config.model_dump(mode="json"),
         machine=facts,
     )
-    title = f"{config.model}, {config.steps} steps, {_counted(comparison.seeds)}"
+    seeds = "one seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds"
+    title = f"{config.model}, {config.steps} steps, {seeds}"
     out = comparison.out
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     write_atomically(comparison.report, text.encode())
     write_atomically(out / "compare.md", markdown.encode())
     write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
     return as_text(rows, baseline)
-
-
-def _counted(seeds: int) -> str:
-    return "one seed" if seeds == 1 else f"{seeds} seeds"

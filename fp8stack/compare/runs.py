@@ -1,7 +1,4 @@
-"""Runs one after the other, each in a process of its own, and what is shown meanwhile.
-
-It must not know what the runs came to.
-"""
+"""Runs, each in a process of its own, and what is shown meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console
 
@@ -22,8 +19,7 @@ from fp8stack.io import storage_errors
 from fp8stack.terminal import say
 
 POLL_S = 0.5
-LINES = 10
-"""How many lines tell of a run's progress where there is no terminal."""
+LINES = 10  # of a run's progress where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,66 +30,38 @@ class Ended:
     error: str
 
 
-class Progress(Protocol):
-    """Where the progress of runs is shown."""
+class Progress:
+    """Shows how far the runs are: on a terminal by one line that changes, elsewhere by a line each
+    time that a tenth of a run is done."""
+
+    def __init__(self) -> None:
+        self._status = Console().status("") if sys.stdout.isatty() else None
+        self._shown = 0
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        ...
+        self._shown = 0
+        if self._status is None:
+            say(text)
+        else:
+            self._status.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, text: str, share: float) -> None:
         """Show how far a run is; `share` of its steps are done."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        ...
-
-
-class PlainProgress:
-    """A line each time that a tenth of a run is done."""
-
-    def __init__(self) -> None:
-        self.shown = 0
-
-    def note(self, text: str) -> None:
-        """See `Progress.note`."""
-        self.shown = 0
-        say(text)
-
-    def step(self, text: str, share: float) -> None:
-        """See `Progress.step`."""
-        if int(share * LINES) > self.shown:
-            self.shown = int(share * LINES)
+        if self._status is not None:
+            self._status.update(text.replace("[", r"\["))
+        elif int(share * LINES) > self._shown:
+            self._shown = int(share * LINES)
             say(text)
-
-    def close(self) -> None:
-        """See `Progress.close`."""
-
-
-class RichProgress:
-    """One line that changes; notes scroll by above."""
-
-    def __init__(self, console: Console) -> None:
-        self.status = console.status("")
-        self.status.start()
-
-    def note(self, text: str) -> None:
-        """See `Progress.note`."""
-        self.status.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, text: str, share: float) -> None:
-        """See `Progress.step`."""
-        self.status.update(text.replace("[", r"\["))
-
-    def close(self) -> None:
-        """See `Progress.close`."""
-        self.status.stop()
-
-
-def open_progress() -> Progress:
-    """A display that fits where stdout goes."""
-    return RichProgress(Console()) if sys.stdout.isatty() else PlainProgress()
 
 
 def train(
@@ -155,10 +123,8 @@ def _wait(
             process.terminate()
 
 
-def _follow(
-    metrics: Path, steps: int, show: Callable[[str, float], None]
-) -> Callable[[], None]:  # fmt: skip
-    """A function that looks how far the run that writes to `metrics` is, and shows it."""
+def _follow(metrics: Path, steps: int, show: Callable[[str, float], None]) -> Callable[[], None]:
+    """A function that shows how far the run that writes to `metrics` is."""
     begin: list[tuple[int, float]] = []
     seen = [_last_step(metrics)[0]]  # of an earlier start
 

@@ -1,4 +1,4 @@
-"""What is compared, checked before anything is trained. Nothing runs here."""
+"""What is compared, checked before anything is trained."""
 
 from __future__ import annotations
 
@@ -149,10 +149,7 @@ def _shared(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
     for key, instead in OWN.items():
         if key in config.given:
             raise UserError(f"--set {key} is what the runs differ in. Give {instead} instead.")
-    usual = {
-        "eval_every": max(1, config.steps // EVALUATIONS),
-        "sample_tokens": 0,
-    }
+    usual = {"eval_every": max(1, config.steps // EVALUATIONS), "sample_tokens": 0}
     unset = {key: value for key, value in usual.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
     if config.init_from:

@@ -1,15 +1,52 @@
-"""What the runs of each recipe came to beside the baseline's. No files here."""
+"""What the runs of each recipe came to beside the baseline's: means, errors and intervals."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from fp8stack.compare.figures import RunFigures
-from fp8stack.compare.statistics import Interval, mean_interval, standard_error
+from fp8stack.compare.results import RunFigures
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """`mean` +- `half_width`, at a confidence of 95 %; of one sample there is no width."""
+
+    mean: float
+    half_width: float | None
+    samples: int
+
+    @property
+    def contains_zero(self) -> bool:
+        """Whether 0 lies within; of one sample nothing is known, so it does."""
+        return self.half_width is None or abs(self.mean) <= self.half_width
+
+
+def standard_error(samples: Sequence[float]) -> float | None:
+    """The standard error of the mean, s / sqrt(n); None for fewer than two samples."""
+    if len(samples) < 2:
+        return None
+    return statistics.stdev(samples) / math.sqrt(len(samples))
+
+
+def mean_interval(samples: Sequence[float]) -> Interval:
+    """The mean with its interval by Student's t: t s / sqrt(n), t of n - 1 degrees of freedom.
+
+    For differences of pairs this is the paired t-test (NIST/SEMATECH e-Handbook of Statistical
+    Methods, 7.3.1.1, "Analysis of paired observations").
+    """
+    from scipy import stats  # takes a second to import
+
+    width = None
+    if (error := standard_error(samples)) is not None:
+        width = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(samples) - 1)) * error
+    return Interval(mean=statistics.fmean(samples), half_width=width, samples=len(samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +79,6 @@ class RecipeFigures:
     curve: tuple[tuple[int, float, float, float], ...]
     errors: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures by name."""
-        return asdict(self)
-
 
 def summarize(
     runs: Sequence[RunFigures], recipes: Sequence[str], baseline: str
@@ -60,7 +93,9 @@ def _recipe(
 ) -> RecipeFigures:
     losses = [run.val_loss for run in runs if run.val_loss is not None]
     gap = None if is_baseline else paired_gap(runs, base)
-    speed, base_speed = _median(runs), _median(base)
+    speed, base_speed = (
+        _of(of, lambda run: run.tokens_per_s, statistics.median) for of in (runs, base)
+    )
     plan = next((run.plan for run in runs if run.plan), {})
     return RecipeFigures(
         recipe=name,
@@ -135,11 +170,6 @@ def _ran(runs: Sequence[RunFigures], plan: dict[str, Any]) -> str:
     return f"{' then '.join(seen)} ({plan['backend']})" if seen and plan else ""
 
 
-def _median(runs: Sequence[RunFigures]) -> float | None:
-    speeds = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
-    return statistics.median(speeds) if speeds else None
-
-
 def _of(
     runs: Sequence[RunFigures],
     figure: Callable[[RunFigures], Any],
@@ -152,12 +182,8 @@ def _of(
 
 def _worst(runs: Sequence[RunFigures]) -> dict[str, Any] | None:
     """The worst SQNR of all seeds."""
-    seen = [run for run in runs if run.worst_sqnr is not None]
-    if not seen:
-        return None
-    run = min(seen, key=lambda run: run.worst_sqnr.db if run.worst_sqnr else 0.0)
-    assert run.worst_sqnr is not None
-    return run.worst_sqnr.model_dump() | {"seed": run.seed}
+    seen = [run.worst_sqnr.model_dump() | {"seed": run.seed} for run in runs if run.worst_sqnr]
+    return min(seen, key=lambda worst: worst["db"], default=None)
 
 
 def _curve(runs: Sequence[RunFigures]) -> tuple[tuple[int, float, float, float], ...]:

@@ -1,12 +1,13 @@
-"""A comparison as text: the table that is printed, and `compare.md`. It computes nothing."""
+"""A comparison as text: the table that is printed, and `compare.md`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8stack.compare.figures import HOPELESS, WARM_UP
+from fp8stack.compare.results import HOPELESS, WARM_UP
 from fp8stack.compare.summary import RecipeFigures
+from fp8stack.tables import aligned, markdown
 
 
 def header(baseline: str) -> list[str]:
@@ -57,13 +58,7 @@ def _sqnr(row: RecipeFigures) -> str:
 
 def as_text(rows: Sequence[RecipeFigures], baseline: str) -> str:
     """The table with its columns aligned, for a terminal or a log."""
-    lines = [header(baseline), *(cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    return "\n".join([*text, *notes(rows)])
+    return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *notes(rows)])
 
 
 def as_markdown(
@@ -76,8 +71,6 @@ def as_markdown(
     machine: Mapping[str, Any],
 ) -> str:
     """`compare.md`: the command, the table, what its columns are, and what is to be known."""
-    head = header(baseline)
-    table = [head, ["---"] * len(head), *(cells(row) for row in rows)]
     model = f"{config['model']}, {config['steps']} steps of {config['batch']} sequences"
     facts = ", ".join(
         f"{name} {value}"
@@ -93,7 +86,7 @@ def as_markdown(
             f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
             "same first weights and the same order.",
             "",
-            *("| " + " | ".join(line) + " |" for line in table),
+            *markdown(header(baseline), map(cells, rows)),
             "",
             _explanation(baseline, seeds),
             "",

@@ -1,7 +1,4 @@
-"""`fp8stack eval`: the losses of trained models on the same windows, in several recipes.
-
-It must not know how a model was trained.
-"""
+"""`fp8stack eval`: the losses of trained models on the same windows, in several recipes."""
 
 from fp8stack.evaluation.scores import Request, evaluate
 from fp8stack.evaluation.table import as_json, notes, rich_table, text_lines

@@ -1,4 +1,4 @@
-"""Losses window by window, recipe by recipe. It must not know how they are shown.
+"""Losses window by window, recipe by recipe.
 
 B sequences, T tokens, V vocabulary, N windows.
 """
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack import presets
-from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.evaluation.windows import Windows, windows_for
@@ -35,12 +34,12 @@ class Request:
 
     Attributes:
         runs: run folders, or checkpoints'.
-        recipes: to run each of them in; none for each run's own.
+        recipes: to run each of them in; none for each run's own, the one it was last trained in.
         data: see `windows_for`; so are `windows` and `context`.
         batch: windows at a time; None for as many as a run's own evaluations take.
         tokenizer: name or path, of runs that do not have one.
         device: auto, cpu or cuda.
-        backend: who computes.
+        backend: the compute backend.
     """
 
     runs: Sequence[str]
@@ -103,19 +102,21 @@ class Score:
     @property
     def difference(self) -> float | None:
         """The loss less the baseline's, on the same windows."""
-        return None if self.baseline is None else self._differences(self.baseline).mean().item()
+        differences_N = self._differences_N
+        return None if differences_N is None else differences_N.mean().item()
 
     @property
     def standard_error(self) -> float | None:
         """Of the difference: the standard deviation of the windows' differences, over the root of
         their number; None for a single window."""
-        if self.baseline is None or len(self.losses_N) < 2:
+        differences_N = self._differences_N
+        if differences_N is None or len(differences_N) < 2:
             return None
-        differences = self._differences(self.baseline)
-        return (differences.std(correction=1) / math.sqrt(len(differences))).item()
+        return (differences_N.std(correction=1) / math.sqrt(len(differences_N))).item()
 
-    def _differences(self, baseline: Score) -> Tensor:
-        return self.losses_N - baseline.losses_N
+    @property
+    def _differences_N(self) -> Tensor | None:
+        return None if self.baseline is None else self.losses_N - self.baseline.losses_N
 
 
 def evaluate(request: Request) -> list[Score]:
@@ -140,7 +141,7 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     )
     scores: list[Score] = []
     windows: Windows | None = None
-    for recipe in request.recipes or [_own_recipe(checkpoint)]:
+    for recipe in request.recipes or [str(checkpoint.info["plan"]["recipe"]["name"])]:
         model = model_in(recipe, checkpoint, path, hardware, request.backend)
         if windows is None:
             windows = windows_for(
@@ -171,12 +172,6 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
             )
         )
     return scores
-
-
-def _own_recipe(checkpoint: Checkpoint) -> str:
-    """What the run of `checkpoint` was last trained in, see `model_in`."""
-    name: str = checkpoint.info["plan"]["recipe"]["name"]
-    return name
 
 
 def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores as a table for people, and as JSON data for programs. It computes nothing."""
+"""Scores as a table for people, and as JSON data for programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from fp8stack.evaluation.scores import Score
+from fp8stack.tables import aligned
 
 HEADINGS = (
     *("run", "recipe", "ran", "FP8 layers", "FP8 GEMMs"),
@@ -52,13 +53,7 @@ def _finite(value: float | None) -> float | None:
 
 def text_lines(scores: Sequence[Score]) -> list[str]:
     """The table in plain text, one line per score, and the plans."""
-    rows = [HEADINGS, *(_cells(score) for score in scores)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return [*lines, "", *notes(scores)]
+    return [*aligned([HEADINGS, *map(_cells, scores)]), "", *notes(scores)]
 
 
 def rich_table(scores: Sequence[Score]) -> Table:
@@ -74,6 +69,8 @@ def rich_table(scores: Sequence[Score]) -> Table:
 def _cells(score: Score) -> tuple[str, ...]:
     layers = score.plan.layers
     bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    difference = "baseline" if score.difference is None else f"{score.difference:+.5f}"
+    error = "" if score.standard_error is None else f" ± {score.standard_error:.5f}"
     return (
         score.run,
         score.recipe,
@@ -83,15 +80,8 @@ def _cells(score: Score) -> tuple[str, ...]:
         f"{score.loss:.4f}",
         f"{score.perplexity:.4g}",
         bits,
-        _difference(score),
+        difference + error,
     )
-
-
-def _difference(score: Score) -> str:
-    if score.difference is None:
-        return "baseline"
-    error = score.standard_error
-    return f"{score.difference:+.5f}" + ("" if error is None else f" ± {error:.5f}")
 
 
 def notes(scores: Sequence[Score]) -> list[str]:

@@ -1,6 +1,6 @@
 """The windows that runs are evaluated on, and how many bytes of text their labels stand for.
 
-It must not know a model. N windows, T tokens.
+N windows, T tokens.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def windows_for(
     Raises:
         UserError: the data cannot be used, or are of another tokenizer than the run's.
     """
+    if context is not None and context > model.context:
+        raise UserError(
+            f"--context {context} is more than the {model.context} that the model takes. Lower it."
+        )
     path = config.data if data_path is None else data_path
     own = path == config.data or (
         path is not None and config.data is not None and data.absolute(path) == config.data
@@ -84,20 +88,11 @@ def windows_for(
     tokens = data.validation_windows(
         held_out,
         count=config.eval_windows if count is None else count,
-        context=_context(context, config, model),
+        context=context or context_of(config, model),
         vocabulary=model.vocabulary,
         documents=config.document_mask and held_out.has_documents,
     )
     return Windows(name=held_out.name, tokens=tokens, text_bytes=_text_bytes(tokens, tokenizer))
-
-
-def _context(asked: int | None, config: RunConfig, model: GPTConfig) -> int:
-    """Tokens of a window."""
-    if asked is not None and asked > model.context:
-        raise UserError(
-            f"--context {asked} is more than the {model.context} that the model takes. Lower it."
-        )
-    return asked or context_of(config, model)
 
 
 def _text_bytes(tokens: Tensor, tokenizer: Tokenizer | None) -> Tensor | None:

@@ -21,22 +21,21 @@ def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> 
     """
     from fp8stack.report.attention import judge
     from fp8stack.report.read import read_run
-    from fp8stack.report.words import titles
 
     judged = [judge(read_run(run)) for run in runs]
-    place = None
+    written = None
     if out is not None or not text:
         from fp8stack.report import page
 
-        place = page.destination(out, runs)
+        written = page.destination(out, runs)
     if text:
         from rich.console import Console
 
         from fp8stack.report.text import show
+        from fp8stack.report.words import titles
 
         console = Console(highlight=False, markup=False, emoji=False)
         show(judged, titles([one.run for one in judged]), console)
-    if place is not None:
-        page.write(judged, place)
-        return place.page
-    return None
+    if written is not None:
+        page.write(judged, written)
+    return written

@@ -15,7 +15,6 @@ from fp8stack.report.drawing import (
     legend_above,
     mark_events,
     new_figure,
-    picture,
     plain_log,
     style,
     thinned,
@@ -71,12 +70,12 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
         whole_steps(axes)
         legend_above(figure, axes)
         key = "Lines: training, running mean; dots: validation. " if len(runs) > 1 else ""
-        return picture(
-            figure,
-            name,
-            "Loss",
-            f"{key}{'; '.join(told)}.",
-            f"Loss over the steps. {'; '.join(told)}.",
+        return Picture(
+            figure=figure,
+            name=name,
+            title="Loss",
+            caption=f"{key}{'; '.join(told)}.",
+            alt=f"Loss over the steps. {'; '.join(told)}.",
         )
 
 
@@ -102,10 +101,9 @@ def rates(run: Run, name: str) -> Picture | None:
         whole_steps(lower)
         told = f"Gradient norm: median {np.median(norms):.3g}, largest {max(norms):.3g} at step "
         caption = told + f"{steps[int(np.argmax(norms))]}." if norms else "No gradient norm."
-        return picture(
-            figure, name, "Learning rate and gradient norm", caption,
-            f"Learning rate and gradient norm over the steps. {caption}",
-        )  # fmt: skip
+        title = "Learning rate and gradient norm"
+        alt = f"{title} over the steps. {caption}"
+        return Picture(figure=figure, name=name, title=title, caption=caption, alt=alt)
 
 
 def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
@@ -137,9 +135,8 @@ def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture 
         if len(runs) > 1:
             legend_above(figure, axes)
         caption = "; ".join(told) + "."
-        return picture(
-            figure, name, "Throughput", caption, f"Tokens per second over the steps. {caption}"
-        )
+        alt = f"Tokens per second over the steps. {caption}"
+        return Picture(figure=figure, name=name, title="Throughput", caption=caption, alt=alt)
 
 
 def amaxes(judged: Judged, name: str) -> Picture | None:
@@ -161,15 +158,18 @@ def amaxes(judged: Judged, name: str) -> Picture | None:
         for axes in panels[-1]:
             whole_steps(axes)
         legend_above(figure, panels.flat[0])
-        held = " An amax above the dashed line is clipped; a triangle marks it." if limited else (
-            " Blocks have a scale each, so no line says what they can hold."
-        )  # fmt: skip
+        held = " Blocks have a scale each, so no line says what they can hold."
+        if limited:
+            held = " An amax above the dashed line is clipped; a triangle marks it."
         names = "; ".join(operand.name for operand in chosen)
-        return picture(
-            figure, name, "Amax histories",
-            f"The {len(chosen)} operands that look worst, the worst first.{held}",
-            f"Amax over the steps of {names}.{held}", wide=True,
-        )  # fmt: skip
+        return Picture(
+            figure=figure,
+            name=name,
+            title="Amax histories",
+            caption=f"The {len(chosen)} operands that look worst, the worst first.{held}",
+            alt=f"Amax over the steps of {names}.{held}",
+            wide=True,
+        )
 
 
 def _amax(axes: Any, operand: Operand) -> bool:

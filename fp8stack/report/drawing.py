@@ -1,4 +1,4 @@
-"""How a report's plots look: one ink, no background, legible on light and on dark. No run here."""
+"""How a report's plots look: one ink, no background, legible on light and on dark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -58,15 +57,14 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A plot: `svg` is for the page, `png()` for a file called `name`. `alt` is for who cannot see
+    """A plot: `svg()` for the page, `png()` for a file called `name`. `alt` is for who cannot see
     it, `caption` for everyone; `wide` ones keep more width on a small screen."""
 
+    figure: Figure
     name: str
     title: str
     caption: str
     alt: str
-    svg: str
-    figure: Figure
     wide: bool = False
 
     def png(self) -> bytes:
@@ -77,6 +75,30 @@ class Picture:
                 stream, format="png", dpi=120, facecolor="white", metadata={"Software": None}
             )
         return stream.getvalue()
+
+    def svg(self) -> str:
+        """The plot as an <svg> element that can stand in a page beside others."""
+        stream = io.StringIO()
+        none = {"Creator": None, "Date": None, "Format": None, "Type": None}
+        with style():
+            self.figure.savefig(stream, format="svg", transparent=True, metadata=none)
+        text = stream.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">',
+                      text, count=1)  # fmt: skip
+        # Ids must not meet those of another plot; within this one they are referred to by #id.
+        seen: set[str] = set()
+
+        def once(match: re.Match[str]) -> str:
+            # matplotlib names by content, so that what has the name of another is the same.
+            if match[1] in seen:
+                return ""
+            seen.add(match[1])
+            return f' id="{self.name}-{match[1]}"'
+
+        text = re.sub(r'\sid="([^"]+)"', once, text)
+        text = re.sub(r'(href="|url\()#', rf"\1#{self.name}-", text)
+        return text.replace(INK, "currentColor").strip()
 
 
 @contextmanager
@@ -90,48 +112,7 @@ def style() -> Iterator[None]:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of this size in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def picture(
-    figure: Figure, name: str, title: str, caption: str, alt: str, wide: bool = False
-) -> Picture:
-    """The finished plot."""
-    return Picture(
-        name=name,
-        title=title,
-        caption=caption,
-        alt=alt,
-        svg=_inline(figure, name),
-        figure=figure,
-        wide=wide,
-    )
-
-
-def _inline(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element that can stand in a page beside others."""
-    stream = io.StringIO()
-    none = {"Creator": None, "Date": None, "Format": None, "Type": None}
-    figure.savefig(stream, format="svg", transparent=True, metadata=none)
-    text = stream.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">',
-                  text, count=1)  # fmt: skip
-    # Ids must not meet those of another plot; within this one they are referred to by #id.
-    seen: set[str] = set()
-
-    def once(match: re.Match[str]) -> str:
-        # matplotlib names by content, so that what has the name of another is the same.
-        if match[1] in seen:
-            return ""
-        seen.add(match[1])
-        return f' id="{name}-{match[1]}"'
-
-    text = re.sub(r'\sid="([^"]+)"', once, text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
-    return text.replace(INK, "currentColor").strip()
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def plain_log(axes: Any, values: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a model whose gradient is dead, vanishes or explodes. No file, no page here.
+"""Parts of a model whose gradient is dead, vanishes or explodes.
 
 At a sample a part is dead if its gradient is exactly zero; it vanishes or explodes if that is
 `SAME` powers of ten from the median of its peers: the same part of other blocks, or, where fewer
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8stack.report.grids import grid
 from fp8stack.report.read import Figures, Gradient
 from fp8stack.report.standouts import PEERS, role
 from fp8stack.report.words import Finding, times
@@ -56,22 +57,13 @@ def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:
     return [one for one in gradients if one.part not in blocks]
 
 
-def norms(gradients: Sequence[Gradient]) -> tuple[NDArray[np.int64], Figures]:
-    """The steps [samples], and the norms [parts, samples], NaN where there is none."""
-    steps = np.unique(np.concatenate([one.steps for one in gradients]))
-    values = np.full((len(gradients), len(steps)), np.nan)
-    for row, one in zip(values, gradients, strict=True):
-        row[np.searchsorted(steps, one.steps)] = one.figures["norm"]
-    return steps, values
-
-
 def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
     """What is wrong with the gradients of a run. With delayed scaling the first step says nothing:
     its scales are 1 yet."""
     parts = leaves(gradients)
     if not parts:
         return []
-    steps, values = norms(parts)
+    steps, values = grid(parts, "norm")
     keep = steps > 1 if delayed else steps > 0
     steps, values = steps[keep], values[:, keep]
     if len(steps) < SEVERAL:
@@ -109,8 +101,9 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
     return found
 
 
-def sentences(found: Sequence[Fault], parts: Sequence[str]) -> Iterator[Finding]:
-    """What to say of the `found` faults; `parts` are the leaves of the model."""
+def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
+    """What is to be said of the gradients of a run."""
+    found, parts = faults(gradients, delayed), [one.part for one in leaves(gradients)]
     dead: dict[tuple[tuple[int, int], bool, int], list[str]] = defaultdict(list)
     for fault in found:
         if fault.what == "dead":
@@ -199,8 +192,3 @@ def _list(names: Sequence[str]) -> str:
 
 def _when(samples: int, steps: tuple[int, int]) -> str:
     return f"{times(samples, 'sample', 'samples')} in a row, steps {steps[0]} to {steps[1]}"
-
-
-def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterable[Finding]:
-    """What is to be said of the gradients of a run."""
-    yield from sentences(faults(gradients, delayed), [one.part for one in leaves(gradients)])

@@ -1,4 +1,4 @@
-"""Telemetry as grids: operands or layers by samples. Nothing is judged or drawn here."""
+"""Telemetry as grids: operands, layers or parts of the model by samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8stack.report.read import KINDS, Figures, Operand, Run
+from fp8stack.report.read import KINDS, Figures, Operand, Run, Series
 
 
 def kinds_of(operands: Sequence[Operand]) -> list[str]:
@@ -16,12 +16,12 @@ def kinds_of(operands: Sequence[Operand]) -> list[str]:
     return [kind for kind in KINDS if kind in found] + [k for k in found if k not in KINDS]
 
 
-def grid(operands: Sequence[Operand], figure: str) -> tuple[NDArray[np.int64], Figures]:
-    """The steps [samples] and `figure` as [operands, samples], NaN where there is none."""
-    steps = np.unique(np.concatenate([operand.steps for operand in operands]))
-    values = np.full((len(operands), len(steps)), np.nan)
-    for row, operand in zip(values, operands, strict=True):
-        row[np.searchsorted(steps, operand.steps)] = operand.figures[figure]
+def grid(series: Sequence[Series], figure: str) -> tuple[NDArray[np.int64], Figures]:
+    """The steps [samples] and `figure` as [series, samples], NaN where there is none."""
+    steps = np.unique(np.concatenate([one.steps for one in series]))
+    values = np.full((len(series), len(steps)), np.nan)
+    for row, one in zip(values, series, strict=True):
+        row[np.searchsorted(steps, one.steps)] = one.figures[figure]
     return steps, values
 
 

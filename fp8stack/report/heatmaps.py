@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
 
 from fp8stack.report.drawing import (
     EVENT_COLORS,
     Picture,
     new_figure,
-    picture,
     plain_log_ticks,
     style,
 )
-from fp8stack.report.flow import leaves, norms
-from fp8stack.report.grids import joined, kinds_of, layers_by_steps
+from fp8stack.report.flow import leaves
+from fp8stack.report.grids import grid, joined, kinds_of, layers_by_steps
 from fp8stack.report.read import Figures, Run
 from fp8stack.report.standouts import role
 
@@ -48,7 +48,7 @@ def gradient_map(run: Run, prefix: str) -> Picture | None:
     parts = leaves(run.gradients)
     if not parts:
         return None
-    steps, values = norms(parts)
+    steps, values = grid(parts, "norm")
     steps, values = joined(steps, values, False, MOST_SAMPLES)  # a zero is what must be seen
     alive = values[values > 0]
     low, high = (alive.min(), alive.max()) if len(alive) else (1e-1, 1.0)
@@ -64,16 +64,16 @@ def gradient_map(run: Run, prefix: str) -> Picture | None:
         )  # fmt: skip
         _label(axes, [one.part for one in parts], steps)
         _mark(axes, run, steps)
-        bar: Any = figure.colorbar(image, ax=axes, label="norm", pad=0.01, aspect=30)
+        bar = _color_bar(figure, image, axes, label="norm")
         plain_log_ticks(bar.ax.yaxis, [low, max(high, 1.001 * low)])
-        bar.solids.set_rasterized(True)
-        bar.outline.set_visible(False)
-        caption = "The norm before clipping, without fp16's scale. Red: exactly zero."
-        return picture(
-            figure, f"{prefix}-gradient", "Gradient by part of the model", caption,
-            f"Heat map of the gradient's norm for {len(parts)} parts over the sampled steps.",
+        return Picture(
+            figure=figure,
+            name=f"{prefix}-gradient",
+            title="Gradient by part of the model",
+            caption="The norm before clipping, without fp16's scale. Red: exactly zero.",
+            alt=f"Heat map of the gradient's norm for {len(parts)} parts over the sampled steps.",
             wide=True,
-        )  # fmt: skip
+        )
 
 
 def _height(rows: int) -> float:
@@ -95,20 +95,28 @@ def _heat_map(run: Run, figure_name: str, name: str) -> Picture:
             _label(axes, layers, steps)
             _mark(axes, run, steps)
             axes.set_title(kind, pad=9)
-        extend = {"sqnr_db": "both"}.get(figure_name, "min")
-        bar: Any = figure.colorbar(image, ax=list(panels), label=unit, extend=extend, pad=0.01,
-                              aspect=30, shrink=0.9 if count > 6 else 1.0)  # fmt: skip
-        bar.solids.set_rasterized(True)
-        bar.outline.set_visible(False)
+        extend, shrink = "both" if figure_name == "sqnr_db" else "min", 0.9 if count > 6 else 1.0
+        bar = _color_bar(figure, image, list(panels), label=unit, extend=extend, shrink=shrink)
         if figure_name != "sqnr_db":
-            bar.ax.yaxis.set_major_formatter(_share)
+            bar.ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
         marks = sorted({str(event.get("event")) for event in run.events} & set(EVENT_COLORS))
         marked = f" Triangles on top mark events: {', '.join(marks)}." if marks else ""
-        return picture(
-            figure, name, title, f"The redder, the worse. {caption}{marked}",
-            f"Heat map of {title.lower()} for {count} layers over the sampled steps, by operand: "
-            f"{', '.join(kinds)}. {caption}", wide=True,
-        )  # fmt: skip
+        return Picture(
+            figure=figure,
+            name=name,
+            title=title,
+            caption=f"The redder, the worse. {caption}{marked}",
+            alt=f"Heat map of {title.lower()} for {count} layers over the sampled steps, by "
+            f"operand: {', '.join(kinds)}. {caption}",
+            wide=True,
+        )
+
+
+def _color_bar(figure: Figure, image: Any, axes: Any, **options: Any) -> Any:
+    bar: Any = figure.colorbar(image, ax=axes, pad=0.01, aspect=30, **options)
+    bar.solids.set_rasterized(True)
+    bar.outline.set_visible(False)
+    return bar
 
 
 def _panel(axes: Any, steps: Any, values: Figures, figure: str, colors: str) -> Any:
@@ -133,15 +141,13 @@ def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
     if 1 < every < 4 * period:  # the same linear of each block, or of every other
         every = -(-every // period) * period
     rows = list(range(0, len(layers), every))
-    axes.set_yticks(rows, [_short(layers[row]) for row in rows], fontsize=7)
+    names = [layers[row] for row in rows]
+    short = [name if len(name) <= 34 else f"...{name[-31:]}" for name in names]
+    axes.set_yticks(rows, short, fontsize=7)
     columns = np.unique(np.linspace(0, len(steps) - 1, min(5, len(steps))).round().astype(int))
     axes.set_xticks(columns, [str(steps[column]) for column in columns], fontsize=7)
     axes.set_xlabel("step")
     axes.tick_params(length=2)
-
-
-def _short(layer: str) -> str:
-    return layer if len(layer) <= 34 else f"...{layer[-31:]}"
 
 
 def _mark(axes: Any, run: Run, steps: Any) -> None:
@@ -152,7 +158,3 @@ def _mark(axes: Any, run: Run, steps: Any) -> None:
             places = np.interp(at, steps, np.arange(len(steps)))
             axes.plot(places, np.full(len(places), 1.012), "v", color=color, markersize=4,
                       transform=axes.get_xaxis_transform(), clip_on=False)  # fmt: skip
-
-
-def _share(value: float, _: float) -> str:
-    return f"{100 * value:g} %"

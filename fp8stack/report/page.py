@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from markupsafe import Markup
 
 from fp8stack import __version__
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import storage_errors, write_atomically
 from fp8stack.report import curves, summary
 from fp8stack.report.attention import Judged, verdict
 from fp8stack.report.drawing import Picture
@@ -30,17 +30,9 @@ _UNSEEN = re.compile(
 _OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Destination:
-    """Where a report goes: the page, and the folder of its plots."""
-
-    page: Path
-    plots: Path
-
-
-def destination(out: str | None, runs: Sequence[Path]) -> Destination:
-    """Where the report of `runs` is to be written: `out`, or `report.html` in the run's folder, or
-    in the folder that all of them lie in.
+def destination(out: str | None, runs: Sequence[Path]) -> Path:
+    """The page that the report of `runs` is to be written to: `out`, or `report.html` in the run's
+    folder, or in the folder that all of them lie in.
 
     Raises:
         UserError: there is something else, or the runs have no folder in common.
@@ -58,15 +50,20 @@ def destination(out: str | None, runs: Sequence[Path]) -> Destination:
     for folder in page.parents:
         if os.path.lexists(folder) and not folder.is_dir():
             raise UserError(f"--out {shown}: {quoted(str(folder))} is no folder. Give another.")
-    place = Destination(page=page, plots=page.with_name(f"{page.stem}_files"))
     if os.path.lexists(page) and not _is_ours(page):
         raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
-    if os.path.lexists(place.plots) and not _holds_plots(place.plots):
+    plots = _plots_of(page)
+    if os.path.lexists(plots) and not _holds_plots(plots):
         raise UserError(
-            f"{quoted(str(place.plots))} is where the plots belong and holds other things. "
+            f"{quoted(str(plots))} is where the plots belong and holds other things. "
             "Give another --out."
         )
-    return place
+    return page
+
+
+def _plots_of(page: Path) -> Path:
+    """The folder of the page's plots."""
+    return page.with_name(f"{page.stem}_files")
 
 
 def _is_ours(page: Path) -> bool:
@@ -87,30 +84,33 @@ def _holds_plots(folder: Path) -> bool:
         return False
 
 
-def write(runs: Sequence[Judged], place: Destination) -> None:
+def write(runs: Sequence[Judged], page: Path) -> None:
     """Write the page and its plots.
 
     Raises:
         StorageError: the disk is full or cannot be written.
     """
-    from fp8stack.io import storage_errors, write_atomically
-
-    html, pictures = render(runs, place.plots.name)
-    with storage_errors(place.page):
-        place.plots.mkdir(parents=True, exist_ok=True)
-        for old in place.plots.iterdir():
+    plots = _plots_of(page)
+    html, pictures = render(runs, plots.name)
+    with storage_errors(page):
+        plots.mkdir(parents=True, exist_ok=True)
+        for old in plots.iterdir():
             if _OURS.fullmatch(old.name):
                 old.unlink()
     for picture in pictures:
-        write_atomically(place.plots / f"{picture.name}.png", picture.png())
+        write_atomically(plots / f"{picture.name}.png", picture.png())
     # Names may hold what is no character; the page must be written all the same.
-    write_atomically(place.page, html.encode("utf-8", "replace"))
+    write_atomically(page, html.encode("utf-8", "replace"))
 
 
 def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
     """The page, and the pictures in it. `plots` is the folder that the page names for them."""
-    names = titles([judged.run for judged in runs])
-    compared = _compared(runs, names)
+    inner = [judged.run for judged in runs]
+    names = titles(inner)
+    compared = []
+    if len(runs) > 1:
+        loss = curves.loss(inner, names, "runs-loss")
+        compared = _drawn(loss, curves.throughput(inner, names, "runs-throughput"))
     sections = [
         _section(judged, name, f"run{at}")
         for at, (judged, name) in enumerate(zip(runs, names, strict=True), start=1)
@@ -122,7 +122,7 @@ def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"svg": lambda picture: Markup(visible(picture.svg))}
+    environment.globals |= {"svg": lambda picture: Markup(visible(picture.svg()))}
     source = files("fp8stack.report")
     template = environment.from_string(source.joinpath("page.html.jinja").read_text("utf-8"))
     html = template.render(
@@ -141,29 +141,21 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def _compared(runs: Sequence[Judged], names: Sequence[str]) -> list[Picture]:
-    if len(runs) < 2:
-        return []
-    inner = [judged.run for judged in runs]
-    drawn = (
-        curves.loss(inner, names, "runs-loss"),
-        curves.throughput(inner, names, "runs-throughput"),
-    )
-    return [picture for picture in drawn if picture is not None]
+def _drawn(*pictures: Picture | None) -> list[Picture]:
+    """Those that had something to show."""
+    return [picture for picture in pictures if picture is not None]
 
 
 def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
     """What the template shows of one run."""
     run = judged.run
-    training = [
+    training = _drawn(
         curves.loss([run], [name], f"{prefix}-loss"),
         curves.rates(run, f"{prefix}-rates"),
         curves.throughput([run], [name], f"{prefix}-throughput"),
         gradient_map(run, prefix),
-    ]
-    fp8 = [*heat_maps(run, prefix), curves.amaxes(judged, f"{prefix}-amax")]
-    drawn_training = [picture for picture in training if picture is not None]
-    drawn_fp8 = [picture for picture in fp8 if picture is not None]
+    )
+    fp8 = _drawn(*heat_maps(run, prefix), curves.amaxes(judged, f"{prefix}-amax"))
     return {
         "id": prefix,
         "name": name,
@@ -174,9 +166,9 @@ def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
         "level": judged.findings[0].level if judged.findings else "note",
         "findings": judged.findings,
         "extremes": judged.extremes,
-        "training": drawn_training,
-        "fp8": drawn_fp8,
-        "pictures": [*drawn_training, *drawn_fp8],
+        "training": training,
+        "fp8": fp8,
+        "pictures": [*training, *fp8],
         "no_telemetry": summary.without_telemetry(run),
         "what_if": summary.what_if(judged),
         "reasons": summary.reasons(run),

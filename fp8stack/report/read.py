@@ -1,4 +1,4 @@
-"""The files of a run as data for a report. Nothing is judged or drawn here.
+"""The files of a run as data for a report.
 
 The files may be of another version, be written at this moment, or have been edited by hand: keys
 may be missing or unknown, and the last line may be cut.
@@ -40,18 +40,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One operand of one layer over the sampled steps.
+class Series:
+    """Figures over the sampled steps.
 
-    `steps` is [samples] and rises; `figures` holds a float64 array [samples] for each name of
-    `FIGURES`, NaN where there is no figure.
+    `steps` is [samples] and rises; `figures` holds a float64 array [samples] by name, NaN where
+    there is no figure.
     """
+
+    steps: NDArray[np.int64]
+    figures: dict[str, Figures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand(Series):
+    """One operand of one layer, with each of `FIGURES`."""
 
     layer: str
     kind: str
     format: str
-    steps: NDArray[np.int64]
-    figures: dict[str, Figures]
 
     @property
     def name(self) -> str:
@@ -60,13 +66,10 @@ class Operand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradient:
-    """The gradient of one part of the model over the sampled steps; arrays as in `Operand`, for
-    each name of `FLOW`."""
+class Gradient(Series):
+    """The gradient of one part of the model, with each of `FLOW`."""
 
     part: str
-    steps: NDArray[np.int64]
-    figures: dict[str, Figures]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +272,8 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
 
 def _read_telemetry(path: Path, run: Run) -> None:
     """Add what `telemetry.jsonl` holds to `run`."""
-    series: dict[tuple[str, str, str], _Series] = {}
-    flows: dict[str, _Series] = {}
+    series: dict[tuple[str, str, str], _Rows] = {}
+    flows: dict[str, _Rows] = {}
     models: dict[int, dict[str, Any]] = {}
     newest = -1
     for row in _lines(path, run.notes):
@@ -280,7 +283,7 @@ def _read_telemetry(path: Path, run: Run) -> None:
         if step is None:
             continue
         if "gradient" in row:
-            flows.setdefault(str(row["gradient"]), _Series(FLOW)).add(step, row)
+            flows.setdefault(str(row["gradient"]), _Rows(FLOW)).add(step, row)
             continue
         if "operand" not in row:
             if step <= newest:  # rolled back: the samples from here on are taken again
@@ -292,16 +295,18 @@ def _read_telemetry(path: Path, run: Run) -> None:
             continue
         tried = str(row.get("recipe")) if row.get("what_if") is True else ""
         key = (tried, str(row.get("layer")), str(row["operand"]))
-        series.setdefault(key, _Series(FIGURES)).add(step, row)
+        series.setdefault(key, _Rows(FIGURES)).add(step, row)
     run.models = [models[step] for step in sorted(models)]
-    run.gradients = [found.gradient(part) for part, found in flows.items() if found.rows]
+    run.gradients = [
+        Gradient(part=part, **found.arrays()) for part, found in flows.items() if found.rows
+    ]
     order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
     for (tried, layer, kind), found in sorted(
         series.items(), key=lambda item: order.get(item[0][1], len(order))
     ):
         if found.rows:
             group = run.what_if.setdefault(tried, []) if tried else run.operands
-            group.append(found.operand(layer, kind))
+            group.append(Operand(layer=layer, kind=kind, format=found.format, **found.arrays()))
 
 
 def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -310,7 +315,7 @@ def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
     return [table(layer) for layer in found] if isinstance(found, list) else []
 
 
-class _Series:
+class _Rows:
     """The rows of one operand or gradient; the last one of a step counts. Compact: a long run has
     millions."""
 
@@ -326,16 +331,9 @@ class _Series:
     def forget_from(self, step: int) -> None:
         self.rows = {at: kept for at, kept in self.rows.items() if at < step}
 
-    def operand(self, layer: str, kind: str) -> Operand:
-        steps, figures = self._arrays()
-        return Operand(layer=layer, kind=kind, format=self.format, steps=steps, figures=figures)
-
-    def gradient(self, part: str) -> Gradient:
-        steps, figures = self._arrays()
-        return Gradient(part=part, steps=steps, figures=figures)
-
-    def _arrays(self) -> tuple[NDArray[np.int64], dict[str, Figures]]:
+    def arrays(self) -> dict[str, Any]:
+        """The steps and figures of a `Series`."""
         steps = sorted(self.rows)
         values = np.array([self.rows[step] for step in steps], dtype=np.float64)
         figures = {key: values[:, at] for at, key in enumerate(self.figures)}
-        return np.array(steps, dtype=np.int64), figures
+        return {"steps": np.array(steps, dtype=np.int64), "figures": figures}

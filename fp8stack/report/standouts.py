@@ -1,4 +1,4 @@
-"""Operands that stand out against their peers or against their own past. No file, no page here.
+"""Operands that stand out against their peers or against their own past.
 
 Two rules, both robust (medians, and 1.4826 x the median absolute deviation for a spread), for each
 of four figures: log2 of the amax, the saturated share, the underflow share and the SQNR.
@@ -18,7 +18,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +46,9 @@ class StandOut:
 
     `score` is the largest distance in units of its bound, `step` the first at which it stands out
     and `worst_step` where it does so most. `changed`: it did so in the course of the run;
-    `lasting`: not at a single sample alone that others followed. `values`
-    has for each figure that stands out: its value, the median of its peers, and of its own past
-    (None if it was different all along).
+    `lasting`: not at a single sample alone that others followed. `values` has for each figure that
+    stands out: its value, the median of its peers, and of its own past (None if it was different
+    all along).
     """
 
     operand: Operand
@@ -70,15 +70,7 @@ def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
         scale = operand.figures["scale"]
         keep = ~((scale == 1.0) & (operand.steps <= operand.steps[0])) & (operand.steps > 1)
         figures = {key: values[keep] for key, values in operand.figures.items()}
-        kept.append(
-            Operand(
-                layer=operand.layer,
-                kind=operand.kind,
-                format=operand.format,
-                steps=operand.steps[keep],
-                figures=figures,
-            )
-        )
+        kept.append(replace(operand, steps=operand.steps[keep], figures=figures))
     return [operand for operand in kept if len(operand.steps)]
 
 
@@ -115,7 +107,8 @@ def _of_one_kind(operands: list[Operand]) -> list[StandOut]:
                 lasting[at] |= lasts
             for at, score, worst in _different(values, peers[figure], figure):
                 if score > scores[at].get(figure, (0.0,))[0]:
-                    scores[at][figure] = (score, _first(values[at]), worst, False)
+                    first = int(np.argmax(np.isfinite(values[at])))
+                    scores[at][figure] = (score, first, worst, False)
                     lasting[at] = True
     return [
         _stand_out(operands[at], told, steps, at, grids, peers, pasts, lasting[at])
@@ -184,10 +177,6 @@ def _different(
         if usual > max(bound, SPREADS * float(np.nanmedian(spread))):
             found.append((at, usual / bound, int(np.nanargmax(distance))))
     return found
-
-
-def _first(row: Figures) -> int:
-    return int(np.argmax(np.isfinite(row)))
 
 
 def _stand_out(

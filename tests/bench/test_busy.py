@@ -1,15 +1,14 @@
-"""The benchmark of a busy machine: what it keeps, goes on with, makes again and judges."""
+"""The benchmark of a busy machine: what it goes on with, makes again and judges."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import busy
+from bench.cells import Cells, Clocks
 from fp8stack.errors import UserError
 
 KNOWN: dict[str, Any] = {
@@ -23,14 +22,10 @@ KNOWN: dict[str, Any] = {
 }
 
 
-def report_of(known: dict[str, Any]) -> dict[str, Any]:
-    rows = busy.rows_of(known)
+def test_ratios_are_of_the_quiet_machine_and_held_to_the_bars():
+    rows = busy.rows_of(KNOWN)
     facts = {"machine": {"machine": "a CPU"}, "settings": {}, "command": "python -m bench busy"}
-    return facts | {"results": rows, "bars": busy.bars(rows)}
-
-
-def test_ratios_are_of_the_quiet_machine_and_held_to_the_bars() -> None:
-    found = report_of(KNOWN)
+    found = facts | {"results": rows, "bars": busy.bars(rows)}
     assert [(bar["found"], bar["holds"]) for bar in found["bars"]] == [
         (0.5, True), (0.5, True), (2.5, True), (5.05, False),
     ]  # fmt: skip
@@ -41,53 +36,43 @@ def test_ratios_are_of_the_quiet_machine_and_held_to_the_bars() -> None:
     assert len(busy.figure(found).axes) == 2
 
 
-def arguments(kept: Path, *words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    busy.add_arguments(parser)
-    return parser.parse_args(["--kept", str(kept), *words])
-
-
-def test_it_goes_on_with_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_with_what_was_measured(tmp_path, monkeypatch):
     made: list[str] = []
 
-    def steps_of(case: str, arm: str, seconds: float) -> dict[str, float]:
-        made.append(f"{case} | {arm}")
+    def found(*name: str) -> Any:
+        made.append(" | ".join(name))
         return KNOWN[made[-1]]
 
-    def first_command(arm: str, way: str, steps: int, limit: int) -> float | None:
-        made.append(f"{busy.FIRST} | {arm} | {way}")
-        return KNOWN[made[-1]]
+    def measure(*words: str) -> dict[str, Any]:
+        parser = argparse.ArgumentParser()
+        busy.add_arguments(parser)
+        arguments = parser.parse_args(words)
+        arguments.cells = Cells(tmp_path / "cells.jsonl", "here")
+        return busy.measure(arguments)
 
-    monkeypatch.setattr(busy, "steps_of", steps_of)
-    monkeypatch.setattr(busy, "first_command", first_command)
+    monkeypatch.setattr(busy, "steps_of", lambda case, arm, seconds: found(case, arm))
+    monkeypatch.setattr(
+        busy, "first_command", lambda arm, way, steps, limit: found(busy.FIRST, arm, way)
+    )
     monkeypatch.setattr(busy, "undisturbed", lambda job: job())
-    kept = tmp_path / "kept.jsonl"
     with pytest.raises(UserError, match=f"{len(KNOWN)} of {len(KNOWN)} are left"):
-        busy.measure(arguments(kept, "--minutes", "-1"))
-    first, *_ = KNOWN
-    kept.write_text(json.dumps({"name": first, "found": KNOWN[first]}) + "\n")
-    found = busy.measure(arguments(kept))
-    assert made == list(KNOWN)[1:]
-    assert found["results"] == busy.rows_of(KNOWN)
+        measure("--minutes", "-1")
+    assert measure()["results"] == busy.rows_of(KNOWN)
+    assert made == list(KNOWN)
     made.clear()
-    assert busy.measure(arguments(kept))["results"] == found["results"]
+    assert measure("--minutes", "-1")["results"] == busy.rows_of(KNOWN)
     assert made == []
 
 
 @pytest.mark.parametrize(("others", "tries"), [([0.1], 1), ([0.5, 0.3, 0.1], 3)])
-def test_a_measurement_that_others_disturbed_is_made_again(
-    others: list[float], tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = {"now": 0.0, "busy": 0.0, "children": 0.0}
-    monkeypatch.setattr(busy.time, "monotonic", lambda: clock["now"])
-    monkeypatch.setattr(busy, "_busy_s", lambda: clock["busy"])
-    monkeypatch.setattr(busy, "_children_s", lambda: clock["children"])
+def test_a_measurement_that_others_disturbed_is_made_again(others, tries, monkeypatch):
+    now = [Clocks(0.0, 0.0, 0.0)]
+    monkeypatch.setattr(busy, "clocks", lambda: now[-1])
     made = iter(others)
 
     def job() -> int:
-        clock["now"] += 10
-        clock["children"] += 15  # of two cores
-        clock["busy"] += 15 + 10 * next(made)
+        wall, spent, own = now[-1]  # 15 seconds of two cores are its own
+        now.append(Clocks(wall + 10, spent + 15 + 10 * next(made), own + 15))
         return len(others)
 
     assert busy.undisturbed(job) == tries

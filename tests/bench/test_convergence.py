@@ -20,7 +20,7 @@ def row(arm: str, gap: float | None, nonfinite: int = 0) -> dict:
     return {"case": "500 steps", "arm": arm, "gap_percent": gap, "nonfinite": nonfinite}
 
 
-def test_what_is_committed_keeps_its_bars() -> None:
+def test_what_is_committed_keeps_its_bars():
     """500 steps of every recipe, and the 300 steps with three seeds of `fp8stack compare`."""
     found = json.loads((RESULTS / "convergence.json").read_text())
     assert {each["arm"] for each in found["results"]} == ALL
@@ -38,13 +38,13 @@ def test_what_is_committed_keeps_its_bars() -> None:
     "missed",
     [row("bf16", 1.1), row("mxfp8", 5.5), row("delayed", None), row("fp32", None, nonfinite=1)],
 )
-def test_a_recipe_that_misses_its_bar_is_found(missed: dict) -> None:
+def test_a_recipe_that_misses_its_bar_is_found(missed):
     found = [row("fp32", None), row("bf16", 0.9), row("current", -2.0), row("block", 4.9)]
     assert [bar["holds"] for bar in bars([*found, missed])] == [True] * 4 + [False]
 
 
 @pytest.mark.slow
-def test_every_recipe_ends_near_fp32_after_300_steps(tmp_path: Path) -> None:
+def test_every_recipe_ends_near_fp32_after_300_steps(tmp_path):
     """On a small model; the last 50 losses are those of the same batches in every recipe."""
     ends = {}
     for recipe in sorted(ALL):
@@ -62,7 +62,7 @@ def test_every_recipe_ends_near_fp32_after_300_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_trains_every_recipe_and_judges_it(tmp_path: Path) -> None:
+def test_the_benchmark_trains_every_recipe_and_judges_it(tmp_path):
     words = ["--tiny", "--steps", "30", "--recipes", "fp32,delayed", "--runs", str(tmp_path / "r")]
     found = runner.measured(convergence, "convergence", words)
     assert [each["arm"] for each in found["results"]] == ["fp32", "delayed"]

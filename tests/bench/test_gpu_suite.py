@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,6 @@ import pytest
 import torch
 
 from bench import (
-    golden,
     gpu,
     gpu_casts,
     gpu_histories,
@@ -29,6 +29,7 @@ from bench import (
     gpu_losses,
     gpu_report,
     gpu_visit,
+    runner,
     te_raw,
     wheels,
 )
@@ -73,22 +74,34 @@ def assert_hold(found: list[Facts]) -> None:
 # The command
 
 
+def exit_code(call: Callable[[], None]) -> object:
+    with pytest.raises(SystemExit) as exit:
+        call()
+    return exit.value.code
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "gpu", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == "python -m bench gpu needs a CUDA GPU, and torch finds none here.\n"
-    assert done.stderr == ""
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpu", "python -m bench gpu needs a CUDA GPU, and torch finds none here.\n"),
+        ("golden", "python -m bench golden needs a CUDA GPU and Transformer Engine: "),
+    ],
+)
+def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(name, said, tmp_path, capsys):
+    assert exit_code(lambda: runner.run(name, ["--out", str(tmp_path)])) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith(said)
+    assert (printed.out.count("\n"), printed.err) == (1, "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks() -> None:
+def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks():
     lacks = "torchao,transformer_engine,tiktoken,gfloat,datasets,pyarrow,zstandard,transformers"
     lacks += ",compressed_tensors,tensorboard,wandb,trackio"
-    environment = os.environ | {"PRETEND_WITHOUT": lacks, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    environment = os.environ | {"PRETEND_WITHOUT": lacks, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only"]
-    command += ["-p", "pretend_gpu", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.support.pretend_gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     found = [line for line in done.stdout.splitlines() if "::" in line]
@@ -96,14 +109,8 @@ def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks() -> None:
     assert all(line.startswith("tests/gpu/") for line in found)
 
 
-def dry_run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench", "gpu", "--dry-run", "--out", str(out), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path: Path) -> None:
-    done = dry_run(tmp_path, "--part", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path):
+    assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path), "--part", "4"]) == 0
     report = json.loads((tmp_path / "part-4.json").read_text())
     assert report["dry_run"]
     assert [task["ended"] for task in report["tasks"]] == ["done"] * 3
@@ -119,17 +126,16 @@ def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_all_parts_run_through_on_a_cpu(tmp_path: Path) -> None:
-    done = dry_run(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_all_parts_run_through_on_a_cpu(tmp_path):
+    assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
     for number, part in gpu_visit.PARTS.items():
         report = json.loads((tmp_path / f"part-{number}.json").read_text())
         assert [task["ended"] for task in report["tasks"]] == ["done"] * len(part.tasks)
 
 
-def test_each_part_is_shorter_than_nine_minutes() -> None:
+def test_each_part_is_shorter_than_nine_minutes():
     assert gpu_visit.WHOLE < 540
-    assert {number: part.what for number, part in gpu_visit.PARTS.items()}.keys() == {1, 2, 3, 4, 5}
+    assert gpu_visit.PARTS.keys() == {1, 2, 3, 4, 5}
 
 
 def python(code: str, seconds: float = 60.0) -> gpu_visit.Task:
@@ -144,12 +150,8 @@ def part(monkeypatch: pytest.MonkeyPatch) -> gpu_visit.Part:
     return made
 
 
-def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(
-    part: gpu_visit.Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        gpu_visit.run(1, tmp_path, False)
-    assert exit.value.code == 1
+def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(part, tmp_path, capsys):
+    assert exit_code(lambda: gpu_visit.run(1, tmp_path, False)) == 1
     report = json.loads((tmp_path / "part-1.json").read_text())
     ended = ["done", "failed with exit code 1", "stopped after 3 s", "done"]
     assert [task["ended"] for task in report["tasks"]] == ended
@@ -168,7 +170,7 @@ gpu_visit.run(1, Path(), False)
 """
 
 
-def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path: Path) -> None:
+def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", KILLED]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
@@ -178,31 +180,11 @@ def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path: Path) -> None:
     assert "\n1\n" in (tmp_path / "part-1.log").read_text()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_transformer_engine_no_golden_file_is_captured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    golden.add_arguments(parser)
-    assert parser.parse_args([]).out == ROOT / "tests" / "golden"
-    with pytest.raises(SystemExit) as exit:
-        golden.run(parser.parse_args(["--out", str(tmp_path)]))
-    assert exit.value.code == 2
-    assert capsys.readouterr().out.startswith("python -m bench golden needs a CUDA GPU and")
-    assert list(tmp_path.iterdir()) == []
-
-
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    gpu.add_arguments(parser)
-    return parser.parse_args(words)
+    return runner.parse(gpu, "gpu", words)
 
 
-def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
     assert parsed().sections == ["casts", "histories", "golden", "layers", "losses"]
     assert not parsed().quick
     assert parsed("--quick", "--sections", "losses,casts").sections == ["casts", "losses"]
@@ -217,7 +199,7 @@ def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(
 # Comparisons
 
 
-def test_bits_that_differ_are_counted_and_shown() -> None:
+def test_bits_that_differ_are_counted_and_shown():
     expected = torch.tensor([1.0, -0.0, math.nan, 3.0])
     found = torch.tensor([1.0, 0.0, math.nan, 3.0000002])
     facts = same_bits({"x": (found, expected)})
@@ -234,7 +216,7 @@ def test_bits_that_differ_are_counted_and_shown() -> None:
     assert (facts["holds"], facts["differing"], len(facts["first"])) == (False, 2, 2)
 
 
-def test_signal_to_noise_is_in_decibel() -> None:
+def test_signal_to_noise_is_in_decibel():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert sqnr_db(x * 1.01, x) == pytest.approx(40, abs=0.01)
     assert sqnr_db(x, x) == 200
@@ -242,7 +224,7 @@ def test_signal_to_noise_is_in_decibel() -> None:
     assert math.isnan(sqnr_db(x, x * 0))
 
 
-def test_inputs_have_all_that_a_cast_may_meet() -> None:
+def test_inputs_have_all_that_a_cast_may_meet():
     bf16, fp32 = bf16_values(), fp32_values()
     assert len(bf16.view(torch.int16).unique()) == 2**16
     for x in (bf16, fp32):
@@ -262,7 +244,7 @@ def test_inputs_have_all_that_a_cast_may_meet() -> None:
 # Sections
 
 
-def test_casts_hold_and_compiled_ones_do() -> None:
+def test_casts_hold_and_compiled_ones_do():
     assert_hold(rows(gpu_casts.cases(CPU), "eager"))
     for word in ("cast of bf16 to e4m3", "scales and", "blocks of fp32 with any"):
         assert_hold(rows(gpu_casts.cases(CPU), "compiled", word))
@@ -271,7 +253,7 @@ def test_casts_hold_and_compiled_ones_do() -> None:
     }
 
 
-def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown() -> None:
+def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown():
     def toward_zero(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
         nearest = numerics.cast_to_fp8(x, scale, format)
         too_far = nearest.float().abs() > (x.float() * scale).abs()
@@ -285,7 +267,7 @@ def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown() -> 
     assert facts["first"][0].startswith("scale 1: x = ")
 
 
-def test_what_transformer_engine_casts_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformer_engine_casts_is_compared(monkeypatch):
     with te_with_quantizers():
         cases = list(gpu_casts.cases(WITH_TE))
         for words in (["cast of bf16"], ["special bf16"], ["blocks of ordinary fp32"]):
@@ -296,9 +278,7 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch: pytest.MonkeyPat
         assert all(broken(row) for row in found)
 
 
-def test_histories_are_the_same_for_all_backends_and_transformer_engines_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_histories_are_the_same_for_all_backends_and_transformer_engines_own(monkeypatch):
     monkeypatch.setattr(gpu_histories, "STEPS", 26)  # each kind of step comes once
     gpu_histories._reference.cache_clear()
     cases = list(gpu_histories.cases(CPU))
@@ -313,7 +293,7 @@ def test_histories_are_the_same_for_all_backends_and_transformer_engines_own(
     gpu_histories._reference.cache_clear()
 
 
-def test_a_layer_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_compared_with_float64(monkeypatch):
     shapes = (gpu_layers.Shape(48, 128, 64, True), gpu_layers.Shape(40, 96, 160, False))
     monkeypatch.setattr(gpu_layers, "SHAPES", shapes)
     small = GPTConfig(vocabulary=256, context=128, layers=1, width=64, heads=2)
@@ -332,7 +312,7 @@ def test_a_layer_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> No
     assert row["unquantized_db"]["y"] < gpu_layers.SAME_OPERANDS_DB
 
 
-def test_a_layer_whose_operands_are_others_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_operands_are_others_does_not_hold(monkeypatch):
     quantized = gpu_layers.quantized
     shape = gpu_layers.Shape(48, 128, 64, False)
     others = partial(gpu_layers.load_recipe, "mxfp8")
@@ -343,12 +323,12 @@ def test_a_layer_whose_operands_are_others_does_not_hold(monkeypatch: pytest.Mon
     assert not facts["holds"]
 
 
-def test_losses_are_compared_with_bf16s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_compared_with_bf16s(monkeypatch):
     monkeypatch.setattr(gpu_losses, "COMPARED_FROM", 1)
     arms = [gpu_losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
     monkeypatch.setattr(gpu_losses, "ARMS", arms)
     training = gpu_losses.Training("gpt-nano", steps=2, batch=2, context=32)
-    found = [run_case(case) for case in gpu_losses.trainings(CPU, training, math.inf)]
+    found = [run_case(case) for case in gpu_losses.cases(CPU, math.inf, training)]
     assert [("skipped" in row, broken(row)) for row in found] == [
         (False, False), (True, False), (False, False), (False, False),
     ]  # fmt: skip
@@ -361,11 +341,11 @@ def test_losses_are_compared_with_bf16s(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gpu_losses, "ARMS", [gpu_losses.BF16, ("emulate", "delayed")])
     again = {"bf16": bf16, "delayed": delayed}
     monkeypatch.setattr(gpu_losses, "train", lambda *given, **options: dict(again[given[3]]))
-    found = [run_case(case) for case in gpu_losses.trainings(CPU, training, math.inf)]
+    found = [run_case(case) for case in gpu_losses.cases(CPU, math.inf, training)]
     assert [broken(row) for row in found] == [False, True]
 
 
-def test_a_training_that_the_time_does_not_suffice_for_has_no_final_loss() -> None:
+def test_a_training_that_the_time_does_not_suffice_for_has_no_final_loss():
     training = gpu_losses.Training("gpt-nano", steps=9, batch=2, context=32)
     facts = gpu_losses.train(CPU, training, "reference", "bf16", time.monotonic())
     assert facts["steps"] == 1
@@ -392,7 +372,7 @@ def skip() -> Facts:
     raise Skipped("no FP8 here")
 
 
-def test_a_case_that_raises_is_recorded_and_one_that_does_not_apply_too() -> None:
+def test_a_case_that_raises_is_recorded_and_one_that_does_not_apply_too():
     failed, skipped = run_case(Case("f", fail)), run_case(Case("s", skip))
     assert failed["failed"] == "ValueError: a kernel is missing"
     assert "in fail" in failed["traceback"]
@@ -400,7 +380,7 @@ def test_a_case_that_raises_is_recorded_and_one_that_does_not_apply_too() -> Non
     assert (broken(failed), broken(skipped)) == (True, False)
 
 
-def test_the_report_is_written_as_json_and_as_tables(tmp_path: Path) -> None:
+def test_the_report_is_written_as_json_and_as_tables(tmp_path):
     db = {"quantized_db": {"y": 55.5}, "unquantized_db": {"y": math.nan, "db": 200.0}}
     losses = {"steps": 20, "final_loss": None, "ms_per_step": 81.5, "losses": [1.0, math.inf]}
     differing = same_bits({"x": (torch.zeros(2), torch.ones(2))})
@@ -445,20 +425,18 @@ def test_the_report_is_written_as_json_and_as_tables(tmp_path: Path) -> None:
         (partial(abs, 1), 60.0, ""),
     ],
 )
-def test_a_section_may_die_or_hang(target, seconds: float, problem: str) -> None:
+def test_a_section_may_die_or_hang(target, seconds, problem):
     assert gpu.in_a_process(target, seconds) == problem
 
 
-def test_the_rows_of_a_process_that_died_are_kept(tmp_path: Path) -> None:
+def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [{"starting": "a"}, {"case": "a"}, {"starting": "b"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "b')
     assert gpu.read_rows(path) == ([{"case": "a"}], "b")
 
 
-def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE", 300.0)  # a busy machine takes its time to start a process
     made = report()
     gpu.add_section(made, "casts", CPU, tmp_path, budget=0.001)
@@ -469,9 +447,7 @@ def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_what_does_not_hold_ends_in_exit_code_1(
-    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, capsys):
     def add(made: gpu_report.Report, name: str, *rest: object) -> None:
         row = {"case": "c", "seconds": 0.0, "holds": holds or name != "layers"}
         made["sections"][name] = {"seconds": 0.0, "problem": "", "cases": [row]}
@@ -483,9 +459,7 @@ def test_what_does_not_hold_ends_in_exit_code_1(
     if holds:
         gpu.run(arguments)
     else:
-        with pytest.raises(SystemExit) as exit:
-            gpu.run(arguments)
-        assert exit.value.code == 1
+        assert exit_code(lambda: gpu.run(arguments)) == 1
         assert "1 problems:\n  layers: c: does not hold" in capsys.readouterr().out
     data = json.loads((tmp_path / "a-cpu" / "gpu.json").read_text())
     assert list(data["sections"]) == list(gpu.SECTIONS)
@@ -495,7 +469,7 @@ def test_what_does_not_hold_ends_in_exit_code_1(
 # Bringing what a machine lacks
 
 
-def test_what_is_missing_is_named_with_what_installed_packages_want() -> None:
+def test_what_is_missing_is_named_with_what_installed_packages_want():
     installed = {
         "torch": ["typing-extensions>=4.10", "triton==3; platform_system == 'Linux'"],
         "typing-extensions": [],
@@ -514,7 +488,7 @@ def test_what_is_missing_is_named_with_what_installed_packages_want() -> None:
     assert any(name.startswith("pydantic") for name in wheels.dependencies())
 
 
-def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path: Path) -> None:
+def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_path):
     command = wheels.download(tmp_path, wheels.USUALLY_MISSING, "3.12")
     assert command[1:4] == ["-m", "pip", "download"]
     given = dict(itertools.pairwise(command))
@@ -523,7 +497,7 @@ def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_p
     assert command[-1] == "pydantic"
 
 
-def test_what_is_missing_is_told_where_nothing_can_be_imported() -> None:
+def test_what_is_missing_is_told_where_nothing_can_be_imported():
     script = ROOT / "bench" / "wheels.py"
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(script), "missing"], capture_output=True, text=True

@@ -29,13 +29,13 @@ def drawn() -> dict:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_every_value_of_a_format_is_on_the_number_line(name: str) -> None:
+def test_every_value_of_a_format_is_on_the_number_line(name):
     values = np.arange(256, dtype=np.uint8).view(ORACLES[name]).astype(float)
     wanted = sorted(values[np.isfinite(values) & (values > 0)])
     assert pictures.formats(name) == wanted
 
 
-def test_bf16_has_all_its_values_of_the_number_line() -> None:
+def test_bf16_has_all_its_values_of_the_number_line():
     with np.errstate(invalid="ignore"):  # of its NaNs
         values = np.arange(65536, dtype=np.uint16).view(ORACLES["bf16"]).astype(float)
     seen = (values >= 2.0**pictures.LOWEST) & (values <= 2.0**pictures.HIGHEST)
@@ -43,7 +43,7 @@ def test_bf16_has_all_its_values_of_the_number_line() -> None:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_the_error_of_a_cast_is_half_a_step_in_the_normal_range(name: str) -> None:
+def test_the_error_of_a_cast_is_half_a_step_in_the_normal_range(name):
     starts, errors = pictures.relative_error(name)
     normal = (starts >= 2.0**-6) & (starts < 256)  # of both FP8 formats
     limit = HALF_A_STEP[name] / (1 + HALF_A_STEP[name])
@@ -52,7 +52,7 @@ def test_the_error_of_a_cast_is_half_a_step_in_the_normal_range(name: str) -> No
     assert errors[normal].min() > 0.5 * limit  # none of the points is a value of the format
 
 
-def test_beyond_a_format_everything_is_clipped_or_lost() -> None:
+def test_beyond_a_format_everything_is_clipped_or_lost():
     starts, errors = pictures.relative_error("e4m3")
     last = 1.5 * starts[-2] * (1 + 996 / 997 / 3)
     assert errors[-1] == pytest.approx(1 - 448 / last, rel=1e-3)
@@ -69,7 +69,7 @@ def _oracle(x: np.ndarray, largest: float) -> tuple[float, float, float]:
     return (np.abs(scaled) > 464).mean(), ((q == 0) & (x != 0)).mean(), db
 
 
-def test_the_spike_costs_what_another_library_says() -> None:
+def test_the_spike_costs_what_another_library_says():
     amaxes, courses = pictures.spike()
     tensors = [pictures.spiky_tensor(step).numpy() for step in range(pictures.STEPS)]
     assert amaxes == pytest.approx([np.abs(x).max() for x in tensors])
@@ -87,7 +87,7 @@ def test_the_spike_costs_what_another_library_says() -> None:
             assert course.limit[step] == pytest.approx(largest[name], rel=1e-6)
 
 
-def test_the_error_maps_are_those_of_the_definition() -> None:
+def test_the_error_maps_are_those_of_the_definition():
     x = pictures.outlier_matrix().numpy()
     blocks = x.reshape(pictures.ROWS, -1, 32)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
@@ -103,7 +103,7 @@ def test_the_error_maps_are_those_of_the_definition() -> None:
         np.testing.assert_allclose(found[name], wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_drawn_is_the_data(drawn: dict) -> None:
+def test_what_is_drawn_is_the_data(drawn):
     figure, _ = drawn["spike"]
     amaxes, courses = pictures.spike()
     marks, *lines = figure.axes[0].lines
@@ -124,13 +124,13 @@ def test_what_is_drawn_is_the_data(drawn: dict) -> None:
     np.testing.assert_allclose(maps[-1], np.clip(wanted, 0.1, 100))
 
 
-def test_the_pictures_in_the_docs_are_those_that_the_code_draws(drawn: dict) -> None:
+def test_the_pictures_in_the_docs_are_those_that_the_code_draws(drawn):
     for name, (_, facts) in drawn.items():
         with Image.open(ROOT / "docs" / "images" / f"{name}.png") as image:
             assert json.loads(image.text["Description"]) == pytest.approx(facts, rel=0.02), name
 
 
-def test_the_page_says_the_figures_of_its_pictures(drawn: dict) -> None:
+def test_the_page_says_the_figures_of_its_pictures(drawn):
     text = re.sub(r"\s+", " ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
     units = {"percent": "%", "db": "dB", "values": "values"}
     for _, facts in drawn.values():
@@ -139,7 +139,7 @@ def test_the_page_says_the_figures_of_its_pictures(drawn: dict) -> None:
             assert said in text, (key, said)
 
 
-def test_the_command_writes_every_picture(tmp_path: Path, drawn: dict) -> None:
+def test_the_command_writes_every_picture(tmp_path, drawn):
     runner.run("pictures", ["--out", str(tmp_path / "images")])
     written = sorted(path.name for path in (tmp_path / "images").iterdir())
     assert written == sorted(f"{name}.png" for name in drawn)

@@ -45,11 +45,11 @@ FACTS = [
 
 
 @pytest.mark.parametrize(("where", "piece"), FACTS)
-def test_the_source_of_transformer_engine_is_as_the_calls_take_it(where: str, piece: str) -> None:
+def test_the_source_of_transformer_engine_is_as_the_calls_take_it(where, piece):
     assert SOURCE.says(where, piece)
 
 
-def test_recipes_that_differ_in_the_algorithm_alone_are_one_to_transformer_engine() -> None:
+def test_recipes_that_differ_in_the_algorithm_alone_are_one_to_transformer_engine():
     with te_with_quantizers():
         texts = {
             str(te_raw.recipe("delayed", amax_compute_algo=algorithm))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8stack.benchmark import roofline_table
+from fp8stack.benchmark import roofline
 from fp8stack.benchmark.roofline import PARTS, Prediction, casts_s, gemm_s, predict
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
@@ -178,9 +178,6 @@ def test_parts_add_up_and_rates_follow_from_the_step():
     flops = load_config("gpt2-124m").flops_per_token(1024)
     assert got.mfu == pytest.approx(flops * got.tokens_per_s / 1979e12)
     assert (got.peak_of, got.peak_tflops) == ("fp8", 1979)
-
-
-def test_mfu_of_a_step_without_fp8_is_against_bf16s_peak():
     assert (at(FLOPS).peak_of, at(FLOPS).peak_tflops) == ("half", 989)
 
 
@@ -261,15 +258,18 @@ def test_the_data_of_a_gpu_are_in_its_units_and_found_by_its_own_name(gpu):
     ],
 )
 def test_a_gpu_is_chosen_by_name_or_capability(capability, gpu, name):
-    chosen, machine = roofline_table.choose_gpu(capability, gpu)
+    chosen, machine = roofline.choose_gpu(capability, gpu)
     assert chosen.name == name
     assert machine.capability == chosen.capability
 
 
-def test_this_machines_gpu_is_the_default(monkeypatch):
+def test_this_machines_gpu_is_the_default_and_where_there_is_none_one_has_to_be_named(monkeypatch):
     here = Hardware("cuda", (8, 9), name="NVIDIA L4")
-    monkeypatch.setattr(roofline_table, "probe", lambda: here)
-    assert roofline_table.choose_gpu(None, None) == (gpu_named("L4"), here)
+    monkeypatch.setattr(roofline, "probe", lambda: here)
+    assert roofline.choose_gpu(None, None) == (gpu_named("L4"), here)
+    monkeypatch.setattr(roofline, "probe", lambda: Hardware("cpu", name="Xeon"))
+    with pytest.raises(UserError, match="--gpu H200"):
+        roofline.choose_gpu(None, None)
 
 
 @pytest.mark.parametrize(
@@ -284,22 +284,16 @@ def test_this_machines_gpu_is_the_default(monkeypatch):
 )
 def test_a_gpu_that_is_not_known_is_refused_with_a_way_out(capability, gpu, said):
     with pytest.raises(UserError, match=said):
-        roofline_table.choose_gpu(capability, gpu)
-
-
-def test_a_machine_without_a_known_gpu_has_to_name_one(monkeypatch):
-    monkeypatch.setattr(roofline_table, "probe", lambda: Hardware("cpu", name="Xeon"))
-    with pytest.raises(UserError, match="--gpu H200"):
-        roofline_table.choose_gpu(None, None)
+        roofline.choose_gpu(capability, gpu)
 
 
 # The table
 
 
-def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline_table.Roofline:
-    gpu, hardware = roofline_table.choose_gpu(capability, None)
+def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
+    gpu, hardware = roofline.choose_gpu(capability, None)
     given = {"batch": 8, "context": 1024} | options
-    return roofline_table.predict_all(model, load_config(model), gpu, hardware, **given)
+    return roofline.predict_all(model, load_config(model), gpu, hardware, **given)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +326,7 @@ def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
 
 
 def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out():
-    lines = roofline_table.as_lines(table())
+    lines = roofline.as_lines(table())
     assert lines[0] == "Predicted, not measured: gpt2-1.5b on one H200, 8 x 1024 tokens per step"
     assert "NVIDIA H200 data sheet" in lines[1]
     assert "bf16 GEMMs 700 of 989 (71 %) TFLOP/s, FP8 GEMMs 1300 of 1979 (66 %)" in lines[1]
@@ -341,19 +335,15 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert "measured" not in lines[3]
     assert len({line.count("|") for line in lines[3:9]}) == 1
     assert lines[9].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
-    assert "upper bound" in roofline_table.as_lines(table(ceiling=True))[0]
+    assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
+    base, *rows = (cells(line) for line in lines[5:9])
+    for row in rows:
+        assert sum(int(cell.split()[0]) for cell in row[2:8]) == pytest.approx(100, abs=3)
+        assert float(row[11]) == pytest.approx(float(base[8]) / float(row[8]), abs=0.01)
 
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_the_shares_of_a_row_add_up_and_its_ratio_is_that_of_the_steps():
-    made = table()
-    base, *rows = (cells(line) for line in roofline_table.as_lines(made)[5:9])
-    for row in rows:
-        assert sum(int(cell.split()[0]) for cell in row[2:8]) == pytest.approx(100, abs=3)
-        assert float(row[11]) == pytest.approx(float(base[8]) / float(row[8]), abs=0.01)
 
 
 @pytest.fixture
@@ -369,8 +359,8 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_measured_steps_stand_beside_the_predicted_ones(results):
-    made = table(measured=(roofline_table.read_results(results), str(results)))
-    lines = roofline_table.as_lines(made)
+    made = table(measured=(roofline.read_results(results), str(results)))
+    lines = roofline.as_lines(made)
     assert cells(lines[3])[-2:] == ["measured ms", "measured vs bf16"]
     rows = {cells(line)[0]: cells(line)[-2:] for line in lines[5:9]}
     assert rows == {
@@ -380,14 +370,11 @@ def test_measured_steps_stand_beside_the_predicted_ones(results):
         "block": ["-", "-"],
     }
     assert lines[-1] == f"measured: {results}, at the batch and context given there"
-    data = {row["precision"]: row for row in roofline_table.as_json(made)["predictions"]}
+    data = {row["precision"]: row for row in roofline.as_json(made)["predictions"]}
     assert (data["delayed"]["measured_ms"], data["block"]["measured_ms"]) == (120.0, None)
-
-
-def test_results_of_other_models_are_not_shown(results):
-    made = table(model="llama-1b", measured=(roofline_table.read_results(results), str(results)))
-    assert "measured ms" not in roofline_table.as_lines(made)[3]
-    assert made.measured_in == ""
+    other = table(model="llama-1b", measured=(roofline.read_results(results), str(results)))
+    assert "measured ms" not in roofline.as_lines(other)[3]
+    assert other.measured_in == ""
 
 
 @pytest.mark.parametrize(
@@ -400,14 +387,9 @@ def test_a_file_without_results_is_refused_with_what_it_should_hold(tmp_path, co
     path = tmp_path / "step.json"
     path.write_text(content)
     with pytest.raises(UserError, match="median_ms") as caught:
-        roofline_table.read_results(path)
+        roofline.read_results(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_of_results_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        roofline_table.read_results(tmp_path / "none.json")
 
 
 def test_results_are_found_in_the_folder_of_that_machine(tmp_path, monkeypatch, results):
@@ -417,15 +399,10 @@ def test_results_are_found_in_the_folder_of_that_machine(tmp_path, monkeypatch, 
         path = tmp_path / "checkout" / "bench" / "results" / folder / "step.json"
         path.parent.mkdir(parents=True)
         path.write_text(results.read_text())
-    monkeypatch.setattr(roofline_table, "files", lambda name: package)
+    monkeypatch.setattr(roofline, "files", lambda name: package)
     for gpu in GPUS:
-        found = roofline_table.find_results(gpu)
+        found = roofline.find_results(gpu)
         assert (found.parent.name if found else None) == folders.get(gpu.name)
-
-
-def test_more_context_than_the_model_has_is_refused():
-    with pytest.raises(UserError, match=r"2048 is more than the 1024 of model gpt2-1\.5b"):
-        table(context=2048)
 
 
 # The command
@@ -455,6 +432,7 @@ def test_the_command_prints_the_table_and_as_json_the_same_figures(command, caps
         (["--gpu", "H200", "--model", "gpt3"], "No model 'gpt3'"),
         (["--gpu", "H200", "--batch", "0"], "--batch"),
         (["--gpu", "H200", "--results", "none.json"], "No such file"),
+        (["--gpu", "H200", "--context", "2048"], "2048 is more than the 1024 of model gpt2-124m"),
     ],
 )
 def test_bad_input_to_the_command_is_one_line(command, capsys, given, said):
@@ -473,7 +451,7 @@ def test_the_group_of_commands_lists_them(command, capsys):
 
 
 def test_the_document_shows_what_the_command_prints(command, capsys, monkeypatch):
-    monkeypatch.setattr(roofline_table, "find_results", lambda gpu: None)
+    monkeypatch.setattr(roofline, "find_results", lambda gpu: None)
     text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
     shown = [line for line in text.partition("## Roofline")[2].splitlines() if line[:1] == "|"]
     printed = []

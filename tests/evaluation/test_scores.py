@@ -21,7 +21,7 @@ from fp8stack.errors import UserError
 from fp8stack.evaluation import scores as scoring
 from fp8stack.evaluation.scores import Score, bits_per_byte, nats_of
 from fp8stack.tokenizer import load_tokenizer
-from tests.conftest import Command, metrics
+from tests.conftest import metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +68,7 @@ def windows_of(run: Path, count: int = 9, context: int = 32, whole: bool = False
     return torch.from_numpy(np.stack([part[s : s + context + 1] for s in starts]))
 
 
-def test_losses_differences_and_errors_are_those_of_a_plain_loop(run: Path) -> None:
+def test_losses_differences_and_errors_are_those_of_a_plain_loop(run):
     # One window at a time: in current scaling a window's loss depends on the others in its batch.
     found = scores(run, recipes=["fp32", "delayed", "current", "mxfp8"], batch=1)
     first = np.array(by_hand(run, "fp32", windows_of(run)))
@@ -89,7 +89,7 @@ def test_losses_differences_and_errors_are_those_of_a_plain_loop(run: Path) -> N
         assert np.abs(paired).max() > 1e-5  # else it ran in fp32
 
 
-def test_a_run_by_itself_repeats_its_own_validation_loss(run: Path) -> None:
+def test_a_run_by_itself_repeats_its_own_validation_loss(run):
     (score,) = scores(run)
     assert score.recipe == "delayed"
     assert score.loss == pytest.approx(metrics(run)[-1]["val_loss"], rel=1e-6)
@@ -106,9 +106,7 @@ def test_a_run_by_itself_repeats_its_own_validation_loss(run: Path) -> None:
         ("block", {"power_of_two": False, "exclude_first_blocks": 1}),
     ],
 )
-def test_the_runs_own_recipe_is_that_with_its_overrides(
-    recipe: str, overrides: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_runs_own_recipe_is_that_with_its_overrides(recipe, overrides, tmp_path):
     run = trained(tmp_path, recipe=recipe, recipe_overrides=overrides, eval_windows=4)
     last = metrics(run)[-1]["val_loss"]
     for asked in ([], [recipe]):
@@ -116,20 +114,23 @@ def test_the_runs_own_recipe_is_that_with_its_overrides(
         assert score.loss == pytest.approx(last, rel=1e-6)
 
 
-def test_the_gemms_that_ran_are_counted(run: Path) -> None:
+def test_the_gemms_that_ran_are_counted(run):
     plain, fp8 = scores(run, recipes=["fp32", "mxfp8"], batch=4)
     assert plain.fp8_gemms == 0
     assert fp8.fp8_gemms == 3 * 4  # batches of 4, 4 and 1 windows, four linears
     assert fp8.plan.summary()[0].startswith("plan: mxfp8, emulated by")
 
 
-def test_windows_and_context_are_as_asked(run: Path) -> None:
+def test_windows_and_context_are_as_asked(run):
     (score,) = scores(run, recipes=["fp32"], windows=5, context=20)
     expected = by_hand(run, "fp32", windows_of(run, 5, 20))
     np.testing.assert_allclose(score.losses_N, expected, rtol=1e-5)
+    single = scores(run, recipes=["fp32", "mxfp8"], windows=1)[1]
+    assert single.difference is not None
+    assert single.standard_error is None
 
 
-def test_another_file_is_taken_whole_and_the_runs_own_is_not(run: Path, tmp_path: Path) -> None:
+def test_another_file_is_taken_whole_and_the_runs_own_is_not(run, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT, encoding="utf-8")
     own, other = (
         scores(run, recipes=["fp32"], data=str(path))[0]
@@ -140,13 +141,7 @@ def test_another_file_is_taken_whole_and_the_runs_own_is_not(run: Path, tmp_path
     np.testing.assert_allclose(other.losses_N, expected, rtol=1e-5)
 
 
-def test_a_single_window_has_no_standard_error(run: Path) -> None:
-    scored = scores(run, recipes=["fp32", "mxfp8"], windows=1)[1]
-    assert scored.difference is not None
-    assert scored.standard_error is None
-
-
-def test_the_losses_do_not_depend_on_the_batch(run: Path) -> None:
+def test_the_losses_do_not_depend_on_the_batch(run):
     model = fp8stack.load(run)
     windows = windows_of(run)
     one, all_ = nats_of(model, windows, 1), nats_of(model, windows, 9)
@@ -154,17 +149,17 @@ def test_the_losses_do_not_depend_on_the_batch(run: Path) -> None:
     assert not model.training
 
 
-def test_several_runs_have_a_baseline_each(run: Path, tmp_path: Path) -> None:
-    other = trained(tmp_path, recipe="fp32", seed=3)
-    found = scores(run, other, recipes=["fp32", "current"])
-    assert [score.run for score in found] == [str(run)] * 2 + [str(other)] * 2
+def test_several_runs_have_a_baseline_each(run):
+    checkpoint = run / "checkpoints" / "step-000006"
+    found = scores(run, checkpoint, recipes=["fp32", "current"])
+    assert [score.run for score in found] == [str(run)] * 2 + [str(checkpoint)] * 2
     assert [score.baseline for score in found] == [None, found[0], None, found[2]]
 
 
 # Bits per byte
 
 
-def test_tokens_without_text_count_neither_as_bits_nor_as_bytes() -> None:
+def test_tokens_without_text_count_neither_as_bits_nor_as_bytes():
     nats = torch.tensor([[1.0, 2.0, 50.0], [3.0, 4.0, 5.0]], dtype=torch.float64)
     lengths = torch.tensor([[1, 4, 0], [2, 2, 1]])
     expected = (1 + 2 + 3 + 4 + 5) / 10 / math.log(2)
@@ -175,9 +170,7 @@ def test_tokens_without_text_count_neither_as_bits_nor_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("known_by_token", [True, False])
-def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(
-    tmp_path: Path, known_by_token: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(tmp_path, known_by_token, monkeypatch):
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -206,27 +199,24 @@ def test_bits_per_byte_of_a_trained_tokenizer_count_the_text(
     assert score.bits_per_byte < score.loss / math.log(2)
 
 
-def test_without_a_tokenizer_bits_per_byte_are_unknown(tmp_path: Path) -> None:
-    np.random.default_rng(0).integers(0, 300, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
-    run = trained(
-        tmp_path, data=str(tmp_path / "tokens.bin"), model_overrides=SMALL | {"vocabulary": 300}
-    )
-    (score,) = scores(run)
+def on_tokens(folder: Path, **more: Any) -> Path:
+    """A run on random tokens."""
+    np.random.default_rng(0).integers(0, 300, 4000).astype("<u2").tofile(folder / "tokens.bin")
+    shape = SMALL | {"vocabulary": 300}
+    return trained(folder, data=str(folder / "tokens.bin"), model_overrides=shape, **more)
+
+
+def test_without_a_tokenizer_bits_per_byte_are_unknown(tmp_path):
+    (score,) = scores(on_tokens(tmp_path))
     assert score.bits_per_byte is None
     assert evaluation.as_json([score])["scores"][0]["bits_per_byte"] is None
     assert "unknown" in "\n".join(evaluation.text_lines([score]))
 
 
-def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(
-    run: Path, tmp_path: Path
-) -> None:
-    np.random.default_rng(0).integers(0, 300, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
+def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(tmp_path):
     library = Library(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
     library.save(str(tmp_path / "tokenizer.json"))
-    other = trained(
-        tmp_path, data=str(tmp_path / "tokens.bin"), tokenizer=str(tmp_path / "tokenizer.json"),
-        model_overrides=SMALL | {"vocabulary": 300},
-    )  # fmt: skip
+    other = on_tokens(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
     made = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
     with pytest.raises(SystemExit):
         cli.main(["prepare", str(tmp_path / "text.txt"), *made])
@@ -237,7 +227,7 @@ def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(
 # Documents
 
 
-def test_a_run_with_a_document_mask_is_evaluated_with_it(tmp_path: Path) -> None:
+def test_a_run_with_a_document_mask_is_evaluated_with_it(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 40, 4000)
     tokens[9::10] = 255  # ends a document
     tokens.astype("<u2").tofile(tmp_path / "tokens.bin")
@@ -255,9 +245,7 @@ def test_a_run_with_a_document_mask_is_evaluated_with_it(tmp_path: Path) -> None
 # The command
 
 
-def test_json_has_the_scores_and_nothing_else_is_on_stdout(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_scores_and_nothing_else_is_on_stdout(command, run, capfd):
     assert command("eval", str(run), "--recipes", "fp32,mxfp8", "--json") == 0
     captured = capfd.readouterr()
     told = json.loads(captured.out)["scores"]
@@ -276,9 +264,7 @@ def test_json_has_the_scores_and_nothing_else_is_on_stdout(
     assert "step-000006 in mxfp8: 9 windows" in captured.err
 
 
-def test_the_table_says_what_ran_and_why(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_says_what_ran_and_why(command, run, capfd):
     assert command("eval", str(run), "--recipes", "fp32,mxfp8", "--windows", "4") == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["run", "recipe"]
@@ -289,7 +275,7 @@ def test_the_table_says_what_ran_and_why(
     assert any(line.endswith("(held-out part): 4 windows, 128 tokens") for line in lines)
 
 
-def test_a_terminals_table_has_the_same_cells(run: Path) -> None:
+def test_a_terminals_table_has_the_same_cells(run):
     from rich.console import Console
 
     found = scores(run, recipes=["fp32", "mxfp8"], windows=4)
@@ -301,7 +287,7 @@ def test_a_terminals_table_has_the_same_cells(run: Path) -> None:
             assert cell.strip() in drawn
 
 
-def test_what_is_not_finite_is_null_in_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_is_null_in_json(run, monkeypatch):
     real = scoring.nats_of
     monkeypatch.setattr(scoring, "nats_of", lambda *args: real(*args) * math.nan)
     row = evaluation.as_json(scores(run))["scores"][0]
@@ -321,9 +307,7 @@ def test_what_is_not_finite_is_null_in_json(run: Path, monkeypatch: pytest.Monke
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(
-    command: Command, run: Path, capfd: pytest.CaptureFixture[str], flags: list[str], words: str
-) -> None:
+def test_bad_input_is_one_line(command, run, capfd, flags, words):
     assert command("eval", str(run), *flags) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -331,6 +315,6 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in captured.err
 
 
-def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path: Path) -> None:
+def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path):
     with pytest.raises(UserError, match="holds no scales for recipe 'delayed'"):
         scores(trained(tmp_path, recipe="fp32"), recipes=["delayed"])

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +70,7 @@ def _poisoned(value: Any, evil: str, key: str = "") -> Any:
     ],
     ids=range(len(EVIL)),
 )
-def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(
-    evil: str, tmp_path: Path
-) -> None:
+def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_path):
     name = "".join(c for c in evil if c not in "/\0\ud800")
     run = make_run(tmp_path / f"r{name}", steps=40, blocks=1, every=20)
     events = [
@@ -96,14 +93,15 @@ def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(
     tags = _Tags()
     tags.feed(page)
     assert tags.found == []
-    assert "{{ 7 * 7 }}" in html.unescape(page) or "7 * 7" not in evil
+    if evil.isprintable():
+        assert html.unescape(page).count(evil) >= 10
     stream = io.StringIO()
     text.show([judged], [judged.run.name], Console(file=stream, width=100))
     assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
     page.encode("utf-8", "replace")
 
 
-def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed(tmp_path):
     evil = "abc\u202etxt.exe\u2066"
     rows = [*metric_rows(5), {"step": 5, "event": "stop", "why": evil}]
     judged = judge(read_run(make_run(tmp_path / "r", metrics=rows, every=0)))
@@ -150,7 +148,7 @@ def _many(stream: Any, start: str, piece: str, count: int, end: str) -> None:
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "telemetry.jsonl"])
 @pytest.mark.parametrize("what", ABSURD)
-def test_an_absurd_file_takes_bounded_memory_and_time(what: str, file: str, tmp_path: Path) -> None:
+def test_an_absurd_file_takes_bounded_memory_and_time(what, file, tmp_path):
     run = make_run(tmp_path / "r", steps=200, blocks=1, every=100)
     with (run / file).open("a") as stream:
         ABSURD[what](stream)
@@ -162,14 +160,14 @@ def test_an_absurd_file_takes_bounded_memory_and_time(what: str, file: str, tmp_
 
 
 @pytest.mark.parametrize("file", ["plan.json", "run.toml"])
-def test_a_file_that_is_read_whole_has_a_limit(file: str, tmp_path: Path) -> None:
+def test_a_file_that_is_read_whole_has_a_limit(file, tmp_path):
     run = make_run(tmp_path / "r", steps=20, blocks=1, every=10)
     with (run / file).open("r+b") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
     assert f"{file} cannot be read." in read_run(run).notes
 
 
-def test_a_long_line_that_is_no_absurdity_is_read(tmp_path: Path) -> None:
+def test_a_long_line_that_is_no_absurdity_is_read(tmp_path):
     rows = [*metric_rows(5), {"step": 5, "event": "stop", "why": "x" * (LONGEST_LINE // 4)}]
     run = read_run(make_run(tmp_path / "r", metrics=rows, every=0))
     assert run.notes == []

@@ -1,5 +1,6 @@
-"""A pytest plugin: `-p pretend_gpu` collects the tests for GPUs where there is none, which imports
-all that they import. PRETEND_WITHOUT names modules, by commas, that are then not installed."""
+"""A pytest plugin: `-p tests.support.pretend_gpu` collects the tests for GPUs where there is none,
+which imports all that they import. PRETEND_WITHOUT names modules, by commas, that are then not
+installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to, read from its folder. It must not know of other runs."""
+"""What a run came to, read from its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from fp8stack.training.run_folder import RunFolder, read_rows
 
@@ -25,11 +25,7 @@ NUMERIC_FAILURE = 5
 """The exit code of a run that stopped since its numbers were not finite."""
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class WorstSqnr(_Figures):
+class WorstSqnr(BaseModel, frozen=True, extra="forbid"):
     """The least signal-to-noise ratio of an FP8 operand, and where and when it was seen."""
 
     db: float
@@ -38,7 +34,7 @@ class WorstSqnr(_Figures):
     step: int
 
 
-class RunFigures(_Figures):
+class RunFigures(BaseModel, frozen=True, extra="forbid"):
     """A run's figures. `val_loss` is the last one, in nats per token; `curve` is the validation
     loss by step; `tokens_per_s` the median over steps; `peak_memory_gib` the most of any step."""
 
@@ -70,14 +66,14 @@ def read_run(
     exit: int | None,
     error: str = "",
 ) -> RunFigures:
-    """The figures of the run in `folder`, which was to take `steps` steps.
+    """The figures of the run in `folder`.
 
     Args:
         folder: may be missing, or hold a run that was cut.
         recipe: the name it goes by.
-        seed: of the run.
-        steps: of the run.
-        vocabulary: how many tokens the model knows.
+        seed: the run's.
+        steps: how many it was to take.
+        vocabulary: the number of tokens that the model knows.
         exit: the exit code; None if the run has not ended.
         error: the line that it ended with, if it failed.
     """
@@ -85,6 +81,7 @@ def read_run(
     taken = valid_steps(rows)
     curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]
     speeds = [(step, row["tokens_per_s"]) for step, row in taken.items() if row.get("tokens_per_s")]
+    counted = [speed for step, speed in speeds if step > WARM_UP] or [speed for _, speed in speeds]
     memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
     last: Row = taken[max(taken)] if taken else {}
     status, diverged_at = _status(taken, rows, curve, steps, vocabulary, exit)
@@ -97,9 +94,11 @@ def read_run(
         diverged_at=diverged_at,
         val_loss=curve[-1][1] if curve and status == "done" else None,
         curve=tuple(curve),
-        tokens_per_s=_speed(speeds),
+        tokens_per_s=statistics.median(counted) if counted else None,
         peak_memory_gib=max(memory, default=None),
-        skips=len({row["step"] for row in rows if _skipped(row)}),
+        skips=len(
+            {r["step"] for r in rows if r.get("event") == "skip" or r.get("skipped") is True}
+        ),
         events=dict(Counter(str(row["event"]) for row in rows if row.get("event"))),
         fp8_gemms=last.get("fp8_gemms"),
         precisions=tuple(dict.fromkeys(r["precision"] for r in taken.values() if "precision" in r)),
@@ -143,19 +142,13 @@ def _status(
     return "diverged", next((s for s, _ in losses if s > max(held, default=0)), curve[-1][0])
 
 
-def _speed(speeds: Sequence[tuple[int, float]]) -> float | None:
-    """The median, of steps after the first few if there are any."""
-    counted = [speed for step, speed in speeds if step > WARM_UP] or [speed for _, speed in speeds]
-    return statistics.median(counted) if counted else None
-
-
 def _number(row: Row, key: str) -> bool:
     return isinstance(row.get(key), int | float)
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """What ran, from `plan.json`: the recipe, who computed, which layers are not in FP8, and why
-    it is not what was asked for."""
+    """What ran, from `plan.json`: the recipe, the backend, which layers are not in FP8, and why it
+    is not what was asked for."""
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         layers = plan["layers"]
@@ -177,12 +170,14 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def worst_sqnr(path: Path) -> WorstSqnr | None:
-    """The operand that FP8 told worst, of the run's own recipe.
+    """The operand with the lowest SQNR, of the run's own recipe.
 
-    The first step that was sampled does not count: delayed scaling has every scale at 1 then, and
-    recipes are to be compared alike.
+    The first sampled step does not count: delayed scaling has every scale at 1 then, and recipes
+    are to be compared alike.
     """
-    rows = [row for row in read_rows(path, {"step": 0}) if _is_own_operand(row)]
+    rows = [
+        row for row in read_rows(path, {"step": 0}) if "operand" in row and not row.get("what_if")
+    ]
     first = min((row["step"] for row in rows), default=0)
     counted = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
     if not counted:
@@ -191,12 +186,3 @@ def worst_sqnr(path: Path) -> WorstSqnr | None:
     return WorstSqnr(
         db=worst["sqnr_db"], layer=worst["layer"], operand=worst["operand"], step=worst["step"]
     )
-
-
-def _is_own_operand(row: Row) -> bool:
-    """Whether a row of telemetry is about an operand in the run's own recipe."""
-    return "operand" in row and not row.get("what_if")
-
-
-def _skipped(row: Row) -> bool:
-    return row.get("event") == "skip" or row.get("skipped") is True

@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fp8stack.compare.summary import RecipeFigures
@@ -21,7 +20,6 @@ def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) ->
     """A PNG of two panels: validation loss by step, mean and range over seeds, and each recipe's
     gap to `baseline` in percent."""
     figure = Figure(figsize=(12, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     losses, gaps = figure.subplots(1, 2, width_ratios=(1.25, 1))
     colors = {row.recipe: f"C{index % 10}" for index, row in enumerate(rows)}

@@ -1,0 +1,88 @@
+"""What stands beside our own steps computes the same, or the same recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import emulation, peers, peers_te, peers_torchao
+from bench.plain_gpt import PlainGPT
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.model.gpt import GPT
+from tests.support.te_stand_in import Source
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = {"vocabulary": 100, "context": 24, "layers": 2, "width": 32, "heads": 4, "init_std": 0.5}
+LLAMA = {"kv_heads": 2, "mlp_width": 48, "norm": "rmsnorm", "activation": "swiglu",
+         "positions": "rope", "bias": False, "tied": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
+    config = GPTConfig(**SIZES | more)
+    mine, plain = GPT(config, seed=3), PlainGPT(peers.shape_of(config))
+    plain.load_state_dict(mine.state_dict())
+    counts = [sum(p.numel() for p in model.parameters()) for model in (mine, plain)]
+    assert counts == [config.parameters()] * 2
+    tokens = torch.randint(100, (3, 25), generator=torch.Generator().manual_seed(0))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (mine, plain)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    gradients = [model.embedding.weight.grad for model in (plain, mine)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_the_vocabulary_of_a_peer_is_padded_as_asked():
+    assert peers.shape_of(load_config("gpt2-124m"), 64).vocabulary == 50304
+
+
+def test_torchaos_linear_in_the_benchmark_computes_what_ours_does():
+    theirs, ours = peers_torchao.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
+    ours.load_state_dict(theirs.state_dict())
+    results = []
+    for layer in (theirs, ours):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = layer(x)
+        y.backward(torch.ones_like(y) / 7)
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_torchaos_model_has_fp8_linears_everywhere_but_in_the_head(recipe):
+    work = emulation.tiny_work()
+    plain = PlainGPT(peers.shape_of(work.config))
+    batch = work.batch_of("cpu")
+    exact = plain(*batch).item()
+    model = peers_torchao.with_torchao(plain, recipe, "cpu")
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if hasattr(m, "weight")}
+    assert kinds.pop("lm_head") == "Linear"
+    fp8 = [name for name, kind in kinds.items() if kind in ("Float8Linear", "TorchaoMxfp8")]
+    assert len(fp8) == 4 * work.config.layers
+    loss = model(*batch).item()
+    assert loss == pytest.approx(exact, rel=0.01)
+    assert loss != exact
+
+
+def test_transformers_gpt2_has_as_many_parameters_as_ours(monkeypatch):
+    counts = []
+
+    def note(model: torch.nn.Module) -> torch.optim.Optimizer:
+        counts.append(sum(p.numel() for p in model.parameters()))
+        return torch.optim.SGD(model.parameters())
+
+    monkeypatch.setattr(peers, "optimizer_for", note)
+    work = emulation.tiny_work()
+    peers.transformers_step(work)()
+    assert counts == [work.config.parameters()]
+
+
+@pytest.mark.parametrize("model", ["gpt2-124m", "llama-8b"])
+def test_te_has_every_argument_that_its_layer_is_called_with(model):
+    options = peers_te.layer_options(peers.shape_of(load_config(model)), 1)
+    layer = "pytorch/transformer.py:TransformerLayer"
+    Source().signature(f"{layer}.__init__").bind("self", **options)
+    assert "rotary_pos_emb" in Source().signature(f"{layer}.forward").parameters

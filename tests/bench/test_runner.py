@@ -1,0 +1,230 @@
+"""`python -m bench check` compares like with like and finds what got worse; what is committed is
+whole and holds its bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import emulation, grid, report, runner, step
+from bench.__main__ import main
+from fp8stack.backends.emulate import EmulatedLinear
+from fp8stack.benchmark.step import FP8, PRECISIONS
+from fp8stack.benchmark.timing import Timing, interleaved, summarize
+from fp8stack.errors import UserError
+from fp8stack.precision import Hardware
+from tests.support.clock import timed
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
+WORDS = ["--tiny", "--device", "cpu", "--recipes", "delayed"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# The gate
+
+
+def _grid_at(
+    monkeypatch: pytest.MonkeyPatch, slowdown: float, noise: Sequence[float] = (1.0,)
+) -> None:
+    """Have the grid's arms take times of a clock of ours, and compute nothing: delayed 1.2 of
+    the others, times `slowdown` and, round by round, `noise`."""
+
+    def fake(arms: dict[str, Any], **options: Any) -> dict[str, Timing]:
+        seconds: dict[str, Sequence[float]] = {name: [1.0] for name in arms}
+        return timed(seconds | {"delayed": [1.2 * slowdown * of for of in noise]})
+
+    monkeypatch.setattr(step, "interleaved", fake)
+    monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
+    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
+
+
+@pytest.fixture
+def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of a check of the grid against results in `tmp_path`."""
+    monkeypatch.setattr(grid, "SHORT", WORDS)
+    _grid_at(monkeypatch, 1.0, (1.0, 1.05, 1.1, 1.2, 1.3))
+    (tmp_path / "grid.json").write_text(json.dumps(runner.measured(grid, "grid", WORDS)))
+    return ["grid", "--results", str(tmp_path)]
+
+
+def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch, capsys):
+    assert runner.check(committed) == 0
+    _grid_at(monkeypatch, 1.5, (1.0, 1.05))
+    assert runner.check(committed) == 1
+    said = capsys.readouterr().out
+    assert "grid, width 16: delayed takes 1.800 of fp32, committed 1.200 (+50%)" in said
+    assert said.count(" takes ") == 3  # delayed in three sizes
+    assert runner.check([*committed, "--tolerance", "0.6"]) == 0
+
+
+def test_noise_within_the_interval_does_not_fail_the_gate(committed, monkeypatch):
+    """The fastest round is 18 % slower, beyond the tolerance; the rounds are no slower."""
+    _grid_at(monkeypatch, 1.0, (1.18, 1.19, 1.2, 1.25, 1.3))
+    assert runner.check(committed) == 0
+    # The same without intervals does fail: the fastest rounds are all that there is.
+    path = Path(committed[-1]) / "grid.json"
+    known = json.loads(path.read_text())
+    for row in known["results"]:
+        del row["paired_high"]
+    path.write_text(json.dumps(known))
+    assert runner.check(committed) == 1
+
+
+@pytest.mark.parametrize("slowdown", [1.14, 0.5])
+def test_a_slowdown_within_the_tolerance_or_a_gain_passes(slowdown, committed, monkeypatch):
+    _grid_at(monkeypatch, slowdown)
+    assert runner.check(committed) == 0
+
+
+@pytest.mark.parametrize("kinds", [("fp32", "bf16"), ("bf16", "fp32")])
+def test_ratios_to_another_baseline_are_refused(kinds):
+    """A CPU without bf16 instructions is compared with fp32, one that has them with bf16."""
+    timings = {name: summarize([1.0]) for name in ("fp32", "bf16", "delayed")}
+    before, now = (
+        {"scenario": "grid", "results": report.rows_of("a", timings, to)} for to in kinds
+    )
+    assert runner.regressions(now, now, 0.1) == []
+    expected = (
+        f"grid: the committed ratios are to {kinds[0]}, those of this machine to {kinds[1]}. "
+    )
+    with pytest.raises(UserError, match=expected + "Measure it here first: python -m bench grid"):
+        runner.regressions(before, now, 0.1)
+    with pytest.raises(UserError, match="no arm was measured that has a committed result"):
+        runner.regressions({"results": []}, now, 0.1)
+
+
+def test_a_check_without_results_says_so(tmp_path, capsys):
+    assert runner.check(["step", "--results", str(tmp_path)]) == 2
+    assert "python -m bench step" in capsys.readouterr().out
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch: a clock that no other process moves."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
+    """Real steps, timed as always, by a clock that counts operations: emulated linears multiply
+    twice as often as when the results were committed."""
+    words = [*WORDS, "--rounds", "6", "--warm-up", "1"]
+    monkeypatch.setattr(grid, "SHORT", words)
+    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
+    multiply = EmulatedLinear.multiply
+
+    def twice(self: EmulatedLinear, x: torch.Tensor) -> torch.Tensor:
+        multiply(self, x)
+        return multiply(self, x)
+
+    with Operations() as work:
+        timed = partial(interleaved, clock=lambda: float(work.count))
+        monkeypatch.setattr(step, "interleaved", timed)
+        assert runner.run("grid", [*words, "--out", str(tmp_path)]) == 0
+        check = ["grid", "--results", str(tmp_path)]
+        assert runner.check(check) == 0
+        monkeypatch.setattr(EmulatedLinear, "multiply", twice)
+        capsys.readouterr()
+        assert runner.check(check) == 1
+    said = capsys.readouterr().out
+    for size in (16, 32, 48):
+        assert f"grid, width {size}: delayed takes " in said
+    assert "fp32 takes" not in said
+
+
+# What is committed
+
+
+def _committed(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    assert (RESULTS / f"{name}.md").read_text() == runner.imported(name).table(found)
+    assert found["machine"]["slug"] == "cpu"
+    assert not [row for row in found["left_out"] if row.get("failed")]
+    return found
+
+
+def test_the_committed_grid_has_every_precision_by_size_with_intervals():
+    found = _committed("grid")
+    precisions = set(PRECISIONS) - {"tf32"}  # which CPUs do not have
+    sizes = [work.model for work in grid.sizes("cpu", tiny=False)]
+    assert {(r["case"], r["arm"]) for r in found["results"]} == {
+        (size, precision) for size in sizes for precision in precisions
+    }
+    assert {(r["case"], r["arm"]) for r in found["left_out"]} == {(s, "tf32") for s in sizes}
+    assert found["settings"]["warm_up"] == 10
+    for row in found["results"]:
+        assert row["rounds"] >= 6
+        assert row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["paired_low"] <= row["paired"] <= row["paired_high"]
+
+
+def test_the_committed_scaling_has_batches_from_32_to_256_contexts_and_depths():
+    found = _committed("scaling")
+    arms = {row["arm"] for row in found["results"]}
+    assert len(arms) >= 2
+    for arm in arms:
+        values = {
+            axis: [r["value"] for r in found["results"] if (r["axis"], r["arm"]) == (axis, arm)]
+            for axis in ("batch", "context", "layers")
+        }
+        assert values["batch"] == [32, 64, 128, 256]
+        assert len(values["context"]) >= 3
+        assert len(values["layers"]) >= 3
+
+
+def test_the_committed_operations_have_casts_scales_updates_and_the_judging_of_steps():
+    found = _committed("operations")
+    kinds = {row["case"].partition(",")[0] for row in found["results"]}
+    assert kinds == {"cast", "scaling", "history", "judging"}
+    assert {row["rounds"] for row in found["results"]} == {100}
+
+
+def test_the_committed_memory_has_every_fp8_recipe_above_its_floor():
+    found = _committed("memory")
+    assert {r["arm"] for r in found["results"]} >= {"fp32", *FP8}
+    assert all(row["peak_gib"] > row["floor_gib"] for row in found["results"])
+    assert found["activations"]
+
+
+# Not met in the committed run; docs/performance.md says so.
+MISSED = {("2048 x 768 -> 3072", "delayed compiled")}
+
+
+def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_missed():
+    found = json.loads((RESULTS / "emulation.json").read_text())
+    judged = report.judged(emulation.BARS, found["results"])
+    assert len(judged) == len(found["bars"]) == len(emulation.BARS) > 0
+    assert {(bar["case"], bar["arm"]) for bar in judged if not bar["holds"]} == MISSED
+    names = ("case", "arm", "of", "at_most")
+    for bar, was in zip(judged, found["bars"], strict=True):
+        assert [bar[name] for name in names] == [was[name] for name in names]
+
+
+# The command
+
+
+def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(monkeypatch, capsys):
+    def bench(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bench", *words])
+        with pytest.raises(SystemExit) as done:
+            raise SystemExit(main())
+        return int(done.value.code or 0), *capsys.readouterr()
+
+    assert "emulation: " in bench("--help")[1]
+    assert "--rounds" in bench("step", "--help")[1]
+    assert bench("nonsense")[0] == 2
+    code, _, said = bench("step", "--device", "cpu", "--models", "gpt9")
+    assert code == 2
+    assert said.splitlines()[-1].startswith("No model 'gpt9'")

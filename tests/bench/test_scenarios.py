@@ -1,0 +1,272 @@
+"""Scenarios of `python -m bench` in a tiny form: they run, and measure what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from bench import (
+    cells,
+    emulation,
+    grid,
+    linear,
+    memory,
+    operations,
+    peers,
+    report,
+    runner,
+    scaling,
+    startup,
+    step,
+)
+from fp8stack.benchmark import step as training_step
+from fp8stack.benchmark.timing import Timing, summarize
+from fp8stack.model.config import GPTConfig
+from fp8stack.numerics import cast_to_fp8, dequantize_blocks, dequantize_mxfp8, tensor_scale
+from fp8stack.precision import Hardware
+from tests.support.clock import timed
+
+CPU, H200 = Hardware("cpu"), Hardware("cuda", (9, 0), name="NVIDIA H200")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TIMED = ["--tiny", "--rounds", "2", "--warm-up", "1"]
+SCENARIOS = {
+    "emulation": [*TIMED, "--compiled", ""],
+    "grid": [*TIMED, "--device", "cpu", "--recipes", "delayed"],
+    "linear": [*TIMED, "--device", "cpu"],
+    "memory": ["--tiny", "--device", "cpu"],
+    "operations": [*TIMED, "--device", "cpu"],
+    "scaling": [*TIMED, "--device", "cpu", "--recipes", "delayed"],
+    "startup": ["--rounds", "2"],
+    "step": [*TIMED, "--device", "cpu", "--compiled", ""],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "memory" else n for n in SCENARIOS]
+)
+def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "CASES", {"import torch": "pass", "nothing": "pass"})
+    module = runner.imported(name)
+    found = runner.measured(module, name, SCENARIOS[name])
+    text = module.table(found)
+    report.write(found, text, module.figure(found), tmp_path)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == found
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    rows = {(row["case"], row["arm"]): row for row in found["results"]}
+    assert len(rows) == len(found["results"]) > 1
+    key = "peak_gib" if name == "memory" else "fastest_ms"
+    for row in rows.values():
+        base = rows[row["case"], row["ratio_to"]]
+        assert row[key] > 0
+        assert row["ratio"] == pytest.approx(row[key] / base[key], rel=0.02, abs=2e-3)
+        assert row.get("rounds", 2) == 2
+        assert f"| {row['case']} | {row['arm']} |" in text
+        if name in ("grid", "operations"):
+            assert row["paired_low"] <= row["paired"] <= row["paired_high"]
+            assert report.paired_cell(row) in text
+
+
+def test_a_scenario_calls_what_it_times(monkeypatch):
+    """Numbers are of measurements: with a clock of our own they are that clock's."""
+
+    def fake(arms: dict, **options: object) -> dict[str, Timing]:
+        assert options["rounds"] == 2
+        return {name: summarize([10.0 + i]) for i, name in enumerate(arms)}
+
+    monkeypatch.setattr(step, "interleaved", fake)
+    rows = runner.measured(step, "step", SCENARIOS["step"])["results"]
+    assert [row["fastest_ms"] for row in rows] == [10.0 + i for i in range(len(rows))]
+    assert rows[0]["tokens_per_s"] == pytest.approx(emulation.tiny_work().tokens / 0.010)
+    assert rows[1]["ratio"] == pytest.approx(1.1)
+    assert rows[1]["speedup"] == pytest.approx(1 / 1.1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grid", "operations", "scaling"])
+def test_ten_rounds_warm_up_and_a_hundred_are_timed(name):
+    arguments = runner.parse(runner.imported(name), name, ["--device", "cpu"])
+    options = runner.timing_options(arguments)
+    assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
+
+
+def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
+    assert step.groups(["bf16", "a", "b"], H200) == [["bf16", "a"], ["bf16", "b"]]
+    assert step.groups(["fp32", "a", "b"], CPU) == [["fp32", "a", "b"]]
+
+
+def test_a_profile_of_a_step_is_a_table_and_a_trace(tmp_path):
+    work = emulation.tiny_work()
+    step.profile(peers.step(work, "cpu", compiled=False), "plain GPT", work, CPU, tmp_path)
+    files = list((tmp_path / "profiles" / "tiny" / "plain-GPT").iterdir())
+    assert len(files) == 2
+    assert all(file.stat().st_size > 100 for file in files)
+
+
+def test_the_memory_of_a_larger_model_is_larger_and_above_its_floor():
+    config = GPTConfig(vocabulary=256, context=32, layers=2, width=512, heads=8)
+    work = training_step.Work(model="larger", config=config, batch=2, context=32)
+    taken = memory.in_a_process(training_step.arms(CPU, ["fp32"], ())[0], work, CPU)
+    assert memory.floor_gib(work) == pytest.approx(16 * config.parameters() / 2**30)
+    assert memory.floor_gib(work) < taken < memory.floor_gib(work) + 0.25
+
+
+def test_modules_are_counted_when_the_code_has_run():
+    few, more = startup.modules("pass"), startup.modules("import xml.dom.minidom")
+    assert 0 < few < more
+
+
+def test_the_share_of_quantization_is_what_comes_on_top_of_the_gemms():
+    ms = {"bf16": 5.0, "current by torch": 2.5, "FP8 GEMMs": 2.0}
+    timings = {name: summarize([value]) for name, value in ms.items()}
+    rows = {row["arm"]: row for row in linear._rows("case", timings, H200)}
+    assert rows["current by torch"]["quantization_share"] == 0.25
+    assert "quantization_share" not in rows["bf16"]
+
+
+# Bars
+
+
+def test_bars_are_judged_by_the_rows():
+    timings = {"fp32": summarize([100.0]), "fast": summarize([110.0]), "slow": summarize([130.0])}
+    rows = report.rows_of("case", timings, "fp32")
+    assert not [row for row in rows if "paired" in row]  # they did not take turns
+    arms = ("fast", "slow", "not there")
+    bars = [report.Bar(case="case", arm=arm, of="fp32", at_most=1.2) for arm in arms]
+    found = report.judged(bars, rows)
+    assert [(bar["arm"], bar["holds"]) for bar in found] == [("fast", True), ("slow", False)]
+
+
+def test_a_gpus_bars_are_of_the_fastest_fp8_arm():
+    ms = {"bf16": 100.0, "plain GPT": 101.0, "delayed": 80.0, "delayed by torch": 70.0,
+          "torchao tensorwise": 76.0}  # fmt: skip
+    timings = {name: summarize([value]) for name, value in ms.items()}
+    rows = report.rows_of("gpt2-1.5b", timings, "bf16")
+    found = report.judged(step.bars(rows), rows)
+    assert [(bar["arm"], bar["of"], bar["holds"]) for bar in found] == [
+        ("delayed by torch", "bf16", True),
+        ("bf16", "plain GPT", True),
+        ("delayed by torch", "torchao tensorwise", False),
+    ]
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch):
+    def fake(arms: dict[str, Any], **options: Any) -> dict[str, Timing]:
+        return timed({name: [1.0] for name in arms}, rounds=6)
+
+    monkeypatch.setattr(step, "interleaved", fake)
+    monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
+    monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu", cpu_bf16=bf16))
+    found = runner.measured(grid, "grid", ["--tiny", "--device", "cpu"])
+    precisions = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
+    sizes = [work.model for work in grid.sizes("cpu", tiny=True)]
+    assert len(sizes) >= 3
+    assert {(row["case"], row["arm"]) for row in found["results"]} == {
+        (size, precision) for size in sizes for precision in precisions
+    }
+    assert {row["ratio_to"] for row in found["results"]} == {"bf16" if bf16 else "fp32"}
+    # A CPU has no TF32: said in each size, with the plan's reason.
+    assert [(row["case"], row["arm"]) for row in found["left_out"]] == [(s, "tf32") for s in sizes]
+    text = grid.table(found)
+    assert "| tf32 | runs as fp32 here | runs as fp32 here | runs as fp32 here |" in text
+    assert "runs as fp32 here: tf32 needs a GPU of compute capability 8.0, this is a CPU" in text
+    for device in ("cpu", "cuda"):
+        parameters = [work.config.parameters() for work in grid.sizes(device, tiny=False)]
+        assert len(parameters) >= 3
+        assert parameters == sorted(set(parameters))
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "gpu"])
+def test_the_batch_grows_from_32_to_256(hardware):
+    batches = scaling.AXES[hardware.device]["batch"]
+    works = [scaling.work_at("batch", size, hardware, tiny=False) for size in batches]
+    assert [work.batch for work in works] == [32, 64, 128, 256]
+    assert all((work.config, work.context) == (works[0].config, works[0].context) for work in works)
+
+
+# The operations are what they are called
+
+
+def test_gigabytes_per_second_are_those_read_and_written():
+    timings = timed({name: [0.001] for name in operations.WRITTEN}, rounds=6)
+    rows = {row["arm"]: row for row in operations._cast_rows("case", timings, 10**6)}
+    assert rows["copy"]["gb_per_s"] == pytest.approx(8.0)  # 8 MB in a millisecond
+    assert rows["bf16"]["gb_per_s"] == pytest.approx(6.0)
+    assert rows["mxfp8"]["gb_per_s"] == pytest.approx(5.0)
+
+
+def test_every_cast_gives_its_format():
+    x = torch.randn(128, 128)
+    found = {name: arm() for name, arm in operations.casts(x).items()}
+    assert found.keys() == operations.WRITTEN.keys()
+    scale = tensor_scale(x.abs().max(), "e4m3")
+    assert torch.equal(found["e4m3"].float(), cast_to_fp8(x, scale, "e4m3").float())
+    assert found["e5m2"].dtype == torch.float8_e5m2
+    for name in operations.WRITTEN:
+        data = found[name][0] if isinstance(found[name], tuple) else found[name]
+        assert data.element_size() == operations.WRITTEN[name], name
+    for name, back in (("mxfp8", dequantize_mxfp8), ("block", dequantize_blocks)):
+        assert (back(*found[name]) - x).abs().max() < 0.1 * x.abs().max(), name
+
+
+def test_every_way_to_a_scale_ends_in_the_same_bytes_where_it_is_the_same():
+    x = torch.randn(64, 64)
+    found = {name: arm() for name, arm in operations.scaled_casts(x).items()}
+    bare = found[operations.BARE].float()
+    assert torch.equal(found["current: amax, then its scale"].float(), bare)
+    # Delayed scaling casts with the scale known before, here none: 1.
+    first = found["delayed: amax noted, scale known"].float()
+    assert torch.equal(first, cast_to_fp8(x, 1.0, "e4m3").float())
+    assert found["amax alone"] == x.abs().max()
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """What `operations` makes of the class of that name from here on."""
+    made: list[Any] = []
+    original = getattr(operations, name)
+
+    def make(*given: Any, **options: Any) -> Any:
+        made.append(original(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(operations, name, make)
+    return made
+
+
+def test_an_update_moves_what_was_recorded_into_scales(monkeypatch):
+    made = kept(monkeypatch, "AmaxHistory")
+    arms = operations.updates(3, 4, "cpu")
+    arms["record"]()
+    assert made[0].scales.tolist() == [1.0] * 3
+    arms["record and update"]()
+    assert made[0].scales.tolist() == pytest.approx([448.0, 224.0, 448 / 3])
+
+
+@pytest.mark.parametrize("arm", ["norm, judged by the guard", "the same, and the host waits"])
+def test_a_step_that_is_judged_is_skipped_if_it_overflows(arm, monkeypatch):
+    made = kept(monkeypatch, "Monitor")
+    arms = operations.judging(16, "cpu")
+    optimizer = made[0]._optimizer
+    arms[arm]()
+    assert optimizer.found_inf == 0
+    optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.inf
+    arms[arm]()
+    assert optimizer.found_inf == 1
+
+
+# What others take
+
+
+@pytest.mark.parametrize(("busy", "share"), [(16.0, 0.0), (26.0, 0.5)])
+def test_the_share_of_other_processes_is_that_of_all_cpus(busy, share, monkeypatch):
+    monkeypatch.setattr(cells.os, "cpu_count", lambda: 2)
+    begin = cells.Clocks(wall=5.0, busy=100.0, own=50.0)
+    assert cells._others_share(begin, cells.Clocks(15.0, 100.0 + busy, 66.0)) == share
+    assert cells._others_share(begin, cells.Clocks(15.0, float("nan"), 66.0)) is None

@@ -1,0 +1,32 @@
+"""A clock that only arms move, for tests of what is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, cycle, repeat
+
+from fp8stack.benchmark.timing import Timing, interleaved
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def arm(self, *seconds: float, over_and_over: bool = False) -> Callable[[], None]:
+        """An arm that takes these seconds in turn, the last from then on or all of them again."""
+        left = cycle(seconds) if over_and_over else chain(seconds, repeat(seconds[-1]))
+
+        def call() -> None:
+            self.now += next(left)
+
+        return call
+
+
+def timed(arms: Mapping[str, Sequence[float]], rounds: int = 20) -> dict[str, Timing]:
+    """Timings of arms that take so many seconds in their rounds, over and over."""
+    clock = Clock()
+    calls = {name: clock.arm(*seconds, over_and_over=True) for name, seconds in arms.items()}
+    return interleaved(calls, rounds=rounds, warm_up=0, clock=clock)
