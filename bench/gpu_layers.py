@@ -6,7 +6,7 @@ against unquantized ones the recipe's own error shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,9 +94,8 @@ def linear(context: Context, recipe: str, backend: str, shape: Shape, compiled: 
     called = context.compiled(layer) if compiled else layer
     for _ in range(3 if isinstance(chosen, DelayedRecipe) else 1):  # until the scales are found
         results = _once(layer, called, x, dy)
-    exact = _products(layer, x, dy, x, x, layer.weight, layer.weight, dy, dy)
-    operands = quantized(chosen, x, layer.weight.detach(), dy)
-    known = _products(layer, x, dy, *operands)
+    exact = _products(layer, dy, (x, x, layer.weight, layer.weight, dy, dy))
+    known = _products(layer, dy, quantized(chosen, x, layer.weight.detach(), dy))
     facts = {
         "quantized_db": _ratios(results, known),
         "unquantized_db": _ratios(results, exact),
@@ -111,8 +110,7 @@ def plain(context: Context, shape: Shape) -> Facts:
     made = backend_for(plan, {"linear": (shape.inputs, shape.outputs)})
     layer, x, dy = _prepared(context, made, shape)
     results = _once(layer, layer, x, dy)
-    exact = _products(layer, x, dy, x, x, layer.weight, layer.weight, dy, dy)
-    ratios = _ratios(results, exact)
+    ratios = _ratios(results, _products(layer, dy, (x, x, layer.weight, layer.weight, dy, dy)))
     return {"holds": min(ratios.values()) >= BF16_DB, "unquantized_db": ratios}
 
 
@@ -143,26 +141,18 @@ def _once(layer: nn.Module, called: Any, x: Tensor, dy: Tensor) -> dict[str, Ten
     return found | {f"d{name[0]}": gradient for name, gradient in gradients(layer)}
 
 
-def _products(
-    layer: nn.Linear,
-    x: Tensor,
-    dy: Tensor,
-    x_along: Tensor,
-    x_across: Tensor,
-    w_along: Tensor,
-    w_across: Tensor,
-    dy_along: Tensor,
-    dy_across: Tensor,
-) -> dict[str, Tensor]:
-    """y, dx, dw and db in float64, of these operands."""
+def _products(layer: nn.Linear, dy: Tensor, operands: Sequence[Tensor]) -> dict[str, Tensor]:
+    """y, dx, dw and db in float64, of operands as `quantized` gives them."""
+    x_along, x_across, w_along, w_across, dy_along, dy_across = (x.double() for x in operands)
     with torch.no_grad():
-        y = x_along.double() @ w_along.double().t()
         found = {
-            "y": y if layer.bias is None else y + layer.bias.double(),
-            "dx": dy_along.double() @ w_across.double(),
-            "dw": dy_across.double().t() @ x_across.double(),
+            "y": x_along @ w_along.t(),
+            "dx": dy_along @ w_across,
+            "dw": dy_across.t() @ x_across,
         }
-        return found if layer.bias is None else found | {"db": dy.double().sum(0)}
+        if layer.bias is not None:
+            found |= {"y": found["y"] + layer.bias.double(), "db": dy.double().sum(0)}
+        return found
 
 
 def quantized(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:

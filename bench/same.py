@@ -51,8 +51,7 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        found = dict(_facts(chosen))
-        Path(chosen.child).write_text(json.dumps(found))
+        Path(chosen.child).write_text(json.dumps(dict(_facts(chosen))))
         return 0
     with tempfile.TemporaryDirectory() as folder, _tree(chosen.revision) as other:
         facts = [_in_tree(tree, Path(folder)) for tree in (other, ROOT)]

@@ -1,5 +1,4 @@
-"""`fp8stack generate`: text that a trained model writes, token by token. It must not know how a
-token is drawn or a prompt typed."""
+"""`fp8stack generate`: text that a trained model writes, token by token."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 
 from fp8stack.errors import Interrupted, UserError, quoted
 from fp8stack.model.gpt import GPT
@@ -31,7 +31,7 @@ class Request:
         recipe: what the model is run in; None for bf16 where the machine multiplies it, else fp32.
         tokenizer: a name or path; None for the run's.
         device: auto, cpu or cuda.
-        backend: who computes.
+        backend: the compute backend.
     """
 
     run: str
@@ -79,6 +79,7 @@ def write(request: Request) -> None:
     if len(prompt) > context:
         reads = f"the model reads the last {context}, its context"
         _say(f"the prompt has {len(prompt)} tokens: {reads}")
+    full = f"the context of {context} tokens is full"
     stream = generate(
         model,
         prompt,
@@ -87,7 +88,7 @@ def write(request: Request) -> None:
         seed=request.seed,
         stop=() if tokenizer.end_of_text is None else (tokenizer.end_of_text,),
         vocabulary=tokenizer.vocabulary,
-        when_full=_Once(f"the context of {context} tokens is full: its last half is read again"),
+        when_full=cache(lambda: _say(f"{full}: its last half is read again")),  # once
     )
     read = min(len(prompt), context)
     with closing(_Speed(read, model)) as speed:
@@ -138,18 +139,6 @@ def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[in
 
 
 REMEMBERED = 64  # tokens of the prompt that may decide about the first character after it
-
-
-class _Once:
-    """Says something the first time that it is called."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __call__(self) -> None:
-        if self._message:
-            _say(self._message)
-        self._message = ""
 
 
 class _Speed:

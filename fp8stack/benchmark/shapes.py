@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,8 @@ from fp8stack.precision.profit import Shape
 from fp8stack.precision.shapes import save_measured
 from fp8stack.tables import markdown
 
-
-class Measure(Protocol):
-    """How arms are timed: `fp8stack.benchmark.timing.interleaved`, or a test's own."""
-
-    def __call__(
-        self, arms: Mapping[str, Arm], *, rounds: int, device: str
-    ) -> Mapping[str, Timing]:
-        """The timing of each arm."""
-        ...
+Measure = Callable[..., Mapping[str, Timing]]
+"""What times arms: `fp8stack.benchmark.timing.interleaved`, or a test's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,9 +98,7 @@ def test_a_run_by_itself_repeats_its_own_validation_loss(run):
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("delayed", {"forward_format": "e5m2"}),
-        ("delayed", {"history_length": 16}),
-        ("delayed", {"head": True}),
+        ("delayed", {"forward_format": "e5m2", "history_length": 16, "head": True}),
         ("current", {"power_of_two": True}),
         ("mxfp8", {"scale_rounding": "floor", "head": True}),
         ("block", {"power_of_two": False, "exclude_first_blocks": 1}),

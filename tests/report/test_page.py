@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ from fp8stack.report.grids import joined
 from fp8stack.report.read import read_run
 from fp8stack.report.summary import headline, what_if
 from fp8stack.training.metrics.plot import view_range
-from tests.support.made_runs import KINDS, make_run, metric_rows, operand_rows, outlier, write_lines
+from tests.support.made_runs import (
+    KINDS,
+    Change,
+    make_run,
+    metric_rows,
+    operand_rows,
+    outlier,
+    write_lines,
+)
 
 ATTENTION = ("alarm", "warning")
 
@@ -173,10 +182,18 @@ def test_no_plot_has_formulas_for_numbers_and_none_is_wider_than_a_telephone(tmp
 
 # What stands out
 
-CLEAN = ["delayed", "current", "block", "mxfp8"]
+
+def at(layer: str, kind: str, figures: Callable[[int], dict[str, Any]]) -> Change:
+    """Gives one operand these figures, by step."""
+
+    def change(row: dict[str, Any]) -> None:
+        if (row.get("layer"), row.get("operand")) == (layer, kind):
+            row |= figures(row["step"])
+
+    return change
 
 
-@pytest.mark.parametrize("recipe", CLEAN)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_nothing_stands_out_in_a_clean_run(tmp_path, recipe, seed):
     rows = operand_rows(6, [1, *range(20, 401, 20)], recipe, seed)
@@ -214,10 +231,9 @@ def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
     ("figure", "value"), [("sqnr_db", 19.0), ("saturated", 0.02), ("underflow", 0.2), ("amax", 900)]
 )
 def test_one_figure_is_enough_to_stand_out(tmp_path, figure, value):
-    def change(row):
-        if (row.get("layer"), row.get("operand")) == ("blocks.1.attention.qkv", "input"):
-            row[figure] = value if row["step"] > 100 else row[figure]
-
+    change = at(
+        "blocks.1.attention.qkv", "input", lambda step: {figure: value} if step > 100 else {}
+    )
     found = judged(make_run(tmp_path / "r", change=change)).standing_out
     assert [out.operand.name for out in found] == ["blocks.1.attention.qkv, input"]
     assert list(found[0].values) == [figure]
@@ -225,35 +241,30 @@ def test_one_figure_is_enough_to_stand_out(tmp_path, figure, value):
 
 
 def test_what_passed_after_one_sample_is_a_note(tmp_path):
-    def change(last):
-        def once(row):
-            if (row.get("layer"), row.get("operand")) == ("blocks.1.mlp.up", "grad_output"):
-                row["sqnr_db"] = 10.7 if row["step"] == (200 if last else 100) else row["sqnr_db"]
+    def run(step):
+        worse = {"sqnr_db": 10.7}
+        change = at("blocks.1.mlp.up", "grad_output", lambda at: worse if at == step else {})
+        return make_run(tmp_path / str(step), change=change)
 
-        return once
-
-    passed = make_run(tmp_path / "passed", change=change(last=False))
+    passed, newest = run(100), run(200)
     assert told(passed) == []
-    assert (
-        "blocks.1.mlp.up, grad_output was out of line at step 100 alone" in told(passed, "note")[0]
-    )
-    newest = make_run(tmp_path / "newest", change=change(last=True))
+    said = "blocks.1.mlp.up, grad_output was out of line at step 100 alone"
+    assert said in told(passed, "note")[0]
     assert "grad_output stands out at step 200: SQNR 10.7 dB" in told(newest, "warning")[0]
 
 
-def test_what_all_layers_do_together_does_not_stand_out(tmp_path):
+def all_layers(row):
+    return row["step"] >= 100
+
+
+def one_kind_of_layer(row):
+    return row["layer"].endswith("mlp.down") and row["operand"] == "input"
+
+
+@pytest.mark.parametrize("which", [all_layers, one_kind_of_layer], ids=lambda f: f.__name__)
+def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, which):
     def change(row):
-        if "amax" in row and row["step"] >= 100:
-            row["amax"] *= 1000
-            row["underflow"] += 0.3
-            row["sqnr_db"] -= 6
-
-    assert judged(make_run(tmp_path / "r", change=change)).standing_out == []
-
-
-def test_what_one_kind_of_layer_is_by_nature_does_not_stand_out(tmp_path):
-    def change(row):
-        if row.get("layer", "").endswith("mlp.down") and row["operand"] == "input":
+        if "amax" in row and which(row):
             row["amax"] *= 40
             row["underflow"] += 0.2
             row["sqnr_db"] -= 4
@@ -262,38 +273,26 @@ def test_what_one_kind_of_layer_is_by_nature_does_not_stand_out(tmp_path):
 
 
 def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
-    def change(row):
-        if row.get("layer") == "blocks.0.mlp.down" and row["operand"] == "grad_output":
-            at = row["step"] == 160
-            row |= {"amax": None, "sqnr_db": None, "nonfinite": 0.02} if at else {}
-
+    bad = {"amax": None, "sqnr_db": None, "nonfinite": 0.02}
+    change = at("blocks.0.mlp.down", "grad_output", lambda step: bad if step == 160 else {})
     (alarm,) = told(make_run(tmp_path / "r", change=change), "alarm")
-    assert alarm.startswith(
-        "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
-    )
+    said = "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
+    assert alarm.startswith(said)
     assert "2 % of them" in alarm
 
 
-def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_path):
-    def change(bits):
-        def clip(row):
-            if (row.get("layer"), row.get("operand")) == ("blocks.3.mlp.up", "weight"):
-                row["headroom_bits"] = -bits if row["step"] == 80 else 0.5
-
-        return clip
-
-    (warning,) = told(make_run(tmp_path / "much", change=change(3.5)), "warning")
-    assert "blocks.3.mlp.up, weight at step 80, by 3.5 bits" in warning
-    slight = make_run(tmp_path / "slight", change=change(0.6))
-    assert told(slight) == []
-    assert "blocks.3.mlp.up, weight at step 80, by 0.6 bits" in told(slight, "note")[0]
+@pytest.mark.parametrize(("bits", "level"), [(3.5, "warning"), (0.6, "note")])
+def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_path, bits, level):
+    change = at(
+        "blocks.3.mlp.up", "weight", lambda step: {"headroom_bits": -bits if step == 80 else 0.5}
+    )
+    run = make_run(tmp_path / "r", change=change)
+    assert len(told(run)) == (level == "warning")
+    assert f"blocks.3.mlp.up, weight at step 80, by {bits} bits" in told(run, level)[0]
 
 
 def test_the_extremes_name_the_worst_settled_sample(tmp_path):
-    def change(row):
-        if row.get("step") == 60 and row.get("layer") == "blocks.0.mlp.up":
-            row |= {"sqnr_db": 22.4} if row.get("operand") == "weight" else {}
-
+    change = at("blocks.0.mlp.up", "weight", lambda step: {"sqnr_db": 22.4} if step == 60 else {})
     extremes = judged(make_run(tmp_path / "r", change=change)).extremes
     assert ("lowest SQNR", "blocks.0.mlp.up, weight", 60, "22.4 dB") in extremes
 
