@@ -1,6 +1,6 @@
 """What this device reaches at most: bytes per second, operations per second, launches per second.
 
-Each figure is printed and written as soon as it is known. It must not know a model.
+Each figure is printed and written as soon as it is known.
 """
 
 from __future__ import annotations

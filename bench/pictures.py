@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -52,7 +50,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Draw all pictures into the folder."""
     for name, (figure, facts) in pictures().items():
         path = arguments.out / f"{name}.png"
-        FigureCanvasAgg(figure)
         figure.savefig(path, dpi=110, metadata={"Description": json.dumps(facts)})
         print(f"written: {path}, {json.dumps(facts)}")
 
@@ -119,16 +116,9 @@ def formats_picture() -> tuple[Figure, dict[str, float]]:
 # Delayed against current scaling on a spike
 
 
-@dataclass(frozen=True, kw_only=True)
-class Course:
-    """What a way of scaling made of the tensors of all steps.
-
-    Attributes:
-        limit: the largest value that its scale can hold.
-        clipped: the share of elements that were clipped.
-        zeroed: the share that was not zero and became zero.
-        sqnr: signal to noise in dB.
-    """
+class Course(NamedTuple):
+    """What a way of scaling made of the tensors of all steps: the largest value that its scale can
+    hold, the shares of elements that were clipped and that became zero, signal to noise in dB."""
 
     limit: Floats
     clipped: Floats
@@ -159,7 +149,9 @@ def spike() -> tuple[Floats, dict[str, Course]]:
             rows[name].append(_figures(x, history.scale("x")))
             history.record("x", largest)
             history.update()
-    courses = {name: _course(found) for name, found in rows.items()}
+    courses = {
+        name: Course(*map(np.array, zip(*found, strict=True))) for name, found in rows.items()
+    }
     return np.array(amaxes), courses
 
 
@@ -169,11 +161,6 @@ def _figures(x: Tensor, scale: Tensor) -> tuple[float, ...]:
     assert ratio is not None
     limit = FORMATS["e4m3"].max / float(scale)
     return limit, found["saturated"], found["underflow"], ratio
-
-
-def _course(rows: list[tuple[float, ...]]) -> Course:
-    limit, clipped, zeroed, sqnr = (np.array(column) for column in zip(*rows, strict=True))
-    return Course(limit=limit, clipped=clipped, zeroed=zeroed, sqnr=sqnr)
 
 
 def spike_picture() -> tuple[Figure, dict[str, float]]:

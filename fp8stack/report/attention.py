@@ -1,4 +1,4 @@
-"""What needs attention in a run, as sentences: the worst first. No file, no page here."""
+"""What needs attention in a run, as sentences: the worst first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DebugLog of a run, as findings and as lines of a table. No figure of telemetry here."""
+"""Events of a run, as findings and as lines of a table."""
 
 from __future__ import annotations
 

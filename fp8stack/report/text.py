@@ -1,4 +1,4 @@
-"""The essentials of a report for a terminal. Nothing is written here."""
+"""The essentials of a report for a terminal."""
 
 from __future__ import annotations
 
