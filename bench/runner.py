@@ -23,7 +23,8 @@ from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, probe
 
 RESULTS = Path(__file__).parent / "results"
-CHOOSING = ("out", "recipes", "models", "parts", "compiled", "profile")  # options that time nothing
+# Options that time nothing.
+CHOOSING = ("out", "recipes", "models", "parts", "compiled", "profile", "minutes")
 TOLERANCE = 0.15
 SCENARIOS = {
     "emulation": "the cost of emulated FP8 on a CPU: a linear and a step, with peers beside",
