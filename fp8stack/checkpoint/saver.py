@@ -28,8 +28,8 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 class Saver:
     """Writes the checkpoints of one run.
 
-    As a context it is closed at the end: what is being written is waited for, unless the user
-    interrupted.
+    As a context it waits at the end for what is being written, unless the user interrupted, and
+    lets go of the host memory.
 
     Args:
         folder: of the checkpoints.
@@ -91,32 +91,21 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong in the background, which `check` and `wait` would raise."""
+        """Whether something went wrong in the background, which `wait` would raise."""
         return self._error is not None
 
-    def check(self) -> None:
-        """Raise what went wrong in the background, once.
+    def wait(self) -> None:
+        """Wait until all that was saved is on the disk.
 
         Raises:
-            StorageError: a checkpoint could not be written.
+            StorageError: a checkpoint could not be written in the background; once.
         """
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def wait(self) -> None:
-        """Wait until all that was saved is on the disk. Raises what `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
-
-    def close(self) -> None:
-        """Wait, and let go of the host memory. Raises what `check` does."""
-        try:
-            self.wait()
-        finally:
-            self._host = HostCopy()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self
@@ -125,16 +114,18 @@ class Saver:
         if isinstance(error, KeyboardInterrupt):
             return
         try:
-            self.close()
+            self.wait()
         except UserError as lost:
             if error is None:
                 raise
             say(str(lost))  # the run ends by another error, which is not to be hidden
+        finally:
+            self._host = HostCopy()
 
     def _work(self, step: int, info: Mapping[str, Any]) -> None:
         try:
             self._write(step, info, self._host.values())
-        except BaseException as error:  # `check` raises it where the run can end by it
+        except BaseException as error:  # `wait` raises it where the run can end by it
             self._error = error
 
     def _write(self, step: int, info: Mapping[str, Any], tensors: Groups) -> None:

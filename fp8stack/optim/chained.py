@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +33,7 @@ class ChainedOptimizer(Optimizer):
         for optimizer in optimizers:
             optimizer.state = state
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """Step each optimizer but those that are to skip. There is no closure."""
         assert closure is None
         for optimizer in self.optimizers:
@@ -46,7 +41,6 @@ class ChainedOptimizer(Optimizer):
                 _begin(optimizer)
             else:
                 optimizer.step()
-        return None
 
 
 def optimizers_in(optimizer: Optimizer) -> tuple[Optimizer, ...]:

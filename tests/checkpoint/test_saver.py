@@ -133,7 +133,7 @@ def _no_room(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("surfaces", ["check", "save", "wait", "close", "with"])
+@pytest.mark.parametrize("surfaces", ["save", "wait", "with"])
 def test_a_full_disk_in_the_background_is_told_once_at_the_next_chance(
     surfaces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,10 +146,8 @@ def test_a_full_disk_in_the_background_is_told_once_at_the_next_chance(
         assert saver._thread is not None
         saver._thread.join()
     ways: dict[str, Callable[[], object]] = {
-        "check": saver.check,
         "save": lambda: saver.save(3, INFO, lambda: _tensors(3)),
         "wait": saver.wait,
-        "close": saver.close,
         "with": lambda: saver.__exit__(None, None, None),
     }
     with pytest.raises(StorageError, match=r"disk is full. Make room there."):
@@ -157,7 +155,7 @@ def test_a_full_disk_in_the_background_is_told_once_at_the_next_chance(
     saver.wait()  # once
     assert _names(tmp_path) == ["step-000001"]
     saver.save(4, INFO, lambda: _tensors(4))
-    saver.close()
+    saver.wait()
     assert _names(tmp_path) == ["step-000001", "step-000004"]
 
 
@@ -191,7 +189,7 @@ def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(
         tmp_path, in_background=in_background, before=lambda: seen.append(_names(tmp_path))
     )
     saver.save(1, INFO, lambda: _tensors(1))
-    saver.close()
+    saver.wait()
     assert seen == [[]]
 
 
