@@ -83,8 +83,8 @@ def test_a_resumption_that_is_not_refused_is_told(saved: Path) -> None:
 def test_the_row_of_the_matrix_counts_what_it_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = numeric_rows.other_runs(tmp_path, 12)
-    assert (outcome.injected, outcome.survived, outcome.lost) == (12, 12, ())
+    outcome = numeric_rows.other_runs(tmp_path, 3)
+    assert (outcome.injected, outcome.survived, outcome.lost) == (3, 3, ())
     monkeypatch.setattr(
         other_runs, "set_up", lambda *_: other_runs.small_run(tmp_path, "n", "fp32")
     )

@@ -132,13 +132,13 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallLoop]:
-    """A run of 15 steps with each optimizer, uncompiled."""
+    """A run of 20 steps with each optimizer, uncompiled."""
     folder, found = tmp_path_factory.mktemp("trained"), {}
     for name in ("adamw", "sgd", *OTHERS):
         keys = {"lr": 0.1} if name == "sgd" else {}
-        found[name] = SmallLoop(folder / name, "fp32", optimizer=name, steps=15, **keys)
+        found[name] = SmallLoop(folder / name, "fp32", optimizer=name, **keys)
         with torch.compiler.set_stance("force_eager"):
-            found[name].advance(15)
+            found[name].advance(20)
     return found
 
 

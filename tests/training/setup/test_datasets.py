@@ -228,6 +228,7 @@ def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(
     assert command("pretrain", "--data", tokens, "--out", "bpe", *SHORT, *VOCABULARY) == 0
     (tmp_path / "text.txt").write_text(TEXT)
     begin = ["--init-from", "bpe", "--data", "text.txt", "--steps", "2", "--context", "32"]
+    begin += ["--set", "sample_tokens=0", "--set", "eval_windows=2"]
     assert command("pretrain", *begin, "--batch", "4", "--out", "on") == 0
     ours, theirs = (fp8stack.load_tokenizer(str(tmp_path / name)) for name in ("on", "bpe"))
     assert ours.to_json() == theirs.to_json()
@@ -264,7 +265,7 @@ def test_text_becomes_tokens_of_the_models_own_tokenizer(
     for name in ("a.txt", "b.txt"):
         (tmp_path / "texts" / name).write_text(TEXT)
     flags = ["--data", "texts", "--steps", "2", "--batch", "2", "--recipe", "fp32"]
-    masked = ["--document-mask", "--set", "eval_windows=2"]
+    masked = ["--document-mask", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
     assert command("pretrain", "--model", "mine.toml", *flags, *masked, "--out", "r") == 0
     assert (tmp_path / "r/tokenizer.json").read_text() == own.read_text()
     own.unlink()
@@ -292,14 +293,15 @@ def test_a_runs_files_may_move_and_so_may_the_run(command: Command, tmp_path: Pa
         'phases = [{name = "first", recipe = "other/one.toml", until = 1}, {name = "rest"}]\n'
     )
     files = ["--model", "mine.toml", "--recipe", "one.toml", "--what-if", "two.toml"]
-    some = ["--config", "run.toml", "--steps", "3", "--batch", "2", "--set", "eval_windows=2"]
-    assert command("pretrain", *files, *some, "--out", "r", "--save-every", "1") == 0
+    some = ["--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
+    first = ["--config", "run.toml", "--steps", "3", "--save-every", "1"]
+    assert command("pretrain", *files, *some, *first, "--out", "r") == 0
     for name in ("mine.toml", "one.toml", "two.toml", "other/one.toml"):
         (tmp_path / name).unlink()
     (tmp_path / "r").rename(tmp_path / "moved")
     assert command("pretrain", "--resume", "moved", "--steps", "4") == 0
     assert command("pretrain", "--config", "moved/run.toml", "--steps", "3", "--out", "s") == 0
     assert losses(tmp_path / "s") == losses(tmp_path / "moved")[:3]
-    assert command("pretrain", "--init-from", "moved", "--steps", "1", "--out", "t") == 0
+    assert command("pretrain", "--init-from", "moved", *some, "--steps", "1", "--out", "t") == 0
     for run in ("moved", "s"):
         assert str(tmp_path) not in (tmp_path / run / "run.toml").read_text().replace("out = ", "")
