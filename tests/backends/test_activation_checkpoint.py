@@ -88,12 +88,11 @@ def test_losses_gradients_and_fp8_state_are_the_same_to_the_bit(
         assert_same(trained(gpt(recipe, backend, save_fp8, mode, **more)), expected)
 
 
-@pytest.mark.parametrize(("recipe", "backend", "save_fp8", "shape"), CASES)
+@pytest.mark.parametrize(("recipe", "backend", "save_fp8"), WAYS)
 def test_selective_keeps_less_than_none_and_block_less_than_selective(
-    recipe: str, backend: str, save_fp8: bool, shape: str
+    recipe: str, backend: str, save_fp8: bool
 ) -> None:
-    more = SHAPES[shape] | {"layers": 1}
-    model = gpt(recipe, backend, save_fp8, **more)
+    model = gpt(recipe, backend, save_fp8, layers=1, dropout=0.2)
     tokens = torch.zeros(2, 33, dtype=torch.int64)
     kept = []
     for mode in activations.MODES:
