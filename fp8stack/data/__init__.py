@@ -1,7 +1,4 @@
-"""Token data: what is read, how it is split, and which windows make the batch of a step.
-
-Knows files, tokens and steps; knows nothing of models, precision or devices.
-"""
+"""Token data: what is read, how it is split, and which windows make the batch of a step."""
 
 from fp8stack.data.batches import Order, StepBatches, decode, describe, validation_windows
 from fp8stack.data.corpus import Corpus, DataError, Part

@@ -1,7 +1,4 @@
-"""Which windows of a corpus make the batch of a step: a function of seed and step alone.
-
-Knows a corpus; nothing of devices, ranks or workers.
-"""
+"""Which windows of a corpus make the batch of a step: a function of seed and step alone."""
 
 from __future__ import annotations
 

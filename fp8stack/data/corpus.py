@@ -103,12 +103,8 @@ class Part:
         Raises:
             DataError: the file is gone or has shrunk below the end of this part.
         """
-        if self.mapped:
-            self._require_size()
-        return self.tokens[start:stop]
-
-    def _require_size(self) -> None:
-        """Raise unless the file still reaches to the end of this part."""
+        if not self.mapped:
+            return self.tokens[start:stop]
         end = self.start + len(self)
         try:
             present = self.path.stat().st_size // self.tokens.itemsize
@@ -122,26 +118,21 @@ class Part:
                 f"{self.path} shrank while in use: it held {end} tokens or more and ends at "
                 f"offset {present} now. Restore the file and resume the run."
             )
+        return self.tokens[start:stop]
 
     def slice(self, start: int, stop: int) -> Part:
         """The part that holds the tokens from `start` to `stop` of this one."""
         return replace(self, tokens=self.tokens[start:stop], start=self.start + start)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # A memmap pickles as a copy of all its bytes: a worker would receive the whole file.
-        if self.mapped:
-            where = (self.path, self.tokens.dtype.str, self.start, len(self))
-            return _map_part, (*where, self.documents)
-        return _memory_part, (self.path, self.tokens, self.start, self.documents)
+        mapped = {"tokens": (self.tokens.dtype.str, self.start, len(self))} if self.mapped else {}
+        return self.__dict__ | mapped
 
-
-def _map_part(path: Path, dtype: str, start: int, count: int, documents: Documents | None) -> Part:
-    tokens = map_tokens(path, dtype, start, count)
-    return Part(path=path, tokens=tokens, start=start, documents=documents)
-
-
-def _memory_part(path: Path, tokens: Tokens, start: int, documents: Documents | None) -> Part:
-    return Part(path=path, tokens=tokens, start=start, documents=documents)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["tokens"], tuple):
+            state["tokens"] = map_tokens(state["path"], *state["tokens"])
+        self.__dict__.update(state)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,10 +164,16 @@ class Corpus:
     def _ends(self) -> npt.NDArray[np.int64]:
         return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
-    def _find(self, position: int) -> tuple[int, int]:
-        """The index of the part that holds token `position`, and the token's offset in it."""
-        index = int(np.searchsorted(self._ends, position, side="right"))
-        return index, position - int(self._ends[index]) + len(self.parts[index])
+    def _pieces(self, start: int, length: int) -> Iterator[tuple[Part, int, slice]]:
+        """The parts that hold the `length` tokens from `start` on, each with where in it they begin
+        and which of the tokens it holds."""
+        filled = 0
+        while filled < length:
+            index = int(np.searchsorted(self._ends, start + filled, side="right"))
+            part, left = self.parts[index], int(self._ends[index]) - start - filled
+            count = min(left, length - filled)
+            yield part, len(part) - left, slice(filled, filled + count)
+            filled += count
 
     def locate(self, position: int) -> tuple[Path, int]:
         """The file that holds token `position` of the corpus, and the token's offset in it.
@@ -186,8 +183,8 @@ class Corpus:
         """
         if not 0 <= position < len(self):
             raise IndexError(f"Token {position} of {self.name}, which has {len(self)}.")
-        index, offset = self._find(position)
-        return self.parts[index].path, self.parts[index].start + offset
+        part, offset, _ = next(self._pieces(position, 1))
+        return part.path, part.start + offset
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """The `length` tokens from `start` on, across the borders of parts: int64 [length].
@@ -201,12 +198,8 @@ class Corpus:
                 f"Tokens {start} to {start + length} of {self.name}, which has {len(self)}."
             )
         window = np.empty(length, dtype=np.int64)
-        filled = 0
-        while filled < length:
-            index, offset = self._find(start + filled)
-            piece = self.parts[index].read(offset, offset + length - filled)
-            window[filled : filled + len(piece)] = piece
-            filled += len(piece)
+        for part, offset, where in self._pieces(start, length):
+            window[where] = part.read(offset, offset + where.stop - where.start)
         return window
 
     def documents(self, start: int, window: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -219,15 +212,11 @@ class Corpus:
             DataError: a file that says it is gone or has shrunk.
         """
         begins = np.zeros(len(window), dtype=np.bool_)
-        filled = 0
-        while filled < len(window):
-            index, offset = self._find(start + filled)
-            part = self.parts[index]
-            count = min(len(part) - offset, len(window) - filled)
+        for part, offset, where in self._pieces(start, len(window)):
             if part.documents is not None:
-                found = part.documents.begins(window, filled, count, part.start + offset)
-                begins[filled : filled + count] = found
-            filled += count
+                count = where.stop - where.start
+                at = part.start + offset
+                begins[where] = part.documents.begins(window, where.start, count, at)
         begins[:1] = False
         return np.cumsum(begins, dtype=np.int64)
 

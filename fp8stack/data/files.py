@@ -1,6 +1,5 @@
-"""Looking at files before they are read: which there are, how large, how they begin.
-
-Knows no format. No torch here.
+"""Looking at files before they are read: which there are, how large, how they begin. No torch
+here.
 """
 
 from __future__ import annotations
@@ -37,11 +36,6 @@ def is_folder(data: str) -> bool | None:
     except OSError as error:
         unreadable(data, error)
     return None
-
-
-def no_data(data: str) -> UserError:
-    """The error for a name under which there is nothing."""
-    return UserError(f"No data at {data!r}. Give a file or a folder with --data, or leave it out.")
 
 
 def head_and_size(path: Path) -> tuple[bytes, int]:

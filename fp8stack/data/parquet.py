@@ -1,11 +1,9 @@
-"""Parquet files with a column of text, read into memory as bytes. No torch here.
-
-The only file of this package that imports pyarrow.
-"""
+"""Parquet files with a column of text: the only file that imports pyarrow. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,56 @@ from fp8stack.errors import UserError, quoted
 
 MOST_BYTES = 2 * 2**30
 ROWS_AT_ONCE = 4096
+BUFFER_BYTES = 2**20
 END_OF_TEXT = 255  # of the bytes tokenizer: no byte of UTF-8
 
 
 def is_parquet(path: Path) -> bool:
     """Whether the file's name says that it is a parquet file."""
     return path.suffix.lower() == ".parquet"
+
+
+@contextmanager
+def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile`, closed at the end.
+
+    Raises:
+        UserError: pyarrow is missing, or the file cannot be read, at once or later within.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"Reading {path} needs pyarrow. Install it with `pip install pyarrow`."
+        ) from error
+    try:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+            yield file
+    except UserError:
+        raise
+    # A damaged file may also have names that are no UTF-8, or lack a column that it lists.
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UserError(
+            f"Cannot read {quoted(str(path))} as parquet: {quoted(' '.join(why.split()))}. {remedy}"
+        ) from error
+
+
+def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
+    """The values of a column from row `start` on: pyarrow arrays of at most `rows` of them."""
+    first = 0
+    for group in range(file.metadata.num_row_groups):
+        here = file.metadata.row_group(group).num_rows
+        if first + here > start:
+            left_out = max(0, start - first)
+            # One group after the other in one thread: memory does not grow with the file.
+            for batch in file.iter_batches(
+                rows, row_groups=[group], columns=[name], use_threads=False
+            ):
+                yield batch.column(0)[left_out:]
+                left_out = max(0, left_out - batch.num_rows)
+        first += here
 
 
 def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
@@ -36,27 +78,10 @@ def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
     Raises:
         UserError: a file cannot be read, or holds no column of text; or they hold more than 2 GiB.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"Reading {paths[0]} needs pyarrow. Install it with `pip install pyarrow`."
-        ) from error
     parts: list[Part] = []
     for path in paths:
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                parts.append(_part(path, file, MOST_BYTES - sum(map(len, parts))))
-        except UserError:
-            raise
-        # A damaged file may also have names that are no UTF-8, or lack a column that it lists.
-        except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-            why = (isinstance(error, OSError) and error.strerror) or str(error)
-            raise UserError(
-                f"Cannot read {path} as parquet: {' '.join(why.split())[:200]}. "
-                "Write or copy it again."
-            ) from error
+        with open_parquet(path) as file:
+            parts.append(_part(path, file, MOST_BYTES - sum(map(len, parts))))
     return tuple(parts)
 
 
@@ -64,8 +89,8 @@ def _part(path: Path, file: Any, most: int) -> Part:
     """One file, at most `most` bytes of text."""
     column = _text_column(path, file.schema_arrow)
     tokens = bytearray()
-    for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
-        tokens += _documents(batch.column(0)).data
+    for texts in read_column(file, column, 0, ROWS_AT_ONCE):
+        tokens += _documents(texts).data
         if len(tokens) > most:
             raise UserError(
                 f"{path} holds too much text to be read into memory: {MOST_BYTES / 2**30:g} GiB "

@@ -1,6 +1,5 @@
-"""From `--data` to the two splits: what kind of data it is, who reads it, what is held out.
-
-Knows files, not batches. No torch here.
+"""From `--data` to the two splits: what kind of data it is, who reads it, what is held out. No
+torch here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fp8stack.data import megatron
 from fp8stack.data.bins import bin_part, is_bin, named_splits
 from fp8stack.data.corpus import Corpus, Part
 from fp8stack.data.encoded import encoded
-from fp8stack.data.files import is_empty, is_folder, no_data, walk
+from fp8stack.data.files import is_empty, is_folder, walk
 from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.parquet import is_parquet, parquet_parts
 from fp8stack.data.prepared import (
@@ -28,21 +27,7 @@ from fp8stack.errors import UserError
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.tokenizer.byte_level import ByteTokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Loader:
-    """What all sources of data are read with; see `load_corpora`."""
-
-    vocabulary: int
-    held_out: float
-    end_of_text: int | None
-    texts: Tokenizer | None
-
-    def text(self, name: str, parts: list[Part]) -> tuple[Part, ...]:
-        """Files of text or tables: their bytes one after the other, or their tokens."""
-        if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
-            return encoded(name, parts, self.texts)
-        return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
+Parts = tuple[Part, ...]
 
 
 def load_corpora(
@@ -75,14 +60,11 @@ def load_corpora(
     if not 0 < held_out < 1:
         raise UserError(f"Cannot hold out {held_out} of the data. Use a share between 0 and 1.")
     loader = _Loader(vocabulary=vocabulary, held_out=held_out, end_of_text=end_of_text, texts=texts)
-    if data is None:
-        parts = loader.text(STANDARD_LIBRARY, standard_library(vocabulary))
-        return _split(STANDARD_LIBRARY, parts, held_out)
-    pieces = weighted(data)
+    pieces = None if data is None else weighted(data)
     if pieces is None:
-        return _one(data, loader)
+        return loader.splits(data)
     tokenizer_of(data, texts)
-    found = [(weight, *_one(path, loader)) for weight, path in pieces]
+    found = [(weight, *loader.splits(path)) for weight, path in pieces]
     return (
         mixture_of(f"{data} (training part)", [(weight, train) for weight, train, _ in found]),
         mixture_of(f"{data} (held-out part)", [(weight, val) for weight, _, val in found]),
@@ -95,10 +77,7 @@ def holds_text(data: str | None) -> bool:
     Raises:
         UserError: there are no such data.
     """
-    pieces = weighted(data) if data is not None else None
-    if pieces is None:
-        return _is_text(data)
-    return any(_is_text(path) for _, path in pieces)
+    return any(_is_text(path) for path in _paths(data))
 
 
 def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer | None:
@@ -111,10 +90,7 @@ def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer 
         UserError: there are no such data, a prepared folder's tokenizer is not the one that made
             its tokens, or the sources of a mixture differ.
     """
-    pieces = weighted(data) if data is not None else None
-    if pieces is None:
-        return _tokenizer_of_one(data, texts)
-    found = [(path, _tokenizer_of_one(path, texts)) for _, path in pieces]
+    found = [(path, _tokenizer_of_one(path, texts)) for path in _paths(data)]
     for (path, one), (other_path, other) in pairwise(found):
         if (one and one.sha256) != (other and other.sha256):
             raise UserError(
@@ -122,6 +98,12 @@ def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer 
                 "be mixed. Make both with `fp8stack prepare` and one --tokenizer."
             )
     return found[0][1]
+
+
+def _paths(data: str | None) -> list[str | None]:
+    """`data`, or the sources of a mixture."""
+    pieces = None if data is None else weighted(data)
+    return [data] if pieces is None else [path for _, path in pieces]
 
 
 def _tokens_of(tokenizer: Tokenizer | None) -> str:
@@ -140,95 +122,112 @@ def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | 
 def _is_text(data: str | None) -> bool:
     if data is None:
         return True
-    folder = is_folder(data)
-    if not folder:
-        tokens = megatron.bin_of(data)
-        if folder is None and tokens is None:
-            raise no_data(data)
-        return not tokens and not is_bin(Path(data))
-    return not is_prepared(Path(data)) and not any(is_bin(path) for path in walk(Path(data)))
+    path = _found(data)
+    if path.is_dir():
+        return not is_prepared(path) and not any(is_bin(file) for file in walk(path))
+    return not is_bin(path)
 
 
-def _one(data: str, loader: _Loader) -> tuple[Corpus, Corpus]:
-    """The splits of data that are no mixture."""
-    vocabulary, held_out, end_of_text = loader.vocabulary, loader.held_out, loader.end_of_text
-    path = Path(data)
+def _found(data: str) -> Path:
+    """The folder or the file that `data`, which is no mixture, means."""
     folder = is_folder(data)
-    if not folder:
-        tokens = megatron.bin_of(data)
-        if folder is None and tokens is None:
-            raise no_data(data)
-        return _split(data, _file(tokens or path, loader), held_out)
-    if is_prepared(path):
-        train_parts, val_parts = prepared_parts(path, vocabulary)
-        if not val_parts:
-            return _split(data, train_parts, held_out)
-        return _named(data, train_parts, val_parts)
-    train, val = path / "train.bin", path / "val.bin"
-    if os.path.exists(train) and os.path.exists(val):
-        return (
-            Corpus(name=str(train), parts=(bin_part(train, vocabulary, end_of_text),)),
-            Corpus(name=str(val), parts=(bin_part(val, vocabulary, end_of_text),)),
+    tokens = None if folder else megatron.bin_of(data)
+    if folder is None and tokens is None:
+        raise UserError(
+            f"No data at {data!r}. Give a file or a folder with --data, or leave it out."
         )
-    return _folder(data, loader)
+    return tokens or Path(data)
 
 
-def _split(name: str, parts: tuple[Part, ...], held_out: float) -> tuple[Corpus, Corpus]:
-    whole = Corpus(name=name, parts=parts)
-    return _named(name, *whole.split(len(whole) - int(len(whole) * held_out)))
+@dataclass(frozen=True, kw_only=True)
+class _Loader:
+    """What all sources of data are read with; see `load_corpora`."""
+
+    vocabulary: int
+    held_out: float
+    end_of_text: int | None
+    texts: Tokenizer | None
+
+    def splits(self, data: str | None) -> tuple[Corpus, Corpus]:
+        """The splits of data that are no mixture."""
+        if data is None:
+            parts = self._text(STANDARD_LIBRARY, standard_library(self.vocabulary))
+            return self._cut(STANDARD_LIBRARY, parts)
+        path = _found(data)
+        if not path.is_dir():
+            return self._cut(data, self._file(path))
+        if is_prepared(path):
+            train_parts, val_parts = prepared_parts(path, self.vocabulary)
+            return (
+                _named(data, train_parts, val_parts) if val_parts else self._cut(data, train_parts)
+            )
+        train, val = path / "train.bin", path / "val.bin"
+        if os.path.exists(train) and os.path.exists(val):
+            return (
+                Corpus(name=str(train), parts=self._bins([train])),
+                Corpus(name=str(val), parts=self._bins([val])),
+            )
+        return self._folder(data)
+
+    def _cut(self, name: str, parts: Parts) -> tuple[Corpus, Corpus]:
+        """The parts with their end held out."""
+        whole = Corpus(name=name, parts=parts)
+        return _named(name, *whole.split(len(whole) - int(len(whole) * self.held_out)))
+
+    def _bins(self, paths: list[Path]) -> Parts:
+        return tuple(bin_part(path, self.vocabulary, self.end_of_text) for path in paths)
+
+    def _tables(self, name: str, paths: list[Path]) -> Parts:
+        require_bytes_fit(self.vocabulary, name)
+        return self._text(name, list(parquet_parts(paths)))
+
+    def _text(self, name: str, parts: list[Part]) -> Parts:
+        """Files of text or tables: their bytes one after the other, or their tokens."""
+        if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
+            return encoded(name, parts, self.texts)
+        return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
+
+    def _file(self, path: Path) -> Parts:
+        if is_bin(path):
+            return self._bins([path])
+        if is_parquet(path):
+            return self._tables(str(path), [path])
+        return self._text(str(path), [text(path, self.vocabulary)])
+
+    def _folder(self, data: str) -> tuple[Corpus, Corpus]:
+        """The splits of a folder whose files are all `.bin`, all parquet or all text."""
+        folder = Path(data)
+        files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
+        refuse_unfinished(folder, files)
+        bins = [path for path in files if is_bin(path)]
+        indices = {megatron.index_of(path) for path in bins}
+        tables = [path for path in files if is_parquet(path)]
+        others = [path for path in files if path not in {*bins, *indices, *tables}]
+        kinds = {".bin files": bins, "parquet files": tables, "others": others}
+        present = [(kind, paths[0].name) for kind, paths in kinds.items() if paths]
+        if len(present) > 1:
+            (kind, name), (other, other_name) = present[:2]
+            raise UserError(
+                f"{folder} mixes {kind} ({name}) with {other} ({other_name}). "
+                "Give a folder with one kind, or name one file."
+            )
+        if bins:
+            if named := named_splits(bins):
+                return _named(data, *map(self._bins, named))
+            parts = self._bins(bins)
+        elif tables:
+            parts = self._tables(data, tables)
+        else:
+            # An empty text is nothing lost; an empty .bin is a shard that was not written.
+            found = [text(path, self.vocabulary) for path in others if not is_empty(path)]
+            parts = self._text(data, found)
+        if not parts:
+            raise UserError(f"{folder} holds no data. Put .bin or text files into it.")
+        return self._cut(data, parts)
 
 
-def _named(name: str, train: tuple[Part, ...], val: tuple[Part, ...]) -> tuple[Corpus, Corpus]:
+def _named(name: str, train: Parts, val: Parts) -> tuple[Corpus, Corpus]:
     return (
         Corpus(name=f"{name} (training part)", parts=train),
         Corpus(name=f"{name} (held-out part)", parts=val),
     )
-
-
-def _file(path: Path, loader: _Loader) -> tuple[Part, ...]:
-    """The parts of one file that exists."""
-    if is_bin(path):
-        return (bin_part(path, loader.vocabulary, loader.end_of_text),)
-    if is_parquet(path):
-        require_bytes_fit(loader.vocabulary, str(path))
-        return loader.text(str(path), list(parquet_parts([path])))
-    return loader.text(str(path), [text(path, loader.vocabulary)])
-
-
-def _folder(data: str, loader: _Loader) -> tuple[Corpus, Corpus]:
-    """The splits of a folder whose files are all `.bin`, all parquet or all text."""
-    folder, vocabulary, end_of_text = Path(data), loader.vocabulary, loader.end_of_text
-    files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
-    bins = [path for path in files if is_bin(path)]
-    refuse_unfinished(folder, files)
-    indices = {megatron.index_of(path) for path in bins}
-    parquets = [path for path in files if is_parquet(path)]
-    texts = [path for path in files if path not in {*bins, *indices, *parquets}]
-    _require_one_kind(folder, {".bin files": bins, "parquet files": parquets, "others": texts})
-    if bins:
-        if named := named_splits(bins):
-            train, val = (
-                tuple(bin_part(path, vocabulary, end_of_text) for path in split) for split in named
-            )
-            return _named(data, train, val)
-        parts = tuple(bin_part(path, vocabulary, end_of_text) for path in bins)
-    elif parquets:
-        require_bytes_fit(vocabulary, data)
-        parts = loader.text(data, list(parquet_parts(parquets)))
-    else:
-        # An empty text is nothing lost; an empty .bin is a shard that was not written.
-        found = [text(path, vocabulary) for path in texts if not is_empty(path)]
-        parts = loader.text(data, found)
-    if not parts:
-        raise UserError(f"{folder} holds no data. Put .bin or text files into it.")
-    return _split(data, parts, loader.held_out)
-
-
-def _require_one_kind(folder: Path, kinds: dict[str, list[Path]]) -> None:
-    present = [(kind, paths[0].name) for kind, paths in kinds.items() if paths]
-    if len(present) > 1:
-        (kind, name), (other, other_name) = present[:2]
-        raise UserError(
-            f"{folder} mixes {kind} ({name}) with {other} ({other_name}). "
-            "Give a folder with one kind, or name one file."
-        )

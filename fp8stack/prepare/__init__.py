@@ -1,4 +1,4 @@
 """Documents become shards of tokens: text, JSON lines, parquet and datasets, in parallel.
 
-`run.prepare` does it. It must not know models or training. No torch here.
+`run.prepare` does it. No torch here.
 """

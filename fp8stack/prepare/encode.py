@@ -1,23 +1,29 @@
-"""Items become tokens. This runs in processes of its own: it must not know files or shards."""
+"""Items to tokens: in this process or in several, in order, with a bounded number under way."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import parent_process
+from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import wait
 
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.errors import UserError, quoted
+from fp8stack.errors import RankLost, UserError, quoted
 from fp8stack.prepare.read import Item
 from fp8stack.tokenizer import Tokenizer
 
+WAITING_EACH = 2  # items under way for each process, so that none waits for the reader
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 REPLACEMENT = "\ufffd"
 
@@ -40,6 +46,145 @@ class Encoded:
     replaced: int
 
 
+def encode_all(
+    items: Iterator[Item], tokenizer: Tokenizer, text_key: str, workers: int
+) -> Generator[tuple[Item, Encoded], None, None]:
+    """Each item with its tokens, in the order of the items, whatever the number of workers.
+
+    Raises:
+        UserError: an item cannot be read or tokenized; all before it were given.
+        RankLost: a process died.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    if workers == 1:
+        for item in items:
+            yield item, encode(item, tokenizer, text_key)
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),  # forks of threads may hang
+        initializer=start_worker,
+        initargs=(tokenizer, text_key),
+    )
+    try:
+        yield from _in_order(pool, items, (WAITING_EACH + 1) * workers)
+    except BrokenProcessPool:
+        raise RankLost(
+            "A process that tokenizes died; the system may have run out of memory. What is done "
+            "is kept: the same command goes on with it, with fewer --workers if need be."
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, items: Iterator[Item], window: int
+) -> Generator[tuple[Item, Encoded], None, None]:
+    """The items with their tokens; at most `window` are under way."""
+    under_way = deque[tuple[Item, Future[Encoded]]]()
+    failed: UserError | None = None
+    more = True
+    while more or under_way:
+        while more and len(under_way) < window:
+            try:
+                item = next(items)
+            except StopIteration:
+                more = False
+            except UserError as error:  # what was read before it still counts
+                failed, more = error, False
+            else:
+                with _without_interrupts():
+                    under_way.append((item, pool.submit(encode_in_worker, item)))
+        if under_way:
+            item, future = under_way.popleft()
+            yield item, future.result()
+    if failed is not None:
+        raise failed
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Within, a process may be started: Ctrl-C does not reach it before it ignores that itself."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # its own start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# In a process of its own
+
+_settings: tuple[Tokenizer, str] | None = None
+
+
+def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
+    """Make this process ready for `encode_in_worker`. It ends with the process that started it,
+    however that ends, and leaves signals to it."""
+    global _settings
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _settings = tokenizer, text_key
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def encode_in_worker(item: Item) -> Encoded:
+    """See `encode`."""
+    assert _settings is not None, "start_worker was not called"
+    return encode(item, *_settings)
+
+
+# Of one item
+
+
+def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
+    """The tokens of an item.
+
+    Args:
+        item: a piece of the inputs.
+        tokenizer: has an end-of-text token.
+        text_key: of JSON lines and tables.
+
+    Raises:
+        UserError: see `texts_of`.
+    """
+    found = list(texts_of(item, text_key))
+    texts = [text for text, _ in found]
+    ids = tokenizer.encode_batch(texts)
+    lengths = np.array([len(one) + 1 for one in ids], dtype=np.int64)
+    end = np.array([tokenizer.end_of_text], dtype=np.uint32)
+    parts = [part for one in ids for part in (one, end)]
+    if item.unfinished:
+        parts.pop()
+        lengths[-1] -= 1
+    tokens = np.concatenate(parts) if parts else end[:0]
+    return Encoded(
+        tokens=tokens.astype(dtype_of(tokenizer)),
+        lengths=lengths,
+        text_bytes=np.array([bytes_of(text) for text in texts], dtype=np.int64),
+        replaced=sum(replaced for _, replaced in found),
+    )
+
+
+def bytes_of(text: str) -> int:
+    """How many bytes a text has as UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    """Little-endian, as wide as the vocabulary needs."""
+    return np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
+
+
 def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
     """The text of each document, with how many U+FFFD took the place of what was not Unicode.
 
@@ -60,7 +205,7 @@ def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
 
 
 def _decoded(content: bytes) -> tuple[str, int]:
-    """Bytes as text."""
+    """Bytes as text, and how many U+FFFD took the place of what was not UTF-8."""
     try:
         return content.decode(), 0
     except UnicodeDecodeError:
@@ -102,7 +247,7 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
             ) from error
         if not isinstance(row, dict):
             raise UserError(
-                f"{where} is no object but a {_named(row)}. Give one object on each line, such as "
+                f"{where} is no object but a {_kind(row)}. Give one object on each line, such as "
                 f'{{"{quoted(key)}": "..."}}.'
             )
         if key not in row:
@@ -117,95 +262,16 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
 def _text(value: object, path: str, place: str) -> str:
     if not isinstance(value, str):
         raise UserError(
-            f"{quoted(path)} {place} has a {_named(value)} where text should be. Mend it or take "
+            f"{quoted(path)} {place} has a {_kind(value)} where text should be. Mend it or take "
             "it out, or name another field with --text-key."
         )
     return value
 
 
-def _named(value: object) -> str:
+def _kind(value: object) -> str:
     """What JSON calls it."""
-    names = {dict: "object", list: "list", bool: "true or false", str: "string"}
-    if value is None:
-        return "null"
-    return "number" if type(value) in (int, float) else names.get(type(value), type(value).__name__)
-
-
-class Encoder:
-    """What makes tokens of items.
-
-    Args:
-        tokenizer: has an end-of-text token.
-        text_key: of JSON lines and tables.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, text_key: str) -> None:
-        self.tokenizer = tokenizer
-        self.text_key = text_key
-        self.dtype = dtype_of(tokenizer)
-
-    def __call__(self, item: Item) -> Encoded:
-        """The tokens of an item.
-
-        Raises:
-            UserError: see `texts_of`.
-        """
-        end_of_text = self.tokenizer.end_of_text
-        assert end_of_text is not None
-        found = list(texts_of(item, self.text_key))
-        texts = [text for text, _ in found]
-        end = np.array([end_of_text], dtype=np.uint32)
-        parts = [end[:0]]
-        lengths = np.zeros(len(texts), dtype=np.int64)
-        for number, ids in enumerate(self.tokenizer.encode_batch(texts)):
-            ended = not (item.unfinished and number == len(texts) - 1)
-            if ended:
-                parts += [ids, end]
-                lengths[number] = len(ids) + 1
-            else:
-                parts.append(ids)
-                lengths[number] = len(ids)
-        return Encoded(
-            tokens=np.concatenate(parts).astype(self.dtype),
-            lengths=lengths,
-            text_bytes=np.array([bytes_of(text) for text in texts], dtype=np.int64),
-            replaced=sum(replaced for _, replaced in found),
-        )
-
-
-def bytes_of(text: str) -> int:
-    """Of a text, as UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def dtype_of(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
-    """Little-endian, as wide as the vocabulary needs."""
-    return np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
-
-
-# In a process of its own
-
-_encoder: Encoder | None = None
-
-
-def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
-    """Make this process ready for `encode`. It ends with the process that started it, however that
-    ends, and leaves signals to it."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _encoder = Encoder(tokenizer, text_key)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def encode(item: Item) -> Encoded:
-    """See `Encoder`."""
-    assert _encoder is not None, "start_worker was not called"
-    return _encoder(item)
+    names = {
+        **{dict: "object", list: "list", bool: "true or false", str: "string"},
+        **{int: "number", float: "number", type(None): "null"},
+    }
+    return names.get(type(value), type(value).__name__)

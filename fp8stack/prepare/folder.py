@@ -1,7 +1,4 @@
-"""The folder that is written: the journal of what is done, and the manifest at the end.
-
-It must not know how documents are read or tokenized.
-"""
+"""The folder that is written: the journal of what is done, and the manifest at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from fp8stack.data.prepared import MANIFEST
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
-from fp8stack.prepare.settings import Position, Settings
+from fp8stack.prepare.read import Position
+from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.shards import OWN_FILE, SplitState
 from fp8stack.tokenizer import TOKENIZER_FILE
 
@@ -31,50 +28,32 @@ KEYS = frozenset({"dtype", "tokenizer", "splits", "documents", "inputs", "settin
 
 
 class Counts(BaseModel):
-    """What was met among the documents.
-
-    Attributes:
-        documents: how many began.
-        empty: of those, without text: their end token alone.
-        replaced: how many U+FFFD took the place of what was not Unicode.
-        cut_words: how often a text without any space was cut where its tokens may differ from the
-            whole text's.
-    """
+    """What was met among the documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    documents: NonNegativeInt = 0
-    empty: NonNegativeInt = 0
-    replaced: NonNegativeInt = 0
+    documents: NonNegativeInt = 0  # how many began
+    empty: NonNegativeInt = 0  # of those, without text: their end token alone
+    replaced: NonNegativeInt = 0  # how many U+FFFD took the place of what was not Unicode
+    # How often a text without any space was cut where its tokens may differ from the whole text's.
     cut_words: NonNegativeInt = 0
 
 
 class Journal(BaseModel):
-    """What is done, and from where to go on.
-
-    Attributes:
-        settings: `Settings.of_output`.
-        tokenizer: its SHA-256.
-        read: the SHA-256 of the paths and sizes of the sources that were read to their end.
-        position: see `Position`.
-    """
+    """What is done, and from where to go on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = FORMAT
-    settings: dict[str, Any]
-    tokenizer: str
-    read: str
-    position: Position
+    settings: dict[str, Any]  # `Settings.of_output`
+    tokenizer: str  # its SHA-256
+    read: str  # the SHA-256 of the paths and sizes of the sources that were read to their end
+    position: Position = Position()
     counts: Counts = Counts()
     train: SplitState = SplitState()
     val: SplitState = SplitState()
 
 
 class Folder:
-    """A folder of shards.
-
-    Args:
-        path: it need not exist.
-    """
+    """A folder of shards, which need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,31 +73,39 @@ class Folder:
             raise UserError(f"{quoted(str(self.path))} is a file. Give a folder as --out.")
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        if os.name != "posix":  # a folder cannot be opened there
-            yield
-            return
-        with storage_errors(self.path):
-            descriptor = os.open(self.path, os.O_RDONLY)
+            # A folder can be opened on POSIX alone.
+            descriptor = os.open(self.path, os.O_RDONLY) if os.name == "posix" else None
         try:
-            if not lock(descriptor):
+            if descriptor is not None and not lock(descriptor):
                 raise UserError(
                     f"Another command prepares {quoted(str(self.path))}. Wait for it or give "
                     "another --out."
                 )
             yield
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
 
     def clear(self) -> bool:
         """Remove what a preparation wrote, finished or not, if there is one; other files stay.
         Whether there was.
 
         Raises:
+            UserError: what is there is another program's.
             StorageError: a file cannot be removed.
         """
         if not (self.journal_path.exists() or self.manifest_path.exists()):
             return False
-        self._require_own()
+        for path in (self.manifest_path, self.journal_path):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):  # none, or damaged: it may be ours
+                continue
+            if not isinstance(content, dict) or "settings" not in content:
+                raise UserError(
+                    f"{quoted(str(path))} is not of fp8stack prepare: nothing is removed. Give "
+                    "another --out."
+                )
         with storage_errors(self.path):
             if self.manifest_path.exists():  # without it nothing takes what is left for finished
                 self.manifest_path.replace(self.journal_path)
@@ -131,11 +118,7 @@ class Folder:
         return True
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest; None if there is none.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """The manifest; None if there is none. Raises a UserError if it cannot be read."""
         if not self.manifest_path.exists():
             return None
         try:
@@ -145,38 +128,26 @@ class Folder:
             if missing := sorted(KEYS - content.keys()):
                 raise ValueError(f"it has no {missing[0]!r}")
         except (OSError, ValueError, RecursionError) as error:
-            raise self._broken(self.manifest_path, error) from error
+            raise _broken(self.manifest_path, error) from error
         return content
 
     def journal(self) -> Journal | None:
-        """The journal; None if there is none.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """The journal; None if there is none. Raises a UserError if it cannot be read."""
         if not self.journal_path.exists():
             return None
         try:
             return Journal.model_validate_json(self.journal_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise self._broken(self.journal_path, first) from error
+            raise _broken(self.journal_path, first) from error
 
     def save_journal(self, journal: Journal) -> None:
-        """Write the journal, whole or not at all.
-
-        Raises:
-            StorageError: the disk is full or cannot be written.
-        """
-        content = journal.model_dump() | {"position": asdict(journal.position)}
-        write_atomically(self.journal_path, (json.dumps(content) + "\n").encode())
+        """Write the journal, whole or not at all. Raises a StorageError if that fails."""
+        write_atomically(self.journal_path, (json.dumps(journal.model_dump()) + "\n").encode())
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest; with it the folder is finished, and the journal goes.
-
-        Raises:
-            StorageError: the disk is full or cannot be written.
-        """
+        """Write the manifest; with it the folder is finished, and the journal goes. Raises a
+        StorageError if that fails."""
         write_atomically(self.manifest_path, (json.dumps(manifest, indent=1) + "\n").encode())
         self.drop_journal()
 
@@ -187,11 +158,8 @@ class Folder:
             sync_folder(self.path)
 
     def require_settings(self, found: dict[str, Any], settings: Settings) -> None:
-        """See that what was found here was asked for by the same settings.
-
-        Raises:
-            UserError: it was not; the message names the first difference.
-        """
+        """Raise a UserError, which names the first difference, unless what was found here was asked
+        for by the same settings."""
         output = settings.of_output()
         # A tokenizer that was trained is told by its size: nobody named one.
         for key, asked in sorted(output.items(), key=lambda item: item[0] == "tokenizer"):
@@ -204,11 +172,7 @@ class Folder:
                 )
 
     def require_empty(self) -> None:
-        """See that nothing is here, hidden files apart.
-
-        Raises:
-            UserError: something is.
-        """
+        """Raise a UserError unless nothing is here, hidden files apart."""
         for path in sorted(self.path.iterdir()):
             if not path.name.startswith("."):
                 raise UserError(
@@ -217,43 +181,28 @@ class Folder:
                 )
 
     def require_shards(self, manifest: dict[str, Any]) -> None:
-        """See that every shard that the manifest names is here, and whole.
-
-        Raises:
-            UserError: one is not.
-        """
+        """Raise a UserError unless every shard that the manifest names is here, and whole."""
         width = np.dtype(manifest["dtype"]).itemsize
         for shard in (one for split in manifest["splits"].values() for one in split["shards"]):
             path = self.path / shard["file"]
-            for file, size in (
-                (path, shard["tokens"] * width),
-                (path.with_suffix(".ends"), shard["documents"] * 8),
-            ):
+            sizes = {
+                path: shard["tokens"] * width,
+                path.with_suffix(".ends"): 8 * shard["documents"],
+            }
+            for file, size in sizes.items():
                 if not file.is_file() or file.stat().st_size != size:
                     raise UserError(
                         f"{quoted(str(file))} is missing or has another size than {MANIFEST} says. "
                         "Begin anew with --overwrite."
                     )
 
-    def _require_own(self) -> None:
-        """Raise a UserError if another program wrote what has a manifest's or a journal's name."""
-        for path in (self.manifest_path, self.journal_path):
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError):  # none, or damaged: it may be ours
-                continue
-            if not isinstance(content, dict) or "settings" not in content:
-                raise UserError(
-                    f"{quoted(str(path))} is not of fp8stack prepare: nothing is removed. Give "
-                    "another --out."
-                )
 
-    def _broken(self, path: Path, why: object) -> UserError:
-        reason = quoted(" ".join(str(why).split()))
-        return UserError(
-            f"{quoted(str(path))} cannot be read ({reason}). Begin anew with --overwrite, or give "
-            "another --out."
-        )
+def _broken(path: Path, why: object) -> UserError:
+    reason = quoted(" ".join(str(why).split()))
+    return UserError(
+        f"{quoted(str(path))} cannot be read ({reason}). Begin anew with --overwrite, or give "
+        "another --out."
+    )
 
 
 def _shown(value: object) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +20,6 @@ from fp8stack.prepare.streams import ByteStream
 from fp8stack.terminal import say
 
 Kind = Literal["text", "lines", "parquet", "hf"]
-HUB = "hf:"
 PACKED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv")
@@ -29,19 +28,12 @@ NAMED_BINARIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file, or a stream of `datasets`.
+    """A file, or a stream of `datasets`."""
 
-    Attributes:
-        path: of the file, or the name with `hf:`.
-        kind: what it holds.
-        size: bytes on the disk; 0 for a stream.
-        given: which of the inputs it belongs to.
-    """
-
-    path: str
+    path: str  # of the file, or the name with `hf:`
     kind: Kind
-    size: int
-    given: int
+    size: int  # bytes on the disk; 0 for a stream
+    given: int  # which of the inputs it belongs to
 
 
 def find_sources(settings: Settings) -> list[Source]:
@@ -53,7 +45,7 @@ def find_sources(settings: Settings) -> list[Source]:
     """
     found: list[Source] = []
     for number, name in enumerate(settings.inputs):
-        if name.startswith(HUB):
+        if name.startswith("hf:"):
             found.append(Source(path=name, kind="hf", size=0, given=number))
             continue
         path = Path(name)
@@ -84,7 +76,7 @@ def _unreadable(name: str, error: OSError) -> NoReturn:
     ) from error
 
 
-def _folder(folder: Path, name: str, settings: Settings, given: int) -> Iterator[Source]:
+def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Source]:
     out = settings.out.resolve()
     files = walk(folder, lambda inside: inside.resolve() == out, _unreadable)
     paths = sorted((path.relative_to(folder).as_posix(), path) for path in files)
@@ -94,13 +86,12 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> Iterator
             f"--include and --exclude leave nothing of the folder {quoted(name)}: the first of its "
             f"{len(paths)} files is {quoted(paths[0][0])}. Give other patterns."
         )
-    binary = list[Path]()
-    found = list[Source]()
+    binary, found = list[Path](), list[Source]()
     for path in asked:
         status = _status(path, str(path))
         if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
             source = _source(path, status, given)
-            if source.kind == "text" and _is_binary(path):
+            if source.kind == "text" and b"\0" in _head(path):
                 binary.append(path)
             else:
                 found.append(source)
@@ -117,7 +108,7 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> Iterator
         raise UserError(
             f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files into it."
         )
-    yield from found
+    return found
 
 
 def _is_asked_for(inside: str, settings: Settings) -> bool:
@@ -130,9 +121,10 @@ def _is_asked_for(inside: str, settings: Settings) -> bool:
     return (not settings.include or matches(settings.include)) and not matches(settings.exclude)
 
 
-def _is_binary(path: Path) -> bool:
-    with ByteStream(path) as stream:
-        return b"\0" in stream.read(SNIFFED_BYTES)
+def _head(path: Path) -> bytes:
+    """The beginning of a file, unpacked."""
+    with closing(ByteStream(path)) as stream:
+        return stream.read(SNIFFED_BYTES)
 
 
 def _source(path: Path, status: os.stat_result, given: int) -> Source:
@@ -156,8 +148,7 @@ def _kind(path: Path) -> Kind:
             f"one text, or leave it out by --exclude '*{Path(name).suffix + packed}'."
         )
     if name.endswith(".json"):
-        with ByteStream(path) as stream:
-            head = stream.read(SNIFFED_BYTES)
+        head = _head(path)
         if b"".join(head.split()).startswith(b"[{"):
             raise UserError(
                 f"{quoted(str(path))} is an array of JSON objects, whose documents are not seen. "

@@ -17,6 +17,11 @@ from fp8stack.tokenizer import Tokenizer
 
 GPT2_IDS = 50257
 ROUNDED_TO = 16  # FP8 GEMMs want sizes that 16 divides
+NOTES = {
+    "empty": "{:,} empty documents, an end token each",
+    "replaced": "{:,} pieces that are not Unicode became U+FFFD",
+    "cut_words": "{:,} cuts within a text without spaces; tokens there may differ",
+}
 
 
 def listing_of(sources: Sequence[Source]) -> str:
@@ -56,30 +61,23 @@ def manifest_of(
             "end_of_text": tokenizer.end_of_text,
         },
         "dtype": dtype_of(tokenizer).name,
-        "splits": {name: _split(state) for name, state in splits.items()},
+        "splits": {
+            name: {
+                "tokens": sum(shard.tokens for shard in state.shards),
+                "documents": sum(shard.documents for shard in state.shards),
+                "bytes": state.bytes,
+                "shards": [shard.model_dump() for shard in state.shards],
+            }
+            for name, state in splits.items()
+        },
         "documents": counts.model_dump(),
         "inputs": describe_inputs(settings.inputs, sources),
         "settings": settings.of_output(),
     }
 
 
-def _split(state: SplitState) -> dict[str, Any]:
-    return {
-        "tokens": sum(shard.tokens for shard in state.shards),
-        "documents": sum(shard.documents for shard in state.shards),
-        "bytes": state.bytes,
-        "shards": [shard.model_dump() for shard in state.shards],
-    }
-
-
 def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") -> list[str]:
-    """What was made, in some lines, and the command that trains on it.
-
-    Args:
-        settings: what was asked for.
-        manifest: of the folder.
-        speed: what to add to the first line.
-    """
+    """What was made, in some lines, and the command that trains on it; `speed` ends the first."""
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
     documents = train["documents"] + val["documents"]
     tokens = train["tokens"] + val["tokens"]
@@ -89,29 +87,19 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
         if val["documents"]
         else "none of them held out: training will hold out the last tokens"
     )
-    tokenizer = manifest["tokenizer"]
-    counts = manifest["documents"]
-    said = {
-        "empty": "{} empty documents, an end token each",
-        "replaced": "{} pieces that are not Unicode became U+FFFD",
-        "cut_words": "{} cuts within a text without spaces; tokens there may differ",
-    }
-    notes = [
-        f"note: {text.format(f'{counts[key]:,}')}" for key, text in said.items() if counts[key]
-    ]
+    tokenizer, counts = manifest["tokenizer"], manifest["documents"]
     return [
         f"{settings.out}: {tokens:,} tokens of {tokenizer['name']}, {per_token:.2f} bytes per token"
         f"{speed}",
         f"documents: {documents:,}, {held}",
-        *notes,
-        f"next: {next_command(settings, tokenizer)}",
+        *(f"note: {note.format(counts[key])}" for key, note in NOTES.items() if counts[key]),
+        f"next: {_next_command(settings, tokenizer['vocabulary'])}",
     ]
 
 
-def next_command(settings: Settings, tokenizer: Mapping[str, Any]) -> str:
+def _next_command(settings: Settings, vocabulary: int) -> str:
     """The command that trains on the folder: with a model whose vocabulary fits, or is made to."""
     words = ["fp8stack", "pretrain", "--data", str(settings.out)]
-    vocabulary = tokenizer["vocabulary"]
     if vocabulary == GPT2_IDS:
         words += ["--model", "gpt2-124m"]
     elif vocabulary > 256:  # gpt-nano's

@@ -6,16 +6,9 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from fp8stack.terminal import Bar, say
 
@@ -39,29 +32,14 @@ class Display:
         self._clock = clock
         self._started = self._told = clock()
         self._bar: Bar | None = None
-        self._task = TaskID(0)
         if sys.stdout.isatty():
-            self._bar = Bar(
-                TextColumn(what),
-                DownloadColumn(),
-                BarColumn(),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-                console=Console(),
-            )
-            self._task = self._bar.add_task(what, total=total or None, completed=done)
-
-    def __enter__(self) -> Display:
-        if self._bar is not None:
+            columns = (DownloadColumn(), BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
+            self._bar = Bar(TextColumn(what), *columns, console=Console())
+            self._bar.add_task(what, total=total or None, completed=done)
             self._bar.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -74,15 +52,14 @@ class Display:
         """Show that `done` bytes of the files were read, with more in `line`."""
         if self._bar is not None:
             self._bar.line = line or None
-            self._bar.update(self._task, completed=done)
+            self._bar.update(TaskID(0), completed=done)
         elif self._clock() - self._told >= LINE_EVERY_S:
             self._told = self._clock()
             say(self.describe(done, line))
 
     def describe(self, done: int, line: str) -> str:
         """The plain line."""
-        seconds = max(self.elapsed_s, 1e-9)
-        speed = (done - self._begin) / seconds
+        speed = (done - self._begin) / max(self.elapsed_s, 1e-9)
         parts = [self.what, f"{done / 1e6:,.1f} MB"]
         if self.total:
             parts[1] = f"{100 * done / self.total:.1f} % of {self.total / 1e6:,.1f} MB"

@@ -5,25 +5,35 @@ What an item holds is not looked into here: JSON is parsed where it is tokenized
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fp8stack.data.files import SNIFFED_BYTES
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare import tables
 from fp8stack.prepare.inputs import Source
-from fp8stack.prepare.settings import Position
 from fp8stack.prepare.streams import CHECKED_BYTES, ByteStream, check_of
 from fp8stack.prepare.text_split import cut_anywhere, cut_of
 
 ITEM_BYTES = 2**20
 LONGEST_LINE = 2**29
 LONGEST_WORD = 2**24
-LONGEST_WHOLE = 2**28
-"""Bytes of a text that has to be tokenized in one piece."""
+LONGEST_WHOLE = 2**28  # bytes of a text that has to be tokenized in one piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A place between two pieces of the inputs, from which reading can go on."""
+
+    source: int = 0  # how many sources were read to their end
+    offset: int = 0  # bytes (unpacked) or rows that were read of the next source
+    line: int = 1  # number of the next line
+    check: int = 0  # `check_of` the last bytes before `offset`, or of the last row
+    continues: bool = False  # whether the document that was read last goes on here
+    state: dict[str, Any] | None = None  # of a `datasets` stream, its own account of the place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,48 +69,26 @@ Items = Generator[Item, None, None]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources are read.
+    """How sources are read."""
 
-    Attributes:
-        text_key: of JSON lines and tables.
-        cut_texts: whether long texts may be cut into pieces.
-        item_bytes: about how large an item is.
-    """
-
-    text_key: str
-    cut_texts: bool = True
-    item_bytes: int = ITEM_BYTES
+    text_key: str  # of JSON lines and tables
+    cut_texts: bool = True  # whether long texts may be cut into pieces
+    item_bytes: int = ITEM_BYTES  # about how large an item is
 
 
 def read_items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
-    """All items from `start` on.
+    """All items from `start` on, small texts put together: a process is asked once for many.
 
     Raises:
         UserError: a source cannot be read.
     """
-    return _merged(_items(sources, start, how), how.item_bytes)
-
-
-def _items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
-    done = sum(source.size for source in sources[: start.source])
-    position = start
-    for source in sources[start.source :]:
-        with closing(_READERS[source.kind](source, position, how)) as items:
-            for item in items:
-                yield replace(item, on_disk=done + item.on_disk)
-        done += source.size
-        position = Position(source=position.source + 1)
-
-
-def _merged(items: Items, size: int) -> Items:
-    """Small texts put together: a process is asked once for many."""
     held: Item | None = None
     held_bytes = 0
-    with closing(items):
+    with closing(_items(sources, start, how)) as items:
         for item in items:
             small = item.kind == "texts" and not item.unfinished and not item.before.continues
             bytes_of = sum(len(text) for text in item.content if isinstance(text, bytes))
-            if held is not None and (not small or held_bytes + bytes_of > size):
+            if held is not None and (not small or held_bytes + bytes_of > how.item_bytes):
                 yield held
                 held = None
             if not small:
@@ -108,135 +96,112 @@ def _merged(items: Items, size: int) -> Items:
             elif held is None:
                 held, held_bytes = item, bytes_of
             else:
-                held = replace(
-                    held,
-                    content=[*held.content, *item.content],
-                    after=item.after,
-                    on_disk=item.on_disk,
-                )
+                content = [*held.content, *item.content]
+                held = replace(held, content=content, after=item.after, on_disk=item.on_disk)
                 held_bytes += bytes_of
         if held is not None:
             yield held
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    content: bytes
-    last: bool
-    inside_a_word: bool
-    after: Position
+def _items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
+    done = sum(source.size for source in sources[: start.source])
+    position = start
+    for source in sources[start.source :]:
+        read = _read_bytes if source.kind in ("text", "lines") else _read_rows
+        with closing(read(source, position, how)) as items:
+            for item in items:
+                yield replace(item, on_disk=done + item.on_disk)
+        done += source.size
+        position = Position(source=position.source + 1)
 
 
-def _pieces(
-    stream: ByteStream,
-    position: Position,
-    size: int,
-    most: int,
-    cut: Callable[[bytes], int],
-    too_long: str | None,
-) -> Generator[_Piece, None, None]:
-    """The bytes of a stream from `position` on. Where each is cut depends on those after the cut
-    before alone, so that it is the same for one that goes on from there.
-
-    Args:
-        stream: is read.
-        position: where it begins.
-        size: of a piece, at most; more where nothing up to there is a place to cut.
-        most: how much that may become.
-        cut: how many bytes come before the last place where some may be cut; 0 if none does.
-        too_long: what to say of one that cannot be cut; None to cut it anywhere.
-    """
-    tail = stream.go_to(position.offset, position.check)
-    block, want = b"", size
-    while True:
-        block += stream.read(want + 1 - len(block))
-        last = len(block) <= want
-        at = len(block) if last else cut(block[:want])
-        if at == 0 and want < most:
-            want = min(2 * want, most)
-            if not last:
-                continue
-        inside = at == 0 and not last
-        if inside and too_long is not None:
-            raise UserError(too_long)
-        if inside:
-            at = cut_anywhere(block[:want])
-        content, block, want = block[:at], block[at:], size
-        if not content and not position.continues:
-            return
-        tail = (tail + content)[-CHECKED_BYTES:]
-        position = Position(
-            source=position.source,
-            offset=position.offset + at,
-            line=position.line + content.count(b"\n"),
-            check=check_of(tail),
-            continues=True,
-        )
-        end = Position(source=position.source + 1)
-        yield _Piece(
-            content=content, last=last, inside_a_word=inside, after=end if last else position
-        )
-        if last:
-            return
-
-
-def _read_text(source: Source, position: Position, how: Reading) -> Items:
-    """A text in pieces."""
+def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
+    """A text in pieces, or whole JSON lines."""
     name = quoted(source.path)
-    too_long = (
-        f"{name} is longer than {LONGEST_WHOLE:,} bytes, and with this tokenizer a text has to be "
-        "tokenized in one piece. Split it into documents, such as the lines of a .jsonl file."
-    )
-    rules = (LONGEST_WORD, cut_of, None) if how.cut_texts else (LONGEST_WHOLE, _nowhere, too_long)
-    with ByteStream(Path(source.path)) as stream:
-        for piece in _pieces(stream, position, how.item_bytes, *rules):
-            if position.offset == 0 and b"\0" in piece.content[:SNIFFED_BYTES]:
+    lines = source.kind == "lines"
+    cut, most, too_long = cut_of, LONGEST_WORD, None
+    if lines:
+        cut, most = _after_last_line, LONGEST_LINE
+        too_long = (
+            f"{name} has a line of more than {most:,} bytes. Give JSON lines: one object for each "
+            "document, on a line of its own."
+        )
+    elif not how.cut_texts:
+        cut, most = _nowhere, LONGEST_WHOLE
+        too_long = (
+            f"{name} is longer than {most:,} bytes, and with this tokenizer a text has to be "
+            "tokenized in one piece. Split it into documents, such as the lines of a .jsonl file."
+        )
+    with closing(ByteStream(Path(source.path))) as stream:
+        tail = stream.go_to(position.offset, position.check)
+        for content, last, anywhere in _blocks(stream, how.item_bytes, most, cut, too_long):
+            if not content and not position.continues:
+                return
+            if not lines and position.offset == 0 and b"\0" in content[:SNIFFED_BYTES]:
                 raise UserError(
-                    f"{name} looks binary: byte {piece.content.index(0)} is NUL. Give UTF-8 text, "
+                    f"{name} looks binary: byte {content.index(0)} is NUL. Give UTF-8 text, "
                     ".jsonl or .parquet files, or leave it out."
                 )
-            yield Item(
-                kind="texts",
-                path=source.path,
-                content=[piece.content],
-                unfinished=not piece.last,
-                inside_a_word=piece.inside_a_word,
-                before=position,
-                after=piece.after,
-                on_disk=source.size if piece.last else stream.on_disk,
+            tail = (tail + content)[-CHECKED_BYTES:]
+            after = Position(
+                source=position.source,
+                offset=position.offset + len(content),
+                line=position.line + content.count(b"\n"),
+                check=check_of(tail),
+                continues=not lines,
             )
-            position = piece.after
-
-
-def _nowhere(content: bytes) -> int:
-    return 0
-
-
-def _read_lines(source: Source, position: Position, how: Reading) -> Items:
-    """Whole lines."""
-    too_long = (
-        f"{quoted(source.path)} has a line of more than {LONGEST_LINE:,} bytes. Give JSON lines: "
-        "one object for each document, on a line of its own."
-    )
-    with ByteStream(Path(source.path)) as stream:
-        position = replace(position, continues=False)
-        rules = (LONGEST_LINE, _last_line, too_long)
-        for piece in _pieces(stream, position, how.item_bytes, *rules):
-            after = piece.after if piece.last else replace(piece.after, continues=False)
+            after = Position(source=position.source + 1) if last else after
             yield Item(
-                kind="lines",
+                kind="lines" if lines else "texts",
                 path=source.path,
-                content=[piece.content],
+                content=[content],
                 first=position.line,
+                unfinished=not lines and not last,
+                inside_a_word=anywhere,
                 before=position,
                 after=after,
-                on_disk=source.size if piece.last else stream.on_disk,
+                on_disk=source.size if last else stream.on_disk,
             )
             position = after
 
 
-def _last_line(content: bytes) -> int:
+def _blocks(
+    stream: ByteStream, size: int, most: int, cut: Callable[[bytes], int], too_long: str | None
+) -> Iterator[tuple[bytes, bool, bool]]:
+    """The bytes of a stream in blocks, each with whether it is the last, and whether it was cut
+    where there is no good place. Where a block ends depends on the bytes after the cut before
+    alone, so that it is the same for one that goes on from there.
+
+    Args:
+        stream: is read.
+        size: of a block, at most; more where nothing up to there is a place to cut.
+        most: how much that may become.
+        cut: how many bytes come before the last place where some may be cut; 0 if none does.
+        too_long: what to say of a block that cannot be cut; None to cut it anywhere.
+    """
+    block, want, last = b"", size, False
+    while not last:
+        block += stream.read(want + 1 - len(block))
+        last = len(block) <= want
+        at = len(block) if last else cut(block[:want])
+        if not last and at == 0 and want < most:
+            want = min(2 * want, most)
+            continue
+        anywhere = at == 0 and not last
+        if anywhere:
+            if too_long is not None:
+                raise UserError(too_long)
+            at = cut_anywhere(block[:want])
+        yield block[:at], last, anywhere
+        block, want = block[at:], size
+
+
+def _after_last_line(content: bytes) -> int:
     return content.rfind(b"\n") + 1
+
+
+def _nowhere(content: bytes) -> int:
+    return 0
 
 
 def _read_rows(source: Source, position: Position, how: Reading) -> Items:
@@ -271,11 +236,3 @@ def _read_rows(source: Source, position: Position, how: Reading) -> Items:
 
 def _row_check(value: object) -> int:
     return check_of(repr(value).encode(errors="surrogatepass"))
-
-
-_READERS: dict[str, Callable[[Source, Position, Reading], Items]] = {
-    "text": _read_text,
-    "lines": _read_lines,
-    "parquet": _read_rows,
-    "hf": _read_rows,
-}

@@ -1,4 +1,4 @@
-"""One preparation, from the inputs to the manifest. It must not know formats of files."""
+"""One preparation, from the inputs to the manifest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import numpy.typing as npt
 from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.io import write_atomically
-from fp8stack.prepare.encode import Encoded, dtype_of
+from fp8stack.prepare.encode import Encoded, dtype_of, encode_all
 from fp8stack.prepare.folder import Counts, Folder, Journal
 from fp8stack.prepare.inputs import Source, find_sources
 from fp8stack.prepare.manifest import describe_inputs, listing_of, manifest_of, summary
-from fp8stack.prepare.pool import encoded
 from fp8stack.prepare.progress import Display
-from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Reading, read_items
-from fp8stack.prepare.settings import Position, Settings
+from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, read_items
+from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.text_split import may_be_cut
 from fp8stack.prepare.train import sample_of, train_bpe
@@ -49,21 +48,14 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
         cleared = overwrite and folder.clear()
         manifest, journal = folder.manifest(), folder.journal()
         if manifest is not None:
-            folder.require_settings(manifest["settings"], settings)
-            if manifest["inputs"] != describe_inputs(settings.inputs, sources):
-                raise UserError(
-                    f"The inputs have changed since {quoted(str(settings.out))} was prepared. Give "
-                    "another --out, or prepare them anew with --overwrite."
-                )
-            folder.require_shards(manifest)
-            _require_tokenizer(settings, manifest)
+            _require_same(folder, settings, sources, manifest)
             folder.drop_journal()
             say(f"{settings.out} is finished already.", *summary(settings, manifest))
             return
-        if journal is None and not cleared:
-            folder.require_empty()
-        elif journal is not None:
+        if journal is not None:
             folder.require_settings(journal.settings, settings)
+        elif not cleared:
+            folder.require_empty()
         tokenizer, journal = _begin(folder, settings, sources, journal)
         preparation = _Preparation(folder, settings, sources, tokenizer, journal)
         try:
@@ -77,14 +69,24 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
         say(*summary(settings, manifest, speed))
 
 
-def _require_tokenizer(settings: Settings, manifest: dict[str, Any]) -> None:
-    """Raise a UserError if the tokenizer's file is another one than it was."""
-    if settings.train_bpe is not None or settings.tokenizer in NAMED:
-        return
-    if load_tokenizer(settings.tokenizer).sha256 != manifest["tokenizer"]["sha256"]:
+def _require_same(
+    folder: Folder, settings: Settings, sources: Sequence[Source], manifest: dict[str, Any]
+) -> None:
+    """Raise a UserError unless a finished folder is whole, and what these settings ask for."""
+    folder.require_settings(manifest["settings"], settings)
+    name = quoted(str(settings.out))
+    if manifest["inputs"] != describe_inputs(settings.inputs, sources):
         raise UserError(
-            f"{quoted(str(settings.out))} was prepared with another tokenizer of that name. Give "
-            "another --out, or prepare it anew with --overwrite."
+            f"The inputs have changed since {name} was prepared. Give another --out, or prepare "
+            "them anew with --overwrite."
+        )
+    folder.require_shards(manifest)
+    read_from_file = settings.train_bpe is None and settings.tokenizer not in NAMED
+    made_with = manifest["tokenizer"]["sha256"]
+    if read_from_file and load_tokenizer(settings.tokenizer).sha256 != made_with:
+        raise UserError(
+            f"{name} was prepared with another tokenizer of that name. Give another --out, or "
+            "prepare it anew with --overwrite."
         )
 
 
@@ -99,7 +101,7 @@ def _begin(
         text = folder.tokenizer_path.read_bytes().decode(errors="replace")
         tokenizer = tokenizer_from_json(text, f"bpe-{settings.train_bpe}")
     else:
-        tokenizer, trained_on = _train(settings, sources)
+        tokenizer, trained_on = _train(settings, sources, settings.train_bpe)
     if tokenizer.end_of_text is None:
         raise UserError(
             f"Tokenizer {quoted(tokenizer.name)} has no special token that ends a text, such as "
@@ -107,12 +109,8 @@ def _begin(
             "added_tokens, or give another."
         )
     if journal is None:
-        journal = Journal(
-            settings=settings.of_output(),
-            tokenizer=tokenizer.sha256,
-            read=listing_of([]),
-            position=Position(),
-        )
+        output = settings.of_output()
+        journal = Journal(settings=output, tokenizer=tokenizer.sha256, read=listing_of([]))
         folder.save_journal(journal)
     elif journal.tokenizer != tokenizer.sha256:
         raise UserError(
@@ -125,21 +123,23 @@ def _begin(
     return tokenizer, journal
 
 
-def _train(settings: Settings, sources: Sequence[Source]) -> tuple[Tokenizer, int]:
-    assert settings.train_bpe is not None
+def _train(settings: Settings, sources: Sequence[Source], size: int) -> tuple[Tokenizer, int]:
+    """A tokenizer of `size` tokens, and how many bytes of text it was trained on."""
     total = sum(source.size for source, _ in sample_of(sources))
-    total = 0 if any(source.kind == "hf" for source in sources) else total
-    say(f"training a tokenizer of {settings.train_bpe} tokens")
-    with Display("read", total, 0) as display:
-        trained, seen = train_bpe(
-            sources, settings.train_bpe, Reading(text_key=settings.text_key), display.update
-        )
-    if trained.vocabulary < settings.train_bpe:
-        say(
-            f"note: the text gives {trained.vocabulary} tokens and no more; give more text for "
-            f"{settings.train_bpe}"
-        )
+    total = 0 if _streams(sources) else total
+    say(f"training a tokenizer of {size} tokens")
+    reading = Reading(text_key=settings.text_key)
+    with closing(Display("read", total, 0)) as display:
+        trained, seen = train_bpe(sources, size, reading, display.update)
+    if trained.vocabulary < size:
+        fewer = trained.vocabulary
+        say(f"note: the text gives {fewer} tokens and no more; give more text for {size}")
     return trained, seen
+
+
+def _streams(sources: Sequence[Source]) -> bool:
+    """Whether some have no size that is known."""
+    return any(source.kind == "hf" for source in sources)
 
 
 class _Preparation:
@@ -154,13 +154,17 @@ class _Preparation:
         journal: Journal,
     ) -> None:
         self.folder, self.settings, self.sources = folder, settings, sources
-        self.tokenizer = tokenizer
+        self.tokenizer, self.journal = tokenizer, journal
         self.position, self.counts = journal.position, journal.counts
-        self._require_read(journal)
-        open_split = (dtype_of(tokenizer), settings.shard_tokens)
+        done = sources[: self.position.source]
+        if len(done) < self.position.source or listing_of(done) != journal.read:
+            raise UserError(
+                f"Inputs that were read already have changed since {quoted(str(folder.path))} was "
+                "begun. Put them back as they were, or begin anew with --overwrite."
+            )
         self.writers = {
-            "train": SplitWriter(folder.path, "train", *open_split, journal.train),
-            "val": SplitWriter(folder.path, "val", *open_split, journal.val),
+            name: SplitWriter(folder.path, name, dtype_of(tokenizer), settings.shard_tokens, state)
+            for name, state in (("train", journal.train), ("val", journal.val))
         }
         self.before = self.tokens
 
@@ -169,14 +173,6 @@ class _Preparation:
         """How many were written, by all that worked on it."""
         states = [writer.state for writer in self.writers.values()]
         return sum(s.tokens + sum(shard.tokens for shard in s.shards) for s in states)
-
-    def _require_read(self, journal: Journal) -> None:
-        done = self.sources[: journal.position.source]
-        if len(done) < journal.position.source or listing_of(done) != journal.read:
-            raise UserError(
-                f"Inputs that were read already have changed since {quoted(str(self.folder.path))} "
-                "was begun. Put them back as they were, or begin anew with --overwrite."
-            )
 
     def run(self) -> tuple[dict[str, Any], str]:
         """Do what is left; the manifest, and how fast it went."""
@@ -211,15 +207,15 @@ class _Preparation:
         """Write all items, with a journal every so often."""
         done = sum(source.size for source in self.sources[: self.position.source])
         total = sum(source.size for source in self.sources)
-        streamed = any(source.kind == "hf" for source in self.sources)
         workers = self.settings.workers
-        if not streamed:  # one that has nothing to do would cost its start
+        if _streams(self.sources):
+            total = 0
+        else:  # a worker that has nothing to do would cost its start
             workers = max(1, min(workers, -(-(total - done) // ITEM_BYTES)))
-        key = self.settings.text_key
         saved = time.monotonic()
         with (
-            Display("prepared", 0 if streamed else total, done) as display,
-            closing(encoded(items, self.tokenizer, key, workers)) as results,
+            closing(Display("prepared", total, done)) as display,
+            closing(encode_all(items, self.tokenizer, self.settings.text_key, workers)) as results,
         ):
             for item, result in results:
                 self._take(item, result)
@@ -261,16 +257,13 @@ class _Preparation:
         """Write the journal, once what it tells is on the disk."""
         for writer in self.writers.values():
             writer.sync()
-        journal = Journal(
-            settings=self.settings.of_output(),
-            tokenizer=self.tokenizer.sha256,
-            read=listing_of(self.sources[: self.position.source]),
-            position=self.position,
-            counts=self.counts,
-            train=self.writers["train"].state,
-            val=self.writers["val"].state,
-        )
-        self.folder.save_journal(journal)
+        changes = {
+            "read": listing_of(self.sources[: self.position.source]),
+            "position": self.position,
+            "counts": self.counts,
+            **{name: writer.state for name, writer in self.writers.items()},
+        }
+        self.folder.save_journal(self.journal.model_copy(update=changes))
 
 
 def held_out(places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:

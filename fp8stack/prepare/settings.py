@@ -1,18 +1,14 @@
-"""What is asked of a preparation, and the place in the inputs that it has come to.
-
-It must not know how files are read.
-"""
+"""What is asked of a preparation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import UserError
 
-LEAST_BPE = 257
-"""The bytes, and the token that ends a document."""
+LEAST_BPE = 257  # the bytes, and the token that ends a document
 MOST_BPE = 2**20
 
 
@@ -49,11 +45,7 @@ class Settings:
     skip_binary: bool = False
 
     def check(self) -> None:
-        """See that the numbers make sense.
-
-        Raises:
-            UserError: one does not.
-        """
+        """Raise a UserError unless the numbers make sense."""
         if not 0 <= self.held_out < 1:
             raise UserError(f"Cannot hold out {self.held_out} of the documents. Use 0 to 0.99.")
         if self.shard_tokens < 1:
@@ -80,24 +72,3 @@ class Settings:
             "exclude": list(self.exclude) or None,
             "skip_binary": self.skip_binary or None,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """A place between two pieces of the inputs, from which reading can go on.
-
-    Attributes:
-        source: how many sources were read to their end.
-        offset: of the next source, how many bytes (unpacked) or rows were read.
-        line: the number of the next line, from 1.
-        check: what the last bytes before `offset` come to, see `streams.check_of`.
-        continues: whether the document that was read last goes on here.
-        state: of a `datasets` stream, its own account of the place.
-    """
-
-    source: int = 0
-    offset: int = 0
-    line: int = 1
-    check: int = 0
-    continues: bool = False
-    state: dict[str, Any] | None = field(default=None)

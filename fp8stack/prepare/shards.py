@@ -1,7 +1,6 @@
 """Tokens on the disk: shards of each split, which can be taken back to an earlier state.
 
-A state says how long the files are; whatever they have beyond it, a process that died wrote. It
-must not know what the tokens are made of.
+A state says how long the files are; whatever they have beyond it, a process that died wrote.
 """
 
 from __future__ import annotations
@@ -35,20 +34,13 @@ class Shard(BaseModel):
 
 
 class SplitState(BaseModel):
-    """What a split has come to.
-
-    Attributes:
-        shards: the finished ones.
-        tokens: in the shard that is open.
-        documents: in the shard that is open, whole ones.
-        bytes: of text, in all shards.
-    """
+    """What a split has come to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    shards: tuple[Shard, ...] = ()
-    tokens: NonNegativeInt = 0
-    documents: NonNegativeInt = 0
-    bytes: NonNegativeInt = 0
+    shards: tuple[Shard, ...] = ()  # the finished ones
+    tokens: NonNegativeInt = 0  # in the shard that is open
+    documents: NonNegativeInt = 0  # in the shard that is open, whole ones
+    bytes: NonNegativeInt = 0  # of text, in all shards
 
 
 class SplitWriter:
@@ -79,7 +71,7 @@ class SplitWriter:
         self.state = state
         self._files: tuple[IO[bytes], IO[bytes]] | None = None
         for shard in state.shards:
-            self._see(folder / shard.file, shard.tokens * dtype.itemsize)
+            _require_bytes(folder / shard.file, shard.tokens * dtype.itemsize)
         self._take_back()
 
     def add(
@@ -130,30 +122,23 @@ class SplitWriter:
                 file.close()
         self._files = None
 
-    def _paths(self) -> tuple[Path, Path]:
-        stem = f"{self._split}-{len(self.state.shards):05d}"
-        return self._folder / f"{stem}.bin", self._folder / f"{stem}.ends"
-
-    def _sizes(self) -> tuple[int, int]:
-        return self.state.tokens * self._dtype.itemsize, self.state.documents * 8
-
-    def _see(self, path: Path, size: int) -> None:
-        """See that there is a file at least that large."""
-        if not path.is_file() or path.stat().st_size < size:
-            raise UserError(
-                f"{quoted(str(path))} is missing or shorter than it was. Begin anew with "
-                "--overwrite."
-            )
+    def _sizes(self) -> dict[Path, int]:
+        """The two files of the open shard, and how many bytes they have."""
+        path = self._folder / f"{self._split}-{len(self.state.shards):05d}.bin"
+        return {
+            path: self.state.tokens * self._dtype.itemsize,
+            path.with_suffix(".ends"): self.state.documents * 8,
+        }
 
     def _take_back(self) -> None:
         """Cut the open files to what the state says, and remove those after them."""
+        known = {Path(shard.file).stem for shard in self.state.shards}
         with storage_errors(self._folder):
-            for path, size in zip(self._paths(), self._sizes(), strict=True):
-                if self.state.tokens:
-                    self._see(path, size)
+            if self.state.tokens:
+                for path, size in self._sizes().items():
+                    _require_bytes(path, size)
                     os.truncate(path, size)
-            known = {shard.file.removesuffix(".bin") for shard in self.state.shards}
-            known |= {self._paths()[0].stem} if self.state.tokens else set()
+                    known.add(path.stem)
             for path in sorted(self._folder.iterdir()):
                 name = OWN_FILE.fullmatch(path.name)
                 if name and name[1] == self._split and path.stem not in known:
@@ -161,10 +146,10 @@ class SplitWriter:
 
     def _append(self, tokens: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]) -> None:
         """Write tokens, and where documents end among them."""
-        with storage_errors(self._paths()[0]):
+        tokens_path, ends_path = self._sizes()
+        with storage_errors(tokens_path):
             if self._files is None:
-                bin, ends_path = self._paths()
-                self._files = bin.open("ab"), ends_path.open("ab")
+                self._files = tokens_path.open("ab"), ends_path.open("ab")
             self._files[0].write(np.ascontiguousarray(tokens).data)
             self._files[1].write((ends + self.state.tokens).astype("<u8").tobytes())
         more = {
@@ -174,18 +159,19 @@ class SplitWriter:
         self.state = self.state.model_copy(update=more)
 
     def _close_shard(self) -> None:
-        paths = self._paths()
         self.sync()
+        sums = list[str]()
         with storage_errors(self._folder):
             for file in self._files or ():
                 file.close()
             self._files = None
             sync_folder(self._folder)
-            for path, size in zip(paths, self._sizes(), strict=True):
-                self._see(path, size)
-            sums = [_sha256(path) for path in paths]
+            for path, size in self._sizes().items():
+                _require_bytes(path, size)
+                with path.open("rb") as file:
+                    sums.append(hashlib.file_digest(file, "sha256").hexdigest())
         shard = Shard(
-            file=paths[0].name,
+            file=next(iter(self._sizes())).name,
             tokens=self.state.tokens,
             documents=self.state.documents,
             sha256=sums[0],
@@ -194,6 +180,9 @@ class SplitWriter:
         self.state = SplitState(shards=(*self.state.shards, shard), bytes=self.state.bytes)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _require_bytes(path: Path, size: int) -> None:
+    """Raise a UserError unless there is a file at least that large."""
+    if not path.is_file() or path.stat().st_size < size:
+        raise UserError(
+            f"{quoted(str(path))} is missing or shorter than it was. Begin anew with --overwrite."
+        )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Protocol
 
 from fp8stack.errors import UserError, quoted
 
 CHUNK_BYTES = 2**18
-UNPACKED_BYTES = 2**14
-"""How much of a .zst is unpacked at a time: it may become a thousand times as much."""
+UNPACKED_BYTES = 2**14  # of a .zst, at a time: they may become a thousand times as many
 CHECKED_BYTES = 4096
 
 
@@ -52,15 +50,8 @@ class ByteStream:
             self._reader = self._file
         self.is_packed = self._reader is not self._file
 
-    def __enter__(self) -> ByteStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the file."""
         self._file.close()
 
     @property
@@ -74,14 +65,13 @@ class ByteStream:
         while size > 0:
             try:
                 part = self._reader.read(size)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise self._damaged(error) from error
+            except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+                raise UserError(
+                    f"{quoted(str(self.path))} is cut short or damaged after {self.offset} bytes "
+                    f"unpacked ({error}). Get it anew; the same command then goes on with it."
+                ) from error
             except OSError as error:
                 raise self._unreadable(str(error.strerror or error)) from error
-            except MemoryError:
-                raise
-            except ValueError as error:
-                raise self._damaged(error) from error
             if not part:
                 break
             parts.append(part)
@@ -116,12 +106,6 @@ class ByteStream:
             "out."
         )
 
-    def _damaged(self, error: Exception) -> UserError:
-        return UserError(
-            f"{quoted(str(self.path))} is cut short or damaged after {self.offset} bytes unpacked "
-            f"({error}). Get it anew; the same command then goes on with it."
-        )
-
 
 class _Unpacked:
     """The frames of a `.zst` file, one after the other."""
@@ -141,12 +125,7 @@ class _Unpacked:
         self._ready = b""
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes; b"" at the end.
-
-        Raises:
-            EOFError: the file ends within a frame.
-            ValueError: it is damaged.
-        """
+        """At most `size` bytes; b"" at the end. EOFError within a frame, ValueError for damage."""
         while not self._ready:
             if not self._packed:
                 self._packed = self._file.read(CHUNK_BYTES)

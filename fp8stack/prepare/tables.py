@@ -1,37 +1,28 @@
-"""The rows of parquet files and of `datasets`. The only file of this package that
-imports pyarrow and datasets."""
+"""The rows of parquet files and of `datasets`. The only file that imports datasets."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8stack.data.parquet import is_text
+from fp8stack.data.parquet import is_text, open_parquet, read_column
 from fp8stack.errors import UserError, quoted, unknown
 
 ROWS_AT_ONCE = 64
-MOST_ROWS = 4096
-"""Of an item, in case they are all empty."""
-BUFFER_BYTES = 2**20
+MOST_ROWS = 4096  # of an item, in case they are all empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Some rows.
-
-    Attributes:
-        content: what each holds.
-        share: how much of the table was read up to there, as far as that is known.
-        state: of a `datasets` stream, from which it can go on.
-    """
+    """The values of some rows."""
 
     content: list[object]
-    share: float = 0.0
-    state: dict[str, Any] | None = None
+    share: float = 0.0  # of the table that was read up to there, as far as that is known
+    state: dict[str, Any] | None = None  # of a `datasets` stream, from which it can go on
 
 
 def parquet_rows(
@@ -42,30 +33,8 @@ def parquet_rows(
     Raises:
         UserError: the file cannot be read, or has no such column of text.
     """
-    try:
-        from pyarrow import ArrowException
-    except ImportError:
-        raise UserError("Parquet files need pyarrow. Install it: pip install pyarrow.") from None
-    try:
-        with _opened(path, key) as file:
-            number = start
-            for held in _gathered(_values(file, start, key), size):
-                number += len(held)
-                yield Rows(content=held, share=number / file.metadata.num_rows)
-    except (ArrowException, OSError) as error:
-        raise UserError(
-            f"{quoted(path)} is not a parquet file that can be read "
-            f"({quoted(' '.join(str(error).split()))}). Get it anew; the same command then goes on "
-            "with it."
-        ) from error
-
-
-@contextmanager
-def _opened(path: str, key: str) -> Iterator[Any]:
-    """A parquet file whose column `key` holds text."""
-    import pyarrow.parquet as parquet
-
-    with parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+    remedy = "Get it anew; the same command then goes on with it."
+    with open_parquet(Path(path), remedy) as file:
         schema = file.schema_arrow
         if key not in schema.names:
             raise _no_column(path, key, schema.names)
@@ -75,23 +44,12 @@ def _opened(path: str, key: str) -> Iterator[Any]:
                 f"The column {quoted(key)!r} of {quoted(path)} holds {quoted(str(kind))}, not "
                 "text. Name another with --text-key."
             )
-        yield file
-
-
-def _values(file: Any, start: int, key: str) -> Iterator[object]:
-    """Each value of a column from row `start` on."""
-    first = 0
-    for group in range(file.metadata.num_row_groups):
-        there = file.metadata.row_group(group).num_rows
-        if first + there > start:
-            left_out = max(0, start - first)
-            batches = file.iter_batches(
-                ROWS_AT_ONCE, row_groups=[group], columns=[key], use_threads=False
-            )
-            for batch in batches:
-                yield from batch.column(0)[left_out:].to_pylist()
-                left_out = max(0, left_out - batch.num_rows)
-        first += there
+        arrays = read_column(file, key, start, ROWS_AT_ONCE)
+        values = (value for array in arrays for value in array.to_pylist())
+        number = start
+        for held in _gathered(values, size):
+            number += len(held)
+            yield Rows(content=held, share=number / file.metadata.num_rows)
 
 
 def _no_column(path: str, key: str, names: list[str]) -> UserError:
@@ -148,13 +106,23 @@ def dataset_rows(
         ) from None
     name, config, split = parse_dataset(path)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+
+    def values(rows: Iterator[dict[str, Any]]) -> Iterator[object]:
+        for row in rows:
+            if key not in row:
+                raise _no_column(path, key, list(row))
+            yield row[key]
+
     try:
-        stream = _saved(path, name, split) if _is_saved(name) else None
-        stream = stream or datasets.load_dataset(name, config, split=split, streaming=True)
+        saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
+        if saved:
+            stream = _saved(path, name, split)
+        else:
+            stream = datasets.load_dataset(name, config, split=split, streaming=True)
         if state is not None:
             stream.load_state_dict(state)
         with closing(iter(stream)) as rows:
-            for held in _gathered(_values_of(path, rows, key), size):
+            for held in _gathered(values(rows), size):
                 yield Rows(content=held, state=stream.state_dict())
     except UserError:
         raise
@@ -163,11 +131,6 @@ def dataset_rows(
             f"Cannot read {quoted(path)}: {quoted(' '.join(str(error).split()) or repr(error))}. "
             "Check its name and the network; the same command goes on with it."
         ) from error
-
-
-def _is_saved(name: str) -> bool:
-    """Whether this is a folder that `save_to_disk` of a Dataset or a DatasetDict wrote."""
-    return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
 def _saved(path: str, folder: str, split: str) -> Any:
@@ -185,11 +148,3 @@ def _saved(path: str, folder: str, split: str) -> Any:
             f"@{quoted(split)}."
         )
     return found.to_iterable_dataset()
-
-
-def _values_of(path: str, rows: Iterator[dict[str, Any]], key: str) -> Iterator[object]:
-    """What each row of a dataset has in the column `key`."""
-    for row in rows:
-        if key not in row:
-            raise _no_column(path, key, list(row))
-        yield row[key]

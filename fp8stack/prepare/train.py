@@ -1,4 +1,4 @@
-"""A byte-level BPE trained on the inputs. The only file that trains a tokenizer."""
+"""A byte-level BPE trained on the inputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import replace
 from fp8stack.errors import UserError
 from fp8stack.prepare.encode import bytes_of, texts_of
 from fp8stack.prepare.inputs import Source
-from fp8stack.prepare.read import Reading, read_items
-from fp8stack.prepare.settings import Position
+from fp8stack.prepare.read import Position, Reading, read_items
 from fp8stack.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
 
+# Of text, at most about that; more changes little, and words are counted in memory.
 SAMPLE_BYTES = 2**28
-"""Of text, at most about that; more changes little, and words are counted in memory."""
 MOST_SOURCES = 4096
 SMALL_BYTES = SAMPLE_BYTES // MOST_SOURCES
 

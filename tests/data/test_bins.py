@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 import sys
@@ -26,6 +27,7 @@ from fp8stack.data import (
 )
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import load_tokenizer
+from tests.data.test_sources import refusal
 from tests.support.data_writers import write_llmc, write_megatron, write_prepared
 
 Change = Callable[[Path], object]
@@ -33,14 +35,6 @@ Change = Callable[[Path], object]
 
 def everything(splits: tuple[Corpus, Corpus]) -> list[int]:
     return [token for split in splits for token in split.window(0, len(split)).tolist()]
-
-
-def refusal(data: object, vocabulary: int = 70_000) -> str:
-    """The one line with which `data` is refused."""
-    with pytest.raises(UserError) as caught:
-        load_corpora(str(data), vocabulary)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # llm.c and modded-nanogpt
@@ -56,15 +50,6 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path: Path, llama: bool
     assert splits[0].parts[0].tokens.itemsize == (4 if llama else 2)
 
 
-def test_the_offset_of_a_bad_token_is_where_numpy_finds_it(tmp_path: Path):
-    path = write_llmc(tmp_path / "a.bin", [1] * 30 + [400] + [1] * 9)
-    train, _ = load_corpora(str(path), 300)
-    with pytest.raises(DataError, match="token 400 at offset 542 ") as caught:
-        StepBatches(train, batch=99, context=20, seed=0, vocabulary=300)[1]
-    assert np.fromfile(path, "<u2")[542] == 400
-    assert "a.bin" in str(caught.value)
-
-
 def test_an_llmc_file_survives_the_way_to_a_worker(tmp_path: Path):
     path = write_llmc(tmp_path / "a.bin", range(200))
     train, _ = load_corpora(str(path), 300)
@@ -74,42 +59,45 @@ def test_an_llmc_file_survives_the_way_to_a_worker(tmp_path: Path):
     assert again.fingerprint() == train.fingerprint()
 
 
-def test_a_folder_named_as_llmc_does_has_its_own_validation_split(tmp_path: Path):
-    write_llmc(tmp_path / "fineweb_train_000002.bin", [3, 4])
-    write_llmc(tmp_path / "fineweb_train_000001.bin", [1, 2])
-    write_llmc(tmp_path / "fineweb_val_000000.bin", [7, 8, 9])
-    train, val = load_corpora(str(tmp_path), 300)
-    assert train.window(0, 4).tolist() == [1, 2, 3, 4]
-    assert val.window(0, 3).tolist() == [7, 8, 9]
-    assert (len(train), len(val)) == (4, 3)
-
-
-def test_a_pair_without_numbers_is_named_as_llmc_does_too(tmp_path: Path):
-    write_llmc(tmp_path / "tiny_shakespeare_train.bin", [1, 2])
-    write_llmc(tmp_path / "tiny_shakespeare_val.bin", [7])
-    train, val = load_corpora(str(tmp_path), 300)
-    assert (len(train), len(val)) == (2, 1)
-
-
-def test_a_file_that_is_of_neither_split_is_refused(tmp_path: Path):
-    write_llmc(tmp_path / "a_train.bin", [1, 2])
-    write_llmc(tmp_path / "a_val.bin", [7])
-    write_llmc(tmp_path / "b.bin", [7])
-    assert "b.bin is beside files that are named as training and validation" in refusal(tmp_path)
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [
+        (
+            {
+                "fineweb_train_000002.bin": [3, 4],
+                "fineweb_train_000001.bin": [1, 2],
+                "fineweb_val_000000.bin": [7, 8, 9],
+            },
+            ([1, 2, 3, 4], [7, 8, 9]),
+        ),
+        (
+            {"tiny_shakespeare_train.bin": [1, 2], "tiny_shakespeare_val.bin": [7]},
+            ([1, 2], [7]),
+        ),
+        # Without a validation file the end is held out.
+        (
+            {f"a_train_{n}.bin": [n] * 10 for n in range(3)},
+            ([0] * 10 + [1] * 10 + [2] * 7, [2] * 3),
+        ),
+    ],
+    ids=["shards", "a pair", "no validation"],
+)
+def test_files_named_as_llmc_does_are_its_splits(
+    tmp_path: Path, files: dict[str, list[int]], splits: tuple[list[int], list[int]]
+):
+    for name, tokens in files.items():
+        write_llmc(tmp_path / name, tokens)
+    found = load_corpora(str(tmp_path), 300)
+    assert tuple(split.window(0, len(split)).tolist() for split in found) == splits
+    if "tiny_shakespeare_val.bin" in files:
+        write_llmc(tmp_path / "b.bin", [7])
+        assert "b.bin is beside files that are named as training and val" in refusal(tmp_path)
 
 
 def test_headerless_files_of_those_names_are_joined_as_ever(tmp_path: Path):
     for name in ("a_train_0.bin", "a_val_0.bin"):
         np.arange(10, dtype="<u2").tofile(tmp_path / name)
-    train, val = load_corpora(str(tmp_path), 300)
-    assert (len(train), len(val)) == (18, 2)
-
-
-def test_shards_of_llmc_without_a_validation_file_are_joined_and_the_end_held_out(tmp_path: Path):
-    for number in range(3):
-        write_llmc(tmp_path / f"a_train_{number}.bin", [number] * 10)
-    train, val = load_corpora(str(tmp_path), 300)
-    assert (len(train), len(val)) == (27, 3)
+    assert [len(split) for split in load_corpora(str(tmp_path), 300)] == [18, 2]
 
 
 def _header(*fields: int) -> bytes:
@@ -179,11 +167,17 @@ def test_a_megatron_pair_reaches_workers_as_paths(tmp_path: Path):
         assert all((found == one).all() for found, one in zip(loader, expected, strict=True))
 
 
-def test_a_negative_token_of_a_signed_type_is_named(tmp_path: Path):
-    prefix = write_megatron(tmp_path / "a", [[[1, 2, -3] + [4] * 40]], "int32")
-    train, _ = load_corpora(str(prefix), 256)
-    with pytest.raises(DataError, match=r"a\.bin: token -3 at offset 2 is outside"):
-        StepBatches(train, batch=99, context=8, seed=0, vocabulary=256)[1]
+def test_a_bad_token_is_named_with_its_offset_in_the_file(tmp_path: Path):
+    path = write_llmc(tmp_path / "a.bin", [1] * 30 + [400] + [1] * 9)
+    assert np.fromfile(path, "<u2")[542] == 400
+    prefix = write_megatron(tmp_path / "b", [[[1, 2, -3] + [4] * 40]], "int32")
+    for data, said in (
+        (path, r"a\.bin: token 400 at offset 542 "),
+        (prefix, r"b\.bin: token -3 at offset 2 is outside"),
+    ):
+        train, _ = load_corpora(str(data), 300)
+        with pytest.raises(DataError, match=said):
+            StepBatches(train, batch=99, context=8, seed=0, vocabulary=300)[1]
 
 
 def _patched(at: int, content: bytes) -> Change:
@@ -232,16 +226,6 @@ def test_a_bad_index_of_megatron_is_named(tmp_path: Path, change: Change, said: 
     load_corpora(str(prefix), 256)
     change(tmp_path / "a.idx")
     assert said in refusal(prefix)
-
-
-def test_an_index_that_shrinks_while_training_is_named_before_it_is_touched(tmp_path: Path):
-    prefix = write_megatron(tmp_path / "a", [[[n] * 5] for n in range(5000)])
-    train, _ = load_corpora(str(prefix), 5000)
-    made = StepBatches(train, batch=4, context=50, seed=1, vocabulary=5000, documents=True)
-    with (tmp_path / "a.idx").open("r+b") as stream:
-        stream.truncate(100)
-    with pytest.raises(DataError, match=r"a\.idx shrank while in use"):
-        made[1]
 
 
 # Folders that `fp8stack prepare` wrote
@@ -340,17 +324,8 @@ def test_a_prepared_folder_that_was_not_finished_is_refused(tmp_path: Path):
     )
 
 
-def test_ends_that_shrink_while_training_are_named_before_they_are_touched(tmp_path: Path):
-    folder = write_prepared(tmp_path / "p", [[[1, 0]] * 5000])
-    train, _ = load_corpora(str(folder), 256)
-    with (folder / "train-00000.ends").open("r+b") as stream:
-        stream.truncate(8)
-    with pytest.raises(DataError, match=r"train-00000\.ends shrank while in use"):
-        train.documents(0, train.window(0, 9))
-
-
 @pytest.mark.parametrize("form", ["prepared", "megatron"])
-def test_an_index_that_is_written_over_while_training_harms_nothing_but_documents(
+def test_an_index_that_changes_while_training_harms_nothing_but_documents(
     tmp_path: Path, form: str
 ):
     if form == "prepared":
@@ -367,6 +342,9 @@ def test_an_index_that_is_written_over_while_training_harms_nothing_but_document
             found = train.documents(start, train.window(start, 20))
             assert found[0] == 0
             assert set(np.diff(found)) <= {0, 1}
+    os.truncate(index, 8)  # is named before it is touched
+    with pytest.raises(DataError, match=f"{index.name} shrank while in use"):
+        train.documents(0, train.window(0, 9))
 
 
 # Parquet
@@ -421,31 +399,24 @@ def test_a_parquet_file_without_a_text_is_refused(
     assert f"{path} {said}" in refusal(path)
 
 
-def test_more_text_than_fits_in_memory_names_prepare(
+def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("a", "b"):
-        path = write_parquet(
-            tmp_path / f"{name}.parquet", {"text": ["x" * 1999] * 5}, row_group_size=1
-        )
+        path = write_parquet(tmp_path / f"{name}.parquet", {"text": ["x" * 1999] * 5})
+    read = []
+    documents = parquet._documents
+    monkeypatch.setattr(parquet, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(parquet, "_documents", lambda texts: read.append(1) or documents(texts))
     for data, needed in ((path, 10_000), (tmp_path, 20_000)):  # with a byte after each text
         monkeypatch.setattr(parquet, "MOST_BYTES", needed)
         assert len(everything(load_corpora(str(data), 256))) == needed
         monkeypatch.setattr(parquet, "MOST_BYTES", needed - 1)
         assert f"`fp8stack prepare {path} --tokenizer bytes --out tokens`" in refusal(data)
-
-
-def test_no_more_of_a_large_parquet_file_is_read_than_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = write_parquet(tmp_path / "a.parquet", {"text": ["x" * 9] * 100})
-    monkeypatch.setattr(parquet, "MOST_BYTES", 95)
-    monkeypatch.setattr(parquet, "ROWS_AT_ONCE", 2)
-    read = []
-    documents = parquet._documents
-    monkeypatch.setattr(parquet, "_documents", lambda texts: read.append(1) or documents(texts))
-    assert "holds too much text to be read into memory" in refusal(path)
-    assert len(read) == 5
+    read.clear()
+    monkeypatch.setattr(parquet, "MOST_BYTES", 5000)
+    refusal(path)
+    assert len(read) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(50), bytes(range(256))])
@@ -473,49 +444,40 @@ def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path: Path):
         assert len(message.splitlines()) == 1
 
 
-def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_pyarrow_the_remedy_is_named_and_kinds_of_files_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in refusal(path)
-
-
-def test_kinds_of_files_are_not_mixed_in_a_folder(tmp_path: Path):
-    write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
     write_llmc(tmp_path / "a.bin", [1, 2])
     assert "mixes .bin files (a.bin) with parquet files (a.parquet)" in refusal(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in refusal(path)
 
 
 # Which tokenizer the tokens are of
 
 
-def test_text_and_parquet_and_the_default_are_bytes(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("text")
-    write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
-    for data in (None, str(tmp_path / "a.txt"), str(tmp_path / "a.parquet")):
+def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_are(tmp_path: Path):
+    text, table = tmp_path / "a.txt", tmp_path / "a.parquet"
+    text.write_text("text")
+    write_parquet(table, {"text": ["x"]})
+    for data in (None, str(text), str(table)):
         found = tokenizer_of(data)
         assert found is not None
         assert found.sha256 == load_tokenizer("bytes").sha256
+    prefix = write_megatron(tmp_path / "t" / "a", [[[1, 2]]])
+    bin_file = write_llmc(tmp_path / "t" / "b.bin", [1])
+    for path in (prefix, f"{prefix}.idx", f"{prefix}.bin", bin_file, tmp_path / "t"):
+        assert tokenizer_of(str(path)) is None
 
 
-def test_files_of_tokens_do_not_say_whose_they_are(tmp_path: Path):
-    prefix = write_megatron(tmp_path / "a", [[[1, 2]]])
-    write_llmc(tmp_path / "b.bin", [1])
-    for data in (prefix, f"{prefix}.idx", f"{prefix}.bin", tmp_path / "b.bin", tmp_path):
-        assert tokenizer_of(str(data)) is None
-
-
-def test_a_prepared_folder_brings_its_tokenizer(tmp_path: Path):
-    made_with = load_tokenizer("bytes")
-    folder = write_prepared(tmp_path / "p", [[[1, 255]]], tokenizer=made_with.to_json())
-    found = tokenizer_of(str(folder))
-    assert found is not None
-    assert found.sha256 == made_with.sha256
-    assert found.decode([72, 105]) == "Hi"
-
-
-def test_another_tokenizer_in_a_prepared_folder_is_refused(tmp_path: Path):
+def test_a_prepared_folder_brings_its_tokenizer_and_another_is_refused(tmp_path: Path):
     text = load_tokenizer("bytes").to_json()
     folder = write_prepared(tmp_path / "p", [[[1, 255]]], tokenizer=text)
+    found = tokenizer_of(str(folder))
+    assert found is not None
+    assert found.sha256 == load_tokenizer("bytes").sha256
+    assert found.decode([72, 105]) == "Hi"
     (folder / "tokenizer.json").write_text(text + " ")
     with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer that made"):
         tokenizer_of(str(folder))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from fp8stack.data import (
     Corpus,
@@ -23,6 +21,7 @@ from fp8stack.data import (
 )
 from fp8stack.data.order import BLOCK, shares, sources_of
 from fp8stack.errors import UserError
+from fp8stack.tokenizer import load_tokenizer
 from tests.support.data_writers import json_of_tokenizer, write_llmc, write_prepared
 
 
@@ -109,17 +108,6 @@ def test_shares_are_whole_and_add_up(
     assert shares(weights, total) == expected
 
 
-def test_batches_are_the_same_for_any_workers_and_from_any_step(mixed: str):
-    batches = made(mixed, order="epochs")
-    expected = [batches[step] for step in range(1, 7)]
-    for workers, way in ((0, None), (1, "spawn"), (2, "fork")):
-        options = {"num_workers": workers, "multiprocessing_context": way, "batch_size": None}
-        whole = DataLoader(batches, sampler=range(1, 7), **options)  # type: ignore[arg-type]
-        resumed = DataLoader(batches, sampler=range(5, 7), **options)  # type: ignore[arg-type]
-        assert all(map(torch.equal, whole, expected))
-        assert all(map(torch.equal, resumed, expected[4:]))
-
-
 def test_a_mixture_reaches_a_worker_as_paths(mixed: str):
     train = load_corpora(mixed, 256)[0]
     assert isinstance(train, Mixture)
@@ -162,22 +150,15 @@ def test_splits_of_a_source_are_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(val.window(0, 55).tolist()) == {2, 3}
 
 
-def test_a_path_that_looks_like_a_mixture_is_read_as_the_path(
+def test_paths_may_look_like_a_mixture_or_hold_commas_and_colons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    write_llmc(tmp_path / "0.5:a.bin,0.5:b.bin", [7] * 50)
+    for name, token in (("0.5:a.bin,0.5:b.bin", 7), ("a,b.bin", 7), ("c:d.bin", 8)):
+        write_llmc(tmp_path / name, [token] * 50)
     train = load_corpora("0.5:a.bin,0.5:b.bin", 256)[0]
     assert train.window(0, 3).tolist() == [7, 7, 7]
     assert not isinstance(train, Mixture)
-
-
-def test_paths_of_a_mixture_may_hold_commas_and_colons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    write_llmc(tmp_path / "a,b.bin", [7] * 50)
-    write_llmc(tmp_path / "c:d.bin", [8] * 50)
     train = load_corpora("1:a,b.bin,1:c:d.bin", 256)[0]
     assert train.window(44, 2).tolist() == [7, 8]
 
@@ -221,7 +202,7 @@ def test_a_source_that_holds_no_window_is_named(mixed: str):
             use()
 
 
-def test_sources_of_different_tokenizers_are_not_mixed(
+def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -229,39 +210,22 @@ def test_sources_of_different_tokenizers_are_not_mixed(
     write_llmc(tmp_path / "bin.bin", [7] * 99)
     for name, word in (("a", "x"), ("b", "y"), ("c", "x")):
         write_prepared(tmp_path / name, [[[1] * 50]], tokenizer=json_of_tokenizer(word))
-    load_corpora("1:a,1:c", 256)
-    for data in ("1:text,1:bin.bin", "1:a,1:c,1:b"):
+    of_bytes = load_tokenizer("bytes")
+    write_prepared(tmp_path / "bytes", [[[1] * 50]], tokenizer=of_bytes.to_json())
+    for data in ("1:a,1:c", "1:text,1:bytes"):
+        assert isinstance(load_corpora(data, 256)[0], Mixture)
+    found = tokenizer_of("1:text,1:bytes")
+    assert found is not None
+    assert found.sha256 == of_bytes.sha256
+    for data, said in (
+        ("1:a,1:c,1:b", "c is of the tokenizer made up ("),
+        ("1:text,2:bin.bin", "text is of the tokenizer bytes ("),
+        ("1:text,2:bin.bin", "and bin.bin is of a tokenizer that it does not name: they cannot"),
+    ):
         with pytest.raises(UserError, match="cannot be mixed") as caught:
             load_corpora(data, 256)
+        assert said in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_the_two_sources_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("text " * 99)
-    write_llmc(tmp_path / "bin.bin", [7] * 99)
-    with pytest.raises(UserError) as caught:
-        load_corpora("1:text,2:bin.bin", 256)
-    assert str(caught.value).startswith("text is of the tokenizer bytes (")
-    assert "and bin.bin is of a tokenizer that it does not name: they cannot" in str(caught.value)
-
-
-def test_text_mixes_with_what_prepare_made_of_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from fp8stack.tokenizer import load_tokenizer
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("text " * 99)
-    as_json = load_tokenizer("bytes").to_json()
-    write_prepared(tmp_path / "a", [[[1] * 50]], tokenizer=as_json)
-    found = tokenizer_of("1:text,1:a")
-    assert found is not None
-    assert (
-        found.sha256
-        == json.loads((tmp_path / "a" / "manifest.json").read_text())["tokenizer"]["sha256"]
-    )
-    assert isinstance(load_corpora("1:text,1:a", 256)[0], Mixture)
 
 
 def test_what_a_run_reads_of_a_mixture_is_told_source_by_source(mixed: str):

@@ -74,25 +74,16 @@ def library() -> tuple[Corpus, Corpus]:
     return load_corpora(None, 256)
 
 
-def test_the_default_corpus_is_about_ten_megabytes_of_python(library: tuple[Corpus, Corpus]):
+def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_has_it(
+    library: tuple[Corpus, Corpus],
+):
     train, val = library
     assert 7e6 < len(train) + len(val) < 15e6
     assert len(val) == int(0.1 * (len(train) + len(val)))
     assert "import" in decode(train.window(0, 100_000).tolist())
-
-
-def test_the_default_corpus_holds_each_file_as_it_is(library: tuple[Corpus, Corpus]):
-    train, _ = library
     root = Path(sysconfig.get_path("stdlib"))
     for part in train.parts[:20]:
         assert part.path.read_bytes().startswith(part.tokens.tobytes())
-        assert part.path.is_relative_to(root)
-
-
-def test_the_default_corpus_leaves_out_what_is_not_in_every_install(
-    library: tuple[Corpus, Corpus],
-):
-    root = Path(sysconfig.get_path("stdlib"))
     names = {p.path.relative_to(root).as_posix() for split in library for p in split.parts}
     assert {"argparse.py", "json/decoder.py"} <= names
     for name in names:
@@ -101,6 +92,8 @@ def test_the_default_corpus_leaves_out_what_is_not_in_every_install(
             *("turtledemo", "ensurepip", "tkinter", "sitecustomize.py"),
         }
         assert not name.startswith("_sysconfigdata")
+    # Ordered by hash and not by folder.
+    assert len({part.path.relative_to(root).parts[0] for part in val.parts}) > 15
 
 
 def test_the_default_corpus_is_the_same_in_another_process(library: tuple[Corpus, Corpus]):
@@ -114,24 +107,10 @@ def test_the_default_corpus_is_the_same_in_another_process(library: tuple[Corpus
     assert output.stdout.split() == [split.fingerprint() for split in library]
 
 
-def test_the_default_corpus_is_ordered_by_hash_and_not_by_directory(
-    library: tuple[Corpus, Corpus],
-):
-    _, val = library
-    root = Path(sysconfig.get_path("stdlib"))
-    packages = {p.path.relative_to(root).parts[0] for p in val.parts}
-    assert len(packages) > 15
-
-
 def test_a_python_without_its_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "python311.zip"))
     with pytest.raises(UserError, match=r"python311\.zip.*--data"):
         load_corpora(None, 256)
-
-
-def test_a_vocabulary_below_256_cannot_read_the_default_corpus():
-    with pytest.raises(UserError, match=r"Python standard library.*255.*256 tokens or more"):
-        load_corpora(None, 255)
 
 
 # Files and folders that are read
@@ -244,41 +223,38 @@ def test_a_file_with_the_wrong_content_is_refused(
     assert f"{tmp_path / name} {said}" in refusal(tmp_path / name)
 
 
-def test_an_empty_shard_in_a_folder_is_refused(tmp_path: Path):
-    write_bin(tmp_path / "a.bin", [1])
-    (tmp_path / "b.bin").touch()
-    assert "b.bin is empty" in refusal(tmp_path)
-
-
-def test_a_folder_without_usable_files_is_refused(tmp_path: Path):
-    (tmp_path / ".hidden").write_text("x")
-    (tmp_path / "empty.txt").touch()
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"a.bin": b"\1\0", "b.bin": b""}, "b.bin is empty"),
+        ({".hidden": b"x", "empty.txt": b""}, "holds no data"),
+        ({"a.bin": b"\1\0", "b.txt": b"x"}, "mixes .bin files (a.bin) with others (b.txt)"),
+        ({}, "a.txt: No such file"),
+    ],
+    ids=["an empty shard", "nothing", "two kinds", "a broken link"],
+)
+def test_a_folder_that_cannot_be_used_is_refused(
+    tmp_path: Path, files: dict[str, bytes], said: str
+):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    if not files:
+        (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
     message = refusal(tmp_path)
     assert str(tmp_path) in message
-    assert "holds no data" in message
+    assert said in message
 
 
-def test_a_broken_link_in_a_folder_is_named(tmp_path: Path):
-    (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
-    assert "a.txt: No such file" in refusal(tmp_path)
+@pytest.mark.parametrize("name", ["a.bin", ""])
+def test_what_may_not_be_read_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    def denied(path: object, *more: object):
+        raise PermissionError(13, "Permission denied", str(path))
 
-
-def test_a_file_without_read_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = write_bin(tmp_path / "a.bin", [1])
-
-    def denied(self: Path, mode: str) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
+    write_bin(tmp_path / "a.bin", [1])
     monkeypatch.setattr(Path, "open", denied)  # root may read everything, so chmod shows nothing
-    assert "a.bin: Permission denied. Check its permissions" in refusal(path)
-
-
-def test_a_folder_without_read_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def denied(folder: str) -> None:
-        raise PermissionError(13, "Permission denied", folder)
-
     monkeypatch.setattr(os, "scandir", denied)
-    assert f"{tmp_path}: Permission denied" in refusal(tmp_path)
+    path = tmp_path / name
+    assert f"{path}: Permission denied. Check its permissions" in refusal(path)
 
 
 def test_a_bin_file_of_zeros_is_not_taken_for_wider_tokens(tmp_path: Path):
@@ -286,24 +262,16 @@ def test_a_bin_file_of_zeros_is_not_taken_for_wider_tokens(tmp_path: Path):
     assert len(train) == 900
 
 
-def test_a_vocabulary_beyond_uint16_refuses_bin_files(tmp_path: Path):
+def test_a_vocabulary_that_data_do_not_fit_is_refused(tmp_path: Path):
     path = write_bin(tmp_path / "a.bin", [1] * 20)
     load_corpora(str(path), 65536)
     message = refusal(path, vocabulary=128256)
     assert "128256" in message
     assert "wrapped" in message
-
-
-def test_text_needs_a_vocabulary_of_256(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")
-    message = refusal(tmp_path / "a.txt", vocabulary=255)
-    assert "a.txt do not fit a vocabulary of 255" in message
-
-
-def test_a_mixture_of_bin_and_text_is_refused(tmp_path: Path):
-    write_bin(tmp_path / "a.bin", [1])
-    (tmp_path / "b.txt").write_text("x")
-    assert "mixes .bin files (a.bin) with others (b.txt)" in refusal(tmp_path)
+    assert "a.txt do not fit a vocabulary of 255" in refusal(tmp_path / "a.txt", vocabulary=255)
+    with pytest.raises(UserError, match=r"Python standard library.*255.*256 tokens or more"):
+        load_corpora(None, 255)
 
 
 @pytest.mark.parametrize("held_out", [0.0, 1.0, -1.0, float("nan")])
@@ -385,20 +353,16 @@ def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(
     assert fingerprint_with(None, 1001) not in seen
 
 
-def test_a_mapped_corpus_is_pickled_as_paths(tmp_path: Path):
-    train = counting(tmp_path, 40_000)
-    pickled = pickle.dumps(train)
+def test_a_mapped_corpus_is_pickled_as_paths_and_keeps_its_place(tmp_path: Path):
+    path = write_bin(tmp_path / "a.bin", range(40_000))
+    _, val = load_corpora(str(path), GPT2)
+    pickled = pickle.dumps(val)
     assert len(pickled) < 2000
     again = pickle.loads(pickled)
     assert again.parts[0].mapped
-    assert again.fingerprint() == train.fingerprint()
-
-
-def test_a_pickled_slice_of_a_mapped_file_keeps_its_place(tmp_path: Path):
-    _, val = load_corpora(str(write_bin(tmp_path / "a.bin", range(100))), GPT2)
-    again = pickle.loads(pickle.dumps(val))
-    assert again.window(0, 10).tolist() == list(range(90, 100))
-    assert again.locate(3) == (tmp_path / "a.bin", 93)
+    assert again.fingerprint() == val.fingerprint()
+    assert again.window(0, 10).tolist() == list(range(36_000, 36_010))
+    assert again.locate(3) == (path, 36_003)
 
 
 def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path: Path):
@@ -442,10 +406,7 @@ def test_every_start_is_drawn_and_equally_often():
     counts = torch.bincount(starts)
     assert len(counts) == 12  # 20 tokens hold 12 windows of 8 + 1
     assert ((counts - 1000).abs() < 5 * 1000**0.5).all()
-
-
-def test_the_only_window_of_a_minimal_corpus_is_drawn():
-    assert batches(in_memory(range(9)))[3].tolist() == [list(range(9))] * 3
+    assert batches(in_memory(range(9)))[3].tolist() == [list(range(9))] * 3  # the only window
 
 
 def loaded(of: StepBatches, steps: range, **options: object) -> list[torch.Tensor]:
@@ -455,17 +416,10 @@ def loaded(of: StepBatches, steps: range, **options: object) -> list[torch.Tenso
 def test_batches_are_the_same_for_any_workers_and_from_any_step(tmp_path: Path):
     dataset = batches(counting(tmp_path))
     expected = [dataset[step] for step in range(6)]
-    for workers in (0, 2):
-        whole = loaded(dataset, range(6), num_workers=workers)
-        resumed = loaded(dataset, range(4, 6), num_workers=workers)
-        assert all(map(torch.equal, whole, expected))
-        assert all(map(torch.equal, resumed, expected[4:]))
-
-
-def test_batches_reach_a_spawned_worker(tmp_path: Path):
-    dataset = batches(counting(tmp_path))
-    spawned = loaded(dataset, range(2), num_workers=1, multiprocessing_context="spawn")
-    assert all(map(torch.equal, spawned, [dataset[0], dataset[1]]))
+    for workers, way in ((0, None), (1, "spawn"), (2, "fork")):
+        options = {"num_workers": workers, "multiprocessing_context": way}
+        assert all(map(torch.equal, loaded(dataset, range(6), **options), expected))
+        assert all(map(torch.equal, loaded(dataset, range(4, 6), **options), expected[4:]))
 
 
 @pytest.mark.parametrize(
@@ -508,21 +462,14 @@ def test_a_token_outside_the_vocabulary_is_named_with_file_offset_and_value(tmp_
     assert "vocabulary of 300" in message
 
 
-def test_the_largest_token_of_the_vocabulary_passes():
+def test_the_largest_token_of_the_vocabulary_passes_and_a_wrapped_one_is_caught(tmp_path: Path):
     assert batches(in_memory([299] * 9), vocabulary=300)[0].max() == 299
-
-
-def test_a_negative_token_was_wrapped_by_uint16_and_is_caught(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(np.full(40, -100, "<i2").tobytes())
-    train, _ = load_corpora(str(tmp_path / "a.bin"), GPT2)
+    train, val = load_corpora(str(tmp_path / "a.bin"), GPT2)
     with pytest.raises(DataError, match=r"a\.bin: token 65436 at offset"):
         batches(train)[0]
-
-
-def test_validation_names_the_place_in_the_file_and_not_in_the_split(tmp_path: Path):
-    path = write_bin(tmp_path / "a.bin", [*[1] * 99, 400])
-    _, val = load_corpora(str(path), 300)
-    with pytest.raises(DataError, match="token 400 at offset 99"):
+    # The place is that in the file and not in the split.
+    with pytest.raises(DataError, match="token 65436 at offset 36"):
         validation_windows(val, count=9, context=3, vocabulary=300)
 
 
@@ -537,6 +484,9 @@ def test_a_file_that_shrinks_while_training_is_named_before_it_is_touched(tmp_pa
         message = one_line(caught)
         assert f"{tmp_path / 'train.bin'} shrank" in message
         assert "20000 tokens or more and ends at offset 50 now" in message
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(DataError, match=r"train\.bin any more: No such file"):
+        dataset[0]
 
 
 def test_a_file_that_grows_or_loses_the_other_split_trains_on(tmp_path: Path):
@@ -549,13 +499,6 @@ def test_a_file_that_grows_or_loses_the_other_split_trains_on(tmp_path: Path):
     assert torch.equal(batches(train)[0], before)
     with pytest.raises(DataError, match="shrank"):
         val.window(0, 1)
-
-
-def test_a_file_that_is_removed_while_training_is_named(tmp_path: Path):
-    dataset = batches(counting(tmp_path))
-    (tmp_path / "train.bin").unlink()
-    with pytest.raises(DataError, match=r"train\.bin any more: No such file"):
-        dataset[0]
 
 
 def test_an_error_in_a_worker_is_still_one_line(tmp_path: Path):
@@ -585,12 +528,9 @@ def test_no_label_stands_in_two_validation_windows(n: int):
     assert len(set(labels)) == len(labels)
 
 
-def test_one_validation_window_is_the_first():
+def test_one_validation_window_is_the_first_and_none_are_refused():
     windows = validation_windows(in_memory(range(50)), count=1, context=4, vocabulary=50)
     assert windows.tolist() == [[0, 1, 2, 3, 4]]
-
-
-def test_no_validation_windows_are_refused():
     with pytest.raises(UserError, match="0 validation windows"):
         validation_windows(in_memory(range(50)), count=0, context=4, vocabulary=50)
 

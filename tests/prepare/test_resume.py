@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -12,15 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run, shards
-from fp8stack.prepare.encode import Encoder
-from fp8stack.training.signals import stop_requests
-from tests.prepare.test_run import documents, lines, prepared, refusal
+from fp8stack.prepare.folder import Folder
+from fp8stack.training.signals import Preempted, stop_requests
+from tests.prepare.test_run import documents, lines, pack, parquet, prepared, refusal, written
+from tests.support.made_tokenizers import trained
 
 
 class Cut(BaseException):
@@ -32,7 +32,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(autouse=True)
-def _small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_items(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "ITEM_BYTES", 2000)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
 
@@ -41,32 +41,30 @@ def _small_items(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed(tmp_path: Path) -> list[str]:
     """An input of every kind."""
     folder = tmp_path / "mixed"
-    folder.mkdir()
-    (folder / "a.jsonl").write_bytes(lines(documents(40, seed=1)))
-    (folder / "b.txt").write_text(" ".join(documents(30, seed=2)))
-    pq.write_table(pa.table({"text": documents(40, seed=3)}), folder / "c.parquet", 17)
+    written(folder / "a.jsonl", lines(documents(40, seed=1)))
+    written(folder / "b.txt", " ".join(documents(30, seed=2)).encode())
+    parquet(folder / "c.parquet", documents(40, seed=3), 17)
     for number, text in enumerate(documents(20, seed=4)):
-        (folder / f"d{number:02}.md").write_text(text)
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "a.jsonl").write_bytes(lines(documents(30, seed=5)))
-    (tmp_path / "set" / "b.jsonl").write_bytes(lines(documents(30, seed=6)))
+        written(folder / f"d{number:02}.md", text.encode())
+    written(tmp_path / "set" / "a.jsonl", lines(documents(30, seed=5)))
+    written(tmp_path / "set" / "b.jsonl", lines(documents(30, seed=6)))
     return [str(folder), f"hf:{tmp_path / 'set'}", str(folder / "a.jsonl")]
 
 
 SETTINGS: dict[str, Any] = {"shard_tokens": 3000, "train_bpe": 300}
 
 
-def test_the_number_of_processes_changes_nothing(mixed: list[str], tmp_path: Path) -> None:
-    for workers in (1, 2, 3):
+def test_the_number_of_processes_changes_nothing(mixed: list[str], tmp_path: Path):
+    for workers in (1, 3):
         prepared(*mixed, out=tmp_path / str(workers), workers=workers, **SETTINGS)
-    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
     assert len(contents(tmp_path / "1")) > 8
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_however_it_is_cut_it_ends_in_the_same_bytes(
     seed: int, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
     rng = random.Random(seed)
     names = ["_append", "_close_shard", "sync", "add"]
@@ -107,18 +105,9 @@ COMMAND = (
 )
 
 
-def start(*words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", COMMAND, "prepare", *map(str, words)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("large") / "a.jsonl"
-    content = lines(documents(2000)) * 5
-    path.write_bytes(content)
-    return path
+    return written(tmp_path_factory.mktemp("large") / "a.jsonl", lines(documents(2000)) * 5)
 
 
 def alive(process: int) -> bool:
@@ -132,10 +121,11 @@ def alive(process: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("asked", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
-    asked: signal.Signals, large: Path, tmp_path: Path
-) -> None:
-    words = [large, "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
-    running = start(*words)
+    asked: signal.Signals, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = ["prepare", large, "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
+    command = [sys.executable, "-c", COMMAND, *map(str, words)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     shard = tmp_path / "out" / "train-00000.bin"
     deadline = time.monotonic() + 60
     while not (shard.exists() and shard.stat().st_size > 20_000):
@@ -156,23 +146,19 @@ def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
     while any(alive(int(child)) for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    again = start(*words)
-    assert again.communicate(timeout=120)[1] == ""
-    assert again.returncode == 0
-    prepared(large, out=tmp_path / "whole", train_bpe=300, held_out=0.01)
-    whole, cut = contents(tmp_path / "whole"), contents(tmp_path / "out")
-    assert whole == cut
+    monkeypatch.setattr(run, "ITEM_BYTES", 100_000)
+    for out in ("out", "whole"):
+        prepared(large, out=tmp_path / out, train_bpe=300, held_out=0.01)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_stop_is_heard_within_the_command(
     mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fp8stack.training.signals import Preempted
-
+):
     real = shards.SplitWriter.add
     calls = 0
 
-    def add(self: Any, *a: Any) -> None:
+    def add(self: Any, *a: Any):
         nonlocal calls
         real(self, *a)
         calls += 1
@@ -190,45 +176,42 @@ def test_a_stop_is_heard_within_the_command(
 # What changed meanwhile
 
 
-def cut_after(count: int, *paths: object, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_after(
+    count: int, *paths: object, out: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any
+):
     """A preparation that died after so many items."""
     left = count
+    real = encode.encode
+
+    def call(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Cut
+        return real(*arguments)
+
     with monkeypatch.context() as patched:
-
-        def call(self: Encoder, item: Any, real: Any = Encoder.__call__) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Cut
-            return real(self, item)
-
-        patched.setattr(Encoder, "__call__", call)
+        patched.setattr(encode, "encode", call)
         with pytest.raises(Cut):
-            prepared(*paths, out=out)
+            prepared(*paths, out=out, **changes)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_file_that_changed_where_it_was_read_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.prepare.test_run import pack
-
-    path, suffix = tmp_path / name, ".gz" if name.endswith("gz") else ""
-    path.write_bytes(pack(lines(documents(100)), suffix))
+):
+    path = tmp_path / name
+    written(path, pack(lines(documents(100)), path.suffix))
     cut_after(3, path, out=tmp_path / "out", monkeypatch=monkeypatch)
-    path.write_bytes(pack(lines(documents(100, seed=9)), suffix))
-    assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
-    path.write_bytes(pack(b"{}\n", suffix))
-    assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
+    for content in (lines(documents(100, seed=9)), b"{}\n"):
+        written(path, pack(content, path.suffix))
+        assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
 
 
-def test_inputs_read_already_must_be_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_read_already_must_be_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder, out = tmp_path / "in", tmp_path / "out"
-    folder.mkdir()
     for name in "abc":
-        (folder / f"{name}.jsonl").write_bytes(lines(documents(60)))
+        written(folder / f"{name}.jsonl", lines(documents(60)))
     cut_after(9, folder, out=out, monkeypatch=monkeypatch)
     assert json.loads((out / "progress.json").read_text())["position"]["source"] >= 1
     (folder / "0.jsonl").write_bytes(lines(["new"]))
@@ -240,7 +223,7 @@ def test_inputs_read_already_must_be_as_they_were(
 
 def test_shards_that_are_gone_or_shorter_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
     cut_after(5, tmp_path / "a.jsonl", out=tmp_path / "out", monkeypatch=monkeypatch)
     os.truncate(tmp_path / "out" / "train-00000.bin", 10)
@@ -248,82 +231,69 @@ def test_shards_that_are_gone_or_shorter_are_refused(
     assert "train-00000.bin is missing or shorter than it was" in message
 
 
-def test_another_tokenizer_of_that_name_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.support.made_tokenizers import trained
-
+def test_another_tokenizer_of_that_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
     given = tmp_path / "tokenizer.json"
     trained(300).save(str(given))
-    real = Encoder.__call__
-
-    def call(self: Encoder, item: Any) -> Any:
-        if item.first > 30:
-            raise Cut
-        return real(self, item)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Encoder, "__call__", call)
-        with pytest.raises(Cut):
-            prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=str(given))
+    asked = {"out": tmp_path / "out", "tokenizer": str(given)}
+    cut_after(3, tmp_path / "a.jsonl", monkeypatch=monkeypatch, **asked)
     trained(310).save(str(given))
-    message = refusal(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=str(given))
+    message = refusal(tmp_path / "a.jsonl", **asked)
     assert "begun with another tokenizer" in message
 
 
 # The machine fails
 
 
-def test_a_full_disk_ends_in_code_4_and_goes_on(large: Path, tmp_path: Path) -> None:
-    code = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, -1)); "
-    )
-    out = tmp_path / "out"
-    words = ["prepare", str(large), "--out", str(out), "--workers", "1"]
-    command = [sys.executable, "-c", code + COMMAND, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 4
-    assert "the disk is full. Make room there." in done.stderr
-    assert done.stderr.count("\n") == 1
-    prepared(large, out=out, held_out=0.01)
-    prepared(large, out=tmp_path / "whole", held_out=0.01)
-    assert contents(out) == contents(tmp_path / "whole")
+def test_a_full_disk_ends_in_code_4_and_goes_on(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run, "ITEM_BYTES", 20_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"the disk is full\. Make room there\.") as caught:
+            prepared(large, out=tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    assert caught.value.exit_code == 4
+    for out in ("out", "whole"):
+        prepared(large, out=tmp_path / out)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def dies(item: object) -> None:
+def dies(item: object):
     os._exit(9)
 
 
 def test_a_process_that_dies_is_told_and_nothing_is_lost(
     mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     with monkeypatch.context() as patched:
-        patched.setattr("fp8stack.prepare.pool.encode", dies)
+        patched.setattr("fp8stack.prepare.encode.encode_in_worker", dies)
         with pytest.raises(RankLost, match="fewer --workers") as caught:
             prepared(*mixed, out=tmp_path / "out", workers=2)
         assert caught.value.exit_code == 4
-    prepared(*mixed, out=tmp_path / "out", workers=2)
-    prepared(*mixed, out=tmp_path / "whole")
+    for out in ("out", "whole"):
+        prepared(*mixed, out=tmp_path / out)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_folder_that_cannot_be_written_ends_in_code_4(mixed: list[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_a_folder_that_cannot_be_written_ends_in_code_4(mixed: list[str], tmp_path: Path):
+    written(tmp_path / "file", b"")
     with pytest.raises(StorageError) as caught:
         prepared(*mixed, out=tmp_path / "file" / "out")
     assert caught.value.exit_code == 4
 
 
-def test_two_commands_do_not_write_to_one_folder(mixed: list[str], tmp_path: Path) -> None:
-    from fp8stack.prepare.folder import Folder
-
+def test_two_commands_do_not_write_to_one_folder(mixed: list[str], tmp_path: Path):
     with Folder(tmp_path / "out").claimed():
         assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
 
 
-def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path: Path) -> None:
+def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)))
     said = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
@@ -358,30 +328,21 @@ def peak_mib(*words: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz"])
-def test_memory_does_not_grow_with_the_input(kind: str, tmp_path: Path) -> None:
-    from tests.prepare.test_run import pack
-
+def test_memory_does_not_grow_with_the_input(kind: str, tmp_path: Path):
     peaks = []
     texts = documents(20000)  # 2 to 3 MB
     for times in (8, 80):
         path = tmp_path / f"{times}.{kind}"
-        if kind == "txt":
-            path.write_bytes(" ".join(texts).encode() * times)
-        elif kind == "parquet":
-            table = pa.table({"text": texts})
-            with pq.ParquetWriter(path, table.schema) as file:
-                for _ in range(times):
-                    file.write_table(table)
+        content = " ".join(texts).encode() if kind == "txt" else lines(texts)
+        if kind == "parquet":
+            parquet(path, texts * times, len(texts))
         else:
-            content = lines(texts)
-            with path.open("wb") as stream:
-                for _ in range(times):
-                    stream.write(pack(content, ".gz" if kind.endswith("gz") else ""))
+            written(path, pack(content, path.suffix) * times)
         peaks.append(peak_mib(path, "--out", tmp_path / f"out-{times}", "--workers", 2))
     assert peaks[1] - peaks[0] < 40, peaks
 
 
-def test_workers_end_when_their_parent_does() -> None:
+def test_workers_end_when_their_parent_does():
     """`start_worker` is told by a pipe that closes with the parent, however that ends."""
     assert encode.parent_process() is None  # this one has none, and must not end
     encode._end_with_parent()

@@ -17,6 +17,7 @@ MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "ui
 def write_llmc(path: Path, tokens: Sequence[int], *, llama: bool = False) -> Path:
     """As `write_datafile` of llm.c's dev/data/data_common.py does."""
     magic, version, code = (20240801, 7, "I") if llama else (20240520, 1, "H")
+    path.parent.mkdir(parents=True, exist_ok=True)
     header = struct.pack("<256i", magic, version, len(tokens), *[0] * 253)
     path.write_bytes(header + struct.pack(f"<{len(tokens)}{code}", *tokens))
     return path
@@ -29,6 +30,7 @@ def write_megatron(
 
     `documents` are made of sequences, which are made of tokens.
     """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     sequences = [sequence for document in documents for sequence in document]
     arrays = [np.array(sequence, dtype=f"<{np.dtype(dtype).str[1:]}") for sequence in sequences]
     prefix.with_name(f"{prefix.name}.bin").write_bytes(b"".join(a.tobytes() for a in arrays))
