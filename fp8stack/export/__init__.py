@@ -1,4 +1,4 @@
-"""A trained model as files that other programs load. It must not know how it was trained."""
+"""A trained model as files that other programs load."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, cast, get_args
 import torch
 
 from fp8stack.errors import UserError, unknown
-from fp8stack.export.files import hf_files, quantized_files, safetensors_files
-from fp8stack.export.quantized import Strategy
+from fp8stack.export.files import hf_files, safetensors_files
+from fp8stack.export.quantized import Strategy, quantized_files
 from fp8stack.export.source import Dtype, load_source
 from fp8stack.export.writing import replace_folder, require_room
 

@@ -2,55 +2,50 @@
 
 A value is `weight.float() * weight_scale`: their scale is our inverse one. Source:
 compressed-tensors 0.20.0, `quantization/quant_scheme.py` (FP8, FP8_DYNAMIC, FP8_BLOCK) and
-`quantization/lifecycle/initialize.py` (shapes of scales). It must not know of files.
+`quantization/lifecycle/initialize.py` (shapes of scales).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.errors import UserError
+from fp8stack.export.files import Files, as_json, hf_files
 from fp8stack.export.source import Source
-from fp8stack.hf import Layout, Part, parts_of
+from fp8stack.hf import Part, layout_of, parts_of
 
 BLOCK = 128
 Strategy = Literal["tensor", "channel", "block"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantized:
-    """What a folder has in place of the plain weights.
-
-    Attributes:
-        title: what it is, in a few words.
-        config: the `quantization_config` of `config.json`.
-        tensors: FP8 weights and float32 scales, by transformers' names.
-        notes: what is to be told.
-    """
-
-    title: str
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    notes: list[str] = field(default_factory=list)
-
-
-def quantize(source: Source, layout: Layout, strategy: Strategy | None = None) -> Quantized:
-    """The weights of the layers that the run had in FP8; of a run without FP8, those of all blocks.
+def quantized_files(
+    source: Source, tokenizer: str | None, strategy: Strategy | None = None
+) -> Files:
+    """`hf_files` with FP8 weights and their scales for the layers that the run had in FP8; of a run
+    without FP8, those of all blocks.
 
     Args:
         source: the model.
-        layout: transformers' model that it becomes.
+        tokenizer: see `hf_files`.
         strategy: what has a scale of its own. None casts as the run's recipe does; another one
             casts the float32 masters anew, and activations are then scaled when they come.
 
     Raises:
-        UserError: the recipe's forward format is not E4M3; blocks do not divide a weight.
+        UserError: what `hf_files` raises; GPT-2's layout; the recipe's forward format is not E4M3;
+            blocks do not divide a weight.
     """
+    plain = hf_files(source, tokenizer)
+    layout = layout_of(source.config)
+    if layout.model_type == "gpt2":
+        raise UserError(
+            "--format fp8 is not possible for the layout of GPT-2, whose layers are Conv1D and no "
+            "Linear: compressed-tensors and vLLM quantize Linear alone. Use --format hf."
+        )
     recipe = source.plan["recipe"]
     if recipe.get("forward_format", "e4m3") != "e4m3":
         raise UserError(
@@ -60,31 +55,37 @@ def quantize(source: Source, layout: Layout, strategy: Strategy | None = None) -
     notes: list[str] = []
     parts = parts_of(source.config, layout)
     chosen = _chosen(source, parts, notes)
-    cast_parts = [part for name in chosen for part in parts[name]]
+    sizes = {source.config.width, source.config.hidden}
+    sizes |= {part.rows for name in chosen for part in parts[name]}
+    odd = min((size for size in sizes if size % BLOCK), default=None)
     if strategy is None:
-        strategy = _strategy(source, cast_parts, notes)
-    elif strategy == "block" and (odd := _odd_size(source, cast_parts)):
+        strategy = _strategy(source, odd, notes)
+    elif strategy == "block" and odd:
         raise UserError(
             f"--strategy block needs sizes that {BLOCK} divides, and the model has {odd}. "
             "Take --strategy channel."
         )
     static = strategy == "tensor" and recipe["scaling"] == "delayed" and bool(source.fp8)
-    cast = _caster(source, strategy)
     tensors: dict[str, Tensor] = {}
     for name in chosen:
-        for part, (data, inv_scale) in zip(parts[name], cast(name, parts[name]), strict=True):
+        cast = _cast(source, strategy, name, parts[name])
+        for part, (data, inv_scale) in zip(parts[name], cast, strict=True):
             tensors[f"{part.module}.weight"] = data
             tensors[f"{part.module}.weight_scale"] = inv_scale
             if static:
                 scale = source.fp8[f"{name}.input.scale"].float()
                 tensors[f"{part.module}.input_scale"] = numerics.inverse(scale).reshape(1)
+    kept = {name: tensor for name, tensor in plain.tensors.items() if name not in tensors}
     left = [part.module for name in parts if name not in chosen for part in parts[name]]
+    table = json.loads(plain.texts["config.json"])
+    table["quantization_config"] = _config(strategy, static, left)
     activations = "static" if static else "dynamic"
-    return Quantized(
-        title=f"FP8 weights by {strategy}, {activations} activations",
-        config=_config(strategy, static, left),
-        tensors=tensors,
-        notes=notes,
+    return Files(
+        title=f"{plain.title}, FP8 weights by {strategy}, {activations} activations",
+        tensors=kept | tensors,
+        metadata=plain.metadata,
+        texts={**plain.texts, "config.json": as_json(table)},
+        notes=[*plain.notes, *notes],
     )
 
 
@@ -100,8 +101,9 @@ def _chosen(source: Source, parts: Mapping[str, object], notes: list[str]) -> li
     return planned
 
 
-def _strategy(source: Source, parts: list[Part], notes: list[str]) -> Strategy:
-    """What has a scale of its own: as in the run, where readers can do that."""
+def _strategy(source: Source, odd: int | None, notes: list[str]) -> Strategy:
+    """What has a scale of its own: as in the run, where readers can do that. `odd` is a size that
+    blocks do not divide."""
     scaling = source.plan["recipe"]["scaling"]
     if scaling == "delayed" and not source.fp8:
         notes.append("the checkpoint has no scales: weights are cast with their own amax")
@@ -109,58 +111,38 @@ def _strategy(source: Source, parts: list[Part], notes: list[str]) -> Strategy:
         return "tensor"
     if scaling == "mxfp8":
         notes.append("mxfp8 -> by channel, which all of the readers' GPUs can do")
-        return "channel"
-    if scaling != "block":
-        return "channel"
-    if odd := _odd_size(source, parts):
+    if scaling == "block" and odd:
         notes.append(f"block -> by channel: {odd} is not divisible by {BLOCK}")
-        return "channel"
-    return "block"
+    return "block" if scaling == "block" and not odd else "channel"
 
 
-def _odd_size(source: Source, parts: list[Part]) -> int | None:
-    """The smallest size of a weight that blocks do not divide."""
-    sizes = {source.config.width, source.config.hidden, *(part.rows for part in parts)}
-    return min((size for size in sizes if size % BLOCK), default=None)
-
-
-Cast = Callable[[str, tuple[Part, ...]], list[tuple[Tensor, Tensor]]]
-
-
-def _caster(source: Source, strategy: Strategy) -> Cast:
-    """What casts the weight of a layer: FP8 bytes and float32 inverse scales of each part."""
+def _cast(
+    source: Source, strategy: Strategy, name: str, parts: tuple[Part, ...]
+) -> list[tuple[Tensor, Tensor]]:
+    """The weight of a layer: FP8 bytes and float32 inverse scales of each part."""
     recipe = source.plan["recipe"]
-
-    def whole(name: str, parts: tuple[Part, ...]) -> list[tuple[Tensor, Tensor]]:
-        # One scale for all parts, as the run had: what reads them together needs no other.
-        weight = source.weights[f"{name}.weight"]
-        if recipe["scaling"] == "delayed" and source.fp8:
-            scale = source.fp8[f"{name}.weight.scale"].float()
-        else:
-            scale = numerics.tensor_scale(
-                numerics.amax(weight),
-                power_of_two=recipe.get("power_of_two", False),
-                eps=recipe.get("eps", 0.0),
-            )
-        data, inverse = numerics.cast_to_fp8(weight, scale), numerics.inverse(scale).reshape(1)
-        return [(part.of(data), inverse.clone()) for part in parts]
-
-    def rows(name: str, parts: tuple[Part, ...]) -> list[tuple[Tensor, Tensor]]:
-        weight = source.weights[f"{name}.weight"]
+    weight = source.weights[f"{name}.weight"]
+    if strategy == "block":
+        two = recipe.get("power_of_two", True)
+        return [
+            numerics.quantize_blocks(part.of(weight), (BLOCK, BLOCK), power_of_two=two)
+            for part in parts
+        ]
+    if strategy == "channel":
         scale = numerics.tensor_scale(weight.abs().amax(dim=1, keepdim=True))
         data, inverse = numerics.cast_to_fp8(weight, scale), numerics.inverse(scale)
         return [(part.of(data), part.of(inverse)) for part in parts]
-
-    def blocks(name: str, parts: tuple[Part, ...]) -> list[tuple[Tensor, Tensor]]:
-        weight = source.weights[f"{name}.weight"]
-        block = (BLOCK, BLOCK)
-        two = recipe.get("power_of_two", True)
-        return [
-            numerics.quantize_blocks(part.of(weight), block, power_of_two=two) for part in parts
-        ]
-
-    casts: dict[Strategy, Cast] = {"tensor": whole, "channel": rows, "block": blocks}
-    return casts[strategy]
+    # One scale for all parts, as the run had: what reads them together needs no other.
+    if recipe["scaling"] == "delayed" and source.fp8:
+        scale = source.fp8[f"{name}.weight.scale"].float()
+    else:
+        scale = numerics.tensor_scale(
+            numerics.amax(weight),
+            power_of_two=recipe.get("power_of_two", False),
+            eps=recipe.get("eps", 0.0),
+        )
+    data, inverse = numerics.cast_to_fp8(weight, scale), numerics.inverse(scale).reshape(1)
+    return [(part.of(data), inverse.clone()) for part in parts]
 
 
 def _config(strategy: Strategy, static: bool, ignored: list[str]) -> dict[str, Any]:

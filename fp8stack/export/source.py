@@ -22,27 +22,16 @@ Dtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model out of a checkpoint.
+    """A model out of a checkpoint."""
 
-    Attributes:
-        path: of the checkpoint.
-        step: that it was saved after.
-        config: the shape.
-        weights: float32, of every parameter, the vocabulary not padded.
-        plan: of the run, as JSON data.
-        fp8: the state of delayed scaling, if the run had any.
-        dtype: what the weights are to be saved in.
-        notes: what is to be told.
-    """
-
-    path: Path
-    step: int
+    path: Path  # of the checkpoint
+    step: int  # that it was saved after
     config: GPTConfig
-    weights: Mapping[str, Tensor]
-    plan: Mapping[str, Any]
-    fp8: Mapping[str, Tensor]
-    dtype: torch.dtype
-    notes: tuple[str, ...]
+    weights: Mapping[str, Tensor]  # float32, of every parameter, the vocabulary not padded
+    plan: Mapping[str, Any]  # of the run, as JSON data
+    fp8: Mapping[str, Tensor]  # the state of delayed scaling, if the run had any
+    dtype: torch.dtype  # what the weights are to be saved in
+    notes: tuple[str, ...]  # what is to be told
 
     def tokenizer(self, name: str | None) -> Tokenizer | None:
         """The tokenizer called `name`, else the run's own, if it is known.

@@ -1,9 +1,10 @@
-"""A folder that appears whole or not at all. It must not know what the files are for."""
+"""A folder that appears whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,7 @@ from fp8stack.hf.folder import INDEX, WEIGHTS
 from fp8stack.io import TEMPORARY, share_mode, storage_errors, sync_folder, write_flushed
 from fp8stack.tokenizer import TOKENIZER_FILE
 
-LARGEST_FILE = 5_000_000_000
-"""Bytes of tensors in a file; more are shared out over several, with an index."""
+LARGEST_FILE = 5_000_000_000  # bytes of tensors; more are shared out over several, with an index
 
 _OWN = {
     *(WEIGHTS, INDEX, "model.toml", "config.json", "generation_config.json"),
@@ -47,16 +47,13 @@ def require_room(out: Path, overwrite: bool) -> None:
         raise UserError(f"Cannot use the folder of --out: {reason}. Give another.") from error
     if there and not overwrite:
         raise UserError(f"{out} is not empty. Give another --out, or replace it by --overwrite.")
-    foreign = [name for name in there if name not in _OWN and not _is_shard(name)]
+    shards = [name for name in there if re.fullmatch(r"model-.*\.safetensors", name)]
+    foreign = [name for name in there if name not in {*_OWN, *shards}]
     if foreign:
         raise UserError(
             f"{out} holds '{foreign[0]}', which no export wrote, and --overwrite would remove it. "
             "Give another --out."
         )
-
-
-def _is_shard(name: str) -> bool:
-    return name.startswith("model-") and name.endswith(".safetensors")
 
 
 def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None:

@@ -1,7 +1,6 @@
 """Folders of Hugging Face's transformers: what our models are called there, in both directions.
 
-Written from the files' formats; transformers itself is never imported. It must not know how a model
-is trained, nor who asks.
+Written from the files' formats; transformers itself is never imported.
 """
 
 from fp8stack.hf.folder import HF, Folder, open_folder, path_in

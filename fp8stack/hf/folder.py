@@ -1,9 +1,10 @@
-"""A folder as transformers' `save_pretrained` writes it, read. It must not know what is in it."""
+"""A folder as transformers' `save_pretrained` writes it, read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,13 @@ def path_in(name: str) -> Path | None:
     return Path(name.removeprefix(HF)) if name.startswith(HF) else None
 
 
+@dataclass(frozen=True)
 class Folder:
-    """The configuration and tensors of a folder; tensors are read when asked for.
+    """The configuration and tensors of a folder; tensors are read when asked for."""
 
-    Attributes:
-        path: of the folder.
-        config: the contents of `config.json`.
-        tensors: by name.
-    """
-
-    def __init__(self, path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.path = path
-        self.config = config
-        self.tensors = tensors
+    path: Path
+    config: dict[str, Any]  # the contents of `config.json`
+    tensors: Mapping[str, Tensor]  # by name
 
     @property
     def tokenizer(self) -> Path | None:
@@ -63,11 +58,10 @@ def open_folder(path: Path) -> Folder:
             f"No folder '{quoted(str(path))}'. Give one that transformers' save_pretrained wrote."
         )
     config = _json(path / "config.json")
+    files: Mapping[str, list[str] | None] = {WEIGHTS: None}
     if (path / INDEX).is_file():
         files = _indexed(path)
-    elif (path / WEIGHTS).is_file():
-        files = {WEIGHTS: None}
-    else:
+    elif not (path / WEIGHTS).is_file():
         pickled = next((name for name in _PICKLED if (path / name).exists()), None)
         if pickled:
             raise UserError(
@@ -78,19 +72,16 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, config, _Tensors(path, files))
 
 
-def _indexed(path: Path) -> dict[str, list[str] | None]:
+def _indexed(path: Path) -> dict[str, list[str]]:
     """The files of the index, with the tensors that it says are in each."""
     table = _json(path / INDEX).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise UserError(f"{path / INDEX} has no weight_map.")
-    files: dict[str, list[str] | None] = {}
+    files: dict[str, list[str]] = {}
     for tensor, name in table.items():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise UserError(f"{path / INDEX} names a file {quoted(repr(name))} elsewhere.")
-        files.setdefault(name, [])
-        listed = files[name]
-        assert listed is not None
-        listed.append(tensor)
+        files.setdefault(name, []).append(tensor)
     return files
 
 
@@ -133,10 +124,8 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file} is missing. Give a folder that save_pretrained wrote.")
     try:
-        if file.stat().st_size > _LARGEST_JSON:
-            table = None
-        else:
-            table = json.loads(file.read_text(encoding="utf-8"))
+        small = file.stat().st_size <= _LARGEST_JSON
+        table = json.loads(file.read_text(encoding="utf-8")) if small else None
     except OSError as error:
         raise UserError(f"Cannot read {file}: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

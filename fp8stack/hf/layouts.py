@@ -1,7 +1,4 @@
-"""Which of transformers' models computes what a GPT of ours does, and its `config.json`.
-
-It must not know of tensors or files.
-"""
+"""Which of transformers' models computes what a GPT of ours does, and its `config.json`."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from typing import Any, Literal
 
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
-
-ModelType = Literal["gpt2", "llama", "qwen3", "arcee"]
 
 OURS = "fp8stack"
 """The key of `config.json` for what the layout cannot say; transformers keeps it when it saves."""
@@ -22,7 +17,7 @@ GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
 """relu(x)^2 is relu(x) x: a gated MLP with ReLU whose gate and value are the same."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layout:
     """One of transformers' models.
 
@@ -35,7 +30,7 @@ class Layout:
             `config.json` names (llama.cpp and CTranslate2 do).
     """
 
-    model_type: ModelType
+    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]
     architecture: str
     gated: bool
     activations: dict[str, str]
@@ -45,34 +40,10 @@ class Layout:
 LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
     for layout in (
-        Layout(
-            model_type="gpt2",
-            architecture="GPT2LMHeadModel",
-            gated=False,
-            activations=GPT2_ACTIVATIONS,
-            usual="gelu_tanh",
-        ),
-        Layout(
-            model_type="llama",
-            architecture="LlamaForCausalLM",
-            gated=True,
-            activations=GATED_ACTIVATIONS,
-            usual="swiglu",
-        ),
-        Layout(
-            model_type="qwen3",
-            architecture="Qwen3ForCausalLM",
-            gated=True,
-            activations=GATED_ACTIVATIONS,
-            usual="swiglu",
-        ),
-        Layout(
-            model_type="arcee",
-            architecture="ArceeForCausalLM",
-            gated=False,
-            activations=ARCEE_ACTIVATIONS,
-            usual="relu2",
-        ),
+        Layout("gpt2", "GPT2LMHeadModel", False, GPT2_ACTIVATIONS, usual="gelu_tanh"),
+        Layout("llama", "LlamaForCausalLM", True, GATED_ACTIVATIONS, usual="swiglu"),
+        Layout("qwen3", "Qwen3ForCausalLM", True, GATED_ACTIVATIONS, usual="swiglu"),
+        Layout("arcee", "ArceeForCausalLM", False, ARCEE_ACTIVATIONS, usual="relu2"),
     )
 }
 

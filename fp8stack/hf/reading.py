@@ -1,4 +1,4 @@
-"""The shape of a model from a `config.json` of transformers. It must not know of tensors.
+"""The shape of a model from a `config.json` of transformers.
 
 What a GPT of ours cannot be is refused by the key's name; what is left out without an effect on
 the logits is told.
@@ -111,18 +111,18 @@ def found_in(table: Mapping[str, Any], where: str) -> Found:
         if table.get(key) is not None:
             why = "only plain weights" if key == "quantization_config" else "no code of its own"
             raise UserError(f"{where}: {key} is set, and {why} can be read. Save it without.")
-    read = _gpt2 if layout.model_type == "gpt2" else _rotary
-    shape, known_keys, notes = read(dict(table), layout, where)
+    gpt2 = layout.model_type == "gpt2"
+    shape, notes = (_gpt2 if gpt2 else _rotary)(dict(table), layout, where)
     config: GPTConfig = presets.parse(GPTConfig, shape, where)
+    known_keys = (_Gpt2 if gpt2 else _Rotary).model_fields
     odd = sorted(table.keys() - known_keys - _WITHOUT_EFFECT)
     if odd:
         notes.append(f"{where} has keys that are not known here: {quoted(', '.join(odd))}")
     return Found(config=config, layout=layout, notes=tuple(notes))
 
 
-def _gpt2(
-    table: dict[str, Any], layout: Layout, where: str
-) -> tuple[dict[str, Any], set[str], list[str]]:
+def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
+    """The keys of `GPTConfig`, and what is to be told."""
     told: _Gpt2 = presets.parse(_Gpt2, table, where)
     for alias, value in (  # transformers takes these names for its own
         ("hidden_size", told.n_embd),
@@ -156,12 +156,11 @@ def _gpt2(
     }
     remedy = "--set model_overrides.dropout=0 trains without"
     notes = [f"dropout {dropout:g}, as in the folder; {remedy}"] if dropout else []
-    return shape, set(_Gpt2.model_fields), notes
+    return shape, notes
 
 
-def _rotary(
-    table: dict[str, Any], layout: Layout, where: str
-) -> tuple[dict[str, Any], set[str], list[str]]:
+def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
+    """As `_gpt2`, of the layouts with RoPE."""
     qwen3 = layout.model_type == "qwen3"
     defaults: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
     if layout.model_type == "arcee":
@@ -176,8 +175,7 @@ def _rotary(
     if qwen3 and told.attention_bias:
         _refuse(where, "attention_bias", True, "a Qwen3 model has biases nowhere here")
     if not qwen3 and told.attention_bias != told.mlp_bias:
-        why = "attention_bias must be the same"
-        _refuse(where, "mlp_bias", told.mlp_bias, why)
+        _refuse(where, "mlp_bias", told.mlp_bias, "attention_bias must be the same")
     _no_window(table, where)
     notes = []
     dropout = told.fp8stack.dropout
@@ -205,7 +203,7 @@ def _rotary(
         "dropout": dropout or 0.0,
         "init_std": told.initializer_range,
     }
-    return shape, set(_Rotary.model_fields), notes
+    return shape, notes
 
 
 def _activation(layout: Layout, name: str, where: str, key: str) -> str:
@@ -243,11 +241,10 @@ def _no_window(table: Mapping[str, Any], where: str) -> None:
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
             _refuse(where, "layer_types", kind, "only full_attention can be read")
-    if table.get("use_sliding_window"):
-        _refuse(where, "use_sliding_window", True, "attention has no window here")
-    if table.get("use_sliding_window") is None and table.get("sliding_window") is not None:
-        why = "attention has no window here"
-        _refuse(where, "sliding_window", table["sliding_window"], why)
+    used = table.get("use_sliding_window")
+    key = "sliding_window" if used is None else "use_sliding_window"
+    if used or (used is None and table.get(key) is not None):
+        _refuse(where, key, table[key], "attention has no window here")
 
 
 def _only(table: Mapping[str, Any], where: str, key: str, value: Any, before: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Our tensors under transformers' names and in its shapes, and back. It must not know of files."""
+"""Our tensors under transformers' names and in its shapes, and back."""
 
 from __future__ import annotations
 
@@ -35,45 +35,41 @@ def parts_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[Part, ...]]:
         if name == "lm_head":
             found[name] = (Part(module="lm_head", start=0, rows=outputs),)
             continue
-        _, block, *inner = name.split(".")
-        rows = _rows(config, layout, ".".join(inner), outputs)
+        _, block, linear = name.split(".", 2)
         stem = f"transformer.h.{block}" if layout.model_type == "gpt2" else f"model.layers.{block}"
         found[name] = tuple(
-            Part(module=f"{stem}.{module}", start=start, rows=count)
-            for module, start, count in rows
+            Part(module=f"{stem}.{module}", start=start, rows=rows)
+            for module, start, rows in _rows(config, layout, outputs)[linear]
         )
     return found
 
 
-def _rows(
-    config: GPTConfig, layout: Layout, linear: str, outputs: int
-) -> list[tuple[str, int, int]]:
-    """The modules of one linear of a block: their name, first row, and number of rows."""
+def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tuple[str, int, int]]]:
+    """The modules of each linear of a block: their name, first row, and number of rows; `outputs`
+    is the rows of the linear that is one module."""
     if layout.model_type == "gpt2":
-        names = {
-            "attention.qkv": "attn.c_attn",
-            "attention.output": "attn.c_proj",
-            "mlp.up": "mlp.c_fc",
-            "mlp.down": "mlp.c_proj",
+        return {
+            "attention.qkv": [("attn.c_attn", 0, outputs)],
+            "attention.output": [("attn.c_proj", 0, outputs)],
+            "mlp.up": [("mlp.c_fc", 0, outputs)],
+            "mlp.down": [("mlp.c_proj", 0, outputs)],
         }
-        return [(names[linear], 0, outputs)]
-    if linear == "attention.qkv":
-        queries = config.heads * config.head_width
-        keys = config.query_groups * config.head_width
-        return [
+    queries = config.heads * config.head_width
+    keys = config.query_groups * config.head_width
+    hidden = config.hidden
+    # A gate that is the value makes relu(x)^2 of relu(gate) x value.
+    value = hidden if config.activation == "swiglu" else 0
+    gate = [("mlp.gate_proj", 0, hidden)] if layout.gated else []
+    return {
+        "attention.qkv": [
             ("self_attn.q_proj", 0, queries),
             ("self_attn.k_proj", queries, keys),
             ("self_attn.v_proj", queries + keys, keys),
-        ]
-    if linear == "attention.output":
-        return [("self_attn.o_proj", 0, outputs)]
-    if linear == "mlp.down":
-        return [("mlp.down_proj", 0, outputs)]
-    if not layout.gated:
-        return [("mlp.up_proj", 0, outputs)]
-    # A gate that is the value makes relu(x)^2 of relu(gate) x value.
-    value = config.hidden if config.activation == "swiglu" else 0
-    return [("mlp.gate_proj", 0, config.hidden), ("mlp.up_proj", value, config.hidden)]
+        ],
+        "attention.output": [("self_attn.o_proj", 0, outputs)],
+        "mlp.up": [*gate, ("mlp.up_proj", value, hidden)],
+        "mlp.down": [("mlp.down_proj", 0, outputs)],
+    }
 
 
 def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
@@ -149,7 +145,7 @@ def from_hf(
             _keep_bias(made, f"{ours}.bias", bias, config, where)
     for ours, parts in parts_of(config, layout).items():
         if ours == "lm_head" and config.tied:
-            _see_tied(source, made["embedding.weight"])
+            source.require_tied(made["embedding.weight"])
             continue
         outputs, inputs = shapes[f"{ours}.weight"]
         turned = gpt2 and ours != "lm_head"
@@ -163,22 +159,17 @@ def from_hf(
             own_bias = source.take(f"{part.module}.bias", (part.rows,)) if biased else bias[rows]
             if number and not part.start:
                 same = torch.equal(weight[rows], own) and torch.equal(bias[rows], own_bias)
-                _see_squared(same, part, where)
+                if not same:
+                    raise UserError(
+                        f"{where}: hidden_act = relu, and {part.module} is not the same as its "
+                        "gate_proj. Only relu(x)^2, where they are, can be read."
+                    )
             weight[rows], bias[rows] = own, own_bias
         made[f"{ours}.weight"] = weight
         if biased:
             _keep_bias(made, f"{ours}.bias", bias, config, where)
-    source.see_all_taken()
+    source.require_all_taken()
     return made
-
-
-def _see_squared(same: bool, value: Part, where: str) -> None:
-    """See that the value of an MLP with a ReLU gate is that gate."""
-    if not same:
-        raise UserError(
-            f"{where}: hidden_act = relu, and {value.module} is not the same as its gate_proj. "
-            "Only relu(x)^2, where they are, can be read."
-        )
 
 
 def _keep_bias(
@@ -191,17 +182,6 @@ def _keep_bias(
         raise UserError(f"{where}: the config says bias = false, and '{name}' is not zero.")
 
 
-def _see_tied(source: _Source, embedding: Tensor) -> None:
-    """See that a head that is there though it is tied is the embedding."""
-    if "lm_head.weight" in source:
-        head = source.take("lm_head.weight", tuple(embedding.shape))
-        if not torch.equal(head, embedding):
-            raise UserError(
-                f"{source.where}: tie_word_embeddings = true, and lm_head.weight is not the "
-                "embedding. Save it with tie_word_embeddings = false."
-            )
-
-
 class _Source:
     """A folder's tensors, each taken once, checked."""
 
@@ -212,9 +192,6 @@ class _Source:
         # Masks and tables that older versions saved; they are computed.
         computed = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
         self._left = {name for name in tensors if not name.endswith(computed)}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, in float32. Raises what `from_hf` raises."""
@@ -232,8 +209,18 @@ class _Source:
             raise UserError(f"{self.where}: '{there}' is not finite.")
         return tensor.float()
 
-    def see_all_taken(self) -> None:
-        """See that nothing is left over."""
+    def require_tied(self, embedding: Tensor) -> None:
+        """Raise a UserError if there is a head, though it is tied, that is not the embedding."""
+        if "lm_head.weight" in self._tensors:
+            head = self.take("lm_head.weight", tuple(embedding.shape))
+            if not torch.equal(head, embedding):
+                raise UserError(
+                    f"{self.where}: tie_word_embeddings = true, and lm_head.weight is not the "
+                    "embedding. Save it with tie_word_embeddings = false."
+                )
+
+    def require_all_taken(self) -> None:
+        """Raise a UserError if a tensor is left over."""
         if self._left:
             raise UserError(
                 f"{self.where} has a tensor too many, '{quoted(min(self._left))}': it is of "

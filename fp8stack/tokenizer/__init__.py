@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's, and any `tokenizer.json`. They must not know who needs tokens."""
+"""Tokenizers: bytes, GPT-2's, and any `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer
 from fp8stack.tokenizer.byte_level import ByteTokenizer
-from fp8stack.tokenizer.contract import END_OF_TEXT, Decoder, Tokenizer
 
 __all__ = [
     "END_OF_TEXT",
@@ -20,8 +20,7 @@ __all__ = [
 ]
 
 TOKENIZER_FILE = "tokenizer.json"
-NAMED = ("bytes", "gpt2")
-"""Tokenizers without a file."""
+NAMED = ("bytes", "gpt2")  # tokenizers without a file
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -85,13 +84,14 @@ def alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 def _file(name: str) -> Path:
     """The file that `name` means."""
+    folder = False
     try:
-        path = Path(name) / TOKENIZER_FILE if name and Path(name).is_dir() else Path(name)
-        if name and path.is_file():
+        folder = bool(name) and Path(name).is_dir()
+        path = Path(name, TOKENIZER_FILE) if folder else Path(name)
+        if path.is_file():
             return path
-        folder = path.name == TOKENIZER_FILE and path.parent.is_dir() and Path(name).is_dir()
     except (OSError, ValueError):  # such as a NUL in the name
-        folder = False
+        pass
     if folder:
         raise UserError(
             f"The folder {quoted(name)} has no {TOKENIZER_FILE}. Give bytes, gpt2, or the path of "

@@ -1,7 +1,4 @@
-"""Bytes as tokens, and as the characters that stand for bytes in byte-level vocabularies.
-
-It must not know the `tokenizers` library, though it writes a file of its format.
-"""
+"""Bytes as tokens, and as the characters that stand for bytes in byte-level vocabularies."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.tokenizer.contract import END_OF_TEXT, Tokenizer
+from fp8stack.tokenizer.base import END_OF_TEXT, Tokenizer
 
+# The byte that UTF-8 never uses (RFC 3629, section 1), so that 256 ids are enough.
 BYTES_END_OF_TEXT = 255
-"""The byte that UTF-8 never uses (RFC 3629, section 1), so that 256 ids are enough."""
 
 
 def _alphabet() -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Any `tokenizer.json`, by the `tokenizers` library. The only file that imports it to encode."""
+"""Any `tokenizer.json`, by the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.tokenizer.base import END_OF_TEXT, Tokenizer
 from fp8stack.tokenizer.byte_level import BYTE_OF_CHARACTER
-from fp8stack.tokenizer.contract import END_OF_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8stack.errors import UserError
+from fp8stack.tokenizer.base import Tokenizer
 from fp8stack.tokenizer.byte_level import bpe_json, written
-from fp8stack.tokenizer.contract import Tokenizer
 
 if TYPE_CHECKING:
     import tiktoken

@@ -1,7 +1,4 @@
-"""What every tokenizer can do, and text that comes token by token. It must not know any tokenizer.
-
-No torch here.
-"""
+"""What every tokenizer can do, and text that comes token by token. No torch here."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class Tokenizer(ABC):
         return self._bytes_of_tokens()
 
 
-class _ByteStream:
+class _ByteStream(Decoder):
     """Of a tokenizer whose ids stand for bytes, whatever is around them."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
@@ -117,7 +114,7 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class _TextStream:
+class _TextStream(Decoder):
     """Of any other: what the ids since the last whole character decode to, more than before.
 
     The ids that gave the last characters are decoded along, because they may decide about a space.
