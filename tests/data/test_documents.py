@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,19 @@ def test_batches_hold_tokens_and_documents(form: object, order: str, tmp_path: P
         assert batch[:, 1].tolist() == [expected(start, 11) for start in starts]
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_corpora_reach_workers_as_paths(form: object, tmp_path: Path):
+    train, _ = load(form(tmp_path))  # type: ignore[operator]
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 2500
+    again = pickle.loads(pickled)
+    assert all(part.mapped for part in again.parts)
+    assert again.fingerprint() == train.fingerprint()
+    window = again.window(5, 40)
+    assert window.tolist() == train.window(5, 40).tolist()
+    assert again.documents(5, window).tolist() == expected(5, 40)
+
+
 def test_validation_windows_hold_documents_too(tmp_path: Path):
     _, val = load(as_prepared(tmp_path))
     usual = {"count": 2, "context": 6, "vocabulary": 256}
@@ -118,12 +132,6 @@ def test_documents_of_a_mixture_are_those_of_its_sources(
         assert row[1].tolist() == expected(start % length, 9)
 
 
-def test_a_window_within_one_document_is_all_of_document_0(tmp_path: Path):
-    train, _ = load(as_prepared(tmp_path))
-    start = sum(LENGTHS[:8]) + 2
-    assert train.documents(start, train.window(start, 12)).tolist() == [0] * 12
-
-
 def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path: Path):
     """llm.c's end-of-text is GPT-2's, also where another tokenizer is named."""
     path = as_llmc(tmp_path)
@@ -134,6 +142,8 @@ def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path: Path)
 def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text " * 99)
     np.arange(99, dtype="<u2").tofile(tmp_path / "b.bin")
+    # Text has none even if its tokenizer has an end.
+    assert not load_corpora(str(tmp_path / "a.txt"), 256, end_of_text=255)[0].has_documents
     for data, said in (
         (None, "does not say where its documents end"),
         ("a.txt", "a.txt does not say where its documents end, which document_mask needs"),
@@ -154,11 +164,6 @@ def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path: Path)
                 use()
             assert said in str(caught.value)
             assert "\n" not in str(caught.value)
-
-
-def test_text_has_no_documents_even_if_its_tokenizer_has_an_end(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("text " * 99)
-    assert not load_corpora(str(tmp_path / "a.txt"), 256, end_of_text=255)[0].has_documents
 
 
 def test_ranks_share_rows_out_with_their_documents(tmp_path: Path):

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from fp8stack.data import Corpus, Part, StepBatches, describe, load_corpora
 from fp8stack.data.order import key, mixed, shuffled, windows_of_epoch
@@ -103,15 +102,12 @@ def test_an_epoch_reads_every_window_once_and_none_overlap(length: int):
         assert 0 <= own[0] <= own[-1] < length - 8
 
 
-def test_epochs_have_different_orders():
+def test_epochs_and_seeds_have_different_orders():
     found = np.array(starts(made(1601), 5 * 200)).reshape(5, 200)
     assert len({tuple(epoch) for epoch in found.tolist()}) == 5
     assert (found[0] == found[1]).sum() < 12  # 1 is expected
-
-
-def test_seeds_have_different_orders():
-    found = {tuple(starts(made(1601, seed=seed), 50)) for seed in (0, 1, 7, 2**64 - 1)}
-    assert len(found) == 4
+    seeds = {tuple(starts(made(1601, seed=seed), 50)) for seed in (0, 1, 7, 2**64 - 1)}
+    assert len(seeds) == 4
 
 
 def test_the_tokens_left_over_at_the_end_have_their_turn():
@@ -123,31 +119,12 @@ def test_the_tokens_left_over_at_the_end_have_their_turn():
     assert set(other_seeds) == set(range(8))
 
 
-def test_the_only_window_is_read_again_and_again():
-    assert starts(made(9), 12) == [0] * 12
-
-
 def test_rows_are_those_of_the_run_however_they_are_cut_into_steps():
     assert starts(made(1003, batch=5), 300) == starts(made(1003, batch=7), 300)
-
-
-def test_step_0_reads_windows_too():
-    batch = made(1003)[0]
+    assert starts(made(9), 12) == [0] * 12  # the only window is read again and again
+    batch = made(1003)[0]  # step 0 reads windows too
     assert batch.shape == (5, 9)
     assert (batch - batch[:, :1] == torch.arange(9)).all()
-
-
-def test_workers_and_restarts_read_the_same(tmp_path: Path):
-    path = write_llmc(tmp_path / "a.bin", range(1000))
-    corpus = load_corpora(str(path), 1000)[0]
-    batches = StepBatches(corpus, batch=9, context=16, seed=1, vocabulary=1000, order="epochs")
-    expected = [batches[step] for step in range(1, 13)]
-    for workers in (0, 2):
-        for first in (1, 8):
-            loader = DataLoader(
-                batches, sampler=range(first, 13), batch_size=None, num_workers=workers
-            )
-            assert all(map(torch.equal, loader, expected[first - 1 :]))
 
 
 def test_sources_of_one_length_are_read_in_different_orders(
@@ -170,15 +147,9 @@ def test_sources_of_one_length_are_read_in_different_orders(
 
 
 def test_an_unknown_order_is_refused():
+    usual = {"batch": 1, "context": 8, "seed": 0, "vocabulary": 99}
     with pytest.raises(UserError, match=r"'epoch'.*Did you mean 'epochs'"):
-        StepBatches(
-            counting(99),
-            batch=1,
-            context=8,
-            seed=0,
-            vocabulary=99,
-            order="epoch",  # type: ignore[arg-type]
-        )
+        StepBatches(counting(99), **usual, order="epoch")  # type: ignore[arg-type]
 
 
 def test_what_a_run_reads_is_told():

@@ -25,6 +25,7 @@ from fp8stack.data import (
     decode,
     load_corpora,
     texts,
+    tokenizer_of,
     validation_windows,
 )
 from fp8stack.errors import UserError
@@ -190,6 +191,8 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
 
 @pytest.mark.parametrize("data", ["", "no/such/file", "bad\0name", "two\nlines", "x" * 5000])
 def test_a_missing_path_is_named(data: str):
+    with pytest.raises(UserError):
+        tokenizer_of(data)
     message = refusal(data)
     assert ("No data at" in message and "--data" in message) or "Cannot read" in message
 

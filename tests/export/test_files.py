@@ -27,7 +27,10 @@ from tests.support.hf_models import (
     ROPE,
     SHAPES,
     export_to,
+    loaded,
+    logits,
     random_model,
+    require_same_logits,
     source_of,
     tokens,
     weights_of,
@@ -36,26 +39,6 @@ from tests.support.hf_models import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXT = "def f(x):\n    return 'é…'\n"
-
-
-def loaded(folder: Path, **options: Any) -> Any:
-    """What transformers makes of a folder; a tensor that is missing or left over fails."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, **options
-    )
-    assert not any(told.values()), told
-    return model.eval()
-
-
-def logits(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        found = model(tokens_BT)
-    return found if isinstance(found, torch.Tensor) else found.logits
-
-
-def require_same(ours: GPT, theirs: Any) -> None:
-    x = tokens(ours.config.vocabulary)
-    torch.testing.assert_close(logits(theirs, x), logits(ours, x), rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -69,27 +52,19 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
-    model = random_model(GPTConfig(**SHAPES[name]))
-    theirs = loaded(export_to(tmp_path / "out", model))
-    assert theirs.config.model_type == LAYOUT[name]
-    require_same(model, theirs)
-
-
 @pytest.mark.parametrize("name", presets.names("models"))
-def test_every_preset_made_small_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_every_preset_made_small_gives_the_same_logits(name: str, tmp_path: Path):
     preset = load_config(name)
     small = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
     small |= {"kv_heads": 2} if preset.kv_heads else {}
     small |= {"mlp_width": 40} if preset.mlp_width else {}
     model = random_model(load_config(name, small))
-    require_same(model, loaded(export_to(tmp_path / "out", model)))
+    require_same_logits(model, loaded(export_to(tmp_path / "out", model)))
 
 
 def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
     nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert command("export", str(nano), "--format", "hf", "--out", "x") == 0
     told = capsys.readouterr()
     assert "Qwen3ForCausalLM" in told.out
@@ -102,42 +77,30 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
     assert tokenizer.encode("é", add_special_tokens=False) == [0xC3, 0xA9]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.eos_token_id == 255 == theirs.generation_config.eos_token_id
-    require_same(ours, theirs)
+    require_same_logits(ours, theirs)
     x = torch.tensor([tokenizer.encode("import ")])
     said = theirs.generate(x, max_new_tokens=8, do_sample=False)[0].tolist()
     for count in range(x.shape[1], len(said)):
         assert int(logits(ours, torch.tensor([said[:count]]))[0, -1].argmax()) == said[count]
 
 
-def test_a_reader_that_computes_silu_whatever_the_config_names_reads_gpt_nano_rightly(
-    nano: Path, command: Command
-) -> None:
-    assert command("export", str(nano), "--out", "x") == 0
-    config = json.loads(Path("x/config.json").read_text())
-    Path("x/config.json").write_text(json.dumps(config | {"hidden_act": "silu"}))
-    require_same(fp8stack.load(nano), loaded(Path("x")))
-
-
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_activation_that_other_programs_take_for_another_is_warned_of(name: str) -> None:
+def test_an_activation_that_other_programs_take_for_another_is_warned_of(name: str):
     usual = {"gpt2": "gelu_tanh", "llama": "swiglu", "qwen3": "swiglu", "arcee": "relu2"}
-    notes = hf_files(source_of(random_model(GPTConfig(**SHAPES[name]))), None).notes
-    warned = [note for note in notes if "compute wrongly" in note]
+    files = hf_files(source_of(random_model(GPTConfig(**SHAPES[name]))), None)
+    warned = [note for note in files.notes if "compute wrongly" in note]
     differs = GPTConfig(**SHAPES[name]).activation != usual[LAYOUT[name]]
     assert len(warned) == differs
+    if name == "gpt2":  # the key by which llama.cpp knows its context
+        assert json.loads(files.texts["config.json"])["n_ctx"] == 64
     if name == "qwen3 relu2":
         assert "compute silu in any qwen3 model" in warned[0]
         assert "with relu, they load and compute wrongly" in warned[0]
 
 
-def test_a_gpt2_folder_has_the_key_by_which_llama_cpp_knows_its_context() -> None:
-    files = hf_files(source_of(random_model(GPTConfig(**SHAPES["gpt2"]))), None)
-    assert json.loads(files.texts["config.json"])["n_ctx"] == 64
-
-
 def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     checkpoint = next((nano / "checkpoints").glob("step-*"))
     (tmp_path / "moved").symlink_to(checkpoint)
     assert command("export", "moved", "--out", "without") == 0
@@ -149,24 +112,31 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
 
 
-def test_bf16_rounds_every_weight_once(nano: Path, command: Command) -> None:
+def test_bf16_rounds_every_weight_once_and_all_may_read_whom_the_umask_lets(
+    nano: Path, command: Command
+):
     assert command("export", str(nano), "--out", "x", "--dtype", "bf16") == 0
     assert command("export", str(nano), "--out", "y") == 0
+    modes = {path.name: path.stat().st_mode & 0o777 for path in Path("x").iterdir()}
     rounded, exact = (safetensors.torch.load_file(f"{d}/model.safetensors") for d in "xy")
     assert rounded.keys() == exact.keys()
     for name, tensor in rounded.items():
         assert torch.equal(tensor, exact[name].bfloat16()), name
     assert loaded(Path("x")).dtype == torch.bfloat16
+    mask = os.umask(0)
+    os.umask(mask)
+    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
+    assert "model.safetensors" in modes
 
 
-def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path: Path) -> None:
+def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path: Path):
     model = random_model(GPTConfig(**SHAPES["qwen3"]))
     replace_folder(tmp_path / "out", hf_files(source_of(model), None), largest=20_000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "out" / name).stat().st_size < 22_000 for name in files)
-    require_same(model, loaded(tmp_path / "out"))
+    require_same_logits(model, loaded(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -183,12 +153,12 @@ def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path: Path) -> N
 )
 def test_what_transformers_has_no_model_for_is_refused_by_its_key(
     changes: dict[str, Any], key: str
-) -> None:
+):
     with pytest.raises(UserError, match=key):
         layout_of(GPTConfig(**(ROPE | changes)))
 
 
-def test_safetensors_hold_our_names_and_a_model_file(nano: Path, command: Command) -> None:
+def test_safetensors_hold_our_names_and_a_model_file(nano: Path, command: Command):
     assert command("export", str(nano), "--format", "safetensors", "--out", "x") == 0
     assert sorted(path.name for path in Path("x").iterdir()) == ["model.safetensors", "model.toml"]
     with safetensors.safe_open("x/model.safetensors", framework="pt") as file:
@@ -201,7 +171,7 @@ def test_safetensors_hold_our_names_and_a_model_file(nano: Path, command: Comman
         assert torch.equal(tensor, weights_of(ours)[name]), name
 
 
-def test_a_tied_model_in_safetensors_is_one_again(command: Command) -> None:
+def test_a_tied_model_in_safetensors_is_one_again(command: Command):
     tied = ["--model", "gpt2-124m", "--set", "model_overrides.vocabulary=256"]
     tied += ["--set", "model_overrides.context=32"]
     assert command("pretrain", "--recipe", "bf16", "--out", "run", *TINY, *tied) == 0
@@ -214,7 +184,7 @@ def test_a_tied_model_in_safetensors_is_one_again(command: Command) -> None:
 
 def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(
     nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     export = ["export", str(nano), "--out", "x"]
     assert command(*export) == 0
     Path("x/model-00001-of-00002.safetensors").write_text("old")
@@ -236,11 +206,11 @@ def test_a_full_disk_leaves_the_old_export_and_no_litter(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     assert command("export", str(nano), "--out", "x") == 0
     before = {path.name: path.read_bytes() for path in Path("x").iterdir()}
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes):
         path.write_bytes(content[:10])
         raise OSError(28, "No space left on device")
 
@@ -254,7 +224,7 @@ def test_a_full_disk_leaves_the_old_export_and_no_litter(
 
 def test_a_rename_that_fails_puts_the_old_export_back(
     nano: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     assert command("export", str(nano), "--out", "x") == 0
     rename = Path.rename
 
@@ -281,6 +251,8 @@ def test_a_rename_that_fails_puts_the_old_export_back(
         (["--format", "fp8", "--strategy", "row"], "No strategy 'row'"),
         (["--out", "file"], "file is no folder"),
         (["--out", "x" * 5000], "Cannot use the folder of --out"),
+        (["--out", "CHECKPOINT/x"], "lies in the checkpoint"),
+        (["nowhere"], "No run and no checkpoint"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
@@ -289,63 +261,33 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     nano: Path,
     command: Command,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     Path("file").write_text("x")
-    assert command("export", str(nano), "--out", "x", *flags) == 2
+    checkpoint = next((nano / "checkpoints").glob("step-*"))
+    before = sorted(checkpoint.iterdir())
+    run = [] if flags == ["nowhere"] else [str(nano)]
+    flags = [flag.replace("CHECKPOINT", str(checkpoint)) for flag in flags]
+    assert command("export", *run, "--out", "x", *flags) == 2
     error = capsys.readouterr().err
     assert expected in error
     assert error.count("\n") == 1
     assert [path.name for path in Path().iterdir()] == ["file"]
-
-
-def test_where_there_is_no_run_it_says_so(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("export", "nowhere", "--out", "x") == 2
-    assert "No run and no checkpoint" in capsys.readouterr().err
-
-
-def test_a_tokenizer_of_more_ids_than_the_model_is_refused(
-    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bytes_ = json.loads(fp8stack.load_tokenizer("bytes").to_json())
-    bytes_["model"]["vocab"]["aa"] = 256
-    bytes_["model"]["merges"] = [["a", "a"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(bytes_))
-    shutil.copytree(nano, "run")
-    Path("run/tokenizer.json").unlink()
-    flags = ["--tokenizer", "tokenizer.json", "--out", "x"]
-    assert command("export", "run", *flags) == 2
-    assert "257 tokens, the model a vocabulary of 256" in capsys.readouterr().err
-
-
-def test_a_tokenizer_that_is_not_the_runs_is_refused(
-    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = json.loads(fp8stack.load_tokenizer("bytes").to_json())
-    del other["model"]["vocab"]["a"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
-    assert command("export", str(nano), "--tokenizer", "tokenizer.json", "--out", "x") == 2
-    assert "was trained on tokens of bytes, not of --tokenizer" in capsys.readouterr().err
-    assert not Path("x").exists()
-
-
-def test_every_file_can_be_read_by_whom_the_umask_lets(
-    nano: Path, command: Command, tmp_path: Path
-) -> None:
-    assert command("export", str(nano), "--out", "x") == 0
-    mask = os.umask(0)
-    os.umask(mask)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "x").iterdir()}
-    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
-    assert "model.safetensors" in modes
-
-
-def test_an_export_into_a_checkpoint_is_refused(
-    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = next((nano / "checkpoints").glob("step-*"))
-    before = sorted(checkpoint.iterdir())
-    assert command("export", str(nano), "--out", str(checkpoint / "x")) == 2
-    assert "lies in the checkpoint" in capsys.readouterr().err
     assert sorted(checkpoint.iterdir()) == before
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(
+    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
+):
+    table = json.loads(fp8stack.load_tokenizer("bytes").to_json())
+    model = table["model"]
+    model |= {"vocab": model["vocab"] | {"aa": 256}, "merges": [["a", "a"]]}
+    Path("more.json").write_text(json.dumps(table))
+    model["vocab"] = {token: id for token, id in model["vocab"].items() if "a" not in token}
+    Path("other.json").write_text(json.dumps(table | {"model": model | {"merges": []}}))
+    shutil.copytree(nano, "run")
+    assert command("export", "run", "--tokenizer", "other.json", "--out", "x") == 2
+    assert "was trained on tokens of bytes, not of --tokenizer" in capsys.readouterr().err
+    Path("run/tokenizer.json").unlink()
+    assert command("export", "run", "--tokenizer", "more.json", "--out", "x") == 2
+    assert "257 tokens, the model a vocabulary of 256" in capsys.readouterr().err
+    assert not Path("x").exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import transformers
 
 import fp8stack
-from fp8stack import GPT, GPTConfig, UserError
+from fp8stack import GPT, GPTConfig, UserError, data
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.hf import found_in, from_hf, open_folder
@@ -24,9 +26,10 @@ from tests.support.hf_models import (
     SHAPES,
     config_json,
     export_to,
+    loaded,
     random_model,
     randomize,
-    tokens,
+    require_same_logits,
     weights_of,
 )
 
@@ -80,27 +83,19 @@ def model_in(folder: Path) -> GPT:
     return model
 
 
-def require_same_logits(ours: GPT, theirs: Any) -> None:
-    x = tokens(ours.config.vocabulary)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), theirs(x).logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("files", ["one file", "several files"])
 @pytest.mark.parametrize("name", THEIRS)
-def test_a_model_of_transformers_computes_the_same_here(
-    name: str, files: str, tmp_path: Path
-) -> None:
+def test_a_model_of_transformers_computes_the_same_here(name: str, tmp_path: Path):
     theirs = their(name)
-    theirs.save_pretrained(tmp_path, max_shard_size="5GB" if files == "one file" else "20KB")
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "several files")
+    several = name == "gpt2"
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if several else "5GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == several
     require_same_logits(model_in(tmp_path), theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_of_16_bit_weights_are_float32_of_the_same_values(
     dtype: torch.dtype, tmp_path: Path
-) -> None:
+):
     theirs = their("qwen3").to(dtype)
     theirs.save_pretrained(tmp_path)
     ours = model_in(tmp_path)
@@ -115,9 +110,11 @@ def _said(config: GPTConfig) -> GPTConfig:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_we_export_comes_back_from_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name: str, tmp_path: Path):
     model = random_model(GPTConfig(**SHAPES[name]))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(export_to(tmp_path / "a", model))
+    theirs = loaded(export_to(tmp_path / "a", model))
+    assert theirs.config.model_type == LAYOUT[name]
+    require_same_logits(model, theirs)
     theirs.save_pretrained(tmp_path / "b")
     folder = open_folder(tmp_path / "b")
     found = found_in(folder.config, "b")
@@ -128,7 +125,7 @@ def test_what_we_export_comes_back_from_transformers_to_the_bit(name: str, tmp_p
     assert all(torch.equal(back[key], ours[key]) for key in ours)
 
 
-def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path: Path) -> None:
+def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path: Path):
     theirs = their("gpt2")
     theirs.save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -140,11 +137,26 @@ def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path
     require_same_logits(model_in(tmp_path), theirs)
 
 
-def test_rope_theta_of_transformers_4_is_read(tmp_path: Path) -> None:
-    theirs = their("llama theta")
-    theirs.save_pretrained(tmp_path)
-    config_json(tmp_path, rope_parameters=None, rope_theta=500000)
-    require_same_logits(model_in(tmp_path), theirs)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama theta", {"rope_parameters": None, "rope_theta": 500000}),  # of transformers 4
+        ("arcee", {"rms_norm_eps": None}),
+        (
+            "llama theta",  # of two bases the one that transformers takes is taken
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+                "rope_scaling": {"rope_type": "default", "rope_theta": 9000.0},
+            },
+        ),
+    ],
+)
+def test_a_configuration_that_says_it_otherwise_is_read_as_transformers_reads_it(
+    name: str, changes: dict[str, Any], tmp_path: Path
+):
+    their(name).save_pretrained(tmp_path)
+    config_json(tmp_path, **changes)
+    require_same_logits(model_in(tmp_path), loaded(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +187,7 @@ def test_rope_theta_of_transformers_4_is_read(tmp_path: Path) -> None:
 )
 def test_what_a_model_here_cannot_be_is_refused_by_its_key(
     changes: dict[str, Any], told: str, llama: Path
-) -> None:
+):
     config_json(llama, **changes)
     with pytest.raises(UserError) as error:
         find_source(f"hf:{llama}")
@@ -193,71 +205,62 @@ def test_what_a_model_here_cannot_be_is_refused_by_its_key(
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = false"),
         ("gpt2", {"fp8stack": {"bias": False}}, "bias = false, and"),
+        # Other names of its sizes must agree.
+        ("gpt2", {"hidden_size": 64}, "hidden_size = 64"),
+        ("gpt2", {"num_hidden_layers": 1}, "num_hidden_layers = 1"),
+        ("gpt2", {"num_attention_heads": 2}, "num_attention_heads = 2"),
         ("arcee", {"hidden_act": "silu"}, "hidden_act = silu"),
     ],
 )
 def test_so_is_what_other_layouts_have(
     name: str, changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+):
     their(name).save_pretrained(tmp_path)
     config_json(tmp_path, **changes)
     with pytest.raises(UserError, match=told):
         find_source(f"hf:{tmp_path}")
 
 
-def _pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def _with_norm(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def damage(folder: Path):
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+    return damage
 
 
-def _cut(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
 
 
-def _not_finite(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][3] = torch.nan
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-
-
-def _integers(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-
-
-def _index_elsewhere(folder: Path) -> None:
-    table = {"weight_map": {"a": "../model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
-
-
-def _index_of_nothing(folder: Path) -> None:
-    table = {"weight_map": {"a": "gone.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
-
-
-def _not_json(folder: Path) -> None:
-    (folder / "config.json").write_text("{" * 100_000)
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
         (shutil.rmtree, "No folder"),
-        (_pickled, "pytorch_model.bin, a pickle"),
-        (_cut, "model.safetensors is not a safetensors file"),
-        (_not_finite, "'model.norm.weight' is not finite"),
-        (_integers, "'model.norm.weight' is torch.int32"),
-        (_index_elsewhere, "elsewhere"),
-        (_index_of_nothing, "gone.safetensors is missing"),
-        (_not_json, "config.json is not valid JSON"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "pytorch_model.bin, a pickle",
+        ),
+        (lambda folder: os.truncate(folder / "model.safetensors", 9000), "not a safetensors file"),
+        (_with_norm(lambda norm: norm / 0), "'model.norm.weight' is not finite"),
+        (_with_norm(lambda norm: norm.int()), "'model.norm.weight' is torch.int32"),
+        (_write(INDEX, '{"weight_map": {"a": "../model.safetensors"}}'), "elsewhere"),
+        (_write(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors is missing"),
+        (_write(INDEX, '{"weight_map": {"a": "model.safetensors"}}'), "lacks the tensor 'a'"),
+        (_write(INDEX, "{}"), "has no weight_map"),
+        (_write("config.json", "{" * 100_000), "config.json is not valid JSON"),
+        (_write("config.json", "[]"), "config.json is not a JSON object"),
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
     ],
 )
 def test_a_damaged_folder_is_one_line_and_no_run(
     damage: Any, told: str, llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     damage(llama)
     assert command("pretrain", "--init-from", f"hf:{llama}", "--out", "new", "--steps", "2") == 2
     error = capsys.readouterr().err
@@ -274,12 +277,10 @@ TRAIN = [
 
 def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(
     llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     start = ["--init", "hf:llama", "--recipe", "fp32", "--lr", "1e-9", *TRAIN]
     assert command("pretrain", "--out", "a", *start) == 0
     assert f"weights of hf:{llama}" in capsys.readouterr().out
-    from fp8stack import data
-
     ours = model_in(llama)
     _, validation = data.load_corpora(None, 256)
     windows = data.validation_windows(validation, count=4, context=32, vocabulary=256)
@@ -295,7 +296,7 @@ def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(
     assert fp8stack.load("cut").config.kv_heads == 2
 
 
-def test_in_fp8_and_out_again_it_is_still_theirs(llama: Path, command: Command) -> None:
+def test_in_fp8_and_out_again_it_is_still_theirs(llama: Path, command: Command):
     start = ["--init", "hf:llama", "--recipe", "delayed", *TRAIN]
     assert command("pretrain", "--out", "a", *start) == 0
     assert command("export", "a", "--out", "x") == 0
@@ -304,12 +305,12 @@ def test_in_fp8_and_out_again_it_is_still_theirs(llama: Path, command: Command) 
     require_same_logits(fp8stack.load("a"), theirs)
 
 
-def test_the_preset_nearest_to_the_folder_is_named_and_the_rest_overridden() -> None:
+def test_the_preset_nearest_to_the_folder_is_named_and_the_rest_overridden():
     shape = GPTConfig(vocabulary=50257, context=1024, layers=12, width=768, heads=12, dropout=0.1)
     assert nearest_preset(shape) == ("gpt2-124m", {"dropout": 0.1})
 
 
-def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama: Path) -> None:
+def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama: Path):
     source = find_source(f"hf:{llama}")
     with pytest.raises(UserError, match="context is 128 here and 64"):
         with_source(parse_config(None, {"model": "gpt-nano"}), source)
@@ -318,7 +319,7 @@ def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama
     assert made.init_from == f"hf:{llama.resolve()}"
 
 
-def test_the_same_folder_is_known_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_folder_is_known_again(llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(llama.parent)
     assert same_source("hf:llama", f"hf:{llama.resolve()}")
     assert not same_source("hf:llama", str(llama.resolve()))
@@ -326,7 +327,7 @@ def test_the_same_folder_is_known_again(llama: Path, monkeypatch: pytest.MonkeyP
     assert not same_source("hf:llama", None)
 
 
-def test_dropout_and_keys_without_meaning_here_are_told(tmp_path: Path) -> None:
+def test_dropout_and_keys_without_meaning_here_are_told(tmp_path: Path):
     their("gpt2").save_pretrained(tmp_path / "gpt2")
     config_json(tmp_path / "gpt2", embedding_multiplier=12.0)
     notes = " ".join(find_source(f"hf:{tmp_path / 'gpt2'}").notes)
@@ -345,7 +346,7 @@ def test_text_becomes_tokens_of_the_weights_and_other_tokens_are_refused(
     command: Command,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     text = fp8stack.load_tokenizer("bytes").to_json()
     table = json.loads(text)
     if not same:
@@ -362,36 +363,3 @@ def test_text_becomes_tokens_of_the_weights_and_other_tokens_are_refused(
     assert command(*begin, "--out", "b", "--data", "tokens") == (0 if same else 2)
     assert ("their ids mean other texts" in capsys.readouterr().err) == (not same)
     assert command(*begin, "--out", "c", "--data", "tokens", "--tokenizer", "bytes") == 0
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("hidden_size", 64), ("num_hidden_layers", 1), ("num_attention_heads", 2)],
-)
-def test_other_names_of_gpt2s_sizes_must_agree(key: str, value: int, tmp_path: Path) -> None:
-    their("gpt2").save_pretrained(tmp_path)
-    config_json(tmp_path, **{key: value})
-    with pytest.raises(UserError, match=f"{key} = {value}"):
-        find_source(f"hf:{tmp_path}")
-
-
-def test_an_arcee_without_its_norms_epsilon_has_that_of_transformers(tmp_path: Path) -> None:
-    theirs = their("arcee")
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["rms_norm_eps"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    require_same_logits(model_in(tmp_path), again)
-
-
-def test_of_two_rope_bases_the_one_that_transformers_takes_is_taken(tmp_path: Path) -> None:
-    their("llama theta").save_pretrained(tmp_path)
-    rope = {"rope_type": "default"}
-    config_json(
-        tmp_path,
-        rope_parameters={**rope, "rope_theta": 100.0},
-        rope_scaling={**rope, "rope_theta": 9000.0},
-    )
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    require_same_logits(model_in(tmp_path), again)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from fp8stack import GPT, GPTConfig
@@ -85,6 +86,31 @@ def export_to(folder: Path, model: GPT) -> Path:
 def tokens(vocabulary: int, count: int = 64, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (2, count), generator=generator)
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    """What transformers makes of a folder; a tensor that is missing or left over fails."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    if "quantization_config" in options:  # weights alone are read
+        told["unexpected_keys"] = {
+            name for name in told["unexpected_keys"] if not name.endswith(".input_scale")
+        }
+    assert not any(told.values()), told
+    return model.eval()
+
+
+def logits(model: Any, tokens_BT: Tensor) -> Tensor:
+    """Of a model of ours or of transformers."""
+    with torch.no_grad():
+        found = model(tokens_BT)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def require_same_logits(ours: GPT, theirs: Any, atol: float = 1e-5) -> None:
+    x = tokens(ours.config.vocabulary)
+    torch.testing.assert_close(logits(theirs, x), logits(ours, x), rtol=0, atol=atol)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:

@@ -60,14 +60,14 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 # What is encoded
 
 
-def test_bytes_are_the_bytes_of_utf8() -> None:
+def test_bytes_are_the_bytes_of_utf8():
     bytes_ = load_tokenizer("bytes")
     for text in TEXTS:
         assert bytes_.encode(text) == list(text.encode())
     assert (bytes_.vocabulary, bytes_.end_of_text, bytes_.name) == (256, 255, "bytes")
 
 
-def test_gpt2_encodes_as_tiktoken_does(gpt2: Tokenizer) -> None:
+def test_gpt2_encodes_as_tiktoken_does(gpt2: Tokenizer):
     encoding = small_encoding()
     for text in TEXTS:
         assert gpt2.encode(text) == encoding.encode_ordinary(text)
@@ -75,7 +75,7 @@ def test_gpt2_encodes_as_tiktoken_does(gpt2: Tokenizer) -> None:
     assert gpt2.end_of_text == encoding.eot_token
 
 
-def test_a_file_encodes_as_the_library_does(tmp_path: Path) -> None:
+def test_a_file_encodes_as_the_library_does(tmp_path: Path):
     library = trained()
     library.save(str(tmp_path / "mine.json"))
     mine = load_tokenizer(str(tmp_path / "mine.json"))
@@ -86,18 +86,18 @@ def test_a_file_encodes_as_the_library_does(tmp_path: Path) -> None:
     assert mine.name == "mine.json"
 
 
-def test_a_special_token_in_a_text_is_ordinary_text(tokenizer: Tokenizer) -> None:
+def test_a_special_token_in_a_text_is_ordinary_text(tokenizer: Tokenizer):
     for text in ("<|endoftext|>", "<s>", "</s>"):
         assert tokenizer.end_of_text not in tokenizer.encode(text)
 
 
-def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer) -> None:
+def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer):
     batch = tokenizer.encode_batch(TEXTS)
     assert all(tokens.dtype == np.uint32 for tokens in batch)
     assert [tokens.tolist() for tokens in batch] == [tokenizer.encode(text) for text in TEXTS]
 
 
-def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded() -> None:
+def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded():
     library = trained()
     end = library.token_to_id("<|endoftext|>")
     library.post_processor = processors.TemplateProcessing(
@@ -117,7 +117,7 @@ def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_comes_back(text: str):
     for mine in (load_tokenizer("bytes"), _FILE):
         assert mine.decode(mine.encode(text)) == text
 
@@ -125,19 +125,19 @@ def test_any_text_comes_back(text: str) -> None:
 _FILE = tokenizer_from_json(trained().to_str())
 
 
-def test_texts_come_back_and_special_tokens_are_left_out(tokenizer: Tokenizer) -> None:
+def test_texts_come_back_and_special_tokens_are_left_out(tokenizer: Tokenizer):
     for text in ("Hello there, hello world.", "Grüße 😀 x"):
         tokens = tokenizer.encode(text)
         assert tokenizer.end_of_text is not None
         assert tokenizer.decode([*tokens, tokenizer.end_of_text]) == text
 
 
-def test_ids_that_the_tokenizer_does_not_know_are_left_out(tokenizer: Tokenizer) -> None:
+def test_ids_that_the_tokenizer_does_not_know_are_left_out(tokenizer: Tokenizer):
     tokens = tokenizer.encode("hello")
     assert tokenizer.decode([*tokens, tokenizer.vocabulary, 10**6, -1]) == "hello"
 
 
-def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer: Tokenizer) -> None:
+def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer: Tokenizer):
     text = "Hello there 😀 Grüße, hello world."
     stream = tokenizer.stream()
     pieces = [stream.step(token) for token in tokenizer.encode(text)]
@@ -147,7 +147,7 @@ def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer: Tokeni
     assert len([piece for piece in pieces if piece]) > 3  # not all of it at the end
 
 
-def test_a_character_that_is_cut_ends_as_a_replacement() -> None:
+def test_a_character_that_is_cut_ends_as_a_replacement():
     bytes_ = load_tokenizer("bytes")
     stream = bytes_.stream()
     assert [stream.step(token) for token in "é😀".encode()[:-1]] == ["", "é", "", "", ""]
@@ -156,7 +156,7 @@ def test_a_character_that_is_cut_ends_as_a_replacement() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, 419), max_size=30))
-def test_any_ids_decode_as_the_library_decodes_them(ids: list[int]) -> None:
+def test_any_ids_decode_as_the_library_decodes_them(ids: list[int]):
     ids = [id for id in ids if id < _FILE.vocabulary]
     known = tokenizers.Tokenizer.from_str(_FILE.to_json())
     assert _FILE.decode(ids) == known.decode(ids, skip_special_tokens=True)
@@ -167,7 +167,7 @@ def test_any_ids_decode_as_the_library_decodes_them(ids: list[int]) -> None:
 # Bytes of tokens
 
 
-def test_byte_lengths_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+def test_byte_lengths_add_up_to_the_text(tokenizer: Tokenizer):
     lengths = tokenizer.byte_lengths()
     if lengths is None:  # Metaspace: a space before a word depends on where the word is
         assert "Metaspace" in tokenizer.to_json()
@@ -181,7 +181,7 @@ def test_byte_lengths_add_up_to_the_text(tokenizer: Tokenizer) -> None:
 # As JSON
 
 
-def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer: Tokenizer) -> None:
+def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer: Tokenizer):
     library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     library.encode_special_tokens = True
     for text in TEXTS:
@@ -192,7 +192,7 @@ def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_transformers_loads_the_json(name: str, gpt2: Tokenizer, tmp_path: Path) -> None:
+def test_transformers_loads_the_json(name: str, gpt2: Tokenizer, tmp_path: Path):
     mine = load_tokenizer(name)
     (tmp_path / "tokenizer.json").write_text(mine.to_json(), encoding="utf-8")
     theirs = PreTrainedTokenizerFast(
@@ -202,11 +202,11 @@ def test_transformers_loads_the_json(name: str, gpt2: Tokenizer, tmp_path: Path)
     assert theirs("Grüße, x  y")["input_ids"] == mine.encode("Grüße, x  y")
 
 
-def test_the_json_of_bytes_is_known_for_what_it_is() -> None:
+def test_the_json_of_bytes_is_known_for_what_it_is():
     assert tokenizer_from_json(load_tokenizer("bytes").to_json()).name == "bytes"
 
 
-def test_merges_are_those_that_the_tokens_were_learned_by() -> None:
+def test_merges_are_those_that_the_tokens_were_learned_by():
     library = trained(600, special_tokens=[])
     characters = byte_characters()
     learned = [
@@ -221,7 +221,7 @@ def test_merges_are_those_that_the_tokens_were_learned_by() -> None:
         merges_of({b"a": 0, b"b": 1, b"aba": 2})
 
 
-def test_a_tokenizer_goes_to_another_process(tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_goes_to_another_process(tokenizer: Tokenizer):
     # A tiktoken encoding of a name that tiktoken knows is sent as that name, others whole.
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
@@ -232,12 +232,12 @@ def test_a_tokenizer_goes_to_another_process(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<eos>", "[SEP]"])
-def test_the_end_of_text_is_found_by_its_usual_names(name: str) -> None:
+def test_the_end_of_text_is_found_by_its_usual_names(name: str):
     library = trained(special_tokens=["<unk>", name])
     assert tokenizer_from_json(library.to_str()).end_of_text == 1
 
 
-def test_there_need_be_no_end_of_text() -> None:
+def test_there_need_be_no_end_of_text():
     assert tokenizer_from_json(trained(special_tokens=["<pad>"]).to_str()).end_of_text is None
 
 
@@ -252,11 +252,11 @@ def refusal(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])
-def test_an_unknown_name_is_refused_with_what_there_is(name: str) -> None:
+def test_an_unknown_name_is_refused_with_what_there_is(name: str):
     assert "Give bytes, gpt2, or the path" in refusal(name)
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path):
     assert f"folder {tmp_path} has no tokenizer.json" in refusal(str(tmp_path))
 
 
@@ -267,27 +267,27 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         *(b'{"model": {"type": "BPE"}}', b"[" * 100000),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(content: bytes, tmp_path: Path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     message = refusal(str(tmp_path / "tokenizer.json"))
     assert "is not a tokenizer.json" in message
     assert "saved." in message
 
 
-def test_ids_beyond_reason_are_refused(tmp_path: Path) -> None:
+def test_ids_beyond_reason_are_refused(tmp_path: Path):
     content = json.loads(trained().to_str())
     content["model"]["vocab"]["far"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert "2147483648" in refusal(str(tmp_path))
 
 
-def test_gpt2_without_tiktoken_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2_without_tiktoken_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     assert "pip install tiktoken" in refusal("gpt2")
 
 
-def test_gpt2_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str) -> None:
+def test_gpt2_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    def offline(name: str):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
