@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +24,12 @@ HEADER_BYTES = 1024
 LLMC_QUESTIONS = 20240522  # HellaSwag and MMLU
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Llmc:
-    version: int
-    dtype: str
-    first: int  # the token that begins each document
-
-
+# llm.c's formats by their magic number: the version, the type of the tokens, and the one of them
+# that begins each document.
 LLMC = {
-    20240520: _Llmc(version=1, dtype="<u2", first=50256),  # GPT-2's tokenizer
-    20240801: _Llmc(version=7, dtype="<u4", first=128000),  # Llama 3's
+    20240520: (1, "<u2", 50256),  # GPT-2's tokenizer
+    20240801: (7, "<u4", 128000),  # Llama 3's
 }
-"""llm.c's formats by their magic number."""
 
 
 def is_bin(path: Path) -> bool:
@@ -60,7 +53,7 @@ def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Par
     head, size = head_and_size(path)
     magic = _int32(head, 0)
     if magic in LLMC:
-        return _llmc(path, head, size, LLMC[magic])
+        return _llmc(path, head, size)
     if size % 2:
         raise UserError(
             f"{path} has {size} bytes, an odd number: it does not hold whole uint16 tokens. "
@@ -81,30 +74,28 @@ def _int32(head: bytes, index: int) -> int:
     return int.from_bytes(head[4 * index : 4 * index + 4], "little", signed=True)
 
 
-def _llmc(path: Path, head: bytes, size: int, kind: _Llmc) -> Part:
+def _llmc(path: Path, head: bytes, size: int) -> Part:
     """The tokens after llm.c's header."""
     again = "Write or copy it again."
     if size < HEADER_BYTES:
         raise UserError(f"{path} ends within llm.c's header of {HEADER_BYTES} bytes. {again}")
-    version, count = _int32(head, 1), _int32(head, 2)
-    if version != kind.version:
+    magic, version, count = (_int32(head, index) for index in range(3))
+    known, dtype, first = LLMC[magic]
+    if version != known:
         raise UserError(
-            f"{path} is of version {version} of llm.c's format, and only {kind.version} is known "
-            f"of the kind that begins with {_int32(head, 0)}. {again}"
+            f"{path} is of version {version} of llm.c's format, and only {known} is known "
+            f"of the kind that begins with {magic}. {again}"
         )
-    width = np.dtype(kind.dtype).itemsize
+    width = np.dtype(dtype).itemsize
     if count < 1 or size != HEADER_BYTES + count * width:
         raise UserError(
             f"{path} should hold {count} tokens by its header, {HEADER_BYTES + count * width} "
             f"bytes, and has {size} bytes. {again}"
         )
     start = HEADER_BYTES // width
-    return Part(
-        path=path,
-        tokens=map_tokens(path, kind.dtype, start, count),
-        start=start,
-        documents=Separator(token=kind.first, leads=True),
-    )
+    tokens = map_tokens(path, dtype, start, count)
+    documents = Separator(token=first, leads=True)
+    return Part(path=path, tokens=tokens, start=start, documents=documents)
 
 
 def _foreign_format(head: bytes) -> str:

@@ -146,11 +146,13 @@ def _read_index(path: Path) -> tuple[Index, str]:
             f"{path} should have {needed} bytes for its {sequences} sequences and {documents} "
             f"document indices, and has {size}. Copy it again, or make it anew."
         )
-    bytes_of_index = Part(path=path, tokens=map_tokens(path, "|u1"))
-    dtype = DTYPES[code]
-    width = np.dtype(dtype).itemsize
-    index = Index(index=bytes_of_index, sequences=sequences, documents=documents, width=width)
-    return index, dtype
+    index = Index(
+        index=Part(path=path, tokens=map_tokens(path, "|u1")),
+        sequences=sequences,
+        documents=documents,
+        width=np.dtype(DTYPES[code]).itemsize,
+    )
+    return index, DTYPES[code]
 
 
 def _require_sequence_after_sequence(index: Index) -> int:

@@ -112,13 +112,13 @@ def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tup
             f"{made_for.vocabulary} tokens, and the model has {vocabulary}. Use a model with as "
             f"many, for example with --set model_overrides.vocabulary={made_for.vocabulary}."
         )
-    train, val = (
-        tuple(_part(folder, shard, DTYPES[manifest.dtype]) for shard in split.shards)
-        for split in (manifest.splits.get(name, Split(shards=())) for name in ("train", "val"))
-    )
-    if not train:
+    parts = {
+        name: tuple(_part(folder, shard, DTYPES[manifest.dtype]) for shard in split.shards)
+        for name, split in manifest.splits.items()
+    }
+    if not parts.get("train"):
         raise UserError(f"{folder} holds no training data. Run `fp8stack prepare` with more text.")
-    return train, val
+    return parts["train"], parts.get("val", ())
 
 
 def _part(folder: Path, shard: Shard, dtype: str) -> Part:

@@ -47,17 +47,14 @@ def text(path: Path, vocabulary: int) -> Part:
     """
     require_bytes_fit(vocabulary, str(path))
     head, size = head_and_size(path)
+    why = next((f"is compressed ({COMPRESSED[m]})" for m in COMPRESSED if head.startswith(m)), None)
     if path.suffix.lower() in JSON_LINES:
+        why = "holds JSON lines, not text"
+    if why:
         raise UserError(
-            f"{path} holds JSON lines, not text. Make tokens of it with `fp8stack prepare {path} "
-            "--tokenizer bytes --out tokens` and give `--data tokens`."
+            f"{path} {why}. Make tokens of it with `fp8stack prepare {path} --tokenizer bytes "
+            "--out tokens` and give `--data tokens`."
         )
-    for magic, name in COMPRESSED.items():
-        if head.startswith(magic):
-            raise UserError(
-                f"{path} is compressed ({name}). Make tokens of it with `fp8stack prepare {path} "
-                "--tokenizer bytes --out tokens` and give `--data tokens`."
-            )
     if b"\0" in head:
         raise UserError(
             f"{path} looks binary: byte {head.index(0)} is NUL. Give UTF-8 text, "

@@ -28,6 +28,7 @@ class Layout:
         activations: our names of the activations it may have, with its own.
         usual: the one of the published models, which other programs compute whatever the
             `config.json` names (llama.cpp and CTranslate2 do).
+        keys: our keys of a shape, with its own.
     """
 
     model_type: Literal["gpt2", "llama", "qwen3", "arcee"]
@@ -35,15 +36,27 @@ class Layout:
     gated: bool
     activations: dict[str, str]
     usual: str
+    keys: dict[str, str]
 
 
+# What a GPTConfig's keys are called there, where the values are the same.
+_KEYS = {"vocabulary": "vocab_size", "tied": "tie_word_embeddings", "init_std": "initializer_range"}
+GPT2_KEYS = _KEYS | {
+    **{"context": "n_positions", "width": "n_embd", "layers": "n_layer", "heads": "n_head"},
+    **{"mlp_width": "n_inner", "norm_eps": "layer_norm_epsilon"},
+}
+ROTARY_KEYS = _KEYS | {
+    **{"context": "max_position_embeddings", "width": "hidden_size", "layers": "num_hidden_layers"},
+    **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
+    **{"mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps", "bias": "attention_bias"},
+}
 LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
     for layout in (
-        Layout("gpt2", "GPT2LMHeadModel", False, GPT2_ACTIVATIONS, usual="gelu_tanh"),
-        Layout("llama", "LlamaForCausalLM", True, GATED_ACTIVATIONS, usual="swiglu"),
-        Layout("qwen3", "Qwen3ForCausalLM", True, GATED_ACTIVATIONS, usual="swiglu"),
-        Layout("arcee", "ArceeForCausalLM", False, ARCEE_ACTIVATIONS, usual="relu2"),
+        Layout("gpt2", "GPT2LMHeadModel", False, GPT2_ACTIVATIONS, "gelu_tanh", GPT2_KEYS),
+        Layout("llama", "LlamaForCausalLM", True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS),
+        Layout("qwen3", "Qwen3ForCausalLM", True, GATED_ACTIVATIONS, "swiglu", ROTARY_KEYS),
+        Layout("arcee", "ArceeForCausalLM", False, ARCEE_ACTIVATIONS, "relu2", ROTARY_KEYS),
     )
 }
 
@@ -94,13 +107,12 @@ def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[
         UserError: what `layout_of` raises.
     """
     layout = layout_of(config)
+    values = dict(config) | {"mlp_width": config.hidden, "kv_heads": config.query_groups}
     table: dict[str, Any] = {
         "architectures": [layout.architecture],
         "model_type": layout.model_type,
         "dtype": dtype,
-        "vocab_size": config.vocabulary,
-        "tie_word_embeddings": config.tied,
-        "initializer_range": config.init_std,
+        **{theirs: values[ours] for ours, theirs in layout.keys.items()},
         # Else those of the original model, which may lie beyond this vocabulary.
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -138,14 +150,8 @@ def reader_notes(config: GPTConfig) -> list[str]:
 
 def _gpt2(config: GPTConfig) -> dict[str, Any]:
     table: dict[str, Any] = {
-        "n_positions": config.context,
         "n_ctx": config.context,  # of transformers before 5, and what llama.cpp reads
-        "n_embd": config.width,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_inner": config.hidden,
         "activation_function": GPT2_ACTIVATIONS[config.activation],
-        "layer_norm_epsilon": config.norm_eps,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
@@ -156,19 +162,11 @@ def _gpt2(config: GPTConfig) -> dict[str, Any]:
 def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
     """Llama, Qwen3 and Arcee, which have the same keys."""
     table: dict[str, Any] = {
-        "max_position_embeddings": config.context,
-        "hidden_size": config.width,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.query_groups,
         "head_dim": config.head_width,
         "hidden_act": layout.activations[config.activation],
-        "rms_norm_eps": config.norm_eps,
         # transformers 4 reads the first, 5 the second.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_bias": config.bias,
         "attention_dropout": config.dropout,
     }
     if layout.model_type != "qwen3":

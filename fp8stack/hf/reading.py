@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
-from fp8stack.hf.layouts import LAYOUTS, OURS, Layout
+from fp8stack.hf.layouts import LAYOUTS, OURS, ROTARY_KEYS, Layout
 from fp8stack.model.config import GPTConfig
 
 # Keys without a say in what the model computes from tokens; the rest of those unknown are told.
@@ -124,13 +124,9 @@ def found_in(table: Mapping[str, Any], where: str) -> Found:
 def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
     """The keys of `GPTConfig`, and what is to be told."""
     told: _Gpt2 = presets.parse(_Gpt2, table, where)
-    for alias, value in (  # transformers takes these names for its own
-        ("hidden_size", told.n_embd),
-        ("num_hidden_layers", told.n_layer),
-        ("num_attention_heads", told.n_head),
-        ("max_position_embeddings", told.n_positions),
-    ):
-        _only(table, where, alias, value)
+    shape = {ours: getattr(told, theirs) for ours, theirs in layout.keys.items()}
+    for ours in ("width", "layers", "heads", "context"):  # it takes these names for its own
+        _only(table, where, ROTARY_KEYS[ours], shape[ours])
     _only(table, where, "scale_attn_weights", True)
     _only(table, where, "scale_attn_by_inverse_layer_idx", False)
     _only(table, where, "add_cross_attention", False)
@@ -138,21 +134,13 @@ def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, 
     if len(rates) > 1:
         _refuse(where, "attn_pdrop", told.attn_pdrop, "resid_pdrop and embd_pdrop must be the same")
     dropout = rates.pop()
-    shape = {
-        "vocabulary": told.vocab_size,
-        "context": told.n_positions,
-        "layers": told.n_layer,
-        "width": told.n_embd,
-        "heads": told.n_head,
+    shape |= {
         "mlp_width": told.n_inner or 4 * told.n_embd,
         "norm": "layernorm",
-        "norm_eps": told.layer_norm_epsilon,
         "activation": _activation(layout, told.activation_function, where, "activation_function"),
         "positions": "learned",
         "bias": told.fp8stack.bias,
-        "tied": told.tie_word_embeddings,
         "dropout": dropout,
-        "init_std": told.initializer_range,
     }
     remedy = "--set model_overrides.dropout=0 trains without"
     notes = [f"dropout {dropout:g}, as in the folder; {remedy}"] if dropout else []
@@ -184,24 +172,14 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
             f"attention_dropout {told.attention_dropout:g} of the folder is left out: here it is "
             "not of attention alone; --set model_overrides.dropout sets it for all"
         )
-    shape = {
-        "vocabulary": told.vocab_size,
-        "context": told.max_position_embeddings,
-        "layers": told.num_hidden_layers,
-        "width": told.hidden_size,
-        "heads": told.num_attention_heads,
+    shape = {ours: getattr(told, theirs) for ours, theirs in layout.keys.items()} | {
         "kv_heads": told.num_key_value_heads or told.num_attention_heads,
-        "mlp_width": told.intermediate_size,
         "norm": "rmsnorm",
-        "norm_eps": told.rms_norm_eps,
         "activation": _activation(layout, told.hidden_act, where, "hidden_act"),
         "positions": "rope",
         "rope_theta": _rope_theta(table, where),
         "qk_norm": qwen3,
-        "bias": told.attention_bias,
-        "tied": told.tie_word_embeddings,
         "dropout": dropout or 0.0,
-        "init_std": told.initializer_range,
     }
     return shape, notes
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO
 
 from fp8stack.errors import UserError, quoted
 
@@ -17,10 +19,6 @@ CHECKED_BYTES = 4096
 def check_of(content: bytes) -> int:
     """What the last 4 KiB of `content` come to: a CRC-32."""
     return zlib.crc32(content[-CHECKED_BYTES:])
-
-
-class _Reader(Protocol):
-    def read(self, size: int, /) -> bytes: ...
 
 
 class ByteStream:
@@ -36,19 +34,13 @@ class ByteStream:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
-        self._reader: _Reader
+        self._ready = b""
         try:
             self._file = path.open("rb")
         except OSError as error:
             raise self._unreadable(str(error.strerror)) from error
-        suffix = path.suffix.lower()
-        if suffix == ".gz":
-            self._reader = gzip.GzipFile(fileobj=self._file)
-        elif suffix == ".zst":
-            self._reader = _Unpacked(self._file)
-        else:
-            self._reader = self._file
-        self.is_packed = self._reader is not self._file
+        self._suffix = path.suffix.lower()
+        self._chunks = self._unpacked()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -62,18 +54,8 @@ class ByteStream:
     def read(self, size: int) -> bytes:
         """The next `size` bytes; fewer at the end alone."""
         parts = []
-        while size > 0:
-            try:
-                part = self._reader.read(size)
-            except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
-                raise UserError(
-                    f"{quoted(str(self.path))} is cut short or damaged after {self.offset} bytes "
-                    f"unpacked ({error}). Get it anew; the same command then goes on with it."
-                ) from error
-            except OSError as error:
-                raise self._unreadable(str(error.strerror or error)) from error
-            if not part:
-                break
+        while size > 0 and (self._ready or self._read_on()):
+            part, self._ready = self._ready[:size], self._ready[size:]
             parts.append(part)
             size -= len(part)
             self.offset += len(part)
@@ -87,7 +69,7 @@ class ByteStream:
             UserError: there is something else.
         """
         before = max(0, offset - CHECKED_BYTES)
-        if not self.is_packed:
+        if self._suffix not in (".gz", ".zst"):
             self._file.seek(before)
             self.offset = before
         while self.offset < before and self.read(min(CHUNK_BYTES, before - self.offset)):
@@ -100,6 +82,26 @@ class ByteStream:
             )
         return tail
 
+    def _unpacked(self) -> Iterator[bytes]:
+        if self._suffix == ".zst":
+            return _unpack_zstd(self._file)
+        packed = self._suffix == ".gz"
+        reader = gzip.GzipFile(fileobj=self._file) if packed else self._file
+        return iter(partial(reader.read, CHUNK_BYTES), b"")
+
+    def _read_on(self) -> bool:
+        """Have more bytes ready, unless the file is at its end."""
+        try:
+            self._ready = next(self._chunks, b"")
+        except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(
+                f"{quoted(str(self.path))} is cut short or damaged after {self.offset} bytes "
+                f"unpacked ({error}). Get it anew; the same command then goes on with it."
+            ) from error
+        except OSError as error:
+            raise self._unreadable(str(error.strerror or error)) from error
+        return self._ready != b""
+
     def _unreadable(self, reason: str) -> UserError:
         return UserError(
             f"Cannot read {quoted(str(self.path))}: {reason}. Check its permissions, or leave it "
@@ -107,44 +109,35 @@ class ByteStream:
         )
 
 
-class _Unpacked:
-    """The frames of a `.zst` file, one after the other."""
+def _unpack_zstd(file: IO[bytes]) -> Iterator[bytes]:
+    """The bytes of the frames of a `.zst` file, one after the other, some at a time.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(
-                "Files that end in .zst need zstandard. Install it: pip install zstandard."
-            ) from None
-        self._file = file
-        self._new = zstandard.ZstdDecompressor
-        self._error = zstandard.ZstdError
-        self._frame: Any = None
-        self._packed = b""
-        self._ready = b""
+    Raises:
+        UserError: zstandard is missing.
+        EOFError: while it is read: the file ends within a frame.
+        ValueError: while it is read: it is damaged.
+    """
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            "Files that end in .zst need zstandard. Install it: pip install zstandard."
+        ) from None
 
-    def read(self, size: int, /) -> bytes:
-        """At most `size` bytes; b"" at the end. EOFError within a frame, ValueError for damage."""
-        while not self._ready:
-            if not self._packed:
-                self._packed = self._file.read(CHUNK_BYTES)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return b""
-            self._ready = self._unpack()
-        part, self._ready = self._ready[:size], self._ready[size:]
-        return part
+    def chunks() -> Iterator[bytes]:
+        packed, frame = file.read(UNPACKED_BYTES), None
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                some = frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise ValueError(str(error)) from error
+            if some:
+                yield some
+            packed = frame.unused_data
+            frame = None if frame.eof else frame
+            packed = packed or file.read(UNPACKED_BYTES)
+        if frame is not None:
+            raise EOFError("it ends within a frame")
 
-    def _unpack(self) -> bytes:
-        if self._frame is None:
-            self._frame = self._new().decompressobj()
-        some, self._packed = self._packed[:UNPACKED_BYTES], self._packed[UNPACKED_BYTES:]
-        try:
-            unpacked: bytes = self._frame.decompress(some)
-        except self._error as error:
-            raise ValueError(str(error)) from error
-        if self._frame.eof:
-            self._packed, self._frame = self._frame.unused_data + self._packed, None
-        return unpacked
+    return chunks()
