@@ -270,8 +270,10 @@ def _text(value: object, path: str, place: str) -> str:
 
 def _kind(value: object) -> str:
     """What JSON calls it."""
-    names = {
-        **{dict: "object", list: "list", bool: "true or false", str: "string"},
-        **{int: "number", float: "number", type(None): "null"},
+    if value is None:
+        return "null"
+    names: dict[type, str] = {
+        **{dict: "object", list: "list", str: "string"},
+        **{bool: "true or false", int: "number", float: "number"},
     }
     return names.get(type(value), type(value).__name__)
