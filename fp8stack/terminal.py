@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Iterable
 
-from rich.console import RenderableType
-from rich.progress import Progress
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 
@@ -21,10 +21,36 @@ def say(*lines: str) -> None:
 
 class Bar(Progress):
     """A bar that keeps its width, and below it `line`, which goes on in the next row between two of
-    its parts where the terminal ends; None: no such line. Then `urgent`."""
+    its parts where the terminal ends; None: no such line. Then `urgent`.
+
+    Args:
+        what: is counted, in a word.
+        count: the column that shows how much was done.
+        total: how much there is; None where that is not known.
+        done: of that, before this begins.
+        console: where it is shown.
+        transient: whether it goes once it is stopped.
+    """
 
     line: str | None = None
     urgent: str | None = None
+
+    def __init__(
+        self,
+        what: str,
+        count: ProgressColumn,
+        total: float | None,
+        done: float,
+        console: Console,
+        transient: bool = False,
+    ) -> None:
+        columns = (TextColumn(what), count, BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=transient)
+        self.task = self.add_task(what, total=total, completed=done)
+
+    def show(self, done: float) -> None:
+        """Show that so much was done."""
+        self.update(self.task, completed=done)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """See `Progress`."""

@@ -47,6 +47,5 @@ def _tokens_of(part: Part, tokenizer: Tokenizer) -> Part:
     if end is not None:
         separator = np.array([end], dtype=np.uint32)
         ids = [piece for document in ids for piece in (document, separator)]
-    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
     documents = None if end is None else Separator(token=end)
-    return replace(part, tokens=np.concatenate(ids).astype(dtype), documents=documents)
+    return replace(part, tokens=np.concatenate(ids).astype(tokenizer.dtype), documents=documents)

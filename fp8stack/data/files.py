@@ -22,19 +22,18 @@ def unreadable(path: Path | str, error: OSError) -> NoReturn:
     ) from error
 
 
-def is_folder(data: str) -> bool | None:
-    """Whether `data` is a folder; None where there is nothing of that name.
-
-    Raises:
-        UserError: the system does not say.
-    """
+def status_of(
+    name: str, refuse: Callable[[str, OSError], NoReturn] = unreadable
+) -> os.stat_result | None:
+    """What the system says of a file or folder; None where there is nothing of that name. Where it
+    says nothing, `refuse` raises."""
     try:
-        if data:  # Path("") would be the current folder
-            return stat.S_ISDIR(Path(data).stat().st_mode)
+        if name:  # Path("") would be the current folder
+            return Path(name).stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         pass
     except OSError as error:
-        unreadable(data, error)
+        refuse(name, error)
     return None
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fp8stack.data.corpus import Corpus
@@ -77,7 +78,9 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
     found: list[tuple[float, str]] = []
     for piece in re.split(f",(?={_WEIGHT})", data):
         number, _, path = piece.partition(":")
-        weight = _number(number)
+        weight = 0.0
+        with suppress(ValueError):
+            weight = float(number)
         if not 0 < weight < math.inf or not path.strip():
             raise UserError(
                 f"{piece!r} in --data {data!r} is not a path with a weight above 0. Write a "
@@ -85,13 +88,6 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
             )
         found.append((weight, path.strip()))
     return found
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
 
 
 def absolute(data: str) -> str:

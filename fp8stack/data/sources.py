@@ -5,6 +5,7 @@ torch here.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from fp8stack.data import megatron
 from fp8stack.data.bins import bin_part, is_bin, named_splits
 from fp8stack.data.corpus import Corpus, Part
 from fp8stack.data.encoded import encoded
-from fp8stack.data.files import is_empty, is_folder, walk
+from fp8stack.data.files import is_empty, status_of, walk
 from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.parquet import is_parquet, parquet_parts
 from fp8stack.data.prepared import (
@@ -130,9 +131,10 @@ def _is_text(data: str | None) -> bool:
 
 def _found(data: str) -> Path:
     """The folder or the file that `data`, which is no mixture, means."""
-    folder = is_folder(data)
+    status = status_of(data)
+    folder = status is not None and stat.S_ISDIR(status.st_mode)
     tokens = None if folder else megatron.bin_of(data)
-    if folder is None and tokens is None:
+    if status is None and tokens is None:
         raise UserError(
             f"No data at {data!r}. Give a file or a folder with --data, or leave it out."
         )

@@ -168,7 +168,7 @@ def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
         lengths[-1] -= 1
     tokens = np.concatenate(parts) if parts else end[:0]
     return Encoded(
-        tokens=tokens.astype(dtype_of(tokenizer)),
+        tokens=tokens.astype(tokenizer.dtype),
         lengths=lengths,
         text_bytes=np.array([bytes_of(text) for text in texts], dtype=np.int64),
         replaced=sum(replaced for _, replaced in found),
@@ -178,11 +178,6 @@ def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
 def bytes_of(text: str) -> int:
     """How many bytes a text has as UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
-
-
-def dtype_of(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
-    """Little-endian, as wide as the vocabulary needs."""
-    return np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
 
 
 def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:

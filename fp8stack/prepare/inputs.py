@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from fp8stack.data.files import SNIFFED_BYTES, walk
+from fp8stack.data.files import SNIFFED_BYTES, status_of, walk
 from fp8stack.errors import UserError, quoted
 from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.streams import ByteStream
@@ -49,7 +49,7 @@ def find_sources(settings: Settings) -> list[Source]:
             found.append(Source(path=name, kind="hf", size=0, given=number))
             continue
         path = Path(name)
-        status = _status(path, name)
+        status = _status(name)
         if stat.S_ISDIR(status.st_mode):
             found += _folder(path, name, settings, number)
         elif status.st_size == 0 and stat.S_ISREG(status.st_mode):
@@ -59,15 +59,13 @@ def find_sources(settings: Settings) -> list[Source]:
     return found
 
 
-def _status(path: Path, name: str) -> os.stat_result:
-    try:
-        if name:  # Path("") would be the current folder
-            return path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
-        pass
-    except OSError as error:
-        _unreadable(name, error)
-    raise UserError(f"No input {quoted(name)!r}. Give files, folders, or hf:NAME for a dataset.")
+def _status(name: str) -> os.stat_result:
+    status = status_of(name, _unreadable)
+    if status is None:
+        raise UserError(
+            f"No input {quoted(name)!r}. Give files, folders, or hf:NAME for a dataset."
+        )
+    return status
 
 
 def _unreadable(name: str, error: OSError) -> NoReturn:
@@ -88,7 +86,7 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
         )
     binary, found = list[Path](), list[Source]()
     for path in asked:
-        status = _status(path, str(path))
+        status = _status(str(path))
         if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
             source = _source(path, status, given)
             if source.kind == "text" and b"\0" in _head(path):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fp8stack
-from fp8stack.prepare.encode import dtype_of
 from fp8stack.prepare.folder import FORMAT, Counts
 from fp8stack.prepare.inputs import Source
 from fp8stack.prepare.settings import Settings
@@ -60,7 +59,7 @@ def manifest_of(
             "vocabulary": tokenizer.vocabulary,
             "end_of_text": tokenizer.end_of_text,
         },
-        "dtype": dtype_of(tokenizer).name,
+        "dtype": tokenizer.dtype.name,
         "splits": {
             name: {
                 "tokens": sum(shard.tokens for shard in state.shards),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 
 from fp8stack.terminal import Bar, say
 
@@ -33,9 +33,7 @@ class Display:
         self._started = self._told = clock()
         self._bar: Bar | None = None
         if sys.stdout.isatty():
-            columns = (DownloadColumn(), BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
-            self._bar = Bar(TextColumn(what), *columns, console=Console())
-            self._bar.add_task(what, total=total or None, completed=done)
+            self._bar = Bar(what, DownloadColumn(), total or None, done, Console())
             self._bar.start()
 
     def close(self) -> None:
@@ -52,7 +50,7 @@ class Display:
         """Show that `done` bytes of the files were read, with more in `line`."""
         if self._bar is not None:
             self._bar.line = line or None
-            self._bar.update(TaskID(0), completed=done)
+            self._bar.show(done)
         elif self._clock() - self._told >= LINE_EVERY_S:
             self._told = self._clock()
             say(self.describe(done, line))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.io import write_atomically
-from fp8stack.prepare.encode import Encoded, dtype_of, encode_all
+from fp8stack.prepare.encode import Encoded, encode_all
 from fp8stack.prepare.folder import Counts, Folder, Journal
 from fp8stack.prepare.inputs import Source, find_sources
 from fp8stack.prepare.manifest import describe_inputs, listing_of, manifest_of, summary
@@ -163,7 +163,7 @@ class _Preparation:
                 "begun. Put them back as they were, or begin anew with --overwrite."
             )
         self.writers = {
-            name: SplitWriter(folder.path, name, dtype_of(tokenizer), settings.shard_tokens, state)
+            name: SplitWriter(folder.path, name, tokenizer.dtype, settings.shard_tokens, state)
             for name, state in (("train", journal.train), ("val", journal.val))
         }
         self.before = self.tokens

@@ -42,6 +42,11 @@ class Tokenizer(ABC):
     vocabulary: int
     end_of_text: int | None
 
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Of its ids in a file: little-endian, as wide as the vocabulary needs."""
+        return np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The ids of each text, uint32 [tokens], with no special tokens added."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from fp8stack import data
 from fp8stack.precision.phases import EVALUATION
@@ -161,17 +161,8 @@ class RichDisplay(Display):
     def __init__(self, steps: int, peak: Peak, start: int, console: Console) -> None:
         super().__init__(peak)
         self.steps = steps
-        self.progress = Bar(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        self.progress = Bar("step", MofNCompleteColumn(), steps, start, console, transient=True)
         self.progress.line = ""
-        self.task = self.progress.add_task("", total=steps, completed=start)
         self.progress.start()
 
     def note(self, text: str) -> None:
@@ -190,7 +181,7 @@ class RichDisplay(Display):
         self.progress.line = told.partition(" | ")[2]
         if row["step"] >= self.steps:
             self.note(told)
-        self.progress.update(self.task, completed=row["step"])
+        self.progress.show(row["step"])
 
     def close(self) -> None:
         """See `Display.close`."""
