@@ -50,12 +50,10 @@ def export(
         NoUsableCheckpoint: every checkpoint is damaged.
         StorageError: it cannot be written.
     """
-    if format not in get_args(Format):
-        raise unknown("export format", format, get_args(Format))
-    if dtype not in get_args(Dtype):
-        raise unknown("dtype", dtype, get_args(Dtype))
-    if strategy is not None and strategy not in get_args(Strategy):
-        raise unknown("strategy", strategy, get_args(Strategy))
+    choices = (("export format", format, Format), ("dtype", dtype, Dtype))
+    for kind, name, known in (*choices, ("strategy", strategy, Strategy)):
+        if name is not None and name not in get_args(known):
+            raise unknown(kind, name, get_args(known))
     if strategy is not None and format != "fp8":
         raise UserError("--strategy is of --format fp8. Leave it out.")
     out = Path(out)

@@ -40,9 +40,9 @@ def require_room(out: Path, overwrite: bool) -> None:
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise UserError(f"{out} is no folder. Give another --out.")
         there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    except UserError:
+        raise
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
-        if isinstance(error, UserError):
-            raise
         reason = getattr(error, "strerror", None) or "it is no path"
         raise UserError(f"Cannot use the folder of --out: {reason}. Give another.") from error
     if there and not overwrite:

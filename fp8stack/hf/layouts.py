@@ -77,11 +77,10 @@ def layout_of(config: GPTConfig) -> Layout:
     _require(config, "norm", config.norm == "rmsnorm", "models with RoPE have rmsnorm")
     if not config.qk_norm:
         return LAYOUTS["llama" if config.activation == "swiglu" else "arcee"]
-    _require(config, "bias", not config.bias, "with qk_norm the layout is Qwen3's: no bias")
+    why = "with qk_norm the layout is Qwen3's"
+    _require(config, "bias", not config.bias, f"{why}: no bias")
     gated = config.activation in GATED_ACTIVATIONS
-    _require(
-        config, "activation", gated, "with qk_norm the layout is Qwen3's, whose MLP has a gate"
-    )
+    _require(config, "activation", gated, f"{why}, whose MLP has a gate")
     return LAYOUTS["qwen3"]
 
 
