@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -151,13 +150,6 @@ def describe(
             how = f"windows of {context:,} at random places, {times:.2f} times its tokens"
         sentences.append(f"{source.name}: {len(source):,} tokens{share}, {how} in {steps:,} steps")
     return tuple(sentences)
-
-
-def decode(tokens: Sequence[int]) -> str:
-    """The text of byte tokens, read as UTF-8; what is no byte or no UTF-8 becomes U+FFFD."""
-    not_utf8 = 0xFF
-    values = [int(token) for token in tokens]
-    return bytes(v if 0 <= v <= 0xFF else not_utf8 for v in values).decode(errors="replace")
 
 
 def _require_windows(corpus: Corpus, context: int) -> None:

@@ -147,15 +147,6 @@ class Corpus:
         return int(self._ends[-1]) if self.parts else 0
 
     @property
-    def is_text(self) -> bool:
-        """Whether the tokens are bytes of text, which `decode` turns back."""
-        return all(
-            part.tokens.dtype == np.uint8
-            and (part.documents is None or part.documents.index is None)
-            for part in self.parts
-        )
-
-    @property
     def has_documents(self) -> bool:
         """Whether all parts say where their documents begin."""
         return all(part.documents is not None for part in self.parts)

@@ -127,7 +127,6 @@ def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(
     assert train.documents(0, train.window(0, 7)).tolist() == [0, 0, 0, 0, 1, 1, 2]
     assert val.documents(0, val.window(0, 3)).tolist() == [0, 0, 0]
     assert train.parts[0].mapped
-    assert not train.is_text
 
 
 def test_a_folder_of_megatron_pairs_is_joined(tmp_path: Path):
@@ -338,7 +337,7 @@ def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(
     splits = load_corpora(str(path), 256)
     expected = b"".join(text.encode() + b"\xff" for text in TEXTS if text is not None)
     assert bytes(everything(splits)) == expected
-    assert all(split.is_text and split.has_documents for split in splits)
+    assert all(split.has_documents for split in splits)
 
 
 def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined(tmp_path: Path):

@@ -20,7 +20,6 @@ from fp8stack.data import (
     Part,
     StepBatches,
     corpus,
-    decode,
     load_corpora,
     texts,
     tokenizer_of,
@@ -79,7 +78,7 @@ def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_ha
     train, val = library
     assert 7e6 < len(train) + len(val) < 15e6
     assert len(val) == int(0.1 * (len(train) + len(val)))
-    assert "import" in decode(train.window(0, 100_000).tolist())
+    assert b"import" in bytes(train.window(0, 100_000).tolist())
     root = Path(sysconfig.get_path("stdlib"))
     for part in train.parts[:20]:
         assert part.path.read_bytes().startswith(part.tokens.tobytes())
@@ -170,7 +169,7 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "__init__.py").write_text("")
     train, val = load_corpora(str(tmp_path), 256, held_out=0.01)
-    assert decode(train.window(0, len(train)).tolist()) == "first\nsecond\nthird"
+    assert bytes(train.window(0, len(train)).tolist()) == b"first\nsecond\nthird"
     assert len(val) == 0
 
 
@@ -505,9 +504,3 @@ def test_one_validation_window_is_the_first_and_none_are_refused():
     assert windows.tolist() == [[0, 1, 2, 3, 4]]
     with pytest.raises(UserError, match="0 validation windows"):
         validation_windows(in_memory(range(50)), count=0, context=4, vocabulary=50)
-
-
-def test_decode_reads_utf8_and_replaces_what_is_not():
-    assert decode(list("Grüße".encode())) == "Grüße"
-    assert decode([65, 0xFF, 66, 50000, -1, 67]) == "A�B��C"
-    assert decode([]) == ""
