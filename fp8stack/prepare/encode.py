@@ -132,9 +132,9 @@ def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
 
 def _end_with_parent() -> None:
     parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def encode_in_worker(item: Item) -> Encoded:

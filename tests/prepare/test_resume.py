@@ -18,7 +18,6 @@ import pytest
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run, shards
 from fp8stack.prepare.folder import Folder
-from fp8stack.training.signals import Preempted, stop_requests
 from tests.prepare.test_run import documents, lines, pack, parquet, prepared, refusal, written
 from tests.support.made_tokenizers import trained
 
@@ -149,27 +148,6 @@ def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
     monkeypatch.setattr(run, "ITEM_BYTES", 100_000)
     for out in ("out", "whole"):
         prepared(large, out=tmp_path / out, train_bpe=300, held_out=0.01)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_a_stop_is_heard_within_the_command(
-    mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    real = shards.SplitWriter.add
-    calls = 0
-
-    def add(self: Any, *a: Any):
-        nonlocal calls
-        real(self, *a)
-        calls += 1
-        if calls == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(shards.SplitWriter, "add", add)
-    with pytest.raises(Preempted), stop_requests() as stop, stop.at_once("told"):
-        prepared(*mixed, out=tmp_path / "out", **SETTINGS)
-    prepared(*mixed, out=tmp_path / "out", **SETTINGS)
-    prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -340,9 +318,3 @@ def test_memory_does_not_grow_with_the_input(kind: str, tmp_path: Path):
             written(path, pack(content, path.suffix) * times)
         peaks.append(peak_mib(path, "--out", tmp_path / f"out-{times}", "--workers", 2))
     assert peaks[1] - peaks[0] < 40, peaks
-
-
-def test_workers_end_when_their_parent_does():
-    """`start_worker` is told by a pipe that closes with the parent, however that ends."""
-    assert encode.parent_process() is None  # this one has none, and must not end
-    encode._end_with_parent()
