@@ -28,12 +28,14 @@ class _Strict(BaseModel):
 
 
 class Shard(_Strict):
-    """A file of tokens, and of how much."""
+    """A file of tokens, and the SHA-256 of it and of the file of its documents' ends."""
 
     # A plain name: a manifest from elsewhere must not lead out of its folder.
     file: Annotated[str, Field(pattern=r"^\w[\w.-]*\.bin$")]
     tokens: Annotated[Count, Field(ge=1)]
     documents: Annotated[Count, Field(ge=1)]
+    sha256: str = ""
+    ends_sha256: str = ""
 
 
 class Split(_Strict):

@@ -16,21 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
+from fp8stack.data.prepared import Shard
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import storage_errors, sync_folder
 
 OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
-
-
-class Shard(BaseModel):
-    """A finished shard; `sha256` is of the tokens' file, `ends_sha256` of that of their ends."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    file: str
-    tokens: NonNegativeInt
-    documents: NonNegativeInt
-    sha256: str
-    ends_sha256: str
 
 
 class SplitState(BaseModel):
