@@ -8,24 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from fp8stack.data import Corpus, Part, StepBatches, describe, load_corpora
+from fp8stack.data import StepBatches, describe, load_corpora
 from fp8stack.data.order import key, mixed, shuffled, windows_of_epoch
 from fp8stack.errors import UserError
+from tests.data.test_sources import in_memory
 from tests.support.data_writers import write_llmc
 
 SHUFFLED = [24, 87, 69, 42, 11, 13]
 STARTS = [186, 642, 618, 426, 18, 434]
 
 
-def counting(length: int) -> Corpus:
-    """A corpus whose token at place i is i."""
-    tokens = np.arange(length, dtype=np.uint32)
-    return Corpus(name="numbers", parts=(Part(path=Path("x"), tokens=tokens),))
-
-
 def made(length: int, **changes: int) -> StepBatches:
     usual = {"batch": 5, "context": 8, "seed": 7, "vocabulary": 2**31}
-    return StepBatches(counting(length), **usual | changes, order="epochs")
+    return StepBatches(in_memory(range(length), "numbers"), **usual | changes, order="epochs")
 
 
 def starts(batches: StepBatches, rows: int) -> list[int]:
@@ -149,11 +144,11 @@ def test_sources_of_one_length_are_read_in_different_orders(
 def test_an_unknown_order_is_refused():
     usual = {"batch": 1, "context": 8, "seed": 0, "vocabulary": 99}
     with pytest.raises(UserError, match=r"'epoch'.*Did you mean 'epochs'"):
-        StepBatches(counting(99), **usual, order="epoch")  # type: ignore[arg-type]
+        StepBatches(in_memory(range(99)), **usual, order="epoch")  # type: ignore[arg-type]
 
 
 def test_what_a_run_reads_is_told():
-    corpus = counting(1601)
+    corpus = in_memory(range(1601), "numbers")
     told = describe(corpus, batch=5, context=8, steps=100, order="epochs")
     assert told == ("numbers: 1,601 tokens, 200 windows of 8 an epoch, 2.50 epochs in 100 steps",)
     told = describe(corpus, batch=5, context=8, steps=100)

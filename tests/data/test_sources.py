@@ -50,7 +50,7 @@ def one_line(caught: pytest.ExceptionInfo[UserError]) -> str:
 
 
 def in_memory(tokens: object, name: str = "some tokens") -> Corpus:
-    return Corpus(name=name, parts=(Part(path=Path("x"), tokens=np.array(tokens, np.uint16)),))
+    return Corpus(name=name, parts=(Part(path=Path("x"), tokens=np.array(tokens, np.uint32)),))
 
 
 def batches(of: Corpus, **changes: int) -> StepBatches:

@@ -388,13 +388,16 @@ def mixed_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_binary_files_of_a_folder_are_named_before_anything_is_written(
+def test_binary_files_and_patterns_for_nothing_are_named_before_anything_is_written(
     mixed_folder: Path, out: Path
 ):
     message = refusal(mixed_folder, out=out)
     assert "2 of 4 files look binary: " in message
     assert str(mixed_folder / "logo.png") in message
     assert "--skip-binary" in message
+    message = refusal(mixed_folder, out=out, include=("*.txt",))
+    assert "leave nothing of the folder" in message
+    assert "the first of its 4 files is a.md" in message
     assert not out.exists()
 
 
@@ -414,12 +417,6 @@ def test_files_of_a_folder_are_chosen_by_patterns(
     require(out, texts, share=0.0)
     message = refusal(mixed_folder, out=out, held_out=0.0, include=("a.md",))
     assert "was prepared otherwise: --" in message
-
-
-def test_patterns_that_leave_nothing_are_refused(mixed_folder: Path, out: Path):
-    message = refusal(mixed_folder, out=out, include=("*.txt",))
-    assert "leave nothing of the folder" in message
-    assert "the first of its 4 files is a.md" in message
 
 
 def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path: Path, out: Path):
