@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ from fp8stack.errors import UserError, unknown
 Order: TypeAlias = Literal["random", "epochs"]
 
 
+@dataclass(eq=False)
 class StepBatches(Dataset[torch.Tensor]):
     """A map-style dataset whose item N is the batch of step N: int64 [batch, context + 1].
 
@@ -43,33 +45,25 @@ class StepBatches(Dataset[torch.Tensor]):
             than context + 1, documents of data that do not say where those end.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        batch: int,
-        context: int,
-        seed: int,
-        vocabulary: int,
-        order: Order = "random",
-        documents: bool = False,
-    ) -> None:
-        if not 0 <= seed < 2**64:
-            raise UserError(f"--seed {seed} is not a seed. Use 0 to 2**64 - 1.")
-        if batch < 1:
-            raise UserError(f"--batch {batch} holds no sequence. Use 1 or more.")
-        if order not in get_args(Order):
-            raise unknown("data_order", order, get_args(Order))
-        _require_windows(corpus, context)
-        if documents:
-            require_documents(corpus)
-        self.corpus = corpus
-        self.batch = batch
-        self.context = context
-        self.seed = seed
-        self.vocabulary = vocabulary
-        self.order = order
-        self.documents = documents
+    corpus: Corpus
+    _: KW_ONLY
+    batch: int
+    context: int
+    seed: int
+    vocabulary: int
+    order: Order = "random"
+    documents: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"--seed {self.seed} is not a seed. Use 0 to 2**64 - 1.")
+        if self.batch < 1:
+            raise UserError(f"--batch {self.batch} holds no sequence. Use 1 or more.")
+        if self.order not in get_args(Order):
+            raise unknown("data_order", self.order, get_args(Order))
+        _require_windows(self.corpus, self.context)
+        if self.documents:
+            require_documents(self.corpus)
 
     def __getitem__(self, step: int) -> torch.Tensor:
         """The batch of `step`, 0 or more: int64 [batch, context + 1], or [batch, 2, context + 1].
