@@ -40,7 +40,7 @@ class Bar(Progress):
         what: str,
         count: ProgressColumn,
         total: float | None,
-        done: float,
+        done: int,
         console: Console,
         transient: bool = False,
     ) -> None:
@@ -48,7 +48,7 @@ class Bar(Progress):
         super().__init__(*columns, console=console, transient=transient)
         self.task = self.add_task(what, total=total, completed=done)
 
-    def show(self, done: float) -> None:
+    def show(self, done: int) -> None:
         """Show that so much was done."""
         self.update(self.task, completed=done)
 
