@@ -1,9 +1,18 @@
-"""Token data: what is read, how it is split, and which windows make the batch of a step."""
+"""Token data: what is read, how it is split, and which windows make the batch of a step.
 
-from fp8stack.data.batches import Order, StepBatches, describe, validation_windows
+What needs torch is imported when it is first used: processes that tokenize start without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from fp8stack.data.corpus import Corpus, DataError, Part
 from fp8stack.data.mixture import Mixture, absolute
 from fp8stack.data.sources import holds_text, load_corpora, tokenizer_of
+
+if TYPE_CHECKING:
+    from fp8stack.data.batches import Order, StepBatches, describe, validation_windows
 
 __all__ = [
     "Corpus",
@@ -19,3 +28,11 @@ __all__ = [
     "tokenizer_of",
     "validation_windows",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fp8stack.data import batches
+
+    return getattr(batches, name)
