@@ -81,8 +81,8 @@ def test_a_cache_gives_the_logits_of_the_full_pass(shape, parts):
 def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe):
     model = build(recipe, init_std=0.2, **MODERN | {"kv_heads": 2}).eval()
     cache = model.new_cache(batch=3)
-    assert cache.keys_LBGTE.shape == (len(model.blocks), 3, 2, 16, 8)
-    assert cache.keys_LBGTE.dtype == model.backend.attention_dtype
+    assert [keys.shape for keys in cache.keys_BGTE] == [(3, 2, 16, 8)] * len(model.blocks)
+    assert cache.keys_BGTE[0].dtype == model.backend.attention_dtype
     with torch.no_grad():
         expected = model(tokens())
         found = [model(part, cache=cache) for part in tokens().split([6] + [1] * 10, dim=1)]

@@ -5,6 +5,8 @@ B sequences, G key/value heads, T tokens, E head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.keys_LBGTE = torch.zeros(layers, *shape, dtype=dtype, device=device)
-        self.values_LBGTE = torch.zeros(layers, *shape, dtype=dtype, device=device)
+        options: Any = {"dtype": dtype, "device": device}
+        self.keys_BGTE = [torch.zeros(shape, **options) for _ in range(layers)]
+        self.values_BGTE = [torch.zeros(shape, **options) for _ in range(layers)]
         self.room = shape[2]
         self.length = 0
 
@@ -39,7 +42,7 @@ class KVCache:
         """Put in a layer's keys and values of the tokens that follow, in any dtype: those of all
         tokens up to the last of them, [B, G, T, E] in the cache's dtype. `length` stays."""
         end = self.length + k_BGTE.shape[2]
-        keys, values = self.keys_LBGTE[layer], self.values_LBGTE[layer]
+        keys, values = self.keys_BGTE[layer], self.values_BGTE[layer]
         keys[:, :, self.length : end] = k_BGTE
         values[:, :, self.length : end] = v_BGTE
         return keys[:, :, :end], values[:, :, :end]
