@@ -409,7 +409,8 @@ def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path: Path) -> No
     small = SmallLoop(tmp_path / "r", "current", phases=phases, save_every=3)
     assert small.run.schedule.variants == (0, 0, 1)
     small.advance(3)
-    resumed = small.resumed()
+    small.run.folder.release()
+    resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
     resumed.advance(2)
     assert resumed.run.plan.scaling == "delayed"
 

@@ -177,8 +177,7 @@ def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lines_read", [0, 1])
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines_read: int) -> None:
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     flags = ["--recipe", "fp32", "--out", str(tmp_path / "r"), *TINY]
     process = subprocess.Popen(
         [sys.executable, "-m", "fp8stack", "pretrain", *flags],
@@ -187,8 +186,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines_rea
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
-    for _ in range(lines_read):
-        assert process.stdout.readline()
+    assert process.stdout.readline()
     process.stdout.close()
     errors = process.stderr.read()
     assert process.wait(timeout=120) == 0, errors

@@ -125,35 +125,25 @@ def wandb_run(run: Path) -> Any:
     return next(records).run
 
 
-def test_wandb_has_every_metric_at_its_step(tmp_path: Path) -> None:
+def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    own = {"WANDB_NAME": "first try", "WANDB_DIR": str(tmp_path / "elsewhere")}
     words = [*PRETRAIN, "--recipe", "delayed", "--out", "r", "--wandb", *TINY]
-    in_a_process(*words, cwd=tmp_path)  # at whose end all is written
-    (offline,) = wandb_runs(tmp_path / "r")
+    # At the end of a process all is written; the project is read once a process.
+    in_a_process(*words, cwd=tmp_path, WANDB_PROJECT="mine", **own)
+    assert not wandb_runs(tmp_path / "r")
+    (offline,) = wandb_runs(tmp_path / "elsewhere")
     rows = wandb_rows(offline)
     for key in (*KEYS, "val_loss"):
-        assert [(row["_step"], row[key]) for row in rows if key in row] == wanted(
-            tmp_path / "r", key
-        )
+        found = [(row["_step"], row[key]) for row in rows if key in row]
+        assert found == wanted(tmp_path / "r", key)
     told = wandb_run(offline)
-    assert (told.project, told.display_name) == ("fp8stack", "r")
+    assert (told.project, told.display_name) == ("mine", "first try")
     settings = {item.key: json.loads(item.value_json) for item in told.config.update}
     assert settings["recipe"] == "delayed"
     assert settings["model_overrides"] == {"layers": 1, "width": 32, "heads": 2}
     kinds = [record.WhichOneof("record_type") for record in wandb_records(offline)]
     assert "exit" in kinds, "the run was not finished"
-
-
-def test_wandb_takes_its_project_name_and_folder_from_the_environment(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    own = {"WANDB_NAME": "first try", "WANDB_DIR": str(tmp_path / "elsewhere")}
-    words = [*PRETRAIN, "--recipe", "fp32", "--out", "r", "--wandb", *TINY, "--steps", "1"]
-    in_a_process(*words, cwd=tmp_path, WANDB_PROJECT="mine", **own)  # it is read once a process
-    assert not wandb_runs(tmp_path / "r")
-    (offline,) = wandb_runs(tmp_path / "elsewhere")
-    told = wandb_run(offline)
-    assert (told.project, told.display_name) == ("mine", "first try")
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
@@ -167,6 +157,8 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
         ids.append(accelerator.trackers[0].run.id)
         accelerator.trackers[0].finish()
     assert ids[0] == ids[1] != ids[2]
+    told = wandb_run(wandb_runs(tmp_path)[0])
+    assert (told.project, told.display_name) == ("fp8stack", tmp_path.name)
 
 
 # Trackio: in a process of its own, for it settles when imported where it writes
