@@ -86,7 +86,7 @@ class RunConfig(BaseModel):
     document_mask: bool = False
     """Attention does not cross documents; the data must say where they end."""
     tokenizer: str | None = None
-    """Of data that do not say: bytes, gpt2, or the path of a tokenizer.json."""
+    """Tokenizer to assume if the data record none: bytes, gpt2, or the path of a tokenizer.json."""
     out: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
@@ -115,13 +115,13 @@ class RunConfig(BaseModel):
     clip_window: Annotated[int, Field(ge=10, le=4096)] = 100
     """adaptive: the good steps whose norms count."""
     optimizer: Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"] = "adamw"
-    """muon: of the blocks' matrices; the rest has AdamW. adamw8bit and adamwfp8 need torchao."""
+    """muon optimizes the blocks' matrices, AdamW the rest; adamw8bit and adamwfp8 need torchao."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """sgd: the share of the last update that is kept; 0 for plain gradient descent."""
     loss_scale: PositiveFloat | None = None
-    """fp16: a loss scale that stays; a dynamic one if left out."""
+    """fp16: a static loss scale; dynamic if left out."""
     first_loss_scale: PositiveFloat = 65536.0
-    """fp16: what a dynamic loss scale begins with."""
+    """fp16: the initial dynamic loss scale."""
     loss_scale_interval: Annotated[int, Field(ge=1, lt=2**31)] = 2000
     """fp16: steps in a row without an overflow after which a dynamic loss scale grows."""
     loss_scale_growth: Annotated[float, Field(gt=1, le=65536)] = 2.0
@@ -135,12 +135,12 @@ class RunConfig(BaseModel):
     log_every: PositiveInt = 1
     eval_every: PositiveInt = 200
     eval_windows: PositiveInt = 256
-    """How many windows of the held-out part an evaluation reads."""
+    """Windows of the held-out part per evaluation."""
     save_every: PositiveInt = 400
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
-    """How many good ones are kept, the newest; older ones are removed."""
+    """The newest valid checkpoints to keep; older ones are removed."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that are multiples of it are kept for good; 0: of none."""
+    """Keep checkpoints of steps that are multiples of it for good; 0: none."""
     checkpoint_async: bool = False
     """Write checkpoints in the background: a step waits only for a copy in host memory."""
     sample_tokens: NonNegativeInt = 256
@@ -149,21 +149,21 @@ class RunConfig(BaseModel):
     workers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that read data ahead; batches are the same for any number."""
     threads: PositiveInt | None = None
-    """CPU threads that torch computes with, at most the cores; torch's own choice if left out."""
+    """CPU threads for torch, at most the cores; torch's own choice if left out."""
     deterministic: bool = True
     """CUDA and compiled code: operations that repeat to the bit; they may be slower."""
     save_fp8: bool = False
     """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Several ranks: DDP, a whole model on each, or FSDP2, which shares it out."""
+    """Several ranks: DDP, a whole model on each, or FSDP2, which shards it."""
     rank_timeout: Annotated[float, Field(ge=1)] = 600.0
     """Seconds after which a rank that does not answer counts as lost."""
     activation_checkpointing: Literal["none", "selective", "block"] = "none"
-    """What the backward pass runs again: all but GEMMs and attention, or whole blocks."""
+    """What the backward pass recomputes: all but GEMMs and attention, or whole blocks."""
     grad_compression: Literal["none", "bf16"] = "none"
     """ddp: what gradients are rounded to before ranks add them up."""
     debug_steps: NonNegativeInt = 0
-    """How many of this start's first steps write down what they do, one after the other."""
+    """Number of steps after each start that log what they do, event by event."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps take long, the others less."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
@@ -184,7 +184,7 @@ class RunConfig(BaseModel):
     wandb: bool = False
     trackio: bool = False
     telemetry_every: NonNegativeInt = 50
-    """Steps between looks at what FP8 does to each operand; 0 for none."""
+    """Steps between samples of what FP8 does to each operand; 0 for none."""
     what_if: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Recipes that telemetry tries on the same operands, without changing the run."""
     init_from: str | None = None
@@ -192,7 +192,7 @@ class RunConfig(BaseModel):
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
     """Which recipe runs when, and in which one validation losses are computed."""
     calibration_steps: Annotated[int, Field(ge=0, le=4096)] = 16
-    """phases: so many steps before delayed scaling begins, its amaxes are recorded already."""
+    """phases: steps before delayed scaling begins in which its amaxes are already recorded."""
     guard: GuardConfig = GuardConfig()
     model_overrides: dict[str, Override] = {}
     recipe_overrides: dict[str, Override] = {}

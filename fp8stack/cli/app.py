@@ -1,4 +1,4 @@
-"""The command. It parses, calls and reports; it computes nothing.
+"""The command: its subcommands, errors and exit codes.
 
 torch, accelerate and pydantic are imported inside the commands that need them, so that `--help` is
 quick; tests/test_startup.py holds it to that.
@@ -17,13 +17,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import fp8stack
+from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
 from fp8stack.cli.estimate import estimate
 from fp8stack.cli.eval import evaluate
 from fp8stack.cli.export import export
 from fp8stack.cli.generate import generate
-from fp8stack.cli.options import HELP, option
+from fp8stack.cli.options import option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
@@ -54,7 +55,7 @@ app.command()(export)
 def _no_command(
     context: typer.Context,
     version: Annotated[bool, option("Print the version.", "--version")] = False,
-    help: Annotated[bool, HELP] = False,
+    help: Annotated[bool, options.HELP] = False,
 ) -> None:
     if version:
         print(f"fp8stack {fp8stack.__version__}")
@@ -66,13 +67,13 @@ def _no_command(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
     out: Annotated[
-        str | None, option("The page. [report.html in the run, or beside several runs]")
+        str | None, option("HTML file. [report.html in the run, or beside several runs]")
     ] = None,
     text: Annotated[
-        bool, option("Print the essentials; write a page only with --out.", "--text")
+        bool, option("Print a summary; write a page only with --out.", "--text")
     ] = False,
 ) -> None:
-    """What runs did, in one HTML page: losses, speed, what FP8 did, and what needs attention."""
+    """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
     from fp8stack.report import report
 
     page = report(runs, out, text)
@@ -82,25 +83,17 @@ def report(
 
 @app.command()
 def doctor(
-    capability: Annotated[
-        str | None,
-        option("Answer for a GPU of this compute capability (9.0), or for a CPU (none)."),
-    ] = None,
-    te: Annotated[
-        bool | None,
-        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
-    ] = None,
-    json: Annotated[bool, option("Print JSON.", "--json")] = False,
+    capability: Annotated[str | None, options.CAPABILITY] = None,
+    te: Annotated[bool | None, options.TE] = None,
+    json: Annotated[bool, options.JSON] = False,
 ) -> None:
-    """What this machine can do: every recipe's plan with its reasons, and the number formats."""
+    """Show how each recipe runs on this machine and why, and the number formats."""
     from fp8stack import doctor
     from fp8stack.precision.hardware import machine_for
 
     hardware = machine_for(capability, te)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(doctor.as_json(hardware), indent=2))
+        options.print_json(doctor.as_json(hardware))
     else:
         from rich.console import Console
 

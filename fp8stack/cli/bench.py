@@ -1,4 +1,4 @@
-"""`fp8stack bench`: its commands. They parse, call and print; they compute nothing."""
+"""`fp8stack bench`: its commands. They parse, call and print."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli.options import HELP, THREADS, option
+from fp8stack.cli import options
+from fp8stack.cli.options import option
+
+MODEL = option("Model preset or TOML file. [gpt2-124m]")
+CONTEXT = option("Tokens per sequence. [the model's]", min=1)
 
 bench = typer.Typer(
     name="bench",
@@ -21,7 +25,7 @@ bench = typer.Typer(
 @bench.callback()
 def _no_command(
     context: typer.Context,
-    help: Annotated[bool, HELP] = False,
+    help: Annotated[bool, options.HELP] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -29,14 +33,14 @@ def _no_command(
 
 @bench.command()
 def shapes(
-    model: Annotated[str, option("Model preset or TOML file. [gpt2-124m]")] = "gpt2-124m",
+    model: Annotated[str, MODEL] = "gpt2-124m",
     batch: Annotated[int, option("Sequences per micro-batch. [8]", min=1)] = 8,
-    context: Annotated[int | None, option("Tokens per sequence. [the model's]", min=1)] = None,
+    context: Annotated[int | None, CONTEXT] = None,
     recipe: Annotated[str, option("FP8 recipe or TOML file. [auto]")] = "auto",
-    backend: Annotated[str, option("Who computes: auto, te, torch. [auto]")] = "auto",
-    rounds: Annotated[int, option("Timed rounds of each layer. [50]", min=6)] = 50,
+    backend: Annotated[str, option("Compute backend: auto, te or torch. [auto]")] = "auto",
+    rounds: Annotated[int, option("Timed rounds per layer. [50]", min=6)] = 50,
 ) -> None:
-    """Measure each linear of a model in FP8 and in bf16, for plans on this GPU to know."""
+    """Measure each linear of a model in FP8 and in bf16; plans on this GPU then use the results."""
     from fp8stack.benchmark import shapes
     from fp8stack.model.config import load_config
     from fp8stack.precision import probe
@@ -54,20 +58,20 @@ def shapes(
 
 @bench.command()
 def roofline(
-    model: Annotated[str, option("Model preset or TOML file. [gpt2-124m]")] = "gpt2-124m",
+    model: Annotated[str, MODEL] = "gpt2-124m",
     capability: Annotated[
-        str | None, option("Predict for a GPU of this compute capability. [this machine's]")
+        str | None, option("Assume a GPU of this compute capability. [this machine's]")
     ] = None,
-    gpu: Annotated[str | None, option("Predict for this GPU, such as H200.")] = None,
+    gpu: Annotated[str | None, option("Assume this GPU, such as H200.")] = None,
     batch: Annotated[int, option("Sequences per step. [8]", min=1)] = 8,
-    context: Annotated[int | None, option("Tokens per sequence. [the model's]", min=1)] = None,
+    context: Annotated[int | None, CONTEXT] = None,
     ceiling: Annotated[
-        bool, option("Predict a bound: the head in FP8, casts that take no time.", "--ceiling")
+        bool, option("Predict an upper bound: the head in FP8, casts for free.", "--ceiling")
     ] = False,
     results: Annotated[
-        Path | None, option("Measured steps to show beside: a step.json. [bench/results]")
+        Path | None, option("Measured steps to show beside it: a step.json. [bench/results]")
     ] = None,
-    json: Annotated[bool, option("Print JSON.", "--json")] = False,
+    json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Predict a training step's time in bf16 and each FP8 recipe, part by part."""
     from fp8stack.benchmark import roofline as predicted
@@ -87,24 +91,20 @@ def roofline(
         measured=({}, "") if path is None else (predicted.read_results(path), str(path)),
     )
     if json:
-        import json as encoder
-
-        print(encoder.dumps(predicted.as_json(made), indent=2))
+        options.print_json(predicted.as_json(made))
     else:
         print(*predicted.as_lines(made), sep="\n")
 
 
 @bench.command()
 def step(
-    model: Annotated[
-        str | None, option("One of the models that steps are measured of. [the first]")
-    ] = None,
-    recipe: Annotated[list[str] | None, option("FP8 recipe, as often as needed. [all]")] = None,
-    device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
-    rounds: Annotated[int, option("Timed steps of each arm. [20]", min=6)] = 20,
-    seconds: Annotated[float, option("Most time for each arm. [60]", min=1)] = 60.0,
-    threads: Annotated[int | None, THREADS] = None,
-    json: Annotated[bool, option("Print JSON.", "--json")] = False,
+    model: Annotated[str | None, option("Model to measure. [the first for this device]")] = None,
+    recipe: Annotated[list[str] | None, option("FP8 recipe, repeatable. [all]")] = None,
+    device: Annotated[str, options.DEVICE] = "auto",
+    rounds: Annotated[int, option("Timed steps per arm. [20]", min=6)] = 20,
+    seconds: Annotated[float, option("Time limit per arm, in seconds. [60]", min=1)] = 60.0,
+    threads: Annotated[int | None, options.THREADS] = None,
+    json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
     from fp8stack.benchmark.step import FP8, chosen, measure, table
@@ -121,9 +121,7 @@ def step(
     work = chosen([model] if model else [], hardware.device)[0]
     rows = list(measure(work, hardware, recipes=wanted, rounds=rounds, budget_s=seconds))
     if json:
-        import json as encoder
-
-        print(encoder.dumps(rows, indent=2))
+        options.print_json(rows)
     else:
         from rich.console import Console
 

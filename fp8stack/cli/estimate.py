@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
+from fp8stack.cli import options
 from fp8stack.cli.options import option
 
 if TYPE_CHECKING:
@@ -15,48 +16,29 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: Annotated[str | None, option("Model preset or TOML file. [gpt-nano]")] = None,
-    recipe: Annotated[str | None, option("Precision recipe or TOML file. [auto]")] = None,
-    batch: Annotated[int | None, option("Sequences per step, globally. [8]")] = None,
-    context: Annotated[int | None, option("Tokens per sequence. [the model's]")] = None,
-    accumulate: Annotated[int | None, option("Micro-batches per step. [1]")] = None,
-    capability: Annotated[
-        str | None,
-        option("For a GPU of this compute capability (9.0), or a CPU (none). [this machine]"),
-    ] = None,
-    te: Annotated[
-        bool | None,
-        option("With --capability: is Transformer Engine installed there? [yes]", "--te/--no-te"),
-    ] = None,
+    model: Annotated[str | None, options.MODEL] = None,
+    recipe: Annotated[str | None, options.RECIPE] = None,
+    batch: Annotated[int | None, options.BATCH] = None,
+    context: Annotated[int | None, options.CONTEXT] = None,
+    accumulate: Annotated[int | None, options.ACCUMULATE] = None,
+    capability: Annotated[str | None, options.CAPABILITY] = None,
+    te: Annotated[bool | None, options.TE] = None,
     memory: Annotated[
         str | None,
         option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]"),
     ] = None,
-    ranks: Annotated[int, option("How many ranks train together. [1]", min=1)] = 1,
-    parallel: Annotated[str | None, option("Several ranks: ddp or fsdp. [ddp]")] = None,
-    optimizer: Annotated[
-        str | None, option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
-    ] = None,
-    activation_checkpointing: Annotated[
-        str | None, option("What runs again in backward: none, selective, block. [none]")
-    ] = None,
-    phases: Annotated[
-        str | None, option("Recipes by phase: conservative, default or aggressive.")
-    ] = None,
-    backend: Annotated[
-        str | None, option("Who computes: auto, te, torch, emulate, reference. [auto]")
-    ] = None,
-    config: Annotated[str | None, option("Run file (TOML) with the same keys; flags win.")] = None,
-    set: Annotated[
-        list[str] | None, option("Any other key of a run: --set key=value, as often as needed.")
-    ] = None,
+    ranks: Annotated[int, option("Number of ranks. [1]", min=1)] = 1,
+    parallel: Annotated[str | None, options.PARALLEL] = None,
+    optimizer: Annotated[str | None, options.OPTIMIZER] = None,
+    activation_checkpointing: Annotated[str | None, options.RECOMPUTE] = None,
+    phases: Annotated[str | None, options.PHASES] = None,
+    backend: Annotated[str | None, options.BACKEND] = None,
+    config: Annotated[str | None, options.CONFIG] = None,
+    set: Annotated[list[str] | None, options.SET] = None,
     json: Annotated[bool, option("Print JSON, in bytes.", "--json")] = False,
 ) -> None:
-    """How much memory a run would take, part by part, and the largest batch that fits."""
-    flags: dict[str, Any] = {"model": model, "recipe": recipe, "batch": batch, "context": context}
-    flags |= {"accumulate": accumulate, "parallel": parallel, "optimizer": optimizer}
-    flags |= {"activation_checkpointing": activation_checkpointing, "phases": phases}
-    flags |= {"backend": backend}
+    """Estimate the memory of a run, part by part, and the largest batch that fits."""
+    flags = options.run_flags(locals())
     from fp8stack.config import parse_config
     from fp8stack.estimate import answer as answers
     from fp8stack.precision.hardware import machine_for
@@ -65,9 +47,7 @@ def estimate(
     hardware = machine_for(capability, te, parsed.device)
     made = answer(parsed, hardware, ranks, memory)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(answers.as_json(made), indent=2))
+        options.print_json(answers.as_json(made))
     else:
         _show(made)
 

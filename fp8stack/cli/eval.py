@@ -1,4 +1,4 @@
-"""`fp8stack eval`: it parses, calls and prints; it computes nothing."""
+"""`fp8stack eval`: it parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli.options import THREADS, option, words
+from fp8stack.cli import options
+from fp8stack.cli.options import option
 
 
 def evaluate(
@@ -15,32 +16,29 @@ def evaluate(
     ],
     recipes: Annotated[
         str | None,
-        option("Precision recipes or TOML files, separated by commas. [what the run trained in]"),
+        option("Precision recipes or TOML files, separated by commas. [the run's own]"),
     ] = None,
     data: Annotated[
-        str | None, option("Data, as of pretrain. [what the run held out of its own]")
+        str | None,
+        option("Data, as for `pretrain --data`. [the run's own held-out part]"),
     ] = None,
-    windows: Annotated[int | None, option("How many windows. [as in the run]")] = None,
-    context: Annotated[int | None, option("Tokens of each window. [as in the run]")] = None,
-    batch: Annotated[int | None, option("Windows at a time. [as in the run]")] = None,
-    tokenizer: Annotated[
-        str | None, option("Of a run that does not know it: bytes, gpt2, or a tokenizer.json.")
-    ] = None,
-    backend: Annotated[
-        str, option("Who computes: auto, te, torch, emulate, reference. [auto]")
-    ] = "auto",
-    device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    json: Annotated[bool, option("Print JSON.", "--json")] = False,
+    windows: Annotated[int | None, option("Windows to evaluate. [the run's]")] = None,
+    context: Annotated[int | None, option("Tokens per window. [the run's]")] = None,
+    batch: Annotated[int | None, option("Windows per forward pass. [the run's]")] = None,
+    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
+    backend: Annotated[str, options.BACKEND] = "auto",
+    device: Annotated[str, options.DEVICE] = "auto",
+    threads: Annotated[int | None, options.THREADS] = None,
+    json: Annotated[bool, options.JSON] = False,
 ) -> None:
-    """Validation losses and bits per byte of trained models, in one recipe or several."""
+    """Compute validation losses and bits per byte of trained models, in one recipe or several."""
     from fp8stack import evaluation
     from fp8stack.threads import use_threads
 
     use_threads(threads)
     request = evaluation.Request(
         runs=runs,
-        recipes=words(recipes or ""),
+        recipes=options.words(recipes or ""),
         data=data,
         windows=windows,
         context=context,
@@ -51,9 +49,7 @@ def evaluate(
     )
     scores = evaluation.evaluate(request)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(evaluation.as_json(scores), indent=2, allow_nan=False))
+        options.print_json(evaluation.as_json(scores))
         return
     from rich.console import Console
 

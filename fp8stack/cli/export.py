@@ -1,4 +1,4 @@
-"""`fp8stack export`: it parses, calls and prints; it computes nothing."""
+"""`fp8stack export`: it parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fp8stack.cli import options
 from fp8stack.cli.options import option
 
 
@@ -14,21 +15,19 @@ def export(
     run: Annotated[
         str, typer.Argument(help="Run folder or checkpoint.", show_default=False, metavar="RUN")
     ],
-    out: Annotated[str, option("Folder to make.")],
+    out: Annotated[str, option("Folder to create.")],
     format: Annotated[
         str,
-        option("hf (transformers), fp8 (compressed-tensors, vLLM) or safetensors. [hf]"),
+        option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]"),
     ] = "hf",
-    dtype: Annotated[str, option("Of what is not FP8: fp32 or bf16. [fp32]")] = "fp32",
-    tokenizer: Annotated[
-        str | None, option("Of a run that does not know its own: bytes, gpt2 or a tokenizer.json.")
-    ] = None,
+    dtype: Annotated[str, option("Dtype of tensors not in FP8: fp32 or bf16. [fp32]")] = "fp32",
+    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     strategy: Annotated[
         str | None,
-        option("FP8 weights have a scale per tensor, channel or block. [as in the run]"),
+        option("One scale per tensor, channel or block of FP8 weights. [the run's]"),
     ] = None,
     overwrite: Annotated[
-        bool, option("Replace what an export wrote there before.", "--overwrite")
+        bool, option("Delete an earlier export in --out first.", "--overwrite")
     ] = False,
 ) -> None:
     """Write a trained model as a folder that transformers, vLLM or safetensors load."""

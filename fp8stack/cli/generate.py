@@ -1,4 +1,4 @@
-"""`fp8stack generate`: it parses and calls; it computes nothing."""
+"""`fp8stack generate`: it parses and calls."""
 
 from __future__ import annotations
 
@@ -7,41 +7,34 @@ from typing import Annotated
 
 import typer
 
-from fp8stack.cli.options import THREADS, option
+from fp8stack.cli import options
+from fp8stack.cli.options import option
 from fp8stack.errors import UserError, quoted
 
 
 def generate(
     run: Annotated[str, typer.Argument(help="Run or checkpoint folder.", show_default=False)],
-    prompt: Annotated[
-        str | None, option("What the text begins with. [the start of a document]")
-    ] = None,
-    prompt_file: Annotated[
-        str | None, option("File with what the text begins with, in UTF-8.")
-    ] = None,
-    tokens: Annotated[int, option("How many tokens to write at most. [256]")] = 256,
-    seed: Annotated[int, option("Of the draw: the same seed, the same text. [0]")] = 0,
+    prompt: Annotated[str | None, option("Prompt. [the start of a document]")] = None,
+    prompt_file: Annotated[str | None, option("File with the prompt, in UTF-8.")] = None,
+    tokens: Annotated[int, option("Tokens to generate at most. [256]")] = 256,
+    seed: Annotated[int, option("Seed for sampling. [0]")] = 0,
     temperature: Annotated[
-        float, option("What logits are divided by; 0 takes the likeliest token. [0.8]")
+        float, option("Sampling temperature; 0 takes the likeliest token. [0.8]")
     ] = 0.8,
-    top_k: Annotated[int | None, option("Draw from the k likeliest tokens. [all]")] = None,
+    top_k: Annotated[int | None, option("Sample from the k likeliest tokens. [all]")] = None,
     top_p: Annotated[
-        float | None, option("Draw from the likeliest tokens of this total probability. [all]")
+        float | None, option("Sample from the likeliest tokens of this total probability. [all]")
     ] = None,
     recipe: Annotated[
         str | None,
         option("Precision recipe or TOML file. [bf16 where the machine multiplies it, else fp32]"),
     ] = None,
-    backend: Annotated[
-        str, option("Who computes: auto, te, torch, emulate, reference. [auto]")
-    ] = "auto",
-    tokenizer: Annotated[
-        str | None, option("Of a run that does not know it: bytes, gpt2, or a tokenizer.json.")
-    ] = None,
-    device: Annotated[str, option("auto, cpu or cuda. [auto]")] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
+    backend: Annotated[str, options.BACKEND] = "auto",
+    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
+    device: Annotated[str, options.DEVICE] = "auto",
+    threads: Annotated[int | None, options.THREADS] = None,
 ) -> None:
-    """Text that a trained model writes, on stdout as it comes; how fast, on stderr."""
+    """Generate text with a trained model: the text on stdout, figures on stderr."""
     if prompt is not None and prompt_file is not None:
         raise UserError("Give --prompt or --prompt-file, not both.")
     if prompt_file is not None:

@@ -1,4 +1,4 @@
-"""`fp8stack prepare`: it parses and calls; it computes nothing."""
+"""`fp8stack prepare`: it parses and calls."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ def prepare(
             show_default=False,
         ),
     ],
-    out: Annotated[str, option("Folder of the shards.")],
+    out: Annotated[str, option("Folder for the shards.")],
     tokenizer: Annotated[
-        str | None, option("bytes, gpt2, or the path of a tokenizer.json. [bytes]")
+        str | None, option("Tokenizer: bytes, gpt2, or a tokenizer.json. [bytes]")
     ] = None,
     train_bpe: Annotated[
-        int | None, option("Train a tokenizer of so many tokens on the inputs, and use it.")
+        int | None, option("Train a BPE tokenizer with this vocabulary size on the inputs.")
     ] = None,
     text_key: Annotated[
-        str, option("The field of JSON lines, or the column, that holds the text. [text]")
+        str, option("JSON field or parquet column that holds the text. [text]")
     ] = "text",
     held_out: Annotated[
-        float, option("Share of the documents that is held out for validation. [0.01]")
+        float, option("Fraction of documents to hold out for validation. [0.01]")
     ] = 0.01,
     shard_tokens: Annotated[
-        int, option("A shard ends with the document that brings it to so many. [100000000]")
+        int, option("Tokens per shard; documents are not split. [100000000]")
     ] = 100_000_000,
     include: Annotated[
         list[str] | None,
-        option("Of folders, read files of this name or path alone, such as '*.md'; repeatable."),
+        option("In folders, read only files that match, such as '*.md'; repeatable."),
     ] = None,
     exclude: Annotated[
-        list[str] | None, option("Of folders, leave out files of this name or path; repeatable.")
+        list[str] | None, option("In folders, skip files that match; repeatable.")
     ] = None,
     skip_binary: Annotated[
-        bool, option("Of folders, leave out files that look binary.", "--skip-binary")
+        bool, option("In folders, skip files that look binary.", "--skip-binary")
     ] = False,
-    workers: Annotated[int | None, option("Processes that tokenize. [as many as cores]")] = None,
+    workers: Annotated[
+        int | None, option("Processes to tokenize with. [the number of cores]")
+    ] = None,
     overwrite: Annotated[
-        bool, option("Remove what an earlier prepare wrote to --out first.", "--overwrite")
+        bool, option("Delete what an earlier prepare wrote to --out first.", "--overwrite")
     ] = False,
 ) -> None:
-    """Turn documents into shards of tokens, to be trained on with pretrain --data.
+    """Tokenize documents into shards for pretrain --data.
 
-    Called again after it was cut, it goes on where it was.
+    Run again, it continues where it was interrupted.
     """
     import os
     from pathlib import Path

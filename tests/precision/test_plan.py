@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -104,20 +105,20 @@ tf32     fp32! fp32!     fp32!  fp32!  fp32!  tf32   tf32   tf32         tf32   
 """  # noqa: E501
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What the table says of one recipe on one machine."""
+    """What the table says of one recipe on one machine with some software."""
 
     asked: str
     machine: str
+    software: str
     recipe: str
     backend: str
     native: bool
     compute_dtype: str
-    reason: bool
-    substituted: bool
-    software: str
-    cause: str  # what a substitution's reason names
+    reason: bool = False
+    substituted: bool = False
+    cause: str = ""  # what a substitution's reason names
 
     def __str__(self) -> str:
         return f"{self.asked}-{self.machine}-{self.software}"
@@ -127,35 +128,41 @@ class Cell:
         return having(MACHINES[self.machine], self.software)
 
 
-def cell(asked: str, machine: str, code: str, software: str = "te") -> Cell:
+def cell(asked: str, machine: str, code: str, software: str) -> Cell:
     named, _, how = code.rstrip("!?").rpartition(":")
     recipe = named or asked
-    generation = MACHINES[machine].capability
-    cause = f"this is {'a CPU' if generation is None else f'compute capability {machine}'}"
-
-    def made(
-        recipe: str, backend: str, native: bool, dtype: str, reason: bool, instead: bool
-    ) -> Cell:
-        return Cell(
-            asked, machine, recipe, backend, native, dtype, reason, instead, software, cause
-        )
-
-    if how in ("fp8", "te"):
-        if software in ("te", "te, old torch"):
-            return made(recipe, "te", True, "bf16", False, False)
-        if how == "fp8" and software != "neither":
-            return made(recipe, "torch", True, "bf16", software != "no te", False)
-        cause = "Transformer Engine"
-        if recipe == "mxfp8":
-            return made(recipe, "emulate", False, "bf16", True, True)
-        return made("bf16", "reference", False, "bf16", True, True)
     substituted, reason = code.endswith("!"), code[-1] in "!?"
-    if how.startswith("em"):
-        dtype = {"em16": "bf16", "em32": "fp32"}[how]
-        return made(recipe, "emulate", False, dtype, reason, substituted)
     # fp32 on an old GPU for "auto" is what "auto" stands for there, and native; it has a reason.
     native = not reason or asked == "auto"
-    return made(how, "reference", native, how, reason, substituted)
+    cpu = MACHINES[machine].capability is None
+    cause = f"this is {'a CPU' if cpu else f'compute capability {machine}'}"
+    backend, dtype = "reference", how
+    if how in ("fp8", "te"):
+        backend, dtype = "te", "bf16"
+        if not software.startswith("te"):
+            backend, reason = "torch", software != "no te"
+            if how == "te" or software == "neither":
+                reason = substituted = True
+                native, cause = False, "Transformer Engine"
+                backend = "emulate" if recipe == "mxfp8" else "reference"
+                recipe = "mxfp8" if recipe == "mxfp8" else "bf16"
+    elif how.startswith("em"):
+        backend, native = "emulate", False
+        dtype = {"em16": "bf16", "em32": "fp32"}[how]
+    else:
+        recipe = how
+    return Cell(
+        asked=asked,
+        machine=machine,
+        software=software,
+        recipe=recipe,
+        backend=backend,
+        native=native,
+        compute_dtype=dtype,
+        reason=reason,
+        substituted=substituted,
+        cause=cause,
+    )
 
 
 def cells() -> list[Cell]:
@@ -217,18 +224,21 @@ def test_every_recipe_runs_on_every_machine_as_the_table_says(expected):
     assert made.vocabulary_multiple == (128 if by_torch else multiple)
     assert bool(made.reasons) == expected.reason, made.reasons
     check_substitution(expected, made)
-    layered = made.for_layers(shapes())
-    lines = layered.summary()
+
+
+@pytest.mark.parametrize("asked", RECIPES)
+@pytest.mark.parametrize("machine", ["cpu", "7.0", "9.0", "10.0"])
+def test_a_plan_is_told_in_lines_and_in_json_with_all_of_its_reasons(asked, machine):
+    made = resolve(asked, MACHINES[machine]).for_layers(shapes())
+    lines = made.summary()
     assert all("\n" not in line for line in lines)
-    assert all(any(reason in line for line in lines) for reason in layered.reasons)
+    assert all(any(reason in line for line in lines) for reason in made.reasons)
     assert any(line.startswith("FP8 layers") for line in lines) == made.is_fp8
-    again = resolve(expected.asked, expected.hardware).for_layers(shapes())
-    assert again == layered
-    data = layered.to_json()
-    assert json.loads(json.dumps(data, allow_nan=False)) == data == again.to_json()
-    assert (data["asked"], data["recipe"]["name"]) == (expected.asked, expected.recipe)
-    assert (data["backend"], data["native"]) == (expected.backend, expected.native)
-    assert data["loss_scaling"] == made.loss_scaling
+    data = made.to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    for key in ("asked", "backend", "native", "device", "compute_dtype", "loss_scaling"):
+        assert data[key] == getattr(made, key)
+    assert data["recipe"]["name"] == made.recipe.name
     assert [layer["name"] for layer in data["layers"]] == list(shapes())
     assert data["layers"][0]["fp8"] == made.is_fp8
 
@@ -332,19 +342,13 @@ def test_a_backend_that_can_serve_runs_when_it_is_named(machine, asked, backend,
 
 @pytest.mark.parametrize("asked", FP8)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_emulation_that_was_asked_for_is_no_substitution(machine, asked):
+def test_emulation_that_was_asked_for_is_told_and_no_substitution(machine, asked):
     made = resolve(asked, MACHINES[machine], "emulate", strict=True)
     assert (made.recipe.name, made.backend, made.native) == (asked, "emulate", False)
     generation = MACHINES[machine].capability
     bf16 = generation is not None and generation >= (8, 0)
     assert made.compute_dtype == ("bf16" if bf16 else "fp32")
-
-
-@pytest.mark.parametrize("asked", FP8)
-@pytest.mark.parametrize("machine", ["cpu", "8.0", "9.0"])
-def test_emulation_that_was_asked_for_is_still_said_in_the_plan(machine, asked):
-    """Each recipe that is not run natively adds a sentence."""
-    assert "emulate" in sentences(resolve(asked, MACHINES[machine], "emulate"))
+    assert made.reasons == ("emulated, as --backend emulate asks",)
 
 
 @pytest.mark.parametrize("asked", FP8)
@@ -360,20 +364,10 @@ def test_the_reference_backend_replaces_an_fp8_recipe_and_says_so(machine, asked
         resolve(asked, MACHINES[machine], "reference", strict=True)
 
 
-@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "tf32"])
-def test_a_plain_recipe_is_content_with_the_reference_backend(asked):
-    made = resolve(asked, H100, "reference", strict=True)
-    assert (made.recipe.name, made.backend, made.native, made.reasons) == (
-        asked,
-        "reference",
-        True,
-        (),
-    )
-
-
 @pytest.mark.parametrize("backend", ["te", "torch", "emulate"])
 @pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "tf32"])
 def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(asked, backend):
+    assert resolve(asked, H100, "reference", strict=True).native
     made = resolve(asked, H100, backend)
     assert (made.recipe.name, made.backend) == (asked, "reference")
     assert "reference" in sentences(made)
@@ -475,44 +469,34 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...])
         assert strict == dataclasses.replace(made, strict=True)
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
-@pytest.mark.parametrize("cuda", [(12, 8), (12, 6), (11, 8)], ids=str)
-def test_block_needs_cuda_12_9(cuda, capability):
+@pytest.mark.parametrize(
+    "cuda", [(11, 8), (12, 6), (12, 8), (12, 9), (13, 0), None], ids=str
+)
+@pytest.mark.parametrize(
+    ("asked", "capability", "least"),
+    [
+        ("block", (9, 0), (12, 9)),
+        ("block", (10, 0), (12, 9)),
+        ("block", (10, 3), (12, 9)),
+        ("mxfp8", (10, 0), (12, 8)),
+        ("delayed", (9, 0), (0, 0)),
+        ("current", (9, 0), (0, 0)),
+    ],
+)
+def test_a_recipe_is_native_from_its_least_cuda_version_on(asked, capability, least, cuda):
     here = gpu(*capability, cuda=cuda)
-    made = resolve("block", here)
-    assert (made.recipe.name, made.backend, made.native) == ("bf16", "reference", False)
-    assert "block needs CUDA 12.9" in sentences(made)
-    assert "bf16" in sentences(made)
-    with pytest.raises(UserError, match=r"CUDA 12\.9"):
-        resolve("block", here, strict=True)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
-@pytest.mark.parametrize("cuda", [(12, 9), (13, 0), None], ids=str)
-def test_block_is_native_from_cuda_12_9_on(cuda, capability):
-    assert resolve("block", gpu(*capability, cuda=cuda), strict=True).native
-
-
-@pytest.mark.parametrize("cuda", [(12, 7), (12, 4), (11, 8)], ids=str)
-def test_mxfp8_on_blackwell_needs_cuda_12_8(cuda):
-    made = resolve("mxfp8", gpu(10, 0, cuda=cuda))
-    assert (made.recipe.name, made.backend, made.native) == ("mxfp8", "emulate", False)
-    assert made.compute_dtype == "bf16"
-    assert "mxfp8 needs CUDA 12.8" in sentences(made)
-    assert "emulated" in sentences(made)
-    with pytest.raises(UserError, match=r"CUDA 12\.8"):
-        resolve("mxfp8", gpu(10, 0, cuda=cuda), strict=True)
-
-
-@pytest.mark.parametrize("cuda", [(12, 8), (12, 9), (13, 0), None], ids=str)
-def test_mxfp8_on_blackwell_is_native_from_cuda_12_8_on(cuda):
-    assert resolve("mxfp8", gpu(10, 0, cuda=cuda), strict=True).native
-
-
-@pytest.mark.parametrize("cuda", [(11, 8), (12, 4)], ids=str)
-@pytest.mark.parametrize("asked", ["delayed", "current"])
-def test_per_tensor_scaling_asks_nothing_of_the_cuda_version(asked, cuda):
-    assert resolve(asked, gpu(9, 0, cuda=cuda), strict=True).native
+    if cuda is None or cuda >= least:
+        assert resolve(asked, here, strict=True).native
+        return
+    made = resolve(asked, here)
+    runs = ("mxfp8", "emulate") if asked == "mxfp8" else ("bf16", "reference")
+    assert (made.recipe.name, made.backend) == runs
+    assert (made.native, made.compute_dtype) == (False, "bf16")
+    lacks = "{} needs CUDA {}.{}".format(asked, *least)
+    assert lacks in sentences(made)
+    assert ("emulated" if asked == "mxfp8" else "bf16") in sentences(made)
+    with pytest.raises(UserError, match=lacks):
+        resolve(asked, here, strict=True)
 
 
 NO_TE = f"Transformer Engine is not installed ({TE_REMEDY})"
@@ -525,15 +509,6 @@ NO_BLOCK = "the torch backend has no block scaling on 10.x"
 # What is asked, of which backend, where, with which software: who runs it, and what is said.
 #   !  who runs it is a substitution
 SOFTWARE_CASES = [
-    ("delayed", "auto", L4, "no te", "torch", ()),
-    ("current", "auto", H100, "no te", "torch", ()),
-    ("block", "auto", H100, "no te", "torch", ()),
-    ("mxfp8", "auto", B200, "no te", "torch", ()),
-    ("delayed", "auto", RTX5090, "no te", "torch", ()),
-    ("auto", "auto", B200, "no te", "torch", ()),
-    ("delayed", "auto", L4, "te, old torch", "te", ()),
-    ("block", "auto", H100, "te, old torch", "te", ()),
-    ("mxfp8", "auto", B200, "te, old torch", "te", ()),
     ("delayed", "auto", H100, "broken te", "torch", (f"{BROKEN}; until then torch runs",)),
     ("auto", "auto", H100, "broken te", "torch", (f"{BROKEN}; until then torch runs",)),
     ("block", "auto", H100, "old te", "torch", (f"{TOO_OLD}; until then torch runs",)),
@@ -781,8 +756,9 @@ def test_no_layer_of_a_plain_recipe_is_in_fp8(asked):
     assert left_out(made) == set(shapes())
 
 
-def test_a_recipe_that_fell_back_has_no_fp8_layers_and_checks_no_pattern():
-    made = layered(A100, exclude=("*.qkv",))
+@pytest.mark.parametrize("over", [{"exclude": ("*.none",)}, {"exclude_first_blocks": 99}], ids=str)
+def test_a_recipe_that_fell_back_has_no_fp8_layers_and_checks_no_exclusion(over):
+    made = layered(A100, **over)
     assert left_out(made) == set(shapes())
     assert {layer.precision for layer in made.layers} == {"bf16"}
 
@@ -821,12 +797,6 @@ def test_a_pattern_that_matches_no_layer_is_refused_and_the_layers_are_named(mac
     assert "\n" not in message
 
 
-def test_a_pattern_that_matches_no_layer_of_a_model_without_blocks_is_refused():
-    recipe = load_recipe("delayed").model_copy(update={"exclude": ("decoder.*",)})
-    with pytest.raises(UserError, match=r"'decoder\.\*'"):
-        resolve(recipe, H100).for_layers({"encoder.0": (64, 64), "encoder.1": (64, 64)})
-
-
 @pytest.mark.parametrize(
     ("first", "last", "out"),
     [
@@ -848,50 +818,23 @@ def test_the_first_and_last_blocks_stay_out_as_asked(first, last, out):
         assert said.rstrip("s") in (f"in the first {first} block", f"in the last {last} block")
 
 
-def test_blocks_are_counted_beyond_nine():
-    made = layered(blocks=12, exclude_first_blocks=2, exclude_last_blocks=2)
-    out = {name.split(".")[1] for name in left_out(made) - {"lm_head"}}
-    assert out == {"0", "1", "10", "11"}
-
-
-@pytest.mark.parametrize("name", ["blocks", "blocks.attention", "blocks.first.mlp", "block.0.mlp"])
-def test_a_module_path_that_only_resembles_a_block_is_no_error(name):
-    made = resolve("delayed", H100).for_layers({name: (64, 64), "blocks.0.mlp.up": (64, 64)})
-    assert made.layer(name).fp8
-
-
-@dataclasses.dataclass(frozen=True)
-class Naming:
-    """How a model names its layers: its list of blocks, what a block holds, what is outside."""
-
-    stem: str
-    inside: tuple[str, ...]
-    outside: tuple[str, ...] = ()
-
-    def names(self, count: int = 12) -> list[str]:
-        return [
-            *self.outside,
-            *(f"{self.stem}{i}.{part}" for i in range(count) for part in self.inside),
-        ]
-
-
+# How models name their layers: their list of blocks, what a block holds, what is outside.
 NAMINGS = {
-    "ours": Naming("blocks.", ("attention.qkv", "mlp.up"), ("lm_head",)),
-    "GPT-2": Naming(
-        "transformer.h.", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), ("lm_head",)
-    ),
-    "Llama": Naming("model.layers.", ("self_attn.q_proj", "mlp.up_proj"), ("lm_head",)),
-    "GPT-NeoX": Naming("gpt_neox.layers.", ("attention.dense",), ("embed_out",)),
-    "BERT": Naming("bert.encoder.layer.", ("attention.self.query",), ("bert.pooler.dense",)),
-    "Sequential": Naming("", ("0", "up"), ("head",)),
-    "MoE": Naming(
-        "model.layers.",
-        ("self_attn.q_proj", *(f"experts.{i}.up" for i in range(16)), "mlp.0.1.gate"),
-        ("lm_head",),
-    ),
-    "numbers in names": Naming("layer2.blocks3.", ("conv1", "2fc.x")),
-    "one numbered module beside it": Naming("decoder.layers.", ("q", "k"), ("pooler.0.q", "h.0")),
+    "ours": ("blocks.", "attention.qkv mlp.up", "lm_head"),
+    "GPT-2": ("transformer.h.", "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj", "lm_head"),
+    "Llama": ("model.layers.", "self_attn.q_proj mlp.up_proj", "lm_head"),
+    "GPT-NeoX": ("gpt_neox.layers.", "attention.dense", "embed_out"),
+    "BERT": ("bert.encoder.layer.", "attention.self.query", "bert.pooler.dense"),
+    "Sequential": ("", "0 up", "head"),
+    "MoE": ("model.layers.", "self_attn.q experts.0.up experts.15.up mlp.0.1.gate", "lm_head"),
+    "numbers in names": ("layer2.blocks3.", "conv1 2fc.x", ""),
+    "one numbered module beside it": ("decoder.layers.", "q k", "pooler.0.q h.0"),
 }
+
+
+def inside(naming: str, blocks: Iterable[int] = range(12)) -> dict[str, Block]:
+    stem, parts, _ = NAMINGS[naming]
+    return {f"{stem}{i}.{part}": Block(i, 12) for i in blocks for part in parts.split()}
 
 
 def test_an_encoder_and_a_decoder_have_first_and_last_blocks_each():
@@ -907,12 +850,8 @@ def test_an_encoder_and_a_decoder_have_first_and_last_blocks_each():
 @pytest.mark.parametrize("turned", [False, True], ids=["in order", "backwards"])
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_a_layers_block_is_found_in_any_naming(naming, turned):
-    kind = NAMINGS[naming]
-    names = kind.names()
-    found = block_indices(reversed(names) if turned else names)
-    assert found == {
-        f"{kind.stem}{i}.{part}": Block(i, 12) for i in range(12) for part in kind.inside
-    }
+    names = [*NAMINGS[naming][2].split(), *inside(naming)]
+    assert block_indices(reversed(names) if turned else names) == inside(naming)
 
 
 @pytest.mark.parametrize(
@@ -941,13 +880,11 @@ def test_blocks_without_a_layer_of_their_own_still_count():
 
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_the_first_and_last_blocks_stay_out_in_any_naming(naming):
-    kind = NAMINGS[naming]
     over = {"exclude_first_blocks": 1, "exclude_last_blocks": 2}
     recipe = load_recipe("delayed").model_copy(update=over)
-    made = resolve(recipe, H100, strict=True).for_layers(
-        dict.fromkeys(kind.names(), (64, 64)), heads=()
-    )
-    assert left_out(made) == {f"{kind.stem}{i}.{part}" for i in (0, 10, 11) for part in kind.inside}
+    layers = dict.fromkeys([*NAMINGS[naming][2].split(), *inside(naming)], (64, 64))
+    made = resolve(recipe, H100, strict=True).for_layers(layers, heads=())
+    assert left_out(made) == set(inside(naming, (0, 10, 11)))
 
 
 @pytest.mark.parametrize("over", [{"exclude_first_blocks": 1}, {"exclude_last_blocks": 2}], ids=str)
@@ -967,12 +904,6 @@ def test_leaving_blocks_out_of_a_model_without_any_is_refused_with_a_way_out(nam
 def test_a_model_without_blocks_runs_in_fp8_if_none_are_to_stay_out():
     made = resolve("delayed", H100, strict=True).for_layers({"0": (64, 64), "fc": (64, 64)})
     assert left_out(made) == set()
-
-
-def test_a_recipe_that_fell_back_asks_for_no_blocks():
-    recipe = load_recipe("delayed").model_copy(update={"exclude_first_blocks": 1})
-    made = resolve(recipe, A100).for_layers({"fc": (64, 64)})
-    assert [layer.precision for layer in made.layers] == ["bf16"]
 
 
 @pytest.mark.parametrize(
@@ -1000,6 +931,7 @@ def test_the_head_is_in_fp8_when_the_recipe_says_so():
     made = resolve(recipe, H100, strict=True).for_layers(shapes(vocabulary=50304))
     assert left_out(made) == set()
     assert made.layer("lm_head").precision == "delayed"
+    assert "FP8 layers 25/25" in made.summary()  # and no reason behind it
 
 
 @pytest.mark.parametrize(
@@ -1023,12 +955,6 @@ def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(asked, machine
         resolve(asked, machine, strict=True).for_layers(layers)
     assert "blocks.0.mlp.down" in str(caught.value)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("asked", ["delayed", "current", "block"])
-def test_48_features_divide_for_every_native_recipe_but_mxfp8(asked):
-    made = resolve(asked, H100, strict=True).for_layers({"blocks.0.mlp.up": (48, 16)})
-    assert left_out(made) == set()
 
 
 @pytest.mark.parametrize("asked", FP8)
@@ -1317,17 +1243,8 @@ def test_the_summary_counts_fp8_layers_and_says_why_the_head_is_not(machine):
     made = layered(machine)
     line = f"FP8 layers 24/25 (lm_head: {made.compute_dtype}, the recipe says head = false)"
     assert line in made.summary()
-
-
-def test_the_summary_names_a_vocabulary_that_does_not_divide():
     line = "FP8 layers 24/25 (lm_head: bf16, 50257 out features, not divisible by 16)"
     assert line in layered(head=True).summary()
-
-
-def test_the_summary_has_no_parenthesis_when_all_layers_are_in_fp8():
-    recipe = load_recipe("delayed").model_copy(update={"head": True})
-    made = resolve(recipe, H100).for_layers(shapes(vocabulary=50304))
-    assert "FP8 layers 25/25" in made.summary()
 
 
 @pytest.mark.parametrize(
@@ -1356,22 +1273,11 @@ def test_the_recipe_stored_with_a_plan_makes_the_same_recipe_again():
 # Values
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Plan)])
-def test_a_plan_is_never_mutated(name):
+def test_a_plan_and_its_parts_are_never_mutated():
     made = layered()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(made, name, None)
-
-
-def test_the_parts_of_a_plan_are_frozen_too():
-    made = layered()
+        made.reasons = ()
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.layers[0].fp8 = True
     with pytest.raises(ValidationError):
         made.recipe.margin = 3
-
-
-def test_deciding_layers_leaves_the_plan_without_them_as_it_was():
-    made = resolve("delayed", H100)
-    made.for_layers(shapes())
-    assert made.layers == ()
