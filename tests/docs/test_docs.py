@@ -1,32 +1,41 @@
-"""What the documents say of defaults and names is what the code has."""
+"""What the documents say is so: defaults, names, predictions, examples, figures, links."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
 import re
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import typer
 
+import fp8stack
 from fp8stack.backends import fp8_state
 from fp8stack.cli import app as cli
 from fp8stack.config import GuardConfig, RunConfig
 from fp8stack.model.config import GPTConfig
+from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe as recipes
+from fp8stack.precision.gpus import gpu_named
+from fp8stack.precision.profit import least_ratio
+from tests.conftest import Command
+from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {
-    "pretrain": cli.pretrain,
-    "compare": cli.compare,
-    "report": cli.report,
-    "doctor": cli.doctor,
-    "plan": cli.plan,
-    "prepare": cli.prepare,
-    "generate": cli.generate,
-    "eval": cli.evaluate,
-    "export": cli.export,
-    "estimate": cli.estimate,
-}
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+GPUS = {"9.0": ["delayed", "current", "block"], "8.9": ["delayed", "current"]}
+GPUS["10.0"] = ["delayed", "mxfp8"]
+WORDS = {"parallel", "resumable", "bytes", "names"}  # of the list of rooms, that name no module
+MADE_UP = {"fp8stack/backends/exact.py"}  # or another project's
+MADE_UP |= {"compressed_tensors_w8a8_fp8.py", "quantization/quant_scheme.py"}
+MADE_UP |= {"quantization/lifecycle/initialize.py"}
+MODELS = ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-8b"]
+COMMANDS = typer.main.get_command(cli.app).commands
 
 
 def _text(name: str) -> str:
@@ -63,12 +72,12 @@ def test_every_flag_is_documented_and_every_documented_flag_exists() -> None:
     assert documented - {"--no-guard", "--init", "--learning-rate"} == flags
 
 
-def test_the_defaults_in_the_help_are_the_defaults() -> None:
-    for name, parameter in inspect.signature(cli.pretrain, eval_str=True).parameters.items():
-        option = parameter.annotation.__metadata__[0]
-        found = re.search(r"\[([0-9a-z.-]+)\]$", option.help)
-        if found and name in RunConfig.model_fields:
-            assert found[1] == str(RunConfig.model_fields[name].default), name
+@pytest.mark.parametrize("command", ["pretrain", "compare", "plan", "estimate"])
+def test_the_defaults_in_the_help_are_the_defaults(command: str) -> None:
+    for option in COMMANDS[command].params:
+        found = re.search(r"\[([0-9a-z.-]+)\]$", option.help or "")
+        if found and option.name in RunConfig.model_fields:
+            assert found[1] == str(RunConfig.model_fields[option.name].default), option.name
 
 
 def test_recipe_and_model_keys_are_documented() -> None:
@@ -83,12 +92,6 @@ def test_recipe_and_model_keys_are_documented() -> None:
                 assert f"`{key}`" in text, key
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
-def test_links_between_documents_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", _text(name)):
-        assert (ROOT / name).parent.joinpath(target).exists(), target
-
-
 def test_the_readmes_loops_train_in_delayed_scaling() -> None:
     codes = re.findall(r"```python\n(.*?)```", _text("README.md"), re.S)
     loops = [code for code in codes if "optimizer.step()" in code]
@@ -99,24 +102,8 @@ def test_the_readmes_loops_train_in_delayed_scaling() -> None:
         assert any(value.any() for value in fp8_state(scope["model"]).values())
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
-def test_commands_have_only_flags_that_exist(name: str) -> None:
-    flags = {
-        name: {f"--{key.replace('_', '-')}" for key in inspect.signature(command).parameters}
-        for name, command in COMMANDS.items()
-    }
-    flags["doctor"].add("--no-te")
-    flags["pretrain"] |= {"--no-guard", "--init"}
-    flags["compare"].add("--from")
-    flags["plan"].add("--no-te")
-    flags["estimate"].add("--no-te")
-    text = _text(name).replace("\\\n", " ")
-    commands = re.findall(rf"fp8stack ({'|'.join(COMMANDS)})((?: +[^`\n ]+)*)", text)
-    if name == "README.md":
-        assert {command for command, _ in commands} == COMMANDS.keys()
-    for command, words in commands:
-        used = {word.strip(".,;:)") for word in words.split() if word.startswith("--")}
-        assert used <= flags[command], (command, used - flags[command])
+def test_the_readme_shows_every_command() -> None:
+    assert set(re.findall(r"fp8stack ([a-z]+)", _text("README.md"))) >= COMMANDS.keys() - {"bench"}
 
 
 def test_every_capability_names_tests_that_exist() -> None:
@@ -138,3 +125,141 @@ def test_the_readmes_table_is_the_committed_result() -> None:
     for line in _text("bench/results/cpu/compare.md").splitlines():
         if line.startswith("|"):
             assert line in _text("README.md")
+
+
+# Pages: predictions, examples of code, figures, links
+
+
+def test_every_module_that_the_list_of_rooms_names_is_there() -> None:
+    rooms = re.search(r"## Rooms\n\n```\n(.*?)```", _text("docs/architecture.md"), re.S)
+    assert rooms is not None
+    gone = []
+    for room, told in re.findall(r"^  ([\w/]+)/ +(.*(?:\n {12,}.*)*)", rooms[1], re.M):
+        plain = re.sub(r"\([^)]*\)", "", " ".join(told.split())).partition(":")
+        for word in re.split(r"[,;]|\band\b", plain[2] or plain[0]):
+            name = word.strip()
+            if re.fullmatch(r"[a-z_0-9]+", name) and name not in WORDS:
+                gone += [f"{room}/{name}"] * (
+                    not (ROOT / "fp8stack" / room / f"{name}.py").exists()
+                )
+    assert gone == []
+
+
+def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    files = ["/" + name for name in listed.stdout.split()]
+    texts = {name: _text(name) for name in PAGES}
+    for path in sorted((ROOT / "fp8stack").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        told = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+        texts[str(path.relative_to(ROOT))] = "\n".join(told)
+    gone = []
+    for name, text in texts.items():
+        text = re.sub(r"https?://\S+|Source:[^.]*\.", "", text)
+        for found in re.findall(r"(?<![\w*/.-])(?:\w+/)*\w+\.py\b", text):
+            if found not in MADE_UP and not any(file.endswith(f"/{found}") for file in files):
+                gone.append(f"{name}: {found}")
+    assert gone == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_predicted_speeds_are_those_that_the_command_prints(
+    model: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]
+    cells = []
+    for capability, names in GPUS.items():
+        words = ["--model", model, "--capability", capability, "--batch", sizes[0]]
+        assert command("bench", "roofline", *words, "--context", sizes[1]) == 0
+        said = capsys.readouterr().out
+        for recipe in names:
+            (row,) = re.findall(rf"^\| {recipe} \|.*\| ([\d.]+) \|$", said, re.M)
+            cells.append(row)
+    assert f"| {model} | {' | '.join(cells)} |" in _text("docs/choosing_a_recipe.md")
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current", "block, mxfp8"])
+def test_where_fp8_pays_is_what_plans_go_by(scaling: str) -> None:
+    text = _text("docs/performance.md")
+    (names,) = re.findall(r"^\| scaling \| [^|]*c \| (.*) \|$", text, re.M)
+    (bounds,) = re.findall(rf"^\| {scaling} \| [^|]* read[^|]*\| (.*) \|$", text, re.M)
+    for one in scaling.split(", "):
+        found = [least_ratio(gpu_named(name), one) for name in names.split(" | ")]
+        assert [f"{bound:.0f}" for bound in found] == bounds.split(" | ")
+
+
+def test_the_memory_that_the_faq_tells_is_the_estimate(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _text("docs/faq.md")
+    (asked,) = re.findall(r"^fp8stack (estimate .*)$", text, re.M)
+    assert command(*asked.split(), "--json") == 0
+    text = " ".join(text.split())
+    found = json.loads(capsys.readouterr().out)
+    peaks = {recipe: one["peak"] / 2**30 for recipe, one in found["recipes"].items()}
+    assert f"{peaks['delayed']:.2f} GiB in delayed scaling, {peaks['bf16']:.2f} GiB in bf16" in text
+    model = fp8stack.load_config("gpt2-1.5b")
+    assert f"of which {16 * model.parameters() / 2**30:.0f} GiB are" in text
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_the_backend_of_the_example_computes_what_the_casts_give(recipe: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", _text("docs/adding.md"), re.S)
+    scope: dict[str, object] = {"__name__": "exact"}
+    exec(compile(code, "docs/adding.md", "exec"), scope)
+    example = SimpleNamespace(**scope)
+    plan = resolve(recipe, Hardware("cpu"), "emulate").for_layers({"layer": (130, 33)})
+    backend = example.ExactBackend(plan)
+    layer = backend.linear("layer", 130, 33, True)
+    backend.attach(layer)
+    x, dy = normal(2, 3, 130, seed=1, std=30), normal(2, 3, 33, seed=2, std=30)
+    assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy), 1e-6)
+    assert backend.fp8_gemms() == 3
+    assert layer.gemm.dtype_on(torch.device("cpu")) == torch.float64
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", _text(page)):
+        other = (ROOT / page).parent / target if target else ROOT / page
+        assert other.exists(), target
+        if anchor:
+            assert anchor in _anchors(other.read_text(encoding="utf-8")), f"{target}#{anchor}"
+
+
+def test_the_faqs_list_has_every_question() -> None:
+    text = _text("docs/faq.md")
+    listed = re.findall(r"^- \[(.*)\]\(#", text, re.M)
+    assert listed == re.findall(r"^## (.*)$", text, re.M)
+
+
+def test_make_and_ci_call_the_same_checks() -> None:
+    makefile, script = _text("Makefile"), _text(".ci/check")
+    known = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
+    called = set(re.findall(r"^\t\.ci/check (\w+)$", makefile, re.M))
+    assert known == called == {"lint", "types", "audit", "tests", "kinds"}
+    (usual,) = re.findall(r"^\[ \$# -gt 0 \] \|\| set -- (.*)$", script, re.M)
+    assert set(usual.split()) == known - {"kinds"}  # it runs the tests twice
+    assert _text(".ci/run").rstrip().endswith("\n.ci/check")
+    ended = subprocess.run([ROOT / ".ci/check", "nope"], capture_output=True, text=True)
+    assert (ended.returncode, "Known: lint, types" in ended.stderr) == (2, True)
+
+
+def test_every_target_that_contributors_are_told_of_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", _text("Makefile"), re.M))
+    for words in re.findall(r"^make ([a-z -]+?) *#", _text("CONTRIBUTING.md"), re.M):
+        assert set(words.split()) <= targets, words
+
+
+def test_the_changelog_has_the_version() -> None:
+    assert fp8stack.__version__ in _text("CHANGELOG.md")

@@ -41,9 +41,8 @@ def _compares(command: Command) -> bool:
 
 
 def _draws(command: Command) -> bool:
-    """Whether it draws the page of a report where others do so already."""
-    first = command.page in ("README.md", "docs/getting_started.md")
-    return command.text.startswith("fp8stack report") and not first and "--text" not in command.text
+    """Whether it draws the page of a report, as tests of reports do."""
+    return command.text.startswith("fp8stack report") and "--text" not in command.text
 
 
 # Slow: ranks that meet take 10 s and more; scenarios measure, even in their short form; a

@@ -469,9 +469,7 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...])
         assert strict == dataclasses.replace(made, strict=True)
 
 
-@pytest.mark.parametrize(
-    "cuda", [(11, 8), (12, 6), (12, 8), (12, 9), (13, 0), None], ids=str
-)
+@pytest.mark.parametrize("cuda", [(11, 8), (12, 6), (12, 8), (12, 9), (13, 0), None], ids=str)
 @pytest.mark.parametrize(
     ("asked", "capability", "least"),
     [
