@@ -1,4 +1,4 @@
-"""Whether torch.compile has what it needs here. It must not know what is compiled."""
+"""Whether torch.compile has what it needs here."""
 
 from __future__ import annotations
 

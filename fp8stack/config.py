@@ -216,34 +216,18 @@ class RunConfig(BaseModel):
                 f"batch {self.batch} is not divisible by accumulate {self.accumulate}. "
                 "Choose a batch that is a multiple of it."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_what_is_saved(self) -> RunConfig:
         if self.keep_every % self.save_every:
             raise ValueError(
                 f"keep_every {self.keep_every} is no multiple of save_every {self.save_every}: "
                 "no such steps are saved. Choose a multiple."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _is_looked_at(self) -> RunConfig:
         if self.what_if and not self.telemetry_every:
             raise ValueError("what_if needs telemetry: set telemetry_every to 1 or more.")
-        return self
-
-    @model_validator(mode="after")
-    def _is_reached(self) -> RunConfig:
         if self.profile and (self.profile_step or 0) > self.steps:
             raise ValueError(
                 f"profile_step {self.profile_step} is after the last step, {self.steps}. "
                 "Choose an earlier one."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_written(self) -> RunConfig:
         for key, value in self:
             try:
                 str(value).encode()
@@ -262,31 +246,21 @@ class RunConfig(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-# What a resumed run may change: what leaves its numbers alone, who computes them (another device or
-# backend sums in another order), and a longer `steps`. The model, the recipe and the data may have
-# moved; it is their contents that are compared.
 FREE_ON_RESUME = frozenset(
     {
-        *("model", "model_overrides", "recipe", "recipe_overrides", "data"),
-        *("backend", "strict", "device", "deterministic", "out", "steps", "workers", "save_fp8"),
-        *("compile", "compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
-        *(
-            "profile_shapes",
-            "profile_memory",
-            "parallel",
-            "rank_timeout",
-            "activation_checkpointing",
-        ),
-        "threads",
-        "debug_steps",
-        *("log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints"),
-        *("keep_every", "checkpoint_async"),
-        *("sample_tokens", "sample_prompt", "temperature", "tokenizer"),
-        *("tensorboard", "wandb", "trackio"),
+        *("model", "model_overrides", "recipe", "recipe_overrides", "data", "backend", "strict"),
+        *("device", "deterministic", "out", "steps", "workers", "save_fp8", "compile"),
+        *("compile_mode", "check_memory", "profile", "profile_step", "profile_steps"),
+        *("profile_shapes", "profile_memory", "parallel", "rank_timeout", "threads"),
+        *("activation_checkpointing", "debug_steps", "log_every", "eval_every", "eval_windows"),
+        *("save_every", "keep_checkpoints", "keep_every", "checkpoint_async", "sample_tokens"),
+        *("sample_prompt", "temperature", "tokenizer", "tensorboard", "wandb", "trackio"),
         *("telemetry_every", "what_if", "guard"),
     }
 )
-
+"""What a resumed run may change: keys that leave its numbers alone, the device and the backend
+(another one sums in another order), and a longer `steps`. The model, the recipe and the data may
+have moved; it is their contents that are compared."""
 
 PRESET_KEYS = frozenset(
     {

@@ -20,7 +20,7 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 """What a window of amaxes gives: see `numerics.AmaxHistory`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A binary format: `sign_bits` + `exponent_bits` + `mantissa_bits`, and what its codes mean.
 
@@ -120,36 +120,15 @@ class Format:
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        Format(
-            name="fp32", exponent_bits=8, mantissa_bits=23, specials="ieee",
-            dtype_name="float32", hardware="any",
-        ),
-        Format(
-            name="tf32", exponent_bits=8, mantissa_bits=10, specials="ieee",
-            dtype_name=None, hardware="8.0+",
-        ),
-        Format(
-            name="bf16", exponent_bits=8, mantissa_bits=7, specials="ieee",
-            dtype_name="bfloat16", hardware="8.0+",
-        ),
-        Format(
-            name="fp16", exponent_bits=5, mantissa_bits=10, specials="ieee",
-            dtype_name="float16", hardware="7.0+",
-        ),
-        Format(
-            name="e4m3", exponent_bits=4, mantissa_bits=3, specials="fn",
-            dtype_name="float8_e4m3fn", hardware="8.9+",
-        ),
-        Format(
-            name="e5m2", exponent_bits=5, mantissa_bits=2, specials="ieee",
-            dtype_name="float8_e5m2", hardware="8.9+",
-        ),
-        Format(
-            name="e8m0", exponent_bits=8, mantissa_bits=0, specials="e8m0", sign_bits=0,
-            dtype_name="float8_e8m0fnu", hardware="10.x",
-        ),
+        Format("fp32", 8, 23, "ieee", "float32", "any"),
+        Format("tf32", 8, 10, "ieee", None, "8.0+"),
+        Format("bf16", 8, 7, "ieee", "bfloat16", "8.0+"),
+        Format("fp16", 5, 10, "ieee", "float16", "7.0+"),
+        Format("e4m3", 4, 3, "fn", "float8_e4m3fn", "8.9+"),
+        Format("e5m2", 5, 2, "ieee", "float8_e5m2", "8.9+"),
+        Format("e8m0", 8, 0, "e8m0", "float8_e8m0fnu", "10.x", sign_bits=0),
     )
-}  # fmt: skip
+}
 
 
 def fp8_format(name: str) -> Format:

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from fp8stack.errors import UserError, quoted, unknown
 
 Kind = Literal["models", "recipes"]
-Schema = TypeVar("Schema", bound=BaseModel)
 
 _INTERVAL = (
     "scales of delayed scaling follow every training pass, as in Transformer Engine, which ignores "

@@ -1,4 +1,4 @@
-"""What every command that takes long prints with. It must not know what is being done."""
+"""Lines and progress bars of commands that take long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fp8stack estimate`: it parses, calls and prints; what it calculates is in `estimate/`."""
+"""`fp8stack estimate`: it parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.compiler import require_compilable
     from fp8stack.config import for_ranks
     from fp8stack.distributed.parallelize import require_divisible, require_possible
-    from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate
-    from fp8stack.estimate.machine import memory_of
+    from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate, memory_of
     from fp8stack.model.config import load_config
     from fp8stack.optim.optimizer import require_optimizer
     from fp8stack.training.setup.build import context_of

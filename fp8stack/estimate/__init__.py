@@ -1,7 +1,6 @@
 """How much memory a run takes, before it runs: bytes of each part, added up from shapes and a plan.
 
-Nothing is allocated and nothing is measured here; docs/estimate.md has the formulas. It must not
-know the command line, nor how a step is made.
+Nothing is allocated and nothing is measured here; docs/estimate.md has the formulas.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 N rows (B sequences of T tokens), D width, H query heads, G key/value heads, E head width, V
 vocabulary; c and a are the bytes of a value in the compute dtype and in attention. The residual
-stream is float32. It must not know an optimizer, nor ranks.
+stream is float32.
 """
 
 from __future__ import annotations

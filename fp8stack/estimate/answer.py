@@ -10,7 +10,8 @@ from fp8stack.estimate.operands import value_bytes
 from fp8stack.estimate.parts import PARTS, Estimate
 from fp8stack.estimate.savings import Savings, savings
 from fp8stack.model.gpt import Recompute
-from fp8stack.precision import Plan
+from fp8stack.precision import Hardware, Plan
+from fp8stack.precision.gpus import find_gpu, gpu_of_capability
 
 CHECKPOINTING: tuple[Recompute, ...] = ("none", "selective", "block")
 NOT_COUNTED = (
@@ -95,6 +96,20 @@ class Answer:
             f"No batch fits into {gib(self.memory)}: {what}. Use more memory or a smaller model, "
             f"{ways}, or shard the model: --ranks N --parallel fsdp (with adamw)."
         )
+
+
+def memory_of(hardware: Hardware) -> tuple[int, str] | None:
+    """The memory of a machine in bytes, and whose it is; None if that is not known."""
+    if hardware.memory_gib:
+        return round(hardware.memory_gib * 2**30), hardware.name or "this machine"
+    if hardware.capability is None:
+        return None
+    gpu = find_gpu(hardware.name) or gpu_of_capability(hardware.capability)
+    if gpu is None:
+        return None
+    capability = "{}.{}".format(*hardware.capability)
+    stands = f"{gpu.name}, which stands for compute capability {capability}; others: --memory"
+    return gpu.memory_gb * 10**9, stands
 
 
 def as_json(answer: Answer) -> dict[str, Any]:

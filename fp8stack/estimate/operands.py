@@ -1,6 +1,6 @@
 """What one linear layer keeps: its operands for the backward pass, and FP8 copies of its weight.
 
-N rows (tokens), K in features, M out features. It must not know a model.
+N rows (tokens), K in features, M out features.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,17 +55,9 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, turn: int) -> int:
 
 def _largest(peak_of: Callable[[int], int], memory: int, least: int, most: int | None) -> int:
     """The largest of `least` to `most` that fits, where the peak only grows; 0 if none."""
-    if peak_of(least) > memory:
-        return 0
-    fits, too_much = least, least + 1
-    while (most is None or too_much <= most) and peak_of(too_much) <= memory:
-        fits, too_much = too_much, 2 * too_much
-    if most is not None:
-        too_much = min(too_much, most + 1)
-    while too_much - fits > 1:
-        middle = (fits + too_much) // 2
-        if peak_of(middle) <= memory:
-            fits = middle
-        else:
-            too_much = middle
-    return fits
+    if most is None:
+        most = least
+        while peak_of(most) <= memory:
+            most *= 2
+    fitting = bisect_right(range(least, most + 1), memory, key=peak_of)
+    return least + fitting - 1 if fitting else 0

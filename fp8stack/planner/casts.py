@@ -1,4 +1,4 @@
-"""Where a step casts, from what to what and how often. It must not know how a cast is done.
+"""Where a step casts, from what to what and how often.
 
 Counted are tensors. What a GEMM or a cast to FP8 does within itself is not a cast of its own, nor
 is what Transformer Engine does inside its modules, apart from its casts to FP8.

@@ -1,4 +1,4 @@
-"""Which operation of a step computes in what, as data. It must not know a module or a machine.
+"""Which operation of a step computes in what, as data.
 
 Dtypes are spelled fp32, bf16, fp16, e4m3, e5m2. "tf32" is float32 that a GEMM rounds to TF32;
 "e4m3 in fp32" are values of FP8 held in float32, the emulator's operands.

@@ -1,4 +1,4 @@
-"""What GPUs can do at most, from their data sheets. Data alone: it must not ask the machine."""
+"""What GPUs can do at most, from their data sheets. Data alone."""
 
 from __future__ import annotations
 

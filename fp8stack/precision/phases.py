@@ -134,7 +134,7 @@ def phases_of(
     made: list[Phase] = []
     first = 1
     for phase in trained:
-        last = _last_step(phase, steps)
+        last = round(phase.until * steps) if isinstance(phase.until, float) else phase.until
         if last is None and phase is trained[-1]:
             last = steps
         if last is None and phase.name in ends:
@@ -197,12 +197,6 @@ def _spanning(phase: PhaseConfig, recipe: str, first: int, last: int) -> Phase:
         last=last,
         overrides=phase.recipe_overrides,
     )
-
-
-def _last_step(phase: PhaseConfig, steps: int) -> int | None:
-    if isinstance(phase.until, float):
-        return round(phase.until * steps)
-    return phase.until
 
 
 def _require_distinct(phases: Sequence[PhaseConfig]) -> None:

@@ -1,6 +1,6 @@
 """What FP8 gained, shape by shape, as measured on this machine and kept in the user's cache.
 
-Reads and writes a file of ratios; it must not know how they are measured. No torch here.
+No torch here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8stack.errors import StorageError, quoted
+from fp8stack.io import write_atomically
 from fp8stack.precision.hardware import Hardware
 from fp8stack.precision.profit import Shape
 
@@ -75,8 +75,6 @@ def save_measured(
 ) -> Path:
     """Add measurements to the cache, over older ones of the same shapes; returns its path.
 
-    The file is replaced whole, so that a reader sees the old content or the new.
-
     Raises:
         StorageError: it cannot be written.
     """
@@ -87,12 +85,12 @@ def save_measured(
     _File.model_validate(content.model_dump())  # what is written can be read
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, json.dumps(content.model_dump(), indent=1))
     except OSError as error:
         raise StorageError(
             f"Cannot write {quoted(str(path))}: {error.strerror}. Make it writable, or set "
             "XDG_CACHE_HOME to a folder that is."
         ) from error
+    write_atomically(path, json.dumps(content.model_dump(), indent=1).encode())
     return path
 
 
@@ -125,15 +123,3 @@ def _read(path: Path) -> _File:
         quoted(why),
     )
     return _File()
-
-
-def _write(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)

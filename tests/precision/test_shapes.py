@@ -145,7 +145,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match="No space left") as caught:
+    with pytest.raises(StorageError, match="the disk is full") as caught:
         save_measured(H200, "te", "delayed", {(1, 1, 1): 2.0})
     assert str(cache) in str(caught.value)
     assert load_measured(H200, "te", "delayed") == MEASURED
