@@ -1,61 +1,36 @@
-"""Bad input ends in one line on stderr and exit code 2, and touches nothing."""
+"""The command: bad input ends in one line on stderr and exit code 2, and touches nothing."""
 
 from __future__ import annotations
 
 import io
 import json
+import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fp8stack import doctor
+from fp8stack import doctor, presets
 from fp8stack.config import RunConfig, parse_config, to_toml
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
+from fp8stack.precision.recipe import DelayedRecipe, load_recipe
 from tests.conftest import TINY, Command
+from tests.faults.input_flags import bad_input, make_files, problem
 
-CASES = {
-    "recipe": (["--recipe", "mxpf8"], "No recipe 'mxpf8'. Did you mean 'mxfp8'?"),
-    "recipe file": (["--recipe", "./none.toml"], "none.toml'. Give the path of a TOML file"),
-    "model": (["--model", "gpt-nan"], "No model 'gpt-nan'. Did you mean 'gpt-nano'?"),
-    "backend": (["--backend", "tee"], "backend = 'tee'"),
-    "device": (["--device", "tpu"], "device = 'tpu'"),
-    "no cuda": (["--device", "cuda"], "No CUDA GPU is usable"),
-    "flag": (["--stpes", "3"], "--stpes"),
-    "number": (["--steps", "many"], "Invalid value for '--steps'"),
-    "steps": (["--steps", "0"], "steps = 0"),
-    "batch": (["--batch", "-1"], "batch = -1"),
-    "accumulate": (
-        ["--batch", "5", "--accumulate", "2"],
-        "batch 5 is not divisible by accumulate 2",
-    ),
-    "lr": (["--lr", "0"], "lr = 0.0"),
-    "lr nan": (["--lr", "nan"], "lr = nan"),
-    "lr inf": (["--lr", "inf"], "lr = inf"),
+BAD = bad_input()
+
+CASES = {  # further flags of pretrain: what must be said
     "digits": (["--set", "lr=" + "9" * 5000], "lr = "),
-    "nested": (["--set", "lr=" + "[" * 5000], "lr = "),
     "two keys": (["--set", "lr=0.1\nsteps=5"], "sets more than one key"),
+    "set table": (["--set", "lr.x=1"], "lr"),
+    "near key": (["--set", "eval_window=1"], "Did you mean 'eval_windows'?"),
     "bytes": (["--out", "h\udcff"], "out is not valid UTF-8"),
     "newline": (["--resume", "a\nb"], "--resume a\\nb"),
-    "too large": (
-        ["--set", "model_overrides.vocabulary=2147483648", "--set", "model_overrides.width=1024"],
-        "for the weights, gradients and optimizer of",
-    ),
-    "schedule": (["--schedule", "cosin"], "schedule = 'cosin'"),
-    "seed": (["--seed", "-1"], "seed = -1"),
-    "key": (["--set", "learning_rate=1"], "No key 'learning_rate'"),
-    "near key": (["--set", "eval_window=1"], "Did you mean 'eval_windows'?"),
-    "set": (["--set", "lr"], "is not key=value"),
-    "set value": (["--set", "workers=two"], "workers = 'two'"),
-    "set table": (["--set", "lr.x=1"], "lr"),
-    "keep": (["--set", "keep_checkpoints=1"], "keep_checkpoints = 1"),
-    "model key": (["--set", "model_overrides.layres=1"], "Did you mean 'layers'?"),
-    "heads": (["--set", "model_overrides.heads=5"], "width 32 is not divisible by heads 5"),
+    "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
     "interval": (["--set", "interval=4"], "there is no key 'interval': scales of delayed scaling"),
     "recipe interval": (
         ["--recipe", "delayed", "--set", "recipe_overrides.interval=4"],
@@ -68,7 +43,6 @@ CASES = {
         ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["blocks.9.*"]'],
         "the pattern 'blocks.9.*' in exclude matches no layer",
     ),
-    "context": (["--context", "4096"], "--context 4096 is more than the 128"),
     "strict": (["--recipe", "delayed", "--strict"], "--strict: 'delayed' does not run as asked"),
     "strict torch": (
         ["--recipe", "block", "--backend", "torch", "--device", "cpu", "--strict"],
@@ -89,46 +63,32 @@ CASES = {
         ],
         "--strict: blocks.0.attention.qkv cannot run in FP8: 24 in features, not divisible by 16",
     ),
-    "config": (["--config", "none.toml"], "Cannot read none.toml"),
-    "config syntax": (["--config", "broken.toml"], "broken.toml is not valid TOML"),
-    "config key": (["--config", "key.toml"], "Did you mean 'steps'?"),
-    "config type": (["--config", "type.toml"], "steps = 'ten'"),
-    "no data": (["--data", "none.txt"], "none.txt"),
-    "empty data": (["--data", "empty.txt"], "empty.txt"),
-    "short data": (["--data", "short.txt"], "short.txt"),
-    "binary data": (["--data", "binary.txt"], "binary.txt"),
-    "odd data": (["--data", "odd.bin"], "odd.bin"),
-    "large token": (["--data", "large.bin"], "large.bin"),
-    "resume": (["--resume", "nowhere"], "--resume nowhere"),
-    "out": (["--out", "file"], "file"),
-    "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
-    "endless config": (["--config", "/dev/zero"], "/dev/zero is no regular file"),
-    "many steps": (["--steps", "9" * 30], "steps = "),
-    "many workers": (["--set", "workers=1000"], "workers = 1000"),
 }
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> None:
-    (tmp_path / "broken.toml").write_text("steps = = 3")
-    (tmp_path / "key.toml").write_text("stesp = 3")
-    (tmp_path / "type.toml").write_text("steps = 'ten'")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("short")
-    (tmp_path / "binary.txt").write_bytes(b"\x00\x01" * 5000)
-    (tmp_path / "odd.bin").write_bytes(b"\x01" * 9999)
-    np.full(5000, 300, dtype="<u2").tofile(tmp_path / "large.bin")
-    (tmp_path / "file").write_text("not a folder")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    make_files(folder)
+    return folder
 
 
-@pytest.mark.usefixtures("files")
+def test_there_are_at_least_as_many_as_promised() -> None:
+    assert len(BAD) >= 120
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_that_names_it_and_touches_nothing(name: str, files: Path) -> None:
+    assert problem(files, *BAD[name]) == ""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_one_line_that_names_it_and_exit_code_2(
     case: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, expected = CASES[case]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
     before = sorted(tmp_path.rglob("*"))
     out = [] if "--out" in flags else ["--out", "r"]
     assert command("pretrain", *TINY, *out, *flags) == 2
@@ -154,6 +114,85 @@ def test_an_unknown_command_is_refused_and_none_prints_the_help(
     assert "pretrian" in capsys.readouterr().err
     assert command() == 0
     assert "pretrain" in capsys.readouterr().out
+
+
+def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config(None, {"guard": {"windows": 1}})
+    message = str(caught.value)
+    assert message.startswith("flags: guard: No key 'windows'. Did you mean 'window'? Known: amax_")
+    assert "accumulate" not in message
+
+
+@pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])
+def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key: str, tmp_path: Path) -> None:
+    setting = f"{key}.{'a.' * 3000}a=1"
+    (tmp_path / "run.toml").write_text(setting)
+    for ask in (
+        lambda: parse_config(None, {}, [setting]),
+        lambda: parse_config(str(tmp_path / "run.toml"), {}),
+    ):
+        with pytest.raises(UserError, match=key) as caught:
+            ask()
+        assert len(str(caught.value)) < 500
+
+
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "run.toml").open("wb") as stream:
+        stream.truncate(2**40)  # a hole, which takes no room
+    with pytest.raises(UserError, match="is too large"):
+        presets.read_toml(tmp_path / "run.toml")
+
+
+def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names() -> None:
+    sets = [
+        "model.layers=2",
+        "recipe.margin=1",
+        "recipe.exclude=*.mlp.down",
+        "what_if=mxfp8, block",
+    ]
+    config = parse_config(None, {"recipe": "delayed"}, sets)
+    assert config.model_overrides == {"layers": 2}
+    assert config.recipe_overrides == {"margin": 1, "exclude": "*.mlp.down"}
+    assert config.what_if == ("mxfp8", "block")
+    recipe = load_recipe("delayed", config.recipe_overrides)
+    assert isinstance(recipe, DelayedRecipe)
+    assert recipe.exclude == ("*.mlp.down",)
+
+
+def test_help_is_found_by_every_usual_name(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = set()
+    for words in (["plan", "--help"], ["plan", "-h"], ["help", "plan"]):
+        assert command(*words) == 0
+        shown.add(capsys.readouterr().out)
+    assert len(shown) == 1
+    assert command("help") == command("-h") == 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"),
+    [("80", 80 * 2**30), ("80GB", 80 * 10**9), ("80 gib", 80 * 2**30), ("1.5G", 3 * 2**29)],
+)
+def test_memory_has_a_unit(
+    memory: str, size: int, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("estimate", "--memory", memory, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == size
+
+
+def test_usual_flags_of_training_and_a_bare_resume_are_taken(
+    command: Command, tmp_path: Path
+) -> None:
+    flags = ["--learning-rate", "0.002", "--warmup-steps", "3", "--weight-decay", "0.2"]
+    tiny = [*TINY, "--recipe", "fp32", "--steps", "1"]
+    assert command("pretrain", *tiny, *flags, "--out", "r", "--resume") == 0
+    table = tomllib.loads((tmp_path / "r" / "run.toml").read_text())
+    assert (table["lr"], table["warmup_steps"], table["weight_decay"]) == (0.002, 3, 0.2)
+    before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
+    assert command("pretrain", "--resume", "--out", "r") == 0
+    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
 
 
 values = st.one_of(
@@ -188,8 +227,6 @@ def test_any_configuration_is_taken_or_refused_in_one_line(table: dict) -> None:
     )
 )
 def test_a_configuration_survives_its_own_file(config: RunConfig) -> None:
-    import tomllib
-
     assert RunConfig(**tomllib.loads(to_toml(config))) == config
 
 
