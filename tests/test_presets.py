@@ -224,28 +224,14 @@ def test_a_key_of_any_characters_is_refused_in_one_printable_line(tmp_path, load
     assert refusal(lambda: load(str(path))).isprintable()
 
 
-# Whatever a file holds, nothing but a UserError comes out
+# Whatever a table holds, nothing but a UserError comes out
 
-KEYS = sorted(
-    {
-        *GPTConfig.model_fields,
-        *("name", "description", "scaling", "compute_dtype", "head", "exclude", "margin", "eps"),
-        *("exclude_first_blocks", "exclude_last_blocks", "forward_format", "backward_format"),
-        *("history_length", "amax_algorithm", "power_of_two", "scale_rounding"),
-    }
-)
-WORDS = [
-    *("delayed", "current", "block", "mxfp8", "none", "bf16", "fp32", "e4m3", "e5m2", "max"),
-    *("most_recent", "rceil", "layernorm", "rmsnorm", "rope", "swiglu", "gelu"),
-]
 scalars = st.one_of(
     st.booleans(),
     st.integers(),
-    st.integers(min_value=-(2**70), max_value=2**70),
-    st.sampled_from([0, 1, 2, 4, 64, 128, 10**30, 10**400]),
+    st.sampled_from([0, 1, 2, 4, 64, 128, 10**30, 10**400, "delayed", "e4m3", "rope", "swiglu"]),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from(WORDS),
     st.dates(),
     st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
     st.times(),
@@ -257,20 +243,13 @@ values = st.recursive(
     ),
     max_leaves=5,
 )
-tables = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=10), values, max_size=8)
-
 RECIPE_LIKE = st.fixed_dictionaries(
     {"name": st.just("x"), "description": st.just("x")},
     optional={
         "scaling": st.sampled_from(["delayed", "current", "block", "mxfp8", "none"]) | values,
         "compute_dtype": st.sampled_from(["bf16", "fp32"]) | values,
-        "margin": values,
-        "history_length": values,
-        "eps": values,
         "exclude": st.lists(st.text(max_size=5), max_size=3) | values,
-        "head": values,
-        "exclude_first_blocks": values,
-        "forward_format": values,
+        **dict.fromkeys(("margin", "history_length", "eps", "head", "forward_format"), values),
     },
 )
 MODEL_LIKE = st.fixed_dictionaries(
@@ -280,11 +259,13 @@ MODEL_LIKE = st.fixed_dictionaries(
         "heads": st.sampled_from([1, 2, 4]) | values,
         "kv_heads": st.integers(-1, 4) | values,
         "positions": st.just("rope") | values,
-        "norm_eps": values,
-        "dropout": values,
-        "rope_theta": values,
+        **dict.fromkeys(("norm_eps", "dropout", "rope_theta"), values),
     },
 )
+EFFORT = [
+    pytest.param(QUICK, id="quick"),
+    pytest.param(LONG, id="long", marks=pytest.mark.slow),
+]
 
 
 def parses_or_refuses(ask: Callable[[], object], start: str = "") -> None:
@@ -298,68 +279,15 @@ def parses_or_refuses(ask: Callable[[], object], start: str = "") -> None:
     assert message.startswith(start)
 
 
-def mutated(text: str) -> st.SearchStrategy[bytes]:
-    """`text` with a few of its parts replaced, cut out or doubled."""
-    data = text.encode()
-    place = st.integers(0, len(data))
-    piece = st.binary(max_size=4) | st.sampled_from(
-        [b"\n", b"=", b"[", b"]", b'"', b"'''", b"{", b"nan", b"-1", b"1e999", b"0x", b"\xff"]
-    )
-
-    def apply(edits: list[tuple[int, int, bytes]]) -> bytes:
-        result = data
-        for start, length, new in edits:
-            start = min(start, len(result))
-            result = result[:start] + new + result[start + length :]
-        return result
-
-    return st.lists(st.tuples(place, st.integers(0, 20), piece), min_size=1, max_size=3).map(apply)
-
-
-SHIPPED_TEXTS = {
-    kind: st.sampled_from(
-        [(presets.folder(kind) / f"{name}.toml").read_text() for name in presets.names(kind)]
-    ).flatmap(mutated)
-    for kind in ("models", "recipes")
-}
-LOADERS: dict[str, Callable[[str], object]] = {"models": load_config, "recipes": load_recipe}
-SCHEMAS = [
-    pytest.param(Recipe, tables, id="recipe-any"),
-    pytest.param(Recipe, RECIPE_LIKE, id="recipe-like"),
-    pytest.param(GPTConfig, tables, id="model-any"),
-    pytest.param(GPTConfig, MODEL_LIKE, id="model-like"),
-]
-EFFORT = [
-    pytest.param(QUICK, id="quick"),
-    pytest.param(LONG, id="long", marks=pytest.mark.slow),
-]
-
-
 @pytest.mark.parametrize("effort", EFFORT)
-@pytest.mark.parametrize(("schema", "like"), SCHEMAS)
+@pytest.mark.parametrize(
+    ("schema", "like"), [(Recipe, RECIPE_LIKE), (GPTConfig, MODEL_LIKE)], ids=["recipe", "model"]
+)
 def test_any_table_parses_or_is_refused_in_one_line(effort, schema, like):
     def check(table: dict[str, Any]) -> None:
         parses_or_refuses(lambda: presets.parse(schema, table, "here"), "here: ")
 
     effort(given(like)(check))()
-
-
-ANY_BYTES = st.binary(max_size=60) | st.text(max_size=60).map(
-    lambda text: text.encode("utf-8", "surrogatepass")
-)
-
-
-@pytest.mark.parametrize("effort", EFFORT)
-@pytest.mark.parametrize("kind", ["models", "recipes"])
-@pytest.mark.parametrize("damaged", [False, True], ids=["any bytes", "damaged"])
-def test_any_file_loads_or_is_refused_in_one_line(tmp_path, effort, kind, damaged):
-    path = tmp_path / "mine.toml"
-
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        parses_or_refuses(lambda: LOADERS[kind](str(path)))
-
-    effort(given(SHIPPED_TEXTS[kind] if damaged else ANY_BYTES)(check))()
 
 
 @pytest.mark.parametrize("effort", EFFORT)

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -193,22 +193,6 @@ def test_usual_flags_of_training_and_a_bare_resume_are_taken(
     before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
     assert command("pretrain", "--resume", "--out", "r") == 0
     assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
-
-
-values = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.text()),
-    st.dictionaries(st.text(), st.integers()),
-)  # fmt: skip
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.dictionaries(st.sampled_from([*RunConfig.model_fields, "bogus"]), values))
-def test_any_configuration_is_taken_or_refused_in_one_line(table: dict) -> None:
-    try:
-        outcome = repr(parse_config(None, table))
-    except UserError as error:
-        outcome = str(error)
-    assert "\n" not in outcome
 
 
 @settings(max_examples=200, deadline=None)
