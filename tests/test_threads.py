@@ -66,18 +66,22 @@ def test_a_resumed_run_repeats_its_losses_with_the_same_threads(
 
 
 @pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize("count", ["0", "-1", "5", "two"])
 @pytest.mark.parametrize(
-    "words", [["pretrain"], ["compare"], ["generate", "run"], ["eval", "run"], ["bench", "step"]],
-    ids=" ".join,
-)  # fmt: skip
+    "words",
+    [
+        *(f"pretrain --threads {count}" for count in ("0", "-1", "two")),
+        *("pretrain --threads 5", "compare --threads 5", "generate run --threads 5"),
+        *("eval run --threads 5", "bench step --threads 5"),
+    ],
+)
 def test_a_number_of_threads_that_no_machine_like_this_has_is_refused(
-    words: list[str], count: str, command: Command, capsys: pytest.CaptureFixture[str]
+    words: str, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(*words, "--threads", count) == 2
+    assert command(*words.split()) == 2
     said = capsys.readouterr().err
+    count = words.split()[-1]
     assert "threads" in said
-    assert count in said or "two" in count  # an option's own words are typer's
+    assert count in said
     assert said.count("\n") == 1
     if count == "5":
         assert "this machine has 4 cores. Give 1 to 4" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fp8stack
 from fp8stack.backends import build_backend
 from fp8stack.config import RunConfig
 from fp8stack.estimate import (
@@ -27,9 +29,11 @@ from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
+from tests.conftest import Command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
+Told = Callable[..., dict[str, Any]]
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "nano": {
@@ -299,16 +303,11 @@ def test_fsdp_shares_out_what_ddp_keeps_whole() -> None:
     assert fsdp.gathered == root + 3 * block
 
 
-def test_less_precise_phases_save_on_average_and_nothing_at_the_peak() -> None:
-    saved = savings([(10, 4), (20, 4), (60, 2), (10, 4)], reference=4)
+def test_savings_are_an_average_over_the_phases_and_the_peak() -> None:
+    saved = fp8stack.savings([(10, 4), (20, 4), (60, 2), (10, 4)], reference=4)
     assert (saved.average, saved.peak) == (pytest.approx(0.70), 1.0)
-
-
-def test_halving_a_third_of_the_memory_saves_a_sixth() -> None:
-    activations, rest = 100e6, 200e6
-    saved = savings([(1, rest + activations / 2)], reference=rest + activations)
-    assert saved.peak * 300 == pytest.approx(250)
-    assert round(100 * (1 - saved.peak)) == 17
+    halved = savings([(1, 200e6 + 100e6 / 2)], reference=200e6 + 100e6)  # a third, halved
+    assert round(100 * (1 - halved.peak)) == 17
 
 
 @pytest.mark.parametrize("phases", [[], [(0, 4)], [(1, 4), (-1, 2)]])
@@ -326,35 +325,37 @@ def test_the_largest_batch_is_that_of_trying_all(memory: int) -> None:
     assert largest_batch(peak_of, memory, 39) == max(fitting, default=0)
 
 
-def of(*arguments: str, command: Any, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert command("estimate", "--json", *arguments) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def told(command: Command, capsys: pytest.CaptureFixture[str]) -> Told:
+    """`fp8stack estimate --json` with some arguments."""
+
+    def ask(*arguments: str) -> dict[str, Any]:
+        assert command("estimate", "--json", *arguments) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return ask
 
 
-def test_one_sequence_more_than_the_largest_batch_does_not_fit(
-    command: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def asked(*more: str) -> dict[str, Any]:
-        arguments = ("--capability", "none", "--recipe", "bf16", "--memory", "0.2", *more)
-        return of(*arguments, command=command, capsys=capsys)
-
+def test_one_sequence_more_than_the_largest_batch_does_not_fit(told: Told) -> None:
+    arguments = ("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
     for kind in ("none", "block"):
-        largest = asked()["largest_batch"][kind]
-        with_kind = ("--activation-checkpointing", kind)
-        assert asked("--batch", str(largest), *with_kind)["fits"]
-        assert not asked("--batch", str(largest + 1), *with_kind)["fits"]
+        largest = told(*arguments)["largest_batch"][kind]
+        with_kind = (*arguments, "--activation-checkpointing", kind, "--batch")
+        assert told(*with_kind, str(largest))["fits"]
+        assert not told(*with_kind, str(largest + 1))["fits"]
 
 
-def test_a_run_in_fp32_casts_no_weight(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "gpt2-124m", "--recipe", "fp32", "--capability", "9.0", "--batch", "8"]
-    found = of(*arguments, command=command, capsys=capsys)
+def test_a_run_in_fp32_casts_no_weight(told: Told) -> None:
+    found = told(
+        *["--model", "gpt2-124m", "--recipe", "fp32", "--capability", "9.0", "--batch", "8"]
+    )
     for kind in found["phases"][0]["estimates"].values():
         assert kind["parts"]["weight_copies"] == 0
         assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
 
 
 def test_a_billion_parameters_do_not_fit_into_12_gib(
-    command: Any, capsys: pytest.CaptureFixture[str]
+    told: Told, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27, "context": 256}
     keys = [f"model_overrides.{key}={value}" for key, value in sizes.items()]
@@ -362,7 +363,7 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(
     arguments = ["--recipe", "fp32", "--capability", "8.0", "--batch", "1", "--memory", "12"]
     for key in keys:
         arguments += ["--set", key]
-    found = of(*arguments, command=command, capsys=capsys)
+    found = told(*arguments)
     count = found["asked"]["parameters"]
     assert count == pytest.approx(1e9, rel=0.12)
     parts = found["phases"][0]["estimates"]["none"]
@@ -378,10 +379,10 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(
 
 
 def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(
-    command: Any, capsys: pytest.CaptureFixture[str]
+    told: Told, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
-    found = of(*arguments, command=command, capsys=capsys)
+    found = told(*arguments)
     peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in found["phases"]}
     steps = [p["steps"] for p in found["phases"]]
     assert sum(steps) == 1200
@@ -396,11 +397,8 @@ def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(
     assert "The peak is what has to fit" in capsys.readouterr().out
 
 
-def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(
-    command: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--model", "gpt2-124m", "--capability", "8.0", "--recipe", "bf16")
-    found = of(*arguments, command=command, capsys=capsys)
+def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(told: Told) -> None:
+    found = told(*["--model", "gpt2-124m", "--capability", "8.0", "--recipe", "bf16"])
     assert found["memory"] == 80 * 10**9
     assert found["largest_batch"]["block"] > found["largest_batch"]["none"] > 8
 
@@ -425,7 +423,7 @@ def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    arguments: list[str], why: str, command: Any, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], why: str, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("estimate", *arguments) == 2
     said = capsys.readouterr()

@@ -115,11 +115,6 @@ def test_the_precision_of_a_phase_has_its_overrides_and_refuses_other_names() ->
         fp8stack.precision_for_phase("warmpu", hardware=H100)
 
 
-def test_savings_are_told_as_an_average_and_as_the_peak() -> None:
-    found = fp8stack.savings([(10, 4), (20, 4), (60, 2), (10, 4)], 4)
-    assert (found.average, found.peak) == (pytest.approx(0.70), 1.0)
-
-
 def test_a_phase_that_ends_beyond_the_run_is_cut() -> None:
     late = PhaseConfig(name="late", recipe="bf16", until=200)
     assert spans(late, PhaseConfig(name="later")) == [("late", "bf16", 1, 100)]

@@ -80,12 +80,6 @@ def stored(name: str, ratio: object) -> str:
     return json.dumps({"version": 1, "measured": {KEY: {name: ratio}}})
 
 
-def test_the_file_of_the_tests_below_is_read_if_it_is_right(cache: Path) -> None:
-    cache.parent.mkdir(parents=True)
-    cache.write_text(stored("8 x 16 -> 32", 0.5))
-    assert load_measured(H200, "te", "delayed") == {(8, 16, 32): 0.5}
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -109,6 +103,8 @@ def test_a_damaged_file_is_ignored_with_one_line_that_names_it_and_the_remedy(
     cache: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.parent.mkdir(parents=True)
+    cache.write_text(stored("8 x 16 -> 32", 0.5))  # as it should be
+    assert load_measured(H200, "te", "delayed") == {(8, 16, 32): 0.5}
     cache.write_bytes(content.encode("utf-8", "surrogatepass"))
     assert load_measured(H200, "te", "delayed") == {}
     (record,) = caplog.records
@@ -117,23 +113,8 @@ def test_a_damaged_file_is_ignored_with_one_line_that_names_it_and_the_remedy(
     assert str(cache) in message
     assert "fp8stack bench shapes" in message
     assert "\n" not in message
-
-
-def test_saving_mends_a_damaged_file(cache: Path) -> None:
-    cache.parent.mkdir(parents=True)
-    cache.write_text("{")
-    save_measured(H200, "te", "delayed", MEASURED)
+    save_measured(H200, "te", "delayed", MEASURED)  # which mends it
     assert load_measured(H200, "te", "delayed") == MEASURED
-
-
-def test_a_write_replaces_the_file_and_does_not_change_the_one_that_a_reader_holds(
-    cache: Path,
-) -> None:
-    save_measured(H200, "te", "delayed", MEASURED)
-    with cache.open() as reader:
-        before = cache.read_text()
-        save_measured(H200, "te", "delayed", {(1, 1, 1): 2.0})
-        assert reader.read() == before != cache.read_text()
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
