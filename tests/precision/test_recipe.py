@@ -35,25 +35,15 @@ HYBRID = {"forward_format": "e4m3", "backward_format": "e5m2"}
 SHIPPED: dict[str, tuple[type, dict[str, Any]]] = {
     "delayed": (
         DelayedRecipe,
-        {
-            "scaling": "delayed",
-            "margin": 0,
-            "history_length": 1024,
-            "amax_algorithm": "max",
-            **HYBRID,
-            **COMMON,
-        },
+        HYBRID | COMMON | {"margin": 0, "history_length": 1024, "amax_algorithm": "max"},
     ),
-    "current": (
-        CurrentRecipe,
-        {"scaling": "current", "power_of_two": False, "eps": 0.0, **HYBRID, **COMMON},
-    ),
-    "block": (BlockRecipe, {"scaling": "block", "power_of_two": True, **COMMON}),
-    "mxfp8": (Mxfp8Recipe, {"scaling": "mxfp8", "scale_rounding": "rceil", **COMMON}),
-    "bf16": (PlainRecipe, {"scaling": "none", "compute_dtype": "bf16", "attention": "compute"}),
-    "fp16": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp16", "attention": "compute"}),
-    "tf32": (PlainRecipe, {"scaling": "none", "compute_dtype": "tf32", "attention": "compute"}),
-    "fp32": (PlainRecipe, {"scaling": "none", "compute_dtype": "fp32", "attention": "compute"}),
+    "current": (CurrentRecipe, HYBRID | COMMON | {"power_of_two": False, "eps": 0.0}),
+    "block": (BlockRecipe, COMMON | {"power_of_two": True}),
+    "mxfp8": (Mxfp8Recipe, COMMON | {"scale_rounding": "rceil"}),
+    **{
+        name: (PlainRecipe, {"compute_dtype": name, "attention": "compute"})
+        for name in ("bf16", "fp16", "tf32", "fp32")
+    },
 }
 FP8 = ("delayed", "current", "block", "mxfp8")
 LEAST = {  # the least that a user's own file of each scaling holds
@@ -102,7 +92,7 @@ def test_a_shipped_recipe_holds_the_documented_values_for_good_and_survives_json
     assert description
     assert "\n" not in description
     assert not description.endswith(".")
-    assert held == values
+    assert held == values | {"scaling": name if name in FP8 else "none"}
     assert recipe.is_fp8 == (name in FP8)
     with pytest.raises(ValidationError):
         recipe.description = "other"
@@ -112,7 +102,7 @@ def test_a_shipped_recipe_holds_the_documented_values_for_good_and_survives_json
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_writes_out_every_key_it_has(name):
     _, table = presets.read("recipes", name)
-    assert {"name", *table} == {"name", "description", *SHIPPED[name][1]}
+    assert {"name", *table} == {"name", "description", "scaling", *SHIPPED[name][1]}
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -184,24 +174,21 @@ def test_a_users_own_file_may_set_each_key(own, scaling, line, value):
 # Keys that are refused
 
 
-@pytest.mark.parametrize(
-    ("scaling", "typo", "meant"),
-    [
-        ("delayed", "history_lenght", "history_length"),
-        ("delayed", "amax_algo", "amax_algorithm"),
-        ("delayed", "Margin", "margin"),
-        ("current", "power_of_2", "power_of_two"),
-        ("current", "forward_fmt", "forward_format"),
-        ("block", "excludes", "exclude"),
-        ("block", "power-of-two", "power_of_two"),
-        ("mxfp8", "scale_round", "scale_rounding"),
-        ("mxfp8", "exclude_first_block", "exclude_first_blocks"),
-        ("none", "desciption", "description"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest_one(own, scaling, typo, meant):
-    message = refusal(own(f"{LEAST[scaling]}{typo} = 1\n"))
-    assert message.startswith(f"recipe 'mine': No key '{typo}'. Did you mean '{meant}'? Known: ")
+TYPOS = {
+    "delayed": {"history_lenght": "history_length", "amax_algo": "amax_algorithm"},
+    "current": {"power_of_2": "power_of_two", "forward_fmt": "forward_format"},
+    "block": {"excludes": "exclude", "power-of-two": "power_of_two"},
+    "mxfp8": {"scale_round": "scale_rounding", "exclude_first_block": "exclude_first_blocks"},
+    "none": {"desciption": "description"},
+}
+
+
+@pytest.mark.parametrize("scaling", TYPOS)
+def test_an_unknown_key_is_refused_with_the_nearest_one(own, scaling):
+    for typo, meant in TYPOS[scaling].items():
+        message = refusal(own(f"{LEAST[scaling]}{typo} = 1\n"))
+        start = f"recipe 'mine': No key '{typo}'. Did you mean '{meant}'? Known: "
+        assert message.startswith(start)
 
 
 @pytest.mark.parametrize("scaling", LEAST)
@@ -213,28 +200,20 @@ def test_the_known_keys_are_those_of_the_scaling(own, scaling):
     assert "Did you mean" not in message
 
 
-@pytest.mark.parametrize(
-    ("scaling", "foreign"),
-    [
-        ("mxfp8", "history_length = 16"),
-        ("mxfp8", 'forward_format = "e4m3"'),
-        ("mxfp8", "power_of_two = true"),
-        ("block", "margin = 0"),
-        ("block", 'backward_format = "e5m2"'),
-        ("block", 'scale_rounding = "rceil"'),
-        ("current", "history_length = 16"),
-        ("current", 'amax_algorithm = "max"'),
-        ("delayed", "power_of_two = true"),
-        ("delayed", "eps = 0.0"),
-        ("delayed", 'compute_dtype = "bf16"'),
-        ("none", "head = true"),
-        ("none", "exclude = []"),
-        ("none", "history_length = 16"),
-    ],
-)
-def test_a_key_of_another_scaling_is_refused(own, scaling, foreign):
-    message = refusal(own(f"{LEAST[scaling]}{foreign}\n"))
-    assert f"recipe 'mine': No key '{foreign.partition(' = ')[0]}'." in message
+FOREIGN = {
+    "mxfp8": ["history_length", "forward_format", "power_of_two"],
+    "block": ["margin", "backward_format", "scale_rounding"],
+    "current": ["history_length", "amax_algorithm"],
+    "delayed": ["power_of_two", "eps", "compute_dtype"],
+    "none": ["head", "exclude", "history_length"],
+}
+
+
+@pytest.mark.parametrize("scaling", FOREIGN)
+def test_a_key_of_another_scaling_is_refused(own, scaling):
+    for key in FOREIGN[scaling]:
+        message = refusal(own(f"{LEAST[scaling]}{key} = 1\n"))
+        assert message.startswith(f"recipe 'mine': No key '{key}'.")
 
 
 @pytest.mark.parametrize("scaling", LEAST)
@@ -279,51 +258,27 @@ def test_an_unknown_scaling_is_refused(own, value, hint):
 
 # Values that are refused
 
-WRONG_TYPES = [
-    ("delayed", "margin", '"0"'),
-    ("delayed", "margin", "0.5"),
-    ("delayed", "margin", "true"),
-    ("delayed", "history_length", "16.0"),
-    ("delayed", "history_length", '"16"'),
-    ("delayed", "history_length", "[16]"),
-    ("delayed", "amax_algorithm", "1"),
-    ("delayed", "forward_format", '["e4m3"]'),
-    ("current", "power_of_two", "1"),
-    ("current", "power_of_two", '"yes"'),
-    ("current", "eps", '"small"'),
-    ("current", "eps", "true"),
-    ("block", "head", "0"),
-    ("block", "head", '"false"'),
-    ("block", "exclude", "true"),
-    ("block", "exclude", "{ a = 1 }"),
-    ("mxfp8", "exclude_first_blocks", "1.0"),
-    ("mxfp8", "exclude_last_blocks", "[1]"),
-    ("mxfp8", "exclude_last_blocks", "1979-05-27"),
-    ("mxfp8", "scale_rounding", "false"),
-    ("none", "name", "1"),
-]
-OUT_OF_RANGE = [
-    ("delayed", "history_length", "0"),
-    ("delayed", "history_length", "-1"),
-    ("delayed", "amax_algorithm", '"mean"'),
-    ("delayed", "forward_format", '"e8m0"'),
-    ("delayed", "backward_format", '"E5M2"'),
-    ("current", "eps", "-1e-6"),
-    ("current", "eps", "nan"),
-    ("current", "eps", "-inf"),
-    ("mxfp8", "scale_rounding", '"up"'),
-    ("mxfp8", "exclude_first_blocks", "-1"),
-    ("block", "exclude_last_blocks", "-2"),
-]
-NOT_USABLE = [  # in the type's range, and yet no scale, no window and no memory can be made of it
-    ("current", "eps", "inf"),
-    ("delayed", "margin", "2000"),
-    ("delayed", "margin", "-2000"),
-    ("delayed", "history_length", "1000000000000000000000000000000"),
-]
+WRONG = {  # of another type, out of range, or nothing that a scale could be made of
+    ("delayed", "margin"): ['"0"', "0.5", "true", "2000", "-2000"],
+    ("delayed", "history_length"): ["16.0", '"16"', "[16]", "0", "-1", "1" + 30 * "0"],
+    ("delayed", "amax_algorithm"): ["1", '"mean"'],
+    ("delayed", "forward_format"): ['["e4m3"]', '"e8m0"'],
+    ("delayed", "backward_format"): ['"E5M2"'],
+    ("current", "power_of_two"): ["1", '"yes"'],
+    ("current", "eps"): ['"small"', "true", "-1e-6", "nan", "-inf", "inf"],
+    ("block", "head"): ["0", '"false"'],
+    ("block", "exclude"): ["true", "{ a = 1 }"],
+    ("block", "exclude_last_blocks"): ["-2"],
+    ("mxfp8", "exclude_first_blocks"): ["1.0", "-1"],
+    ("mxfp8", "exclude_last_blocks"): ["[1]", "1979-05-27"],
+    ("mxfp8", "scale_rounding"): ["false", '"up"'],
+    ("none", "name"): ["1"],
+}
 
 
-@pytest.mark.parametrize(("scaling", "key", "value"), WRONG_TYPES + OUT_OF_RANGE + NOT_USABLE)
+@pytest.mark.parametrize(
+    ("scaling", "key", "value"), [(*place, value) for place in WRONG for value in WRONG[place]]
+)
 def test_a_wrong_value_is_refused_with_its_file_key_and_value(own, scaling, key, value):
     message = refusal(own(f"{LEAST[scaling]}{key} = {value}\n"))
     assert message.startswith(f"recipe 'mine': {key} = ")
