@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fp8stack import presets
-from fp8stack.formats import FORMATS
+from fp8stack.formats import FORMATS, Format
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.hardware import TE_REMEDY
+from fp8stack.tables import rich_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
@@ -76,14 +75,17 @@ def show(hardware: Hardware, console: Console) -> None:
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)
     console.print()
     every_plan = plans(hardware)
-    console.print(_recipe_table(every_plan))
+    headings = ("recipe", "runs", "backend", "compute dtype")
+    rows = map(_recipe_row, every_plan.items())
+    console.print(rich_table("What each recipe does on it", headings, rows))
     for asked, plan in every_plan.items():
         for reason in plan.reasons:
             if hardware.gpu_problem and reason.startswith(hardware.gpu_problem):
                 continue  # said above, once
             console.print(f"{asked}: {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print()
-    console.print(_format_table())
+    headings = ("format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU")
+    console.print(rich_table("Number formats", headings, map(_format_row, FORMATS.values())))
 
 
 def _te_remedy(hardware: Hardware) -> str:
@@ -93,42 +95,25 @@ def _te_remedy(hardware: Hardware) -> str:
     return hardware.te_problem or f"Transformer Engine is optional; to add it: {TE_REMEDY}"
 
 
-def _recipe_table(all_plans: dict[str, Plan]) -> Table:
-    headings = ("recipe", "runs", "backend", "compute dtype")
-    table = _table("What each recipe does on it", headings)
-    for asked, plan in all_plans.items():
-        runs = plan.recipe.name
-        if plan.is_fp8:
-            runs += " (emulated)" if plan.backend == "emulate" else " (native)"
-        table.add_row(asked, runs, plan.backend, plan.compute_dtype)
-    return table
+def _recipe_row(entry: tuple[str, Plan]) -> list[str]:
+    asked, plan = entry
+    how = " (emulated)" if plan.backend == "emulate" else " (native)"
+    runs = plan.recipe.name + (how if plan.is_fp8 else "")
+    return [asked, runs, plan.backend, plan.compute_dtype]
 
 
-def _format_table() -> Table:
-    headings = ("format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU")
-    table = _table("Number formats", headings)
-    for format in FORMATS.values():
-        table.add_row(
-            format.name,
-            str(format.bits),
-            f"{format.sign_bits}/{format.exponent_bits}/{format.mantissa_bits}",
-            f"{format.max:.5g}" if format.max < 1e5 else f"{format.max:.1e}",
-            _power(format.min_normal),
-            "-" if format.min_subnormal is None else _power(format.min_subnormal),
-            _power(format.epsilon),
-            "yes" if format.has_inf else "no",
-            format.hardware,
-        )
-    return table
-
-
-def _table(title: str, headings: Iterable[str]) -> Table:
-    from rich.table import Table  # JSON needs none
-
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading)
-    return table
+def _format_row(format: Format) -> list[str]:
+    return [
+        format.name,
+        str(format.bits),
+        f"{format.sign_bits}/{format.exponent_bits}/{format.mantissa_bits}",
+        f"{format.max:.5g}" if format.max < 1e5 else f"{format.max:.1e}",
+        _power(format.min_normal),
+        "-" if format.min_subnormal is None else _power(format.min_subnormal),
+        _power(format.epsilon),
+        "yes" if format.has_inf else "no",
+        format.hardware,
+    ]
 
 
 def _power(value: float) -> str:

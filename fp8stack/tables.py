@@ -1,8 +1,12 @@
-"""Tables as lines of text."""
+"""Tables of text: in Markdown, in columns, and for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -20,3 +24,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def rich_table(title: str, header: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for a terminal."""
+    from rich.table import Table  # which JSON and pipes do not need
+
+    made = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -163,9 +163,9 @@ def _plan_of(
 def _show(made: Answer) -> None:
     """A table on a terminal, Markdown's where it is piped."""
     from rich.console import Console
-    from rich.table import Table
 
     from fp8stack.estimate.answer import head, sentences, tables
+    from fp8stack.tables import markdown, rich_table
 
     console = Console()
     print(head(made))
@@ -173,17 +173,8 @@ def _show(made: Answer) -> None:
     for title, heads, rows in tables(made):
         print()
         if console.is_terminal:
-            table = Table(title=title, title_justify="left")
-            for name in heads:
-                table.add_column(name)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-            continue
-        print(title)
-        print(f"| {' | '.join(heads)} |")
-        print("|---" * len(heads) + "|")
-        for row in rows:
-            print(f"| {' | '.join(row)} |")
+            console.print(rich_table(title, heads, rows))
+        else:
+            print(title, *markdown(heads, rows), sep="\n")
     print()
     print(*sentences(made), sep="\n")

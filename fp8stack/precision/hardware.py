@@ -107,7 +107,7 @@ def probe(device: str = "auto") -> Hardware:
 def _probe_cpu() -> Hardware:
     return Hardware(
         "cpu",
-        name=_cpu_name(),
+        name=_cpuinfo().get("model name") or platform.processor() or platform.machine(),
         cpu_bf16=_cpu_multiplies_bf16(),
         memory_gib=round(_system_memory_gib(), 1),
         torch_version=_torch_build()["__version__"],
@@ -319,15 +319,15 @@ def version_pair(version: str | None) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def _cpu_flags() -> set[str]:
-    """The CPU's feature flags as Linux lists them; empty elsewhere."""
+def _cpuinfo() -> dict[str, str]:
+    """What Linux says of the first CPU, by name in lower case; empty elsewhere."""
     path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return set()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.lower().startswith(("flags", "features")):
-            return set(line.partition(":")[2].split())
-    return set()
+    told: dict[str, str] = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            told.setdefault(name.strip().lower(), value.strip())
+    return told
 
 
 def _cpu_multiplies_bf16() -> bool:
@@ -336,16 +336,9 @@ def _cpu_multiplies_bf16() -> bool:
         return said == "yes"
     if said:
         raise UserError(f"{CPU_BF16} is '{quoted(said)}'. Set it to yes or no, or leave it out.")
-    return bool(_cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
-
-
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    told = _cpuinfo()
+    flags = told.get("flags") or told.get("features") or ""
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())
 
 
 def _system_memory_gib() -> float:

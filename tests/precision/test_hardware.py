@@ -633,7 +633,7 @@ def test_assuming_asks_nothing_of_this_machine(monkeypatch):
 
     for name in ("is_available", "get_device_properties", "get_device_capability"):
         monkeypatch.setattr(torch.cuda, name, touched)
-    for name in ("_te_version", "find_te", "_cpu_flags", "_cpu_name", "_system_memory_gib"):
+    for name in ("_te_version", "find_te", "_cpuinfo", "_system_memory_gib"):
         monkeypatch.setattr(hardware, name, touched)
     assert assumed("9.0") == assumed("9.0")
     assert assumed("none") == assumed("none")
