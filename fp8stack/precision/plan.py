@@ -137,28 +137,25 @@ class Plan:
                     doubted = self._doubt((tokens, *shape), measured or {})
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
-            layer = replace(self._layer(name, shape, reason), doubt=doubted)
-            if reason and otherwise is not None:
-                layer = replace(layer, precision=otherwise)
-            layers.append(layer)
+            fp8 = self.is_fp8 and not reason
+            without = otherwise if reason and otherwise is not None else self.compute_dtype
+            layers.append(
+                LayerPlan(
+                    name=name,
+                    in_features=shape[0],
+                    out_features=shape[1],
+                    fp8=fp8,
+                    precision=recipe.name if fp8 else without,
+                    reason=reason,
+                    doubt=doubted,
+                )
+            )
         made = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not made.runs_fp8:
             return made._without_fp8(left_out or {}).for_layers(shapes, heads, left_out, otherwise)
         said = set(self.reasons)
         new = [layer.sentence for layer in layers if layer.reason and layer.sentence not in said]
         return replace(made, reasons=(*self.reasons, *new))
-
-    def _layer(self, name: str, shape: tuple[int, int], reason: str) -> LayerPlan:
-        """A layer in FP8 if that is the recipe and nothing speaks against it."""
-        fp8 = self.is_fp8 and not reason
-        return LayerPlan(
-            name=name,
-            in_features=shape[0],
-            out_features=shape[1],
-            fp8=fp8,
-            precision=self.recipe.name if fp8 else self.compute_dtype,
-            reason=reason,
-        )
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
         """What "auto" would have chosen if it had known that no layer is to run in FP8."""
