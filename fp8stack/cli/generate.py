@@ -64,8 +64,8 @@ def _read(name: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--prompt-file {quoted(name)} is not UTF-8 text: byte {error.start} is none of it."
+            f"--prompt-file {quoted(name)} is not UTF-8 text: byte {error.start} is invalid."
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or "that is no path"
+        reason = getattr(error, "strerror", None) or "invalid path"
         raise UserError(f"Cannot read --prompt-file {quoted(name)}: {reason}.") from error
