@@ -27,7 +27,7 @@ HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, call
 MODEL = option("Model preset or TOML file. [gpt-nano]")
 RECIPE = option("Precision recipe or TOML file. [auto]")
 BACKEND = option("Compute backend: auto, te, torch, emulate or reference. [auto]")
-STRICT = option("Fail instead of substituting a recipe or backend.", "--strict/--no-strict")
+STRICT = option("Fail instead of substituting a recipe or backend.")
 STEPS = option("Optimizer steps. [1200]")
 BATCH = option("Sequences per step, over all ranks. [8]")
 CONTEXT = option("Tokens per sequence. [the model's]")
@@ -49,7 +49,7 @@ TOKENIZER = option("Tokenizer if the run records none: bytes, gpt2, or a tokeniz
 CAPABILITY = option(
     "Assume a GPU of this compute capability (9.0), or a CPU (none). [this machine]"
 )
-TE = option("With --capability: is Transformer Engine installed? [yes]", "--te/--no-te")
+TE = option("With --capability: is Transformer Engine installed? [yes]")
 
 JSON = option("Print JSON.", "--json")
 

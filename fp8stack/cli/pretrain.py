@@ -23,10 +23,7 @@ def pretrain(
     data_order: Annotated[
         str | None, option("Order of the windows: random, or shuffled epochs. [random]")
     ] = None,
-    document_mask: Annotated[
-        bool | None,
-        option("Keep attention within documents.", "--document-mask/--no-document-mask"),
-    ] = None,
+    document_mask: Annotated[bool | None, option("Keep attention within documents.")] = None,
     tokenizer: Annotated[
         str | None, option("Tokenizer for text and .bin files: bytes, gpt2 or a tokenizer.json.")
     ] = None,
@@ -63,10 +60,7 @@ def pretrain(
         option("Resume: auto (the run in --out, if any), a run, or a checkpoint. Bare: auto."),
     ] = None,
     overwrite: Annotated[bool, option("Delete the run in --out first.", "--overwrite")] = False,
-    checkpoint_async: Annotated[
-        bool | None,
-        option("Write checkpoints in the background.", "--checkpoint-async/--no-checkpoint-async"),
-    ] = None,
+    checkpoint_async: Annotated[bool | None, option("Write checkpoints in the background.")] = None,
     device: Annotated[str | None, options.DEVICE] = None,
     threads: Annotated[int | None, options.THREADS] = None,
     parallel: Annotated[str | None, options.PARALLEL] = None,
@@ -74,22 +68,13 @@ def pretrain(
     grad_compression: Annotated[
         str | None, option("With ddp: bf16 rounds gradients before the all-reduce. [none]")
     ] = None,
-    compile: Annotated[
-        bool | None, option("Compile the model with torch.compile.", "--compile/--no-compile")
-    ] = None,
+    compile: Annotated[bool | None, option("Compile the model with torch.compile.")] = None,
     profile: Annotated[
-        bool | None,
-        option("Profile one step after warm-up into the run folder.", "--profile/--no-profile"),
+        bool | None, option("Profile one step after warm-up into the run folder.")
     ] = None,
-    tensorboard: Annotated[
-        bool | None, option("Also write TensorBoard events.", "--tensorboard/--no-tensorboard")
-    ] = None,
-    wandb: Annotated[
-        bool | None, option("Also log to Weights & Biases.", "--wandb/--no-wandb")
-    ] = None,
-    trackio: Annotated[
-        bool | None, option("Also log to trackio, on this machine.", "--trackio/--no-trackio")
-    ] = None,
+    tensorboard: Annotated[bool | None, option("Also write TensorBoard events.")] = None,
+    wandb: Annotated[bool | None, option("Also log to Weights & Biases.")] = None,
+    trackio: Annotated[bool | None, option("Also log to trackio, on this machine.")] = None,
     telemetry_every: Annotated[
         int | None, option("Steps between samples of FP8 telemetry; 0 disables it. [50]")
     ] = None,
@@ -97,8 +82,7 @@ def pretrain(
         str | None, option("Recipes that telemetry also tries, such as mxfp8,block.")
     ] = None,
     guard: Annotated[
-        bool | None,
-        option("Skip bad steps, roll back, leave FP8. On by default.", "--guard/--no-guard"),
+        bool | None, option("Skip bad steps, roll back, leave FP8. On by default.")
     ] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
