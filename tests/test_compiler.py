@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.support.small_loop import SmallLoop
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
-SHAPE = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
+SHAPE: dict[str, Any] = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,8 +93,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 def test_compiled_rounding_gives_eagers_values(format):
     compiled = torch.compile(numerics.round_to_fp8, fullgraph=True)
     for x in hard_cases():
-        for scale in (1.0, 3.7, 2.0**-20, 1e10):
-            scale = torch.tensor(scale)
+        for scale in torch.tensor([1.0, 3.7, 2.0**-20, 1e10]):
             expected = numerics.round_to_fp8(x, scale, format)
             assert equal_bits(compiled(x, scale, format), expected)
 
@@ -176,7 +176,7 @@ def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
 
 
 SLOW = pytest.mark.slow
-WHOLE = [("delayed", "emulate"), ("delayed", "torch"), ("current", "emulate")]
+WHOLE: list[Any] = [("delayed", "emulate"), ("delayed", "torch"), ("current", "emulate")]
 WHOLE += [pytest.param(r, b, marks=SLOW) for r in ("block", "mxfp8") for b in ("emulate", "torch")]
 
 

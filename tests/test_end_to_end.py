@@ -1,22 +1,29 @@
-"""A user's whole way, by tests/end_to_end.sh: from JSONL, through FP8, to transformers."""
+"""A user's whole way, command by command: from JSONL, through FP8, to transformers."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
 
 import fp8stack
+from fp8stack import cli
 from tests.conftest import metrics
 
-SCRIPT = Path(__file__).with_name("end_to_end.sh")
 PROMPT = "Once there was a number"
+RUN = """
+    pretrain --recipe delayed --data tokens --steps 60 --batch 8 --context 64 --lr 3e-3
+    --set model_overrides.vocabulary=512 --set model_overrides.layers=2
+    --set model_overrides.width=64 --set model_overrides.heads=2 --set warmup_steps=10
+    --set eval_windows=8 --set sample_tokens=16 --eval-every 30 --telemetry-every 20
+    --device cpu --out run
+"""
 
 
 def story(number: int) -> str:
@@ -25,99 +32,86 @@ def story(number: int) -> str:
     return f"{PROMPT} {number}, {color} and {size}. Squared, it was {number * number}: the end."
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the script did its work."""
-    folder = tmp_path_factory.mktemp("way")
-    corpus = folder / "corpus"
+def printed(*words: str) -> str:
+    """What `fp8stack` with these words writes to a pipe."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    assert not ended.value.code, words
+    return text.getvalue()
+
+
+def test_a_users_whole_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    corpus = tmp_path / "corpus"
     corpus.mkdir()
     rows = [json.dumps({"text": " ".join(story(n + k) for k in range(8))}) for n in range(400)]
     (corpus / "a.jsonl").write_text("\n".join(rows[:200]) + "\n", encoding="utf-8")
     with gzip.open(corpus / "b.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("\n".join(rows[200:]) + "\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), str(corpus), str(folder / "made")],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return folder / "made"
 
-
-def _the_documents_are_tokens_with_a_tokenizer_of_their_own(made: Path) -> None:
-    manifest = json.loads((made / "tokens" / "manifest.json").read_text())
+    # The documents are tokens, with a tokenizer of their own.
+    prepare = "prepare corpus --train-bpe 512 --held-out 0.1 --workers 1 --out tokens"
+    printed(*prepare.split())
+    manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
     assert manifest["tokenizer"]["vocabulary"] <= 512
     documents = [manifest["splits"][split]["documents"] for split in ("train", "val")]
     assert sum(documents) == 400
     assert documents[1] > 0
-    tokenizer = fp8stack.load_tokenizer(str(made / "tokens"))
+    tokenizer = fp8stack.load_tokenizer("tokens")
     told = story(17)
     assert tokenizer.decode(tokenizer.encode(told)) == told
     assert len(tokenizer.encode(told)) < len(told) / 3, "it merged nothing"
 
+    # The run learns in FP8, and what is piped is plain text with a fact a line.
+    lines = printed(*RUN.split()).splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert len([line for line in lines if line.startswith("step ") and " | loss " in line]) == 60
+    assert sum(": validation loss " in line for line in lines) == 3  # and at the end
+    logged = metrics(Path("run"))
+    steps = [row for row in logged if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 61))
+    assert {row["precision"] for row in steps} == {"delayed-emulated"}
+    assert all(row["fp8_gemms"] == 2 * 4 * 3 for row in steps)
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
 
-def _the_run_learned_in_fp8(made: Path) -> None:
-    rows = [row for row in metrics(made / "run") if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, 61))
-    assert {row["precision"] for row in rows} == {"delayed-emulated"}
-    assert all(row["fp8_gemms"] == 2 * 4 * 3 for row in rows)
-    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
-
-
-def _the_report_is_a_page_and_a_text(made: Path) -> None:
-    page = (made / "run" / "report.html").read_text(encoding="utf-8")
+    # The report is a page and a text.
+    printed("report", "run")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html>")
-    text = (made / "report.txt").read_text()
-    assert "60" in text
-    assert "delayed" in text
+    report = printed("report", "run", "--text")
+    assert "60" in report
+    assert "delayed" in report
 
-
-def _the_evaluation_has_both_recipes_close_together(made: Path) -> None:
-    scores = json.loads((made / "eval.json").read_text())["scores"]
+    # The evaluation has both recipes close together.
+    scores = json.loads(printed("eval", "run", "--recipes", "fp32,delayed", "--json"))["scores"]
     assert [score["recipe"] for score in scores] == ["fp32", "delayed"]
     assert [score["fp8_layers"] for score in scores] == [0, 8]
     assert all(0 < score["bits_per_byte"] < score["loss"] for score in scores)
     losses = [score["loss"] for score in scores]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
-    last = next(r["val_loss"] for r in reversed(metrics(made / "run")) if "val_loss" in r)
+    last = next(row["val_loss"] for row in reversed(logged) if "val_loss" in row)
     assert losses[1] == pytest.approx(last, rel=0.01)
 
-
-def _transformers_has_the_same_logits(made: Path) -> None:
-    theirs = load_file(made / "transformers.safetensors")
+    # transformers has the same logits, and generates the same text.
+    printed("export", "run", "--format", "hf", "--out", "exported")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    tokens = transformers.AutoTokenizer.from_pretrained("exported")
+    ids = tokens(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
-        logits = fp8stack.load(made / "run", recipe="fp32")(theirs["tokens"])
-    assert theirs["logits"].shape[:2] == logits.shape[:2]
-    shared = min(logits.shape[-1], theirs["logits"].shape[-1])
+        expected = theirs(ids).logits
+        logits = fp8stack.load("run", recipe="fp32")(ids)
+    assert expected.shape[:2] == logits.shape[:2]
+    shared = min(logits.shape[-1], expected.shape[-1])
     assert shared == 512
-    assert (logits[..., :shared] - theirs["logits"][..., :shared]).abs().max() < 1e-5
-
-
-def _both_generate_the_same_text(made: Path) -> None:
-    theirs = (made / "transformers.txt").read_text(encoding="utf-8")
-    ours = (made / "generated.txt").read_text(encoding="utf-8").removesuffix("\n")
-    assert theirs.startswith(PROMPT)
-    assert len(theirs) > len(PROMPT)
-    assert ours in (theirs, theirs.removeprefix(PROMPT))
-
-
-def _what_was_piped_is_plain_text_with_a_fact_a_line(made: Path) -> None:
-    lines = (made / "pretrain.txt").read_text(encoding="utf-8").splitlines()
-    assert all(line.isprintable() for line in lines)
-    steps = [line for line in lines if line.startswith("step ") and " | loss " in line]
-    assert len(steps) == 60
-    assert sum(": validation loss " in line for line in lines) == 3  # and at the end
-
-
-def test_a_users_whole_way(made: Path) -> None:
-    # One test: pytest-xdist would have each of its processes go all the way.
-    _the_documents_are_tokens_with_a_tokenizer_of_their_own(made)
-    _the_run_learned_in_fp8(made)
-    _the_report_is_a_page_and_a_text(made)
-    _the_evaluation_has_both_recipes_close_together(made)
-    _transformers_has_the_same_logits(made)
-    _both_generate_the_same_text(made)
-    _what_was_piped_is_plain_text_with_a_fact_a_line(made)
+    assert (logits[..., :shared] - expected[..., :shared]).abs().max() < 1e-5
+    written = theirs.generate(ids, max_new_tokens=8, do_sample=False)[0]
+    text = tokens.decode(written, skip_special_tokens=True)
+    asked = ("--tokens", "8", "--temperature", "0", "--recipe", "fp32")
+    ours = printed("generate", "run", "--prompt", PROMPT, *asked).removesuffix("\n")
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT)
+    assert ours in (text, text.removeprefix(PROMPT))

@@ -110,7 +110,7 @@ def test_a_trained_gpt2_is_saved_and_loaded_as_transformers_does(
     model = gpt2("delayed")
     train(model, 5)
     model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded.transformer.h[0].mlp.c_fc).__name__ == "Conv1D"
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name

@@ -169,7 +169,7 @@ def test_of_several_threads_the_one_counts_that_waited_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = {"1": 5.0, "2": 7.0}
-    monkeypatch.setattr(threads.os, "listdir", lambda path: list(seen))
+    monkeypatch.setattr(os, "listdir", lambda path: list(seen))
     monkeypatch.setattr(threads, "waited_s", lambda name: seen[name.rpartition("/")[2]])
     waits = threads.Waits()
     seen |= {"1": 5.1, "2": 7.5, "3": 9.0}  # a new one waited before it was known

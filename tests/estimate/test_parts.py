@@ -59,12 +59,18 @@ def made(
 ) -> tuple[GPT, Setting]:
     """A tiny model, and the setting of a micro-batch of three sequences of 24 tokens."""
     overrides = keys.pop("recipe_overrides", {})
-    sizes = {"vocabulary": 250, "context": 64, "layers": 2, "width": 128, "heads": 4}
+    sizes: dict[str, Any] = {
+        "vocabulary": 250,
+        "context": 64,
+        "layers": 2,
+        "width": 128,
+        "heads": 4,
+    }
     config = GPTConfig(**(sizes | SHAPES[shape]))
     plan = plan_for(config, load_recipe(recipe, overrides), CPU, backend)
     model = GPT(config, build_backend(plan, save_fp8=save_fp8))
-    sizes = {"sequences": 3, "context": 24} | keys
-    setting = Setting(config=config, plan=plan, save_fp8=save_fp8, **sizes)
+    keys = {"sequences": 3, "context": 24} | keys
+    setting = Setting(config=config, plan=plan, save_fp8=save_fp8, **keys)
     model.recompute = setting.checkpointing
     return model, setting
 
@@ -76,7 +82,8 @@ def loss_of(model: GPT, setting: Setting) -> Tensor:
 
 def kept_weights(model: GPT) -> dict[int, int]:
     """The storages of FP8 weights that layers keep, with their bytes."""
-    copies = [s for m in model.modules() if getattr(m, "_kept", None) for s in m._kept[0]]
+    kept = [kept for module in model.modules() if (kept := getattr(module, "_kept", None))]
+    copies = [copy for copies, *_ in kept for copy in copies]
     storages = [t.untyped_storage() for s in copies for t in (s.data, s.inv_scale)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -249,8 +256,10 @@ def test_weights_gradients_and_state_are_estimated_to_the_byte(
     stepping = build_optimizer(model, RunConfig(optimizer=optimizer))
     loss_of(model, setting).backward()
     expected = estimate(setting)
-    assert expected.parameters == sum(p.untyped_storage().nbytes() for p in model.parameters())
-    assert expected.gradients == sum(p.grad.untyped_storage().nbytes() for p in model.parameters())
+    weights = list(model.parameters())
+    gradients = [p.grad for p in weights if p.grad is not None]
+    assert expected.parameters == sum(p.untyped_storage().nbytes() for p in weights)
+    assert expected.gradients == sum(g.untyped_storage().nbytes() for g in gradients)
     stepping.step()
     states = [t for p in model.parameters() for t in stepping.state[p].values()]
     assert expected.optimizer == sum(t.untyped_storage().nbytes() for t in states)
@@ -259,6 +268,7 @@ def test_weights_gradients_and_state_are_estimated_to_the_byte(
 def test_moments_of_a_byte_are_estimated_to_the_byte() -> None:
     torchao = pytest.importorskip("torchao.optim")
     shapes = {"blocks.0.mlp.up.weight": (128, 64), "blocks.0.mlp.down.weight": (64, 30)}
+    name: Any
     for name, kind in (("adamw8bit", torchao.AdamW8bit), ("adamwfp8", torchao.AdamWFp8)):
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.values()]
         made = kind(parameters)
@@ -281,7 +291,7 @@ def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe: str) -> 
 
 def test_amax_histories_are_estimated_to_the_byte() -> None:
     model, setting = made("gpt2", "delayed", "emulate", recipe_overrides={"history_length": 16})
-    delayed = model.delayed_scaling
+    delayed: Any = model.delayed_scaling
     history = delayed.history
     tensors = [history.history, history.scales, history._target, *history.all_recorded]
     tensors += [delayed.first_scales, delayed.first, delayed.weights.flag]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.support.te_stand_in import installed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 B, T = 3, 32
-SIZES = {"vocabulary": 61, "context": T, "layers": 2, "width": 64, "heads": 4}
+SIZES: dict[str, Any] = {"vocabulary": 61, "context": T, "layers": 2, "width": 64, "heads": 4}
 GPT2 = GPTConfig(**SIZES)
 LLAMA = GPTConfig(
     **SIZES,
@@ -58,9 +59,7 @@ RUNS = [
 ]
 
 
-def plan_of(
-    config: GPTConfig, recipe: str, backend: str, dtype: str | None, **keys: object
-) -> Plan:
+def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: Any) -> Plan:
     plan = plan_for(config, load_recipe(recipe, keys), Hardware("cpu", cpu_bf16=True), backend)
     if dtype is None:
         return plan
@@ -173,7 +172,7 @@ def test_a_gemm_adds_in_float32(recipe, backend, dtype):
     """In bf16 a sum of ones would stop at 256, in fp16 at 2048, in FP8 at 16."""
     config = GPTConfig(vocabulary=64, context=8, layers=1, width=4096, heads=1, bias=False)
     made = build_backend(plan_of(config, recipe, backend, dtype))
-    linear = made.linear("blocks.0.attention.output", 4096, 128, False)
+    linear: Any = made.linear("blocks.0.attention.output", 4096, 128, False)
     model = nn.Sequential(linear)
     made.attach(model)
     with torch.no_grad():
@@ -335,7 +334,7 @@ def test_float32_attention_gives_the_same_compiled_and_eager():
     tokens = torch.randint(61, (2, 17))
     losses = []
     for compiled in (False, True):
-        model = GPT(config, build_backend(plan))
+        model: Any = GPT(config, build_backend(plan))
         if compiled:
             model.compile_blocks("aot_eager")
         loss = model(tokens[:, :-1], tokens[:, 1:])

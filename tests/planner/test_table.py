@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -22,14 +22,14 @@ SMALL = GPTConfig(vocabulary=64, context=32, layers=4, width=64, heads=4)
 H100 = Hardware("cuda", (9, 0), cuda_version=(12, 9), has_te=True)
 
 
-def table(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **keys: object):
+def table(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **keys: Any):
     backend = keys.pop("backend", "auto")
     accumulate = keys.pop("accumulate", 1)
     plan = plan_for(config, load_recipe(recipe, keys), hardware, backend)
     return make_table(config, plan, model="small", machine="here", accumulate=accumulate)
 
 
-def rows(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **keys: object):
+def rows(recipe: str, hardware: Hardware = H100, config: GPTConfig = SMALL, **keys: Any):
     """The operations by path and name."""
     made = table(recipe, hardware, config, **keys)
     return {(one.path, one.name): one for one in made.operations}

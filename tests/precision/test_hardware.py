@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import re
@@ -84,7 +85,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
                 raise metadata.PackageNotFoundError(name)
             return version
 
-        monkeypatch.setattr(hardware.metadata, "version", find)
+        monkeypatch.setattr(metadata, "version", find)
 
     return install
 
@@ -102,7 +103,7 @@ def import_ends(monkeypatch: pytest.MonkeyPatch):
                 raise error
             return subprocess.CompletedProcess(command, code, "some output", stderr)
 
-        monkeypatch.setattr(hardware.subprocess, "run", run)
+        monkeypatch.setattr(subprocess, "run", run)
         return calls
 
     return end
@@ -217,7 +218,7 @@ def test_the_cpu_is_probed_without_a_look_at_the_gpu_or_at_te(fake_gpu, installe
     for module, name in (
         (torch.cuda, "get_device_properties"),
         (hardware, "find_te"),
-        (hardware.subprocess, "run"),
+        (subprocess, "run"),
     ):
         monkeypatch.setattr(module, name, touched)
     found = probe("cpu")
@@ -307,8 +308,8 @@ def test_the_driver_is_the_library_that_cuda_loads_where_its_name_is_known(
         if not loads:
             raise OSError("cannot open shared object file")
 
-    monkeypatch.setattr(hardware.ctypes, "CDLL", load)
-    monkeypatch.setattr(hardware.sys, "platform", platform)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(sys, "platform", platform)
     assert hardware._has_driver() is there
 
 
@@ -541,7 +542,7 @@ def test_unknown_memory_counts_as_none(no_cuda, monkeypatch):
     def refuse(name: str) -> int:
         raise ValueError("unrecognized configuration name")
 
-    monkeypatch.setattr(hardware.os, "sysconf", refuse)
+    monkeypatch.setattr(os, "sysconf", refuse)
     assert probe("cpu").memory_gib == 0.0
 
 
@@ -666,7 +667,7 @@ def test_a_cuda_device_has_a_capability():
 
 def test_hardware_is_never_mutated():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Hardware().has_te = True
+        Hardware().has_te = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -234,7 +235,7 @@ def test_one_arm_multiplies_in_fp8_forward_and_backward_and_the_other_does_not(
     gemms: list[tuple[int, ...]] = []
     real = torch._scaled_mm
 
-    def counted(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
+    def counted(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
         gemms.append((a.shape[0], a.shape[1], b.shape[1]))
         return real(a, b, **options)
 
@@ -262,7 +263,12 @@ ONE = Timing(median_ms=1.0, low_ms=1.0, high_ms=1.0, fastest_ms=1.0, rounds=1)
 def test_weights_are_quantized_anew_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     marks = []
     real = WeightChanges.mark
-    monkeypatch.setattr(WeightChanges, "mark", lambda self: (marks.append(self), real(self)))
+
+    def mark(changes: WeightChanges) -> None:
+        marks.append(changes)
+        real(changes)
+
+    monkeypatch.setattr(WeightChanges, "mark", mark)
     seen: list[bool] = []
 
     def measure(arms, *, rounds, device):
