@@ -22,6 +22,7 @@ from fp8stack.training.pretrain import pretrain
 from tests.docs import docs_checks as checks
 from tests.docs import docs_runner as runner
 from tests.docs.docs_found import PAGES, ROOT, Command, blocks, commands
+from tests.faults import harness
 
 ALL = [command for page in PAGES for command in commands(page)]
 HERE = [command for command in ALL if runner.not_run(command) is None]
@@ -45,9 +46,15 @@ def _draws(command: Command) -> bool:
     return command.text.startswith("fp8stack report") and "--text" not in command.text
 
 
+def _kills(command: Command) -> bool:
+    return command.text.startswith("python -m tests.faults.harness")
+
+
 # Slow: ranks that meet take 10 s and more; scenarios measure, even in their short form; a
-# comparison starts a process for each run; a report draws for 5 s and more.
-SLOW = [one for one in HERE if _launches(one) or _measures(one) or _compares(one) or _draws(one)]
+# comparison starts a process for each run, a fault that kills one of its own; a report draws for
+# 5 s and more.
+LONG = (_launches, _measures, _compares, _draws, _kills)
+SLOW = [one for one in HERE if any(is_long(one) for is_long in LONG)]
 
 
 def _invoke(*arguments: str) -> int:
@@ -130,8 +137,9 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert _invoke(*runner.scaled(given)) == 0
     elif words[:3] == ["python", "-m", "bench"]:
         checks.check_bench(words[3:], folder)
-    elif words[:3] == ["python", "-m", "tests.faults.harness"]:
-        _be_killed(rest[2:], folder)
+    elif _kills(command):
+        assert harness.parse(words[3])
+        assert _invoke(*runner.scaled(words[5:])) == 0
     elif program == "fp8stack" or words[:3] == ["python", "-m", "fp8stack"]:
         _fp8stack(rest if program == "fp8stack" else rest[2:], command, monkeypatch)
     else:
@@ -177,6 +185,9 @@ def test_a_command_that_takes_longer_runs_too(
         runner.run_script(command.text, tmp_path, launch=True)
         return
     words = runner.substituted(command.words)
+    if _kills(command):
+        _be_killed(words[3:], tmp_path)
+        return
     if words[0] == "fp8stack":
         words = [sys.executable, "-m", "fp8stack", *runner.scaled(words[1:])]
     elif words[0] in _LAUNCHERS:
