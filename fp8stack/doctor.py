@@ -75,7 +75,7 @@ def show(hardware: Hardware, console: Console) -> None:
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)
     console.print()
     every_plan = plans(hardware)
-    headings = ("recipe", "runs", "backend", "compute dtype")
+    headings = ["recipe", "runs", "backend", "compute dtype"]
     rows = map(_recipe_row, every_plan.items())
     console.print(rich_table("What each recipe does on it", headings, rows))
     for asked, plan in every_plan.items():
@@ -84,7 +84,7 @@ def show(hardware: Hardware, console: Console) -> None:
                 continue  # said above, once
             console.print(f"{asked}: {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print()
-    headings = ("format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU")
+    headings = ["format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU"]
     console.print(rich_table("Number formats", headings, map(_format_row, FORMATS.values())))
 
 
