@@ -12,6 +12,7 @@ from fp8stack.planner.casts import GRADIENT, Cast, casts_of
 from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
 from fp8stack.planner.sizes import size_notes
 from fp8stack.precision import Plan
+from fp8stack.tables import aligned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -216,12 +217,7 @@ def _ranges(indices: Sequence[int]) -> str:
 
 def text_rows(table: PrecisionTable) -> list[str]:
     """The operations as lines of text, in columns."""
-    rows = [HEADINGS, *rows_of(table.operations)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return aligned([HEADINGS, *rows_of(table.operations)])
 
 
 WIDE = 140
