@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_a_users_whole_way(
 
     # transformers has the same logits, and generates the same text.
     printed("export", "run", "--format", "hf", "--out", "exported")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
     tokens = transformers.AutoTokenizer.from_pretrained("exported")
     ids = tokens(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():

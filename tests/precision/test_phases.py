@@ -110,7 +110,7 @@ def test_the_precision_of_a_phase_is_a_plan_for_loops_of_ones_own(
 def test_the_precision_of_a_phase_has_its_overrides_and_refuses_other_names() -> None:
     phases = [PhaseConfig(name="mine", recipe_overrides={"margin": 2})]
     found = fp8stack.precision_for_phase("mine", "delayed", phases, H100)
-    assert found.recipe.margin == 2  # type: ignore[union-attr]
+    assert found.recipe.margin == 2
     with pytest.raises(UserError, match=r"No phase 'warmpu'.*Did you mean 'warmup'"):
         fp8stack.precision_for_phase("warmpu", hardware=H100)
 

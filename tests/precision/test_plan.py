@@ -457,7 +457,7 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...])
     ],
 )
 def test_a_recipe_is_native_from_its_least_cuda_version_on(asked, capability, least, cuda):
-    here = gpu(*capability, cuda=cuda)
+    here = gpu(capability[0], capability[1], cuda=cuda)
     if cuda is None or cuda >= least:
         assert resolve(asked, here, strict=True).native
         return

@@ -32,7 +32,7 @@ COMMON = {
 HYBRID = {"forward_format": "e4m3", "backward_format": "e5m2"}
 
 # What each shipped recipe holds, beside its name and its description.
-SHIPPED: dict[str, tuple[type, dict[str, Any]]] = {
+SHIPPED: dict[str, tuple[Any, dict[str, Any]]] = {
     "delayed": (
         DelayedRecipe,
         HYBRID | COMMON | {"margin": 0, "history_length": 1024, "amax_algorithm": "max"},
