@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import differences, restore
 from fp8stack.checkpoint.validation import can_go_on, load_sound, newest_sound
-from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config
+from fp8stack.config import FREE_ON_RESUME, RunConfig, at_home, parse_config, with_files
 from fp8stack.distributed.process_group import Ranks
 from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.training.load import layers_left_out
@@ -157,6 +158,7 @@ def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
     """
     if asked.init_from and same_source(asked.init_from, found.saved.init_from):
         asked = asked.model_copy(update={"init_from": found.saved.init_from})
+    asked = _with_saved_files(asked, found.saved)
     saved, given = found.saved.model_dump(), asked.given
     given |= {"guard": saved["guard"] | given.get("guard", {})}
     merged: RunConfig = presets.parse(RunConfig, saved | given, "flags")
@@ -164,6 +166,19 @@ def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
     saved, now = found.saved.model_dump(include=fixed), merged.model_dump(include=fixed)
     refuse_differences(found, list(differences(saved, now)))
     return merged
+
+
+def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
+    """`asked` with the run's own copies in place of files that have the same contents."""
+
+    def read(path: str) -> bytes:
+        with suppress(OSError):
+            return Path(path).read_bytes()
+        return path.encode()
+
+    copies: dict[bytes, str] = {}
+    with_files(saved, lambda path: copies.setdefault(read(path), path))
+    return with_files(asked, lambda path: copies.get(read(path), path))
 
 
 def refuse_differences(found: Resumption, differing: list[str]) -> None:

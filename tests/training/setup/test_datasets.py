@@ -296,6 +296,7 @@ def test_a_runs_files_may_move_and_so_may_the_run(command: Command, tmp_path: Pa
     some = ["--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
     first = ["--config", "run.toml", "--steps", "3", "--save-every", "1"]
     assert command("pretrain", *files, *some, *first, "--out", "r") == 0
+    assert command("pretrain", *files, *some, *first, "--resume", "auto", "--out", "r") == 0
     for name in ("mine.toml", "one.toml", "two.toml", "other/one.toml"):
         (tmp_path / name).unlink()
     (tmp_path / "r").rename(tmp_path / "moved")
