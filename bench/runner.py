@@ -141,7 +141,8 @@ def imported(name: str) -> Any:
         UserError: it needs a package that is not installed.
     """
     try:
-        return import_module(f"bench.{name}")
+        (file,) = Path(__file__).parent.glob(f"*/{name}.py")
+        return import_module(f"bench.{file.parent.name}.{name}")
     except ModuleNotFoundError as error:
         package = (error.name or "bench").partition(".")[0]
         if package in ("bench", "fp8stack"):

@@ -34,7 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, import no other tests: a machine with a GPU may lack what they need."""
-    others = collection_path.is_file() and collection_path.parent.name != "gpu"
+    tests = Path(__file__).parent
+    others = tests in collection_path.parents and tests / "gpu" not in (
+        collection_path,
+        *collection_path.parents,
+    )
     return True if config.option.markexpr == "gpu" and others else None
 
 

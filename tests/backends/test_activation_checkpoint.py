@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from bench import activations
+from bench.cost import activations
 from fp8stack import GPT, build_backend, fp8_state, load_config
 from fp8stack.backends import activation_checkpoint
 from fp8stack.errors import UserError

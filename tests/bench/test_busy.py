@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench import busy
 from bench.cells import Cells, Clocks
+from bench.cost import busy
 from fp8stack.errors import UserError
 
 KNOWN: dict[str, Any] = {

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from bench import grid, runner, step
+from bench import runner
 from bench.__main__ import main
 from bench.cells import Cells
+from bench.cost import grid, step
 from fp8stack.benchmark.step import FP8, Work
 from fp8stack.benchmark.timing import Timing
 from fp8stack.model.config import load_config
@@ -176,7 +177,7 @@ for name in ("emulation", "step"):
 
 
 def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "bench.golden", raising=False)
+    monkeypatch.delitem(sys.modules, "bench.gpu.golden", raising=False)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert bench(monkeypatch, Timed(), "golden") == 2
     said = capsys.readouterr().err

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import convergence, runner
-from bench.convergence import bars
+from bench import runner
+from bench.quality import convergence
+from bench.quality.convergence import bars
 from tests.conftest import metrics
 from tests.support.small_loop import SmallLoop
 

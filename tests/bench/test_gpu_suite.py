@@ -21,19 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import (
-    gpu,
-    gpu_casts,
-    gpu_histories,
-    gpu_layers,
-    gpu_losses,
-    gpu_report,
-    gpu_visit,
-    runner,
-    te_raw,
-    wheels,
-)
-from bench.gpu_cases import (
+from bench import runner
+from bench.gpu import casts, gpu, gpu_report, histories, layers, losses, visit, wheels
+from bench.gpu.cases import (
     TIME_IS_UP,
     Case,
     Context,
@@ -46,7 +36,8 @@ from bench.gpu_cases import (
     same_values,
     sqnr_db,
 )
-from bench.gpu_inputs import amaxes, bf16_values, fp32_values, spiky_steps
+from bench.gpu.inputs import amaxes, bf16_values, fp32_values, spiky_steps
+from bench.peers import te_raw
 from fp8stack import numerics
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Hardware
@@ -128,30 +119,30 @@ def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path):
 @pytest.mark.slow
 def test_all_parts_run_through_on_a_cpu(tmp_path):
     assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
-    for number, part in gpu_visit.PARTS.items():
+    for number, part in visit.PARTS.items():
         report = json.loads((tmp_path / f"part-{number}.json").read_text())
         assert [task["ended"] for task in report["tasks"]] == ["done"] * len(part.tasks)
 
 
 def test_each_part_is_shorter_than_nine_minutes():
-    assert gpu_visit.WHOLE < 540
-    assert gpu_visit.PARTS.keys() == {1, 2, 3, 4, 5}
+    assert visit.WHOLE < 540
+    assert visit.PARTS.keys() == {1, 2, 3, 4, 5}
 
 
-def python(code: str, seconds: float = 60.0) -> gpu_visit.Task:
-    return gpu_visit.Task(code, f"timeit -n 1 -r 1 '{code}'", seconds)
+def python(code: str, seconds: float = 60.0) -> visit.Task:
+    return visit.Task(code, f"timeit -n 1 -r 1 '{code}'", seconds)
 
 
 @pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> gpu_visit.Part:
+def part(monkeypatch: pytest.MonkeyPatch) -> visit.Part:
     tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 3), python("print(2)"))
-    made = gpu_visit.Part("four tasks", tasks)
-    monkeypatch.setitem(gpu_visit.PARTS, 1, made)
+    made = visit.Part("four tasks", tasks)
+    monkeypatch.setitem(visit.PARTS, 1, made)
     return made
 
 
 def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(part, tmp_path, capsys):
-    assert exit_code(lambda: gpu_visit.run(1, tmp_path, False)) == 1
+    assert exit_code(lambda: visit.run(1, tmp_path, False)) == 1
     report = json.loads((tmp_path / "part-1.json").read_text())
     ended = ["done", "failed with exit code 1", "stopped after 3 s", "done"]
     assert [task["ended"] for task in report["tasks"]] == ended
@@ -162,11 +153,11 @@ def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(part, tmp_p
 
 KILLED = """
 from pathlib import Path
-from bench import gpu_visit
+from bench.gpu import visit
 codes = ("print(1)", "import os; os.kill(os.getppid(), 9)", "print(2)")
-tasks = [gpu_visit.Task(code, f"timeit -n 1 -r 1 '{code}'", 60.0) for code in codes]
-gpu_visit.PARTS[1] = gpu_visit.Part("three tasks", tasks)
-gpu_visit.run(1, Path(), False)
+tasks = [visit.Task(code, f"timeit -n 1 -r 1 '{code}'", 60.0) for code in codes]
+visit.PARTS[1] = visit.Part("three tasks", tasks)
+visit.run(1, Path(), False)
 """
 
 
@@ -245,10 +236,10 @@ def test_inputs_have_all_that_a_cast_may_meet():
 
 
 def test_casts_hold_and_compiled_ones_do():
-    assert_hold(rows(gpu_casts.cases(CPU), "eager"))
+    assert_hold(rows(casts.cases(CPU), "eager"))
     for word in ("cast of bf16 to e4m3", "scales and", "blocks of fp32 with any"):
-        assert_hold(rows(gpu_casts.cases(CPU), "compiled", word))
-    assert {row["skipped"] for row in rows(gpu_casts.cases(CPU), "TE's")} == {
+        assert_hold(rows(casts.cases(CPU), "compiled", word))
+    assert {row["skipped"] for row in rows(casts.cases(CPU), "TE's")} == {
         "Transformer Engine is not installed"
     }
 
@@ -261,7 +252,7 @@ def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown():
             nearest.dtype
         )
 
-    facts = gpu_casts.casts_with(CPU, "bf16", "e4m3", toward_zero)
+    facts = casts.casts_with(CPU, "bf16", "e4m3", toward_zero)
     assert not facts["holds"]
     assert 1000 < facts["differing"] < facts["checked"]
     assert facts["first"][0].startswith("scale 1: x = ")
@@ -269,7 +260,7 @@ def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown():
 
 def test_what_transformer_engine_casts_is_compared(monkeypatch):
     with te_with_quantizers():
-        cases = list(gpu_casts.cases(WITH_TE))
+        cases = list(casts.cases(WITH_TE))
         for words in (["cast of bf16"], ["special bf16"], ["blocks of ordinary fp32"]):
             assert_hold(rows(cases, "TE's", *words))
         cast = te_raw.cast
@@ -279,27 +270,27 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch):
 
 
 def test_histories_are_the_same_for_all_backends_and_transformer_engines_own(monkeypatch):
-    monkeypatch.setattr(gpu_histories, "STEPS", 26)  # each kind of step comes once
-    gpu_histories._reference.cache_clear()
-    cases = list(gpu_histories.cases(CPU))
+    monkeypatch.setattr(histories, "STEPS", 26)  # each kind of step comes once
+    histories._reference.cache_clear()
+    cases = list(histories.cases(CPU))
     assert_hold(rows(cases, "torch", "most_recent"))
     with te_with_quantizers():
-        cases = list(gpu_histories.cases(WITH_TE))
+        cases = list(histories.cases(WITH_TE))
         for word in ("of 1, max, margin 1", "of 4, max", "of 16, most_recent, margin 0"):
             assert_hold(rows(cases, "TE's history", word))
-        feed = gpu_histories.feed
-        monkeypatch.setattr(gpu_histories, "feed", lambda history, step: feed(history, step[::-1]))
+        feed = histories.feed
+        monkeypatch.setattr(histories, "feed", lambda history, step: feed(history, step[::-1]))
         assert all(broken(row) for row in rows(cases, "TE's history of 4, max, margin 0"))
-    gpu_histories._reference.cache_clear()
+    histories._reference.cache_clear()
 
 
 def test_a_layer_is_compared_with_float64(monkeypatch):
-    shapes = (gpu_layers.Shape(48, 128, 64, True), gpu_layers.Shape(40, 96, 160, False))
-    monkeypatch.setattr(gpu_layers, "SHAPES", shapes)
+    shapes = (layers.Shape(48, 128, 64, True), layers.Shape(40, 96, 160, False))
+    monkeypatch.setattr(layers, "SHAPES", shapes)
     small = GPTConfig(vocabulary=256, context=128, layers=1, width=64, heads=2)
-    monkeypatch.setattr(gpu_layers, "FUSED", small)
-    cases = list(gpu_layers.cases(CPU))
-    assert len(list(gpu_layers.cases(Context(CPU.hardware, quick=True)))) < len(cases)
+    monkeypatch.setattr(layers, "FUSED", small)
+    cases = list(layers.cases(CPU))
+    assert len(list(layers.cases(Context(CPU.hardware, quick=True)))) < len(cases)
     assert_hold(rows(cases, "emulate"))
     assert_hold(rows(cases, "bf16 by reference"))
     assert_hold(rows(cases, "current by torch, 48"))
@@ -309,26 +300,26 @@ def test_a_layer_is_compared_with_float64(monkeypatch):
     assert "block" in row["skipped"]
     (row,) = rows(cases, "delayed by emulate, 48")
     assert set(row["quantized_db"]) == {"y", "dx", "dw", "db"}
-    assert row["unquantized_db"]["y"] < gpu_layers.SAME_OPERANDS_DB
+    assert row["unquantized_db"]["y"] < layers.SAME_OPERANDS_DB
 
 
 def test_a_layer_whose_operands_are_others_does_not_hold(monkeypatch):
-    quantized = gpu_layers.quantized
-    shape = gpu_layers.Shape(48, 128, 64, False)
-    others = partial(gpu_layers.load_recipe, "mxfp8")
+    quantized = layers.quantized
+    shape = layers.Shape(48, 128, 64, False)
+    others = partial(layers.load_recipe, "mxfp8")
     monkeypatch.setattr(
-        gpu_layers, "quantized", lambda recipe, *operands: quantized(others(), *operands)
+        layers, "quantized", lambda recipe, *operands: quantized(others(), *operands)
     )
-    facts = gpu_layers.linear(CPU, "current", "emulate", shape, compiled=False)
+    facts = layers.linear(CPU, "current", "emulate", shape, compiled=False)
     assert not facts["holds"]
 
 
 def test_losses_are_compared_with_bf16s(monkeypatch):
-    monkeypatch.setattr(gpu_losses, "COMPARED_FROM", 1)
-    arms = [gpu_losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
-    monkeypatch.setattr(gpu_losses, "ARMS", arms)
-    training = gpu_losses.Training("gpt-nano", steps=2, batch=2, context=32)
-    found = [run_case(case) for case in gpu_losses.cases(CPU, math.inf, training)]
+    monkeypatch.setattr(losses, "COMPARED_FROM", 1)
+    arms = [losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
+    monkeypatch.setattr(losses, "ARMS", arms)
+    training = losses.Training("gpt-nano", steps=2, batch=2, context=32)
+    found = [run_case(case) for case in losses.cases(CPU, math.inf, training)]
     assert [("skipped" in row, broken(row)) for row in found] == [
         (False, False), (True, False), (False, False), (False, False),
     ]  # fmt: skip
@@ -337,17 +328,17 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     assert (delayed["fp8_layers"], delayed["layers"], delayed["fp8_gemms"]) == (16, 17, 96)
     gap = 100 * (delayed["mean_of_last"] / bf16["mean_of_last"] - 1)
     assert delayed["gap_to_bf16_percent"] == pytest.approx(gap, abs=1e-3)
-    monkeypatch.setattr(gpu_losses, "MOST_APART_PERCENT", 1e-9)
-    monkeypatch.setattr(gpu_losses, "ARMS", [gpu_losses.BF16, ("emulate", "delayed")])
+    monkeypatch.setattr(losses, "MOST_APART_PERCENT", 1e-9)
+    monkeypatch.setattr(losses, "ARMS", [losses.BF16, ("emulate", "delayed")])
     again = {"bf16": bf16, "delayed": delayed}
-    monkeypatch.setattr(gpu_losses, "train", lambda *given, **options: dict(again[given[3]]))
-    found = [run_case(case) for case in gpu_losses.cases(CPU, math.inf, training)]
+    monkeypatch.setattr(losses, "train", lambda *given, **options: dict(again[given[3]]))
+    found = [run_case(case) for case in losses.cases(CPU, math.inf, training)]
     assert [broken(row) for row in found] == [False, True]
 
 
 def test_a_training_that_the_time_does_not_suffice_for_has_no_final_loss():
-    training = gpu_losses.Training("gpt-nano", steps=9, batch=2, context=32)
-    facts = gpu_losses.train(CPU, training, "reference", "bf16", time.monotonic())
+    training = losses.Training("gpt-nano", steps=9, batch=2, context=32)
+    facts = losses.train(CPU, training, "reference", "bf16", time.monotonic())
     assert facts["steps"] == 1
     assert facts["final_loss"] is facts["mean_of_last"] is None
     assert facts["ms_per_step"] > 0
@@ -442,7 +433,7 @@ def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, mon
     gpu.add_section(made, "casts", CPU, tmp_path, budget=0.001)
     section = made["sections"]["casts"]
     assert section["problem"] == ""
-    assert len(section["cases"]) == len(list(gpu_casts.cases(CPU)))
+    assert len(section["cases"]) == len(list(casts.cases(CPU)))
     assert section["cases"][-1]["skipped"] == TIME_IS_UP
 
 
@@ -498,7 +489,7 @@ def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_p
 
 
 def test_what_is_missing_is_told_where_nothing_can_be_imported():
-    script = ROOT / "bench" / "wheels.py"
+    script = ROOT / "bench" / "gpu" / "wheels.py"
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(script), "missing"], capture_output=True, text=True
     )

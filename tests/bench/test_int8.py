@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench import int8, runner
+from bench import runner
+from bench.quality import int8
 
 QUERIES, KEYS, SPREAD = 256, 384, 3.0
 """Where INT8 loses 93 % and E4M3 16 or 17 %: see docs/numerics.md."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import emulation, peers, peers_te, peers_torchao
-from bench.plain_gpt import PlainGPT
+from bench import peers
+from bench.cost import emulation
+from bench.peers import te, torchao
+from bench.peers.plain_gpt import PlainGPT
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from tests.support.te_stand_in import Source
@@ -39,7 +41,7 @@ def test_the_vocabulary_of_a_peer_is_padded_as_asked():
 
 
 def test_torchaos_linear_in_the_benchmark_computes_what_ours_does():
-    theirs, ours = peers_torchao.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
+    theirs, ours = torchao.TorchaoMxfp8(64, 96), emulation.ours("mxfp8", 64, 96)
     ours.load_state_dict(theirs.state_dict())
     results = []
     for layer in (theirs, ours):
@@ -57,7 +59,7 @@ def test_torchaos_model_has_fp8_linears_everywhere_but_in_the_head(recipe):
     plain = PlainGPT(peers.shape_of(work.config))
     batch = work.batch_of("cpu")
     exact = plain(*batch).item()
-    model = peers_torchao.with_torchao(plain, recipe, "cpu")
+    model = torchao.with_torchao(plain, recipe, "cpu")
     kinds = {name: type(m).__name__ for name, m in model.named_modules() if hasattr(m, "weight")}
     assert kinds.pop("lm_head") == "Linear"
     fp8 = [name for name, kind in kinds.items() if kind in ("Float8Linear", "TorchaoMxfp8")]
@@ -82,7 +84,7 @@ def test_transformers_gpt2_has_as_many_parameters_as_ours(monkeypatch):
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama-8b"])
 def test_te_has_every_argument_that_its_layer_is_called_with(model):
-    options = peers_te.layer_options(peers.shape_of(load_config(model)), 1)
+    options = te.layer_options(peers.shape_of(load_config(model)), 1)
     layer = "pytorch/transformer.py:TransformerLayer"
     Source().signature(f"{layer}.__init__").bind("self", **options)
     assert "rotary_pos_emb" in Source().signature(f"{layer}.forward").parameters

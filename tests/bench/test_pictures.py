@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bench import pictures, runner
+from bench import runner
+from bench.quality import pictures
 
 ROOT = Path(__file__).parents[2]
 ORACLES = {

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import emulation, grid, report, runner, step
+from bench import report, runner
 from bench.__main__ import main
+from bench.cost import emulation, grid, step
 from fp8stack.backends.emulate import EmulatedLinear
 from fp8stack.benchmark.step import FP8, PRECISIONS
 from fp8stack.benchmark.timing import Timing, interleaved, summarize

@@ -8,20 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import (
-    cells,
-    emulation,
-    grid,
-    linear,
-    memory,
-    operations,
-    peers,
-    report,
-    runner,
-    scaling,
-    startup,
-    step,
-)
+from bench import cells, peers, report, runner
+from bench.cost import emulation, grid, linear, memory, operations, scaling, startup, step
 from fp8stack.benchmark import step as training_step
 from fp8stack.benchmark.timing import Timing, summarize
 from fp8stack.model.config import GPTConfig

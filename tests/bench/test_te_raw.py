@@ -1,10 +1,10 @@
-"""Transformer Engine's source says what the calls of `bench.te_raw` take it to say."""
+"""Transformer Engine's source says what the calls of `bench.peers.te_raw` take it to say."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench import te_raw
+from bench.peers import te_raw
 from tests.support.te_quantizers import SOURCE, te_with_quantizers
 
 BLOCKWISE = "pytorch/tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.get_scale_shape"

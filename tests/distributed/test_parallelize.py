@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import compression, runner
+from bench import runner
+from bench.quality import compression
 from fp8stack.benchmark.step import FP8
 from fp8stack.config import RunConfig
 from fp8stack.distributed import parallelize

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,5 +68,5 @@ def check_bench(words: Sequence[str], folder: Path) -> None:
         assert runner.check([*words[1:], "--results", str(folder)]) in (0, 2)
         return
     assert words[0] in runner.SCENARIOS, words[0]
-    module: Any = import_module(f"bench.{words[0]}")
+    module: Any = runner.imported(words[0])
     runner.parse(module, words[0], words[1:])

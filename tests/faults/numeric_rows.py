@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.guard import loss_spikes, spiked_steps
+from bench.quality.guard import loss_spikes, spiked_steps
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.errors import NumericFailure
 from fp8stack.training.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import reliability
+from bench.quality import reliability
 from bench.runner import RESULTS
 from fp8stack.errors import UserError
 from tests.faults.case import Case, Outcome

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from bench.gpu_cases import Case, broken, run_case, this_machine
+from bench.gpu.cases import Case, broken, run_case, this_machine
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU is usable by this torch", allow_module_level=True)

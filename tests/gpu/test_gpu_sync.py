@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_cases import Case, plan_of, run_case
+from bench.gpu.cases import Case, plan_of, run_case
 from fp8stack.backends import fp8_state
 from fp8stack.precision import load_recipe
 from tests.conftest import metrics

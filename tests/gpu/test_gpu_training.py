@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.gpu_cases import Case, plan_of, run_case
+from bench.gpu.cases import Case, plan_of, run_case
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT

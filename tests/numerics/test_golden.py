@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import golden
-from bench.gpu_cases import Context
+from bench.gpu import golden
+from bench.gpu.cases import Context
 from fp8stack.precision import Hardware
 from tests.support.golden_checks import check, load
 from tests.support.oracles import fp8_codes, scale_of, to_numpy
@@ -58,7 +58,7 @@ def test_a_golden_file_is_small_and_says_how_it_came_about(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `bench.golden` captures of the stand-in, and the weight's bytes, which it does not
+    """What `bench.gpu.golden` captures of the stand-in, and the weight's bytes, which it does not
     show."""
     folder = tmp_path_factory.mktemp("golden")
     with te_with_quantizers():
@@ -167,7 +167,7 @@ def test_a_file_without_a_cases_tensors_is_no_golden_file(captured: Path) -> Non
 def test_what_cannot_be_captured_is_written_down_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench import te_raw
+    from bench.peers import te_raw
 
     def broken(*args: object) -> None:
         raise RuntimeError("no kernel for this")

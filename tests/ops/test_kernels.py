@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from bench.gpu_inputs import fp32_values
+from bench.gpu.inputs import fp32_values
 from fp8stack.ops import kernels
 from fp8stack.ops.kernels import cast_transpose
 from tests.support.oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from bench.gpu_cases import mark_weights_changed, same_bits, sqnr_db
+from bench.gpu.cases import mark_weights_changed, same_bits, sqnr_db
 from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend, fp8_state
 from fp8stack.numerics import AmaxHistory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import runner
-from bench import telemetry as benchmark
+from bench.cost import telemetry as benchmark
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.observe import observing

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import guard, runner
+from bench import runner
+from bench.quality import guard
 from fp8stack import presets
 from fp8stack.backends import base, fp8_state
 from fp8stack.backends.observe import fp8_linears

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.guard import SPIKES
+from bench.quality.guard import SPIKES
 from fp8stack.config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 from tests.faults import numeric_rows

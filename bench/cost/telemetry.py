@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from bench import cells, emulation, report, runner
+from bench import cells, report, runner
+from bench.cost import emulation
 from bench.report import Bar, Report, Row
 from fp8stack.benchmark.step import FP8, Built, StepArm, Work, build, served
 from fp8stack.benchmark.timing import interleaved

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench import te_raw
-from bench.gpu_cases import Case, Context, Facts, Pairs, Skipped, merged, same_bits, same_values
-from bench.gpu_inputs import DTYPES, FORMAT_NAMES, MATRICES, amaxes, matrix, values_of
+from bench.gpu.cases import Case, Context, Facts, Pairs, Skipped, merged, same_bits, same_values
+from bench.gpu.inputs import DTYPES, FORMAT_NAMES, MATRICES, amaxes, matrix, values_of
+from bench.peers import te_raw
 from fp8stack import numerics
 from fp8stack.numerics import AmaxHistory
 

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import te_raw
-from bench.peers import shape_of
-from bench.plain_gpt import Shape, optimizer_for
+from bench.peers import shape_of, te_raw
+from bench.peers.plain_gpt import Shape, optimizer_for
 from fp8stack.benchmark.step import Work, training_step
 
 

@@ -31,7 +31,7 @@ from fp8stack.numerics import (
 )
 from fp8stack.numerics.error import FIGURES, sqnr_db, tensor_error
 
-FOLDER = Path(__file__).parents[1] / "docs" / "images"
+FOLDER = Path(__file__).parents[2] / "docs" / "images"
 # Okabe and Ito's colours, which the colour-blind tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#555555"
 LOWEST, HIGHEST = -18, 17  # powers of two on the number line

@@ -6,9 +6,10 @@ import argparse
 
 from matplotlib.figure import Figure
 
-from bench import emulation, report, runner
+from bench import report, runner
+from bench.cost import emulation
+from bench.cost.step import in_turns
 from bench.report import Report, Row
-from bench.step import in_turns
 from fp8stack.benchmark.step import SMALL, Work
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Hardware, probe

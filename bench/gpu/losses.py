@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.gpu_cases import Case, Context, Facts, Skipped, plan_of
+from bench.gpu.cases import Case, Context, Facts, Skipped, plan_of
 from fp8stack import data
 from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import free_memory

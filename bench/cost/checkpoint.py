@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import emulation, report, runner
+from bench import report, runner
+from bench.cost import emulation
 from bench.report import Report, Row
 from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import Work, training_step

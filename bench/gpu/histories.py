@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import te_raw
-from bench.gpu_cases import (
+from bench.gpu.cases import (
     Case,
     Context,
     Facts,
@@ -24,8 +23,9 @@ from bench.gpu_cases import (
     plan_of,
     same_bits,
 )
-from bench.gpu_casts import need_te
-from bench.gpu_inputs import Operands, spiky_steps
+from bench.gpu.casts import need_te
+from bench.gpu.inputs import Operands, spiky_steps
+from bench.peers import te_raw
 from fp8stack import numerics
 from fp8stack.backends import Backend, fp8_state
 from fp8stack.formats import AmaxAlgorithm

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from bench import activations, cells, emulation, report, runner
+from bench import cells, report, runner
+from bench.cost import activations, emulation
 from bench.report import Report, Row
 from fp8stack.benchmark.step import PRECISIONS, StepArm, Work, arms, baseline, build_step, chosen
 from fp8stack.precision import Hardware, probe

@@ -1,7 +1,7 @@
 """What a machine without a package registry lacks, and how to bring it: wheels in a folder.
 
-    python bench/wheels.py missing               # on the machine with the GPU, from a checkout
-    python bench/wheels.py download .whl         # where there is a registry
+    python bench/gpu/wheels.py missing               # on the machine with the GPU, from a checkout
+    python bench/gpu/wheels.py download .whl         # where there is a registry
 
 A script of the standard library alone, since it runs where fp8stack cannot be imported yet.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # What images with torch lack, as a rule; they have the rest of the dependencies.
 USUALLY_MISSING = ("pydantic",)
 # For the tests on a GPU, beside the package's own dependencies.

@@ -60,7 +60,7 @@ def measured(
 
 def main() -> int:
     """Measure, print and append to a file; 1 if a recipe failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_steps", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.steps", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="a file, one JSON object per line")
     add("--model", default="gpt2-124m", help="of those that steps are measured of")

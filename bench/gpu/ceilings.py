@@ -62,7 +62,7 @@ def launch(x: Tensor) -> None:
 
 def main() -> int:
     """Measure, print and append to a file; 1 if something could not be measured."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_ceilings", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.ceilings", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a file, one JSON object per line")
     parser.add_argument("--tiny", action="store_true", help="on a CPU too, to see that it runs")
     arguments = parser.parse_args()

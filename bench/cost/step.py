@@ -15,7 +15,8 @@ from types import MappingProxyType
 
 import torch
 
-from bench import cells, emulation, peers, report, runner
+from bench import cells, peers, report, runner
+from bench.cost import emulation
 from bench.report import Bar, Report, Row
 from fp8stack.benchmark.step import (
     FP8,
@@ -178,11 +179,11 @@ def peer_arms(
         if not mode or _gpu(hardware):  # on a CPU one compiled peer in FP8 is enough
             yield "torchao rowwise", partial(peers.step, work, device, "rowwise", mode)
     if hardware.has_te:
-        from bench import peers_te
+        from bench.peers import te
 
-        yield "te.TransformerLayer bf16", partial(peers_te.step, work, None)
+        yield "te.TransformerLayer bf16", partial(te.step, work, None)
         for recipe in ("delayed", "current"):
-            yield f"te.TransformerLayer {recipe}", partial(peers_te.step, work, recipe)
+            yield f"te.TransformerLayer {recipe}", partial(te.step, work, recipe)
 
 
 def bars(rows: list[Row]) -> list[Bar]:

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench import gpu_histories, gpu_report, te_raw
-from bench.gpu_cases import Context, Facts, Skipped, this_machine
-from bench.gpu_casts import SCALES, need_te
-from bench.gpu_inputs import DTYPES, FORMAT_NAMES, Operands, matrix, spiky_steps, values_of
+from bench.gpu import gpu_report, histories
+from bench.gpu.cases import Context, Facts, Skipped, this_machine
+from bench.gpu.casts import SCALES, need_te
+from bench.gpu.inputs import DTYPES, FORMAT_NAMES, Operands, matrix, spiky_steps, values_of
+from bench.peers import te_raw
 from fp8stack.formats import AmaxAlgorithm
 
-FOLDER = Path(__file__).parents[1] / "tests" / "golden"
+FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 STEPS = 50
 HISTORY_SIZES = (16, 32, 16)  # rows, in, out
 # What x and dy are multiplied by in the steps of a module: its delayed scales are found on the way.
@@ -103,8 +104,8 @@ def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
     for dtype in DTYPES:
         for format in FORMAT_NAMES:
             yield f"cast {dtype} {format}", partial(_cast, device, dtype, format)
-    for length in gpu_histories.LENGTHS:
-        for algorithm in gpu_histories.ALGORITHMS:
+    for length in histories.LENGTHS:
+        for algorithm in histories.ALGORITHMS:
             for margin in (0, 1):
                 name = f"history {length} {algorithm} margin {margin}"
                 yield name, partial(_history, device, length, algorithm, margin)
@@ -198,13 +199,13 @@ def _history(device: str, length: int, algorithm: AmaxAlgorithm, margin: int) ->
     layer = te_raw.module("Linear", sizes, torch.bfloat16, device, bias=False)
     scales = []
     for operands in spiky_steps(STEPS, *HISTORY_SIZES):
-        gpu_histories.te_step(layer, recipe, operands, device)
+        histories.te_step(layer, recipe, operands, device)
         now = te_raw.scales_and_histories(layer)
-        scales.append(torch.stack([now[f"gemm1.{slot}"][0] for slot in gpu_histories.FORMATS]))
+        scales.append(torch.stack([now[f"gemm1.{slot}"][0] for slot in histories.FORMATS]))
     te_raw.forget()
-    histories = [now[f"gemm1.{slot}"][1] for slot in gpu_histories.FORMATS]
+    saved = [now[f"gemm1.{slot}"][1] for slot in histories.FORMATS]
     facts = {"kind": "history", "length": length, "algorithm": algorithm, "margin": margin}
-    return facts, {"scales": torch.stack(scales), "histories": torch.stack(histories, dim=1)}
+    return facts, {"scales": torch.stack(scales), "histories": torch.stack(saved, dim=1)}
 
 
 def _current(
@@ -230,7 +231,7 @@ def _block(context: Context, kind: str, dtype: str, square: bool, power_of_two: 
         "square": square,
         "power_of_two": power_of_two,
     }
-    # A square block's other copy is the same bytes, transposed: `bench.gpu_casts` compares it.
+    # A square block's other copy is the same bytes, transposed: `bench.gpu.casts` compares it.
     return facts, _both_ways(made._replace(across=None) if square else made)
 
 

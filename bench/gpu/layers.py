@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu_cases import (
+from bench.gpu.cases import (
     Case,
     Context,
     Facts,

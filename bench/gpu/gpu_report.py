@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import fp8stack
-from bench.gpu_cases import TIME_IS_UP, Facts, broken
+from bench.gpu.cases import TIME_IS_UP, Facts, broken
 from fp8stack.benchmark.timing import version
 from fp8stack.precision import Hardware
 from fp8stack.tables import markdown as table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Report = dict[str, Any]
 
 

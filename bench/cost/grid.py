@@ -11,8 +11,8 @@ import argparse
 from matplotlib.figure import Figure
 
 from bench import report, runner
+from bench.cost.step import in_turns
 from bench.report import Report, Row
-from bench.step import in_turns
 from fp8stack.benchmark.step import PRECISIONS, Work, works
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import probe

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WHOLE = 530.0  # seconds for a part; what a task leaves, the next ones have
 SHOWN = 15  # lines of a task that failed
 # Without layers and losses: those are too large for a CPU.
@@ -62,7 +62,7 @@ def tests(names: str, seconds: float) -> Task:
 def steps(model: str, recipes: str, seconds: float, more: str = "") -> Task:
     """Training steps of a model, each recipe with its own row and profile."""
     name = f"steps of {model} in {recipes}{', head in FP8' if '--head' in more else ''}"
-    given = f"bench.gpu_steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
+    given = f"bench.gpu.steps --out {{out}}/steps.jsonl --model {model} --recipes {recipes} {more}"
     return Task(name, given, seconds, "--tiny --rounds 6 --budget 2")
 
 
@@ -98,7 +98,7 @@ PARTS = {
         "what this machine is, what it reaches, and whether kernels, numbers and plans are right",
         (
             Task("doctor", "fp8stack doctor --json", 60),
-            Task("ceilings", "bench.gpu_ceilings --out {out}/ceilings.jsonl", 90, "--tiny"),
+            Task("ceilings", "bench.gpu.ceilings --out {out}/ceilings.jsonl", 90, "--tiny"),
             tests("kernels numbers plan", 450),
         ),
     ),

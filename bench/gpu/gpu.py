@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from bench import gpu_casts, gpu_histories, gpu_layers, gpu_losses, gpu_report, gpu_visit
-from bench.gpu_cases import TIME_IS_UP, Case, Context, Facts, run_case
-from bench.gpu_report import Report
+from bench.gpu import casts, gpu_report, histories, layers, losses, visit
+from bench.gpu.cases import TIME_IS_UP, Case, Context, Facts, run_case
+from bench.gpu.gpu_report import Report
 from fp8stack.precision import probe
 
 # Seconds. The last section gets what is left of the whole.
@@ -32,19 +32,19 @@ Section = Callable[[Context, Path, float], Iterator[Case]]
 
 
 def _capture(context: Context, folder: Path) -> Facts:
-    from bench import golden  # it needs safetensors, which the other sections do not
+    from bench.gpu import golden  # it needs safetensors, which the other sections do not
 
     return golden.captured(context, folder)
 
 
 SECTIONS: dict[str, Section] = {
-    "casts": lambda context, folder, deadline: gpu_casts.cases(context),
-    "histories": lambda context, folder, deadline: gpu_histories.cases(context),
+    "casts": lambda context, folder, deadline: casts.cases(context),
+    "histories": lambda context, folder, deadline: histories.cases(context),
     "golden": lambda context, folder, deadline: iter(
         [Case("capture", partial(_capture, context, folder))]
     ),
-    "layers": lambda context, folder, deadline: gpu_layers.cases(context),
-    "losses": lambda context, folder, deadline: gpu_losses.cases(context, deadline),
+    "layers": lambda context, folder, deadline: layers.cases(context),
+    "losses": lambda context, folder, deadline: losses.cases(context, deadline),
 }
 
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--part",
         type=int,
-        choices=list(gpu_visit.PARTS),
+        choices=list(visit.PARTS),
         help="a part of the first half hour on a new GPU instead, see docs/new_gpu.md",
     )
     add("--dry-run", action="store_true", help="such parts on a CPU, with tiny sizes; all if none")
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         print("python -m bench gpu needs a CUDA GPU, and torch finds none here.")
         raise SystemExit(2)
     if arguments.part or arguments.dry_run:
-        gpu_visit.run(arguments.part, arguments.out, arguments.dry_run)
+        visit.run(arguments.part, arguments.out, arguments.dry_run)
         return
     start = time.monotonic()
     hardware = probe(arguments.device)

@@ -1,6 +1,6 @@
 """What a GPU is checked by: cases, each of which says whether it holds.
 
-`bench.gpu` runs them and writes down what they found; tests/gpu asserts that they hold.
+`bench.gpu.gpu` runs them and writes down what they found; tests/gpu asserts that they hold.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from bench import emulation, peers, report, runner
+from bench import peers, report, runner
+from bench.cost import emulation
 from bench.report import Report, Row
 from fp8stack.benchmark.step import FP8, baseline, served
 from fp8stack.benchmark.timing import Timing

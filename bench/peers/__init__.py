@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.plain_gpt import PlainGPT, Shape, optimizer_for
+from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
 from fp8stack.benchmark.step import Work, training_step
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import allow_many_compilations
@@ -41,7 +41,7 @@ def linear(
     recipe: str, inputs: int, outputs: int, device: str, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """torchao's linear by itself."""
-    from bench.peers_torchao import with_torchao
+    from bench.peers.torchao import with_torchao
 
     made = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)
     return made.to(device, dtype)
@@ -53,7 +53,7 @@ def step(work: Work, device: str, torchao: str = "", compiled: bool = True) -> S
     # On a GPU the head is aligned, as nanoGPT does with its 50304 tokens.
     model: nn.Module = PlainGPT(shape_of(work.config, 64 if device == "cuda" else 1)).to(device)
     if torchao:
-        from bench.peers_torchao import with_torchao
+        from bench.peers.torchao import with_torchao
 
         model = with_torchao(model, torchao, device)
     optimizer = optimizer_for(model)

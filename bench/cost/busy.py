@@ -132,7 +132,7 @@ def loops(count: int) -> Iterator[None]:
 
 def steps_of(case: str, arm: str, seconds: float) -> dict[str, float]:
     """Steps per second beside each number of busy loops."""
-    code = f"from bench.busy import child; child({case!r}, {arm!r}, {seconds!r})"
+    code = f"from bench.cost.busy import child; child({case!r}, {arm!r}, {seconds!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], env=_environment(ARMS[arm]), check=True, capture_output=True
     )

@@ -1,0 +1,1 @@
+"""What only a GPU can show, and the scripts for the first half hour on one."""

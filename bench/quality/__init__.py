@@ -1,0 +1,1 @@
+"""What training comes to: losses, faults, what few bits lose."""
