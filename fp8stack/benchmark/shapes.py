@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fp8stack.backends import build_backend
 from fp8stack.backends.base import DTYPES
+from fp8stack.backends.compiler import require_compiler
 from fp8stack.benchmark.timing import Arm, Timing, interleaved
-from fp8stack.compiler import require_compiler
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, resolve

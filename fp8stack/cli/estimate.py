@@ -59,7 +59,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         UserError: what building the run would raise; a memory that is not above 0.
     """
     from fp8stack import presets
-    from fp8stack.compiler import require_compilable
+    from fp8stack.backends.compiler import require_compilable
     from fp8stack.config import for_ranks
     from fp8stack.distributed.parallelize import require_divisible, require_possible
     from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate, memory_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8stack.backends.compiler import require_compiler
 from fp8stack.checkpoint.state import differences
-from fp8stack.compiler import require_compiler
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config, plan_for

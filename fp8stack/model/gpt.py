@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activation_checkpoint import contexts
+from fp8stack.backends.compiler import SELECTIVE_COMPILED
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
@@ -25,10 +26,6 @@ from fp8stack.ops.kv_cache import KVCache
 from fp8stack.precision import Hardware
 
 Recompute = Literal["none", "selective", "block"]
-SELECTIVE_COMPILED = (
-    "activation_checkpointing selective does not work with --compile: compiled code chooses by "
-    "itself what it keeps. Use none, block for less memory, or leave --compile out."
-)
 
 
 class Attention(nn.Module):

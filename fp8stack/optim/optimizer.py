@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from fp8stack.compiler import require_tools
+from fp8stack.backends.compiler import require_tools
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.optim.chained import ChainedOptimizer, first_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp8stack.compiler import require_compilable
+from fp8stack.backends.compiler import require_compilable
 from fp8stack.config import RunConfig, training_preset
 from fp8stack.model.config import load_config
 from fp8stack.planner.table import PrecisionTable, make_table

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from fp8stack.compiler import require_compilable
+from fp8stack.backends.compiler import require_compilable
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import require_possible
 from fp8stack.distributed.process_group import ALONE

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch._inductor import config as inductor
 
 from fp8stack.backends import build_backend, fp8_state
-from fp8stack.compiler import require_compiler
+from fp8stack.backends.compiler import require_compiler
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, plan_for

@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
@@ -16,7 +15,6 @@ def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     train = _curve(metrics, "loss")
     validation = _curve(metrics, "val_loss")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)

@@ -15,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 import fp8stack
-from fp8stack.compiler import require_compiler
+from fp8stack.backends.compiler import require_compiler
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import (
     DDP_OPTIONS,

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from fp8stack.backends import build_backend
+from fp8stack.backends.compiler import TE_COMPILED
 from fp8stack.backends.linear import CastLinear
-from fp8stack.compiler import TE_COMPILED
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import TE_SHARDED
 from fp8stack.errors import UserError

@@ -10,9 +10,12 @@ import sysconfig
 from pathlib import Path
 
 from fp8stack.errors import UserError
-from fp8stack.model.gpt import SELECTIVE_COMPILED
 from fp8stack.precision import Plan
 
+SELECTIVE_COMPILED = (
+    "activation_checkpointing selective does not work with --compile: compiled code chooses by "
+    "itself what it keeps. Use none, block for less memory, or leave --compile out."
+)
 TE_COMPILED = "--compile: Transformer Engine's layers cannot be compiled into one graph"
 
 
