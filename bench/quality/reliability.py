@@ -29,7 +29,7 @@ from fp8stack.cli.options import words
 from fp8stack.errors import UserError, unknown
 from tests.faults.case import Case, Outcome
 
-THEMES = ("kill", "input", "numeric", "rank")
+ROWS = ("kill_rows", "inputs.input_rows", "numeric.numeric_rows", "rank_rows")
 SHOWN = 10  # lines of what was lost in a row
 
 
@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
 def all_cases() -> dict[str, Case]:
     """The rows of all themes, in order."""
     cases: dict[str, Case] = {}
-    for theme in THEMES:
-        cases |= import_module(f"tests.faults.{theme}_rows").CASES
+    for rows in ROWS:
+        cases |= import_module(f"tests.faults.{rows}").CASES
     return dict(sorted(cases.items(), key=lambda item: _order(item[0])))
 
 

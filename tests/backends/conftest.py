@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.te_stand_in import StandIn, installed
+from tests.support.te.te_stand_in import StandIn, installed
 
 
 @pytest.fixture

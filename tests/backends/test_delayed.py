@@ -13,7 +13,6 @@ from fp8stack import numerics
 from fp8stack.backends import fp8_state, load_fp8_state
 from fp8stack.errors import UserError
 from fp8stack.model.gpt import GPT
-from tests.support import te_stand_in
 from tests.support.backend_models import (
     BACKENDS,
     DELAYED,
@@ -36,6 +35,7 @@ from tests.support.backend_models import (
     train,
 )
 from tests.support.oracles import FP8_MAX
+from tests.support.te import te_stand_in
 
 pytestmark = pytest.mark.usefixtures("one_thread", "te_throughout")
 # What quantizes weights once and keeps them, and what does so at each call.

@@ -28,7 +28,7 @@ from fp8stack.precision import load_recipe
 from fp8stack.training.setup import start, variants
 from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
-from tests.support import backend_models, te_stand_in
+from tests.support import backend_models
 from tests.support.backend_models import (
     H100,
     LINEARS,
@@ -45,7 +45,8 @@ from tests.support.backend_models import (
     same,
     train,
 )
-from tests.support.te_stand_in import ROOT, Source, installed
+from tests.support.te import te_stand_in
+from tests.support.te.te_stand_in import ROOT, Source, installed
 
 FUSED = {"LayerNormLinear": 2, "Linear": 2, "LayerNormMLP": 2}  # calls of a pass through TINY
 

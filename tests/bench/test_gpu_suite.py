@@ -41,7 +41,7 @@ from bench.peers import te_raw
 from fp8stack import numerics
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Hardware
-from tests.support.te_quantizers import te_with_quantizers
+from tests.support.te.te_quantizers import te_with_quantizers
 
 ROOT = Path(__file__).parents[2]
 CPU = Context(Hardware("cpu", name="a CPU"), compiler="eager")

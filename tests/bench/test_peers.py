@@ -11,7 +11,7 @@ from bench.peers import te, torchao
 from bench.peers.plain_gpt import PlainGPT
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
-from tests.support.te_stand_in import Source
+from tests.support.te.te_stand_in import Source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

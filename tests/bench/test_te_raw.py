@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.peers import te_raw
-from tests.support.te_quantizers import SOURCE, te_with_quantizers
+from tests.support.te.te_quantizers import SOURCE, te_with_quantizers
 
 BLOCKWISE = "pytorch/tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.get_scale_shape"
 MANAGER = "pytorch/quantization.py:FP8GlobalStateManager"

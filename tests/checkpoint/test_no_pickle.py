@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.input_corruptions import make_run
-from tests.faults.input_pickles import DOORS, PAYLOADS, Payload, executed
+from tests.faults.inputs.input_corruptions import make_run
+from tests.faults.inputs.input_pickles import DOORS, PAYLOADS, Payload, executed
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

@@ -13,7 +13,7 @@ from fp8stack.checkpoint import reader
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.validation import can_go_on
 from fp8stack.errors import UserError
-from tests.faults.input_corruptions import NEWEST, make_run
+from tests.faults.inputs.input_corruptions import NEWEST, make_run
 
 UP = "blocks.0.mlp.up"
 

@@ -19,7 +19,7 @@ from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import DelayedRecipe, load_recipe
 from tests.conftest import TINY, Command
-from tests.faults.input_flags import bad_input, make_files, problem
+from tests.faults.inputs.input_flags import bad_input, make_files, problem
 
 BAD = bad_input()
 

@@ -375,7 +375,7 @@ def test_four_ranks_train_as_one(trained: Trained, recipe: str, parallel: str) -
 @contextmanager
 def _on_te(recipe: str, rank: int) -> Iterator[None]:
     """Plan for a GPU with Transformer Engine, which a stand-in on the CPU is."""
-    from tests.support.te_stand_in import installed
+    from tests.support.te.te_stand_in import installed
 
     plan_for = variants.plan_for
     gpu = Hardware("cuda", (10 if recipe == "mxfp8" else 9, 0), has_te=True)

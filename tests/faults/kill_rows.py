@@ -340,7 +340,7 @@ def growth(samples: Sequence[Sample]) -> str:
 def on_cuda(folder: Path, count: int) -> Outcome:
     """R1 and R10 with Transformer Engine on a GPU, a fifth of the faults being kills. It is ready
     to run; no GPU has run it yet."""
-    from tests.faults.numeric_rows import cuda_faults
+    from tests.faults.numeric.numeric_rows import cuda_faults
 
     if not torch.cuda.is_available():
         raise RuntimeError("There is no CUDA GPU here.")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import kill_rows, numeric_rows, rank_rows
+from tests.faults import kill_rows, rank_rows
 from tests.faults.case import Case
 from tests.faults.kill_rows import MEMORY_MIB, Sample, growth, kills
+from tests.faults.numeric import numeric_rows
 from tests.faults.processes import checkpoint_difference, checkpoints, difference, rows, run_ranks
 from tests.faults.twins import Twin
 

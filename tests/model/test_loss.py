@@ -23,7 +23,7 @@ from fp8stack.model.loss import chunk_rows, head_loss
 from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import B200, CPU, H100, gradients
 from tests.support.gemm_oracle import oracle
-from tests.support.te_stand_in import installed
+from tests.support.te.te_stand_in import installed
 
 TINY = {"vocabulary": 61, "context": 60, "layers": 1, "width": 32, "heads": 2}
 ROWS = 8 * 60  # three chunks of 128 and one of 96

@@ -17,7 +17,7 @@ from bench.gpu.cases import Context
 from fp8stack.precision import Hardware
 from tests.support.golden_checks import check, load
 from tests.support.oracles import fp8_codes, scale_of, to_numpy
-from tests.support.te_quantizers import te_with_quantizers
+from tests.support.te.te_quantizers import te_with_quantizers
 
 FOLDER = Path(__file__).parents[1] / "golden"
 FILES = sorted(FOLDER.glob("*.safetensors"))

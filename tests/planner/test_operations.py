@@ -23,7 +23,7 @@ from fp8stack.planner import Operation, casts_of, operations_of
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.dtype_recorder import Recorder, Seen, fp8_of
 from tests.support.small_loop import SmallLoop
-from tests.support.te_stand_in import installed
+from tests.support.te.te_stand_in import installed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ import torch
 from bench.quality.guard import SPIKES
 from fp8stack.config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
-from tests.faults import numeric_rows
 from tests.faults.case import Outcome
-from tests.faults.numeric_rows import clean, falsely_skipped, spiked, spikes
+from tests.faults.numeric import numeric_rows
+from tests.faults.numeric.numeric_rows import clean, falsely_skipped, spiked, spikes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

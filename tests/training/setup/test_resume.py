@@ -1,6 +1,6 @@
 """What a run that is started again finds and goes on from, passes over or refuses.
 
-What it may not be resumed as is in tests/faults/test_other_run.py; other damage in
+What it may not be resumed as is in tests/faults/numeric/test_other_run.py; other damage in
 test_inputs.py there.
 """
 

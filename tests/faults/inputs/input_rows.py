@@ -10,8 +10,14 @@ from pathlib import Path
 
 import torch
 
-from tests.faults import input_corruptions, input_data, input_flags, input_fuzz, input_pickles
 from tests.faults.case import Case, Outcome, judged
+from tests.faults.inputs import (
+    input_corruptions,
+    input_data,
+    input_flags,
+    input_fuzz,
+    input_pickles,
+)
 
 FUZZ_SHORT, FUZZ_LONG = 1300, 20_000
 RUN_FILES = 60

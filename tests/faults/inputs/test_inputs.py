@@ -14,10 +14,10 @@ from fp8stack.checkpoint import reader
 from fp8stack.errors import NoUsableCheckpoint
 from fp8stack.training import loop
 from tests.conftest import TINY, Command, metrics
-from tests.faults import input_data, input_fuzz
 from tests.faults.bounded import TIMEOUT, TRACEBACK, bounded
 from tests.faults.bounded import command as in_child
-from tests.faults.input_corruptions import (
+from tests.faults.inputs import input_data, input_fuzz
+from tests.faults.inputs.input_corruptions import (
     CORRUPTIONS,
     NEWEST,
     OLDER,

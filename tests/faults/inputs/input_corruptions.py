@@ -19,8 +19,8 @@ from torch import Tensor
 from fp8stack.checkpoint import reader
 from fp8stack.training.setup.start import set_up
 from tests.faults.bounded import bounded
+from tests.faults.numeric.small_runs import small_run, trained
 from tests.faults.processes import Ended
-from tests.faults.small_runs import small_run, trained
 
 OLDER, NEWEST = "step-000002", "step-000004"
 FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "fp8.safetensors",

@@ -28,7 +28,7 @@ from fp8stack.report.events import folded
 from fp8stack.report.read import read_run
 from fp8stack.report.text import show
 from fp8stack.training.run_folder import RunFolder
-from tests.faults.input_corruptions import NEWEST, rewrite
+from tests.faults.inputs.input_corruptions import NEWEST, rewrite
 
 Example = Callable[[Path, Any], object]
 

@@ -14,9 +14,9 @@ from fp8stack.errors import NumericFailure
 from fp8stack.training.guard.policy import Guard
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
-from tests.faults import numeric_rows, small_runs
-from tests.faults.numeric_faults import VALUES, Fault, places
-from tests.faults.numeric_rows import FP8, RECIPES, transient
+from tests.faults.numeric import numeric_rows, small_runs
+from tests.faults.numeric.numeric_faults import VALUES, Fault, places
+from tests.faults.numeric.numeric_rows import FP8, RECIPES, transient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf

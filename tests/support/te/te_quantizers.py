@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.oracles import FLT_MAX, block_amax, blocked, fp8_codes, mxfp8, scale_of, to_numpy
-from tests.support.te_stand_in import Source, StandIn, installed
+from tests.support.te.te_stand_in import Source, StandIn, installed
 
 SOURCE = Source()
 FILES = {

@@ -22,7 +22,7 @@ import torch
 from fp8stack.errors import UserError
 from fp8stack.training.load import load
 from tests.faults.bounded import TRACEBACK, called
-from tests.faults.input_corruptions import NEWEST, replace
+from tests.faults.inputs.input_corruptions import NEWEST, replace
 
 
 class Payload:

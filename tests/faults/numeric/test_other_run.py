@@ -12,8 +12,8 @@ import pytest
 
 from fp8stack.config import FREE_ON_RESUME, RunConfig
 from tests.conftest import Command
-from tests.faults import numeric_rows, other_runs
-from tests.faults.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
+from tests.faults.numeric import numeric_rows, other_runs
+from tests.faults.numeric.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

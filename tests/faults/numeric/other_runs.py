@@ -9,7 +9,7 @@ from typing import Any
 from fp8stack.errors import UserError
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
-from tests.faults.small_runs import small_run, trained
+from tests.faults.numeric.small_runs import small_run, trained
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.errors import NumericFailure
 from fp8stack.training.run import Run
 from tests.faults.case import Case, Outcome, judged
-from tests.faults.numeric_faults import VALUES, Fault, places
-from tests.faults.other_runs import OTHERS, refusal, saved_run
-from tests.faults.small_runs import Digest, Recorder, events, is_sound, small_run, trained
+from tests.faults.numeric.numeric_faults import VALUES, Fault, places
+from tests.faults.numeric.other_runs import OTHERS, refusal, saved_run
+from tests.faults.numeric.small_runs import Digest, Recorder, events, is_sound, small_run, trained
 
 RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
 FP8 = ("delayed", "current", "block", "mxfp8")
