@@ -281,6 +281,7 @@ def _work(
     rank: int,
 ) -> None:
     """What a process does."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and would stay so
     for number, writer in enumerate(writers, 1):
         os.dup2(writer.fileno(), number)
         writer.close()
