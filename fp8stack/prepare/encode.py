@@ -30,20 +30,13 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The tokens of an item.
-
-    Attributes:
-        tokens: of all documents one after the other, each but an unfinished one with the
-            end-of-text token: uint16 or uint32 [tokens].
-        lengths: tokens of each document, int64 [documents].
-        text_bytes: bytes of each as UTF-8, int64 [documents].
-        replaced: how many U+FFFD took the place of what was not Unicode.
-    """
+    """The tokens of an item's documents, uint16 or uint32 [tokens], one after the other, each but
+    an unfinished one with the end-of-text token."""
 
     tokens: npt.NDArray[np.unsignedinteger]
-    lengths: npt.NDArray[np.int64]
-    text_bytes: npt.NDArray[np.int64]
-    replaced: int
+    lengths: npt.NDArray[np.int64]  # tokens of each document, [documents]
+    text_bytes: npt.NDArray[np.int64]  # bytes of each as UTF-8, [documents]
+    replaced: int  # how many U+FFFD took the place of what was not Unicode
 
 
 def encode_all(
@@ -116,8 +109,6 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# In a process of its own
-
 _settings: tuple[Tokenizer, str] | None = None
 
 
@@ -127,14 +118,14 @@ def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
     global _settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _settings = tokenizer, text_key
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def encode_in_worker(item: Item) -> Encoded:
@@ -143,20 +134,9 @@ def encode_in_worker(item: Item) -> Encoded:
     return encode(item, *_settings)
 
 
-# Of one item
-
-
 def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
-    """The tokens of an item.
-
-    Args:
-        item: a piece of the inputs.
-        tokenizer: has an end-of-text token.
-        text_key: of JSON lines and tables.
-
-    Raises:
-        UserError: see `texts_of`.
-    """
+    """The tokens of an item, by a tokenizer that has an end-of-text token. Raises what `texts_of`
+    raises."""
     found = list(texts_of(item, text_key))
     texts = [text for text, _ in found]
     ids = tokenizer.encode_batch(texts)

@@ -24,9 +24,6 @@ def check_of(content: bytes) -> int:
 class ByteStream:
     """A file that is read from its beginning to its end; `.gz` and `.zst` are unpacked.
 
-    Args:
-        path: the file.
-
     Raises:
         UserError: here and in `read`: it cannot be read, or what is packed is damaged.
     """
@@ -40,7 +37,12 @@ class ByteStream:
         except OSError as error:
             raise self._unreadable(str(error.strerror)) from error
         self._suffix = path.suffix.lower()
-        self._chunks = self._unpacked()
+        if self._suffix == ".zst":
+            self._chunks = _unpack_zstd(self._file)
+        else:
+            packed = self._suffix == ".gz"
+            reader = gzip.GzipFile(fileobj=self._file) if packed else self._file
+            self._chunks = iter(partial(reader.read, CHUNK_BYTES), b"")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -81,13 +83,6 @@ class ByteStream:
                 f"{offset}. Put it back as it was, or begin anew with --overwrite."
             )
         return tail
-
-    def _unpacked(self) -> Iterator[bytes]:
-        if self._suffix == ".zst":
-            return _unpack_zstd(self._file)
-        packed = self._suffix == ".gz"
-        reader = gzip.GzipFile(fileobj=self._file) if packed else self._file
-        return iter(partial(reader.read, CHUNK_BYTES), b"")
 
     def _read_on(self) -> bool:
         """Have more bytes ready, unless the file is at its end."""

@@ -86,14 +86,9 @@ def parse_dataset(name: str) -> tuple[str, str | None, str]:
 def dataset_rows(
     path: str, start: int, state: dict[str, Any] | None, key: str, size: int
 ) -> Iterator[Rows]:
-    """The column `key` of a dataset, streamed, some `size` bytes at a time.
-
-    Args:
-        path: `hf:NAME[:CONFIG][@SPLIT]`, or `hf:FOLDER[@SPLIT]` of what `save_to_disk` wrote.
-        start: how many rows were read.
-        state: what the last `Rows` before had; None from the beginning.
-        key: the name of the column.
-        size: bytes.
+    """The column `key` of a dataset, streamed, some `size` bytes at a time: of
+    `hf:NAME[:CONFIG][@SPLIT]`, or `hf:FOLDER[@SPLIT]` that `save_to_disk` wrote. It goes on from
+    `state`, which the last `Rows` before had; None is the beginning.
 
     Raises:
         UserError: the dataset cannot be had, or has no such column.
