@@ -20,27 +20,16 @@ from fp8stack.training.setup.datasets import tokenizer_of_run
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be written.
+    """What is to be written."""
 
-    Attributes:
-        run: a run's folder, or a checkpoint's.
-        prompt: what the text begins with.
-        tokens: how many to write at most.
-        seed: of the draw.
-        sampling: how each token is chosen.
-        recipe: what the model is run in; None for bf16 where the machine multiplies it, else fp32.
-        tokenizer: a name or path; None for the run's.
-        device: auto, cpu or cuda.
-        backend: the compute backend.
-    """
-
-    run: str
-    prompt: str
-    tokens: int
+    run: str  # a run's folder, or a checkpoint's
+    prompt: str  # what the text begins with
+    tokens: int  # how many to write at most
     seed: int
     sampling: Sampling
+    # What the model is run in; None for bf16 where the machine multiplies it, else fp32.
     recipe: str | None = None
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # a name or path; None for the run's
     device: str = "auto"
     backend: str = "auto"
 

@@ -20,19 +20,12 @@ what it may have been padded with."""
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a run reads.
+    """What a run reads."""
 
-    Attributes:
-        train: what it is trained on.
-        validation: what is held out.
-        windows: of that, those of validation losses: see `data.validation_windows`.
-        tokenizer: what the tokens are of, if that is known.
-    """
-
-    train: data.Corpus
-    validation: data.Corpus
-    windows: Tensor
-    tokenizer: Tokenizer | None
+    train: data.Corpus  # what it is trained on
+    validation: data.Corpus  # what is held out
+    windows: Tensor  # of that, those of validation losses: see `data.validation_windows`
+    tokenizer: Tokenizer | None  # what the tokens are of, if that is known
 
 
 def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> Reading:

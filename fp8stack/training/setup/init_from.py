@@ -30,25 +30,15 @@ FREE = {"dropout", "init_std"}
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where weights come from.
+    """Where weights come from."""
 
-    Attributes:
-        name: as a run file names it: a checkpoint's path, or `hf:` and a folder's.
-        shape: of the model.
-        model: what a run file has as its model,
-        overrides: and what it changes in it, to be of that shape.
-        weights: float32, of every parameter.
-        notes: what is to be told.
-        tokenizer: the path of its `tokenizer.json`, if it has one.
-    """
-
-    name: str
-    shape: GPTConfig
-    model: str
-    overrides: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-    notes: tuple[str, ...] = ()
-    tokenizer: Path | None = None
+    name: str  # as a run file names it: a checkpoint's path, or `hf:` and a folder's
+    shape: GPTConfig  # of the model
+    model: str  # what a run file has as its model,
+    overrides: Mapping[str, Any]  # and what it changes in it, to be of that shape
+    weights: Mapping[str, Tensor]  # float32, of every parameter
+    notes: tuple[str, ...] = ()  # what is to be told
+    tokenizer: Path | None = None  # the path of its `tokenizer.json`, if it has one
 
 
 def find_source(init_from: str) -> Source:

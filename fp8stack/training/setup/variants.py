@@ -26,16 +26,12 @@ ANY = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a run that goes on keeps to.
+    """What a run that goes on keeps to."""
 
-    Attributes:
-        left_out: by the recipe that is asked for, the layers that are not in FP8, with the reasons;
-            under `ANY` those of every other.
-        needs_reference: whether the rest of the run is in float32.
-    """
-
+    # By the recipe that is asked for, the layers that are not in FP8, with the reasons; under `ANY`
+    # those of every other.
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    needs_reference: bool = False
+    needs_reference: bool = False  # whether the rest of the run is in float32
 
 
 def plan_phases(
