@@ -93,10 +93,7 @@ def default_recipe(hardware: Hardware) -> tuple[str, str]:
 
 def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
     """The tokenizer called `name`, or the run's; bytes if the run does not say and has 256 tokens.
-
-    Raises:
-        UserError: it cannot be loaded, or is not known.
-    """
+    Raises a UserError if it cannot be loaded, or is not known."""
     found = tokenizer_of_run(run, name)
     if found is not None:
         return found
@@ -109,12 +106,8 @@ def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
 
 
 def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[int]:
-    """The prompt's tokens; of an empty one, what ends a document.
-
-    Raises:
-        UserError: a token that the model does not know, or an empty prompt where no token ends a
-            document.
-    """
+    """The prompt's tokens; of an empty one, what ends a document. Raises a UserError for a token
+    that the model does not know, or an empty prompt where no token ends a document."""
     tokens = tokenizer.begin(prompt)
     if not tokens:
         raise UserError("There is nothing to begin with. Give --prompt TEXT.")

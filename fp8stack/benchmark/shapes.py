@@ -40,12 +40,8 @@ class Measured:
 
 
 def native_plan(recipe: str, hardware: Hardware, backend: str = "auto") -> Plan:
-    """The plan to measure.
-
-    Raises:
-        UserError: it is not native FP8, so that there is nothing to compare; or what
-            `resolve` raises; or torch.compile does not work here.
-    """
+    """The plan to measure. Raises a UserError if it is not native FP8, so that there is nothing to
+    compare, or torch.compile does not work here, and what `resolve` raises."""
     plan = resolve(recipe, hardware, backend)
     if not (plan.is_fp8 and plan.native):
         why = plan.reasons[0] if plan.reasons else f"{recipe} runs as {plan.recipe.name}"

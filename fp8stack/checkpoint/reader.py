@@ -117,11 +117,8 @@ def load(path: Path) -> Checkpoint:
 
 
 def _verify(file: Path, expected: FileSum) -> None:
-    """See that a file is as it was written, without holding it in memory.
-
-    Raises:
-        UserError: it is not, or cannot be read.
-    """
+    """See that a file is as it was written, without holding it in memory. Raises a UserError if it
+    is not, or cannot be read."""
     try:
         _require_size(file, expected.bytes)
         with file.open("rb") as stream:

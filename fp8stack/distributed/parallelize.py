@@ -33,11 +33,8 @@ TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
 
 
 def require_divisible(config: RunConfig, ranks: int) -> None:
-    """See that each rank gets as much of a batch as any other.
-
-    Raises:
-        UserError: it does not.
-    """
+    """See that each rank gets as much of a batch as any other. Raises a UserError if it does
+    not."""
     if config.batch % (config.accumulate * ranks):
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         raise UserError(
@@ -47,11 +44,7 @@ def require_divisible(config: RunConfig, ranks: int) -> None:
 
 
 def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
-    """Refuse what several ranks cannot do.
-
-    Raises:
-        UserError: with what to choose instead.
-    """
+    """Refuse what several ranks cannot do. Raises a UserError with what to choose instead."""
     if ranks > 1 and plan.backend == "te" and config.parallel == "fsdp":
         raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
     if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":

@@ -314,11 +314,7 @@ class GPT(nn.Module):
     ) -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
         compilation serves all that are alike, and the loss. `backend` and `mode` are
-        torch.compile's.
-
-        Raises:
-            UserError: `recompute` is "selective".
-        """
+        torch.compile's. Raises a UserError if `recompute` is "selective"."""
         if self.recompute == "selective":
             # What a compiled block's operators give may lie in memory that it uses again.
             raise UserError(SELECTIVE_COMPILED)

@@ -18,11 +18,8 @@ from fp8stack.precision import Hardware
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
-    """See that the optimizer can be had here, before anything is built or written.
-
-    Raises:
-        UserError: what it needs is missing, or it is not tested with FSDP2.
-    """
+    """See that the optimizer can be had here, before anything is built or written. Raises a
+    UserError if what it needs is missing, or it is not tested with FSDP2."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
     if name == "adamw":
         return

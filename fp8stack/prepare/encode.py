@@ -162,10 +162,7 @@ def bytes_of(text: str) -> int:
 
 def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
     """The text of each document, with how many U+FFFD took the place of what was not Unicode.
-
-    Raises:
-        UserError: a line is no JSON object, or there is no text in a line or a row.
-    """
+    Raises a UserError if a line is no JSON object, or there is no text in a line or a row."""
     if item.kind == "lines":
         for number, value, replaced in _parsed_lines(item, text_key):
             text, more = _valid(_text(value, item.path, f"line {number}"))

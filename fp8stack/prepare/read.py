@@ -73,11 +73,8 @@ class Reading:
 
 
 def read_items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
-    """All items from `start` on, small texts put together: a process is asked once for many.
-
-    Raises:
-        UserError: a source cannot be read.
-    """
+    """All items from `start` on, small texts put together: a process is asked once for many. Raises
+    a UserError if a source cannot be read."""
     held: Item | None = None
     held_bytes = 0
     with closing(_items(sources, start, how)) as items:

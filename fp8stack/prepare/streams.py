@@ -22,11 +22,8 @@ def check_of(content: bytes) -> int:
 
 
 class ByteStream:
-    """A file that is read from its beginning to its end; `.gz` and `.zst` are unpacked.
-
-    Raises:
-        UserError: here and in `read`: it cannot be read, or what is packed is damaged.
-    """
+    """A file that is read from its beginning to its end; `.gz` and `.zst` are unpacked. Raises a
+    UserError, here and in `read`, if it cannot be read, or what is packed is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,11 +62,7 @@ class ByteStream:
 
     def go_to(self, offset: int, check: int) -> bytes:
         """Go on at `offset`, before which there must be what there was: `check_of` it is `check`.
-        The last 4 KiB of that.
-
-        Raises:
-            UserError: there is something else.
-        """
+        The last 4 KiB of that. Raises a UserError if there is something else."""
         before = max(0, offset - CHECKED_BYTES)
         if self._suffix not in (".gz", ".zst"):
             self._file.seek(before)

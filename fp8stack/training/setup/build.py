@@ -166,11 +166,7 @@ def without_effect(config: RunConfig, in_fp16: bool, ranks: int) -> tuple[str, .
 
 
 def context_of(config: RunConfig, model: GPTConfig) -> int:
-    """Tokens per sequence.
-
-    Raises:
-        UserError: they are more than the model takes.
-    """
+    """Tokens per sequence. Raises a UserError if they are more than the model takes."""
     context = config.context or model.context
     if context > model.context:
         raise UserError(

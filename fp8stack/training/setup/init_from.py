@@ -102,11 +102,8 @@ def _explicit(shape: GPTConfig) -> dict[str, Any]:
 
 
 def with_source(config: RunConfig, source: Source) -> RunConfig:
-    """`config` with the source named, and without `--model` the model that it is of.
-
-    Raises:
-        UserError: the model differs from the source's; the message names the first difference.
-    """
+    """`config` with the source named, and without `--model` the model that it is of. Raises a
+    UserError if the model differs from the source's; the message names the first difference."""
     found: dict[str, Any] = {"init_from": source.name}
     if "model" not in config.given:
         overrides = {**source.overrides, **config.model_overrides}
@@ -148,11 +145,8 @@ def same_source(asked: str, saved: str | None) -> bool:
 
 
 def begin_with(model: GPT, source: Source) -> str:
-    """Put the weights of `source` into `model`, and say so in a line.
-
-    Raises:
-        UserError: they do not fit.
-    """
+    """Put the weights of `source` into `model`, and say so in a line. Raises a UserError if they do
+    not fit."""
     restore_weights(model, source.weights)
     why = "".join(f"; {note}" for note in source.notes)
     return f"weights of {source.name}; optimizer, scales and schedule are new{why}"

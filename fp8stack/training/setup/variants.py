@@ -97,11 +97,8 @@ def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
 
 
 def phases_in(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a run, in order.
-
-    Raises:
-        UserError: what `phases_of` raises; under `strict`, none asks for the run's own recipe.
-    """
+    """The phases of a run, in order. Raises what `phases_of` raises, and a UserError if, under
+    `strict`, none asks for the run's own recipe."""
     phases = phases_of(
         config.phases,
         config.recipe,
