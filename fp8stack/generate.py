@@ -1,7 +1,5 @@
 """`fp8stack generate`: text that a trained model writes, token by token."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Sequence

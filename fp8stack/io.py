@@ -1,7 +1,5 @@
 """Files written whole or not at all, and the system's errors in one line. No torch here."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -4,8 +4,6 @@
 `fp8stack/_presets/...`; in a checkout they lie beside the package.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ M tokens of a step, T context, K in and N out features of a linear, D width, U a
 before and after its activation, G width of all keys (and of all values), V padded vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

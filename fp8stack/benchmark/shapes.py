@@ -1,7 +1,5 @@
 """`fp8stack bench shapes`: what FP8 gains for each linear of a model, on this GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,10 +84,7 @@ def measure_shapes(
     for sizes, of in names.items():
         shape = (tokens, *sizes)
         copies = dict.fromkeys(map(str, range(_copies(shape))), sizes)
-        plans = {
-            "bf16": resolve("bf16", hardware).for_layers(copies),
-            "fp8": _in_fp8(plan, copies),
-        }
+        plans = {"bf16": resolve("bf16", hardware).for_layers(copies), "fp8": _in_fp8(plan, copies)}
         bias = config.bias and of != ["lm_head"]
         arms = {name: _arm(made, shape, bias, compiled) for name, made in plans.items()}
         timings = measure(arms, rounds=rounds, device=plan.device)

@@ -1,8 +1,6 @@
 """`fp8stack bench step`: a training step of a GPT in every recipe that runs here, AdamW included.
 `python -m bench step` measures other libraries beside."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Timing side by side: arms take turns in one process."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 Nothing is pickled. `writer` has the other half.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

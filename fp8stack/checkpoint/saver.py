@@ -4,8 +4,6 @@ In the background a step waits only until its tensors are copied to host memory;
 writes, flushes, verifies and removes as `writer` does. One is written at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ used: it cannot leave out the rows that pad a vocabulary, nor write copies of a 
 background.)
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Set

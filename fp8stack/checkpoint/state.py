@@ -1,7 +1,5 @@
 """A run's whole state as named tensors and plain data, and back: what a checkpoint holds."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,11 +21,7 @@ Group = Mapping[str, Tensor]
 
 
 def capture(
-    model: GPT,
-    optimizer: Optimizer,
-    random: Group | None = None,
-    *,
-    fp8_model: GPT | None = None,
+    model: GPT, optimizer: Optimizer, random: Group | None = None, *, fp8_model: GPT | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Weights, moments, FP8 state and random state, by name; of tensors that ranks share out, the
     rows that are here.

@@ -5,8 +5,6 @@ use. What does not fit is found here, before anything is done with it, so that a
 can be taken.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

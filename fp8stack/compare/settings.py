@@ -1,7 +1,5 @@
 """What is compared, checked before anything is trained."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which windows of a corpus make the batch of a step: a function of seed and step alone."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, get_args
 

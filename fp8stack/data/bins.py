@@ -5,8 +5,6 @@ tokens follow, zeros. Its tokenizer's end-of-text token begins each document.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

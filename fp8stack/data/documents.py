@@ -1,7 +1,5 @@
 """Where documents begin: a token that separates them, or a file of their ends. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ and after each document the number of the sequence that follows it.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """Several corpora as one, each with its share of the rows. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Parquet files with a column of text: the only file that imports pyarrow. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder that `fp8stack prepare` wrote: token shards with their documents. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 torch here.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import dataclass

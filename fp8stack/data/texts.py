@@ -1,7 +1,5 @@
 """Text, whose tokens are its bytes: files, several joined, Python's own source. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import sysconfig

@@ -3,8 +3,6 @@
 N windows, T tokens.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

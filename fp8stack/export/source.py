@@ -1,7 +1,5 @@
 """The trained model that is to be exported, from its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

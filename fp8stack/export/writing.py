@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

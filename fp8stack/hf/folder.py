@@ -1,7 +1,5 @@
 """A folder as transformers' `save_pretrained` writes it, read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

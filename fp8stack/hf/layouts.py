@@ -1,7 +1,5 @@
 """Which of transformers' models computes what a GPT of ours does, and its `config.json`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ Modules and parameters stay the same objects under the same names: ties, optimiz
 hooks and state dicts do not notice.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import logging
 import math

@@ -1,7 +1,5 @@
 """A converted model, held to its plan: layers that were replaced, resized, or that never ran."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping

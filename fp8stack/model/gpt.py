@@ -3,8 +3,6 @@
 B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload

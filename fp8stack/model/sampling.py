@@ -3,8 +3,6 @@
 V vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """AdamW with moments of one byte each, which is torchao's; the only file here that imports it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

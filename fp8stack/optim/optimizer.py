@@ -1,7 +1,5 @@
 """The optimizer that a run asks for, and the learning rate as a function of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -71,10 +69,7 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     rest = [one for _, one in named if id(one) not in chosen]
     if config.optimizer == "muon":
         first: Optimizer = Muon(
-            inner,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
+            inner, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
     else:
         first = low_bit_adamw(config.optimizer, inner, config)

@@ -1,7 +1,5 @@
 """Items to tokens: in this process or in several, in order, with a bounded number under way."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

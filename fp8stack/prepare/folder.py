@@ -2,8 +2,6 @@
 user is told of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

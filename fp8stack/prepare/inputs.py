@@ -2,8 +2,6 @@
 beginning alone, to see what kind they are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

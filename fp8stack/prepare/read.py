@@ -4,8 +4,6 @@ where a long text may be cut so that its pieces have the tokens of the whole.
 What an item holds is not looked into here: JSON is parsed where it is tokenized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace

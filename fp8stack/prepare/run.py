@@ -1,7 +1,5 @@
 """One preparation, from the inputs to the manifest."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,15 +23,7 @@ from fp8stack.prepare.folder import (
 )
 from fp8stack.prepare.inputs import Source, find_sources
 from fp8stack.prepare.progress import Display
-from fp8stack.prepare.read import (
-    ITEM_BYTES,
-    Item,
-    Items,
-    Position,
-    Reading,
-    may_be_cut,
-    read_items,
-)
+from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, may_be_cut, read_items
 from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.train import sample_of, train_bpe

@@ -1,7 +1,5 @@
 """What is asked of a preparation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A state says how long the files are; whatever they have beyond it, a process that died wrote.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The bytes of a file, unpacked if it is packed. The only file that imports zstandard."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The rows of parquet files and of `datasets`. The only file that imports datasets."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A byte-level BPE trained on the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace

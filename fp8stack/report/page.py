@@ -1,7 +1,5 @@
 """The report as one HTML page that needs nothing else, and its plots as PNG files beside it."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The files may be of another version, be written at this moment, or have been edi
 may be missing or unknown, and the last line may be cut.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

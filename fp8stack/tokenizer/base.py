@@ -1,7 +1,5 @@
 """What every tokenizer can do, and text that comes token by token. No torch here."""
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 from abc import ABC, abstractmethod

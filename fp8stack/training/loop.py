@@ -1,7 +1,5 @@
 """The training loop: one step, and what happens around it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -111,11 +109,7 @@ class _Loop:
     """The parts of a run that repeat. It alone moves the run on, from step to step."""
 
     def __init__(
-        self,
-        run: Run,
-        display: Display,
-        peak: Peak,
-        stops: Callable[[], bool] = lambda: False,
+        self, run: Run, display: Display, peak: Peak, stops: Callable[[], bool] = lambda: False
     ) -> None:
         self.run = run
         self.stops = stops

@@ -1,7 +1,5 @@
 """A run: what it is, which stays, and where it stands, which the training loop moves on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

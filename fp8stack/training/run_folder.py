@@ -1,7 +1,5 @@
 """The folder of a run: `run.toml`, `plan.json`, `metrics.jsonl`, `checkpoints/` and more."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 No torch here: requests are heard before torch is imported.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A bad step changes nothing: the optimizer skips it, and the FP8 state is put bac
 broken by itself is mended before a step uses it. The host polls for the verdicts when it wants to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

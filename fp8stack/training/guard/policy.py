@@ -15,8 +15,6 @@ What is decided depends on the steps alone, so a run that is resumed decides the
 training loop does it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress

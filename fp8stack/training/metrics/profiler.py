@@ -1,7 +1,5 @@
 """What steps spend their time on, by torch's profiler."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 The only file that knows these packages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """From a configuration to a run at its beginning, on one rank or several."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

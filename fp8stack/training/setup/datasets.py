@@ -1,7 +1,5 @@
 """What a run reads: the two parts of its data, and the tokenizer that their tokens are of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Weights alone: the optimizer, the step, the scales and the schedule are new.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

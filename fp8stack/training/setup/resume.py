@@ -1,7 +1,5 @@
 """Which run to go on with, from which checkpoint, and whether it is the same run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """From a configuration to a run that can take its first step, new or resumed."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -85,13 +83,7 @@ def set_up(
     if source is not None:
         tokenizer = source.tokenizer
     run = build(
-        config,
-        folder,
-        decided,
-        hardware=hardware,
-        ranks=ranks,
-        source=source,
-        tokenizer=tokenizer,
+        config, folder, decided, hardware=hardware, ranks=ranks, source=source, tokenizer=tokenizer
     )
     notes = run.notes
     with ranks.together(), folder.released_on_error():

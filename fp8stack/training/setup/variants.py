@@ -1,7 +1,5 @@
 """From phases to the variants of a model: one for each recipe, all with the same parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -35,11 +33,7 @@ class Decided:
 
 
 def plan_phases(
-    config: RunConfig,
-    model: GPTConfig,
-    hardware: Hardware,
-    decided: Decided,
-    tokens: int,
+    config: RunConfig, model: GPTConfig, hardware: Hardware, decided: Decided, tokens: int
 ) -> tuple[list[Plan], Schedule]:
     """The plans of a run, each once, and which of them runs when.
 
