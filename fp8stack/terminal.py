@@ -1,5 +1,7 @@
 """Lines and progress bars of commands that take long."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Iterable

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fp8stack import cli
+from fp8stack.errors import UserError
 
 TINY = [
     "--steps", "12", "--batch", "4", "--context", "32", "--eval-every", "6", "--save-every", "4",
@@ -67,6 +69,35 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         return int(exit.value.code or 0)
 
     return run
+
+
+@pytest.fixture
+def refused(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What `fp8stack` says of wrong words: one line on stderr and no more, exit code 2, and no file
+    is made or removed in the test's folder."""
+
+    def run(*arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert command(*arguments) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1), printed
+        assert sorted(tmp_path.rglob("*")) == before
+        return printed.err
+
+    return run
+
+
+def refusal(ask: Callable[..., object], *given: Any, **keys: Any) -> str:
+    """The message with which a call is refused: one line, for exit code 2."""
+    with pytest.raises(UserError) as caught:
+        ask(*given, **keys)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 1, message
+    assert caught.value.exit_code == 2
+    return message
 
 
 def metrics(run: Path) -> list[dict]:

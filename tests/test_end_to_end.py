@@ -42,9 +42,7 @@ def printed(*words: str) -> str:
     return text.getvalue()
 
 
-def test_a_users_whole_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
+def test_a_users_whole_way(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     corpus = tmp_path / "corpus"

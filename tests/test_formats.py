@@ -7,112 +7,72 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from gfloat.formats import (
-    format_info_bfloat16,
-    format_info_binary16,
-    format_info_binary32,
-    format_info_ocp_e4m3,
-    format_info_ocp_e5m2,
-    format_info_ocp_e8m0,
-)
+from gfloat import formats as gfloats
 
 from fp8stack.formats import fp8_format
 from fp8stack.numerics import FORMATS
 from tests.support.oracles import ML_DTYPES, decoded
 
 GFLOAT = {
-    "e4m3": format_info_ocp_e4m3,
-    "e5m2": format_info_ocp_e5m2,
-    "e8m0": format_info_ocp_e8m0,
-    "bf16": format_info_bfloat16,
-    "fp16": format_info_binary16,
-    "fp32": format_info_binary32,
-}
-EIGHT_BITS = ["e4m3", "e5m2", "e8m0"]
+    "e4m3": gfloats.format_info_ocp_e4m3, "e5m2": gfloats.format_info_ocp_e5m2,
+    "e8m0": gfloats.format_info_ocp_e8m0, "bf16": gfloats.format_info_bfloat16,
+    "fp16": gfloats.format_info_binary16, "fp32": gfloats.format_info_binary32,
+}  # fmt: skip
 TORCH_DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "e8m0": torch.float8_e8m0fnu,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
+    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu,
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
 
 
-def assert_same_bits(ours: np.ndarray, theirs: np.ndarray) -> None:
+def assert_same_bits(name: str, codes: list[int] | range, theirs: np.ndarray) -> None:
+    """The codes decode to these numbers, signs of zeros included."""
+    ours = np.array([FORMATS[name].decode(code) for code in codes])
     np.testing.assert_array_equal(ours, theirs)
     numbers = ~np.isnan(theirs)
     np.testing.assert_array_equal(np.signbit(ours)[numbers], np.signbit(theirs)[numbers])
 
 
-def decode_all(name: str, bits: int) -> np.ndarray:
-    return np.array([FORMATS[name].decode(code) for code in range(2**bits)])
-
-
-@pytest.mark.parametrize("name", EIGHT_BITS)
-def test_all_256_codes_decode_as_ml_dtypes_does(name):
-    assert_same_bits(decode_all(name, 8), decoded(name))
-
-
-@pytest.mark.parametrize("name", EIGHT_BITS)
-def test_all_256_codes_decode_as_gfloat_does(name):
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e8m0"])
+def test_all_256_codes_decode_as_ml_dtypes_and_gfloat_do(name):
+    assert_same_bits(name, range(256), decoded(name))
     theirs = [gfloat.decode_float(GFLOAT[name], code).fval for code in range(256)]
-    assert_same_bits(decode_all(name, 8), np.array(theirs))
+    assert_same_bits(name, range(256), np.array(theirs))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_all_65536_codes_decode_as_ml_dtypes_does(name):
     with np.errstate(invalid="ignore"):  # signalling NaNs
         theirs = np.arange(2**16, dtype=np.uint16).view(ML_DTYPES[name]).astype(np.float64)
-    assert_same_bits(decode_all(name, 16), theirs)
+    assert_same_bits(name, range(2**16), theirs)
 
 
-def fp32_codes() -> list[int]:
+def test_fp32_codes_decode_as_numpy_does_and_tf32_is_fp32_without_its_last_13_bits():
     edges = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
-    some = np.random.default_rng(0).integers(0, 2**32, 2000).tolist()
-    return [code ^ sign for code in edges for sign in (0, 2**31)] + some
-
-
-def test_fp32_codes_decode_as_numpy_does():
-    codes = fp32_codes()
-    theirs = np.array(codes, np.uint32).view(np.float32)
-    assert_same_bits(np.array([FORMATS["fp32"].decode(code) for code in codes]), theirs)
-
-
-def test_tf32_is_fp32_without_its_last_13_bits():
-    codes = [code >> 13 for code in fp32_codes()]
-    theirs = (np.array(codes, np.uint32) << 13).view(np.float32)
-    assert_same_bits(np.array([FORMATS["tf32"].decode(code) for code in codes]), theirs)
-    assert (FORMATS["tf32"].bits, FORMATS["tf32"].dtype) == (19, None)
+    codes = np.random.default_rng(0).integers(0, 2**32, 2000).tolist()
+    codes += [code ^ sign for code in edges for sign in (0, 2**31)]
+    assert_same_bits("fp32", codes, np.array(codes, np.uint32).view(np.float32))
+    codes = [code >> 13 for code in codes]
+    assert_same_bits("tf32", codes, (np.array(codes, np.uint32) << 13).view(np.float32))
+    tf32 = FORMATS["tf32"]
+    assert (tf32.bits, tf32.dtype) == (19, None)
+    assert (tf32.max, tf32.min_normal) == ((2 - 2**-10) * 2.0**127, 2.0**-126)
+    assert (tf32.epsilon, tf32.min_subnormal) == (2**-10, 2.0**-136)
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_the_limits_are_those_of_ml_dtypes(name):
+def test_the_limits_and_the_layout_are_those_of_ml_dtypes_torch_and_gfloat(name):
     ours, theirs = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name])
-    assert ours.bits == theirs.bits
-    assert ours.max == float(theirs.max)
-    assert ours.min_normal == float(theirs.smallest_normal)
-    assert ours.epsilon == float(theirs.eps)
-    if name != "e8m0":  # which has no subnormals
-        assert ours.min_subnormal == float(theirs.smallest_subnormal)
-
-
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_the_dtype_and_the_limits_are_those_of_torch(name):
-    ours = FORMATS[name]
+    limits = (ours.bits, ours.max, ours.min_normal, ours.epsilon)
+    assert limits == (theirs.bits, theirs.max, theirs.smallest_normal, theirs.eps)
     assert ours.dtype is TORCH_DTYPES[name]
-    if name != "e8m0":
-        theirs = torch.finfo(TORCH_DTYPES[name])
-        assert (ours.bits, ours.max) == (theirs.bits, theirs.max)
-        assert (ours.min_normal, ours.epsilon) == (theirs.smallest_normal, theirs.eps)
-
-
-@pytest.mark.parametrize("name", GFLOAT)
-def test_the_layout_is_that_of_gfloat(name):
-    ours, theirs = FORMATS[name], GFLOAT[name]
-    assert (ours.bias, ours.has_inf, ours.max) == (theirs.bias, theirs.num_infs > 0, theirs.max)
-    assert ours.mantissa_bits == theirs.precision - 1
-    assert (ours.sign_bits == 1) == theirs.is_signed
+    if name != "e8m0":  # which has no subnormals
+        assert ours.min_subnormal == theirs.smallest_subnormal
+        torchs = torch.finfo(ours.dtype)
+        assert limits == (torchs.bits, torchs.max, torchs.smallest_normal, torchs.eps)
+    gfloats = GFLOAT[name]
+    assert (ours.bias, ours.has_inf) == (gfloats.bias, gfloats.num_infs > 0)
+    assert (ours.max, ours.mantissa_bits) == (gfloats.max, gfloats.precision - 1)
+    assert (ours.sign_bits == 1) == gfloats.is_signed
 
 
 def test_compiled_code_reads_a_formats_facts_and_its_dtype_without_a_break():
@@ -120,10 +80,9 @@ def test_compiled_code_reads_a_formats_facts_and_its_dtype_without_a_break():
         target = FORMATS["e5m2"]
         return x.clamp(target.min_normal, target.max).to(target.dtype)
 
-    compiled = torch.compile(cast, backend="eager", fullgraph=True)
-    x = torch.tensor([0.0, 1.0, 1e9])
-    assert compiled(x).dtype is torch.float8_e5m2
-    assert compiled(x).to(torch.float32).tolist() == [2.0**-14, 1.0, 57344.0]
+    found = torch.compile(cast, backend="eager", fullgraph=True)(torch.tensor([0.0, 1.0, 1e9]))
+    assert found.dtype is torch.float8_e5m2
+    assert found.to(torch.float32).tolist() == [2.0**-14, 1.0, 57344.0]
 
 
 @pytest.mark.parametrize(
@@ -143,15 +102,8 @@ def test_the_facts_of_the_specifications(
     assert (facts.nan_codes(), facts.has_inf) == (nans, has_inf)
 
 
-def test_tf32_has_the_range_of_fp32_and_the_precision_of_fp16():
-    tf32 = FORMATS["tf32"]
-    assert (tf32.max, tf32.min_normal) == ((2 - 2**-10) * 2.0**127, 2.0**-126)
-    assert (tf32.epsilon, tf32.min_subnormal) == (2**-10, 2.0**-136)
-
-
 def test_an_fp8_format_is_found_by_its_name_and_any_other_refused():
-    for name in ("e4m3", "e5m2"):
-        assert fp8_format(name) is FORMATS[name]
+    assert [fp8_format(name) for name in ("e4m3", "e5m2")] == [FORMATS["e4m3"], FORMATS["e5m2"]]
     for name in ("e8m0", "bf16", "E4M3", "e4m3fn", ""):
         with pytest.raises(ValueError, match=f"No FP8 format '{name}'.*e4m3, e5m2"):
             fp8_format(name)

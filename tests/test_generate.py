@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 import fp8stack
 from fp8stack import generate as writing
 from fp8stack.backends import build_backend, fp8_state
-from fp8stack.errors import NumericFailure, UserError
+from fp8stack.errors import NumericFailure
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, draw, filtered, generate
 from fp8stack.precision import Hardware
 from fp8stack.tokenizer import load_tokenizer
+from tests.conftest import refusal
 from tests.model.test_gpt import (
     MODERN,
     assert_close,
@@ -89,36 +91,28 @@ def test_a_cache_is_in_attentions_dtype_and_serves_every_recipe(recipe):
     assert_close(torch.cat(found, dim=1), expected, 0.05)
 
 
-def test_an_emptied_cache_forgets():
+def test_an_emptied_cache_forgets_and_more_tokens_than_fit_are_refused():
     model = build(init_std=0.2).eval()
-    cache = model.new_cache(batch=3)
+    whole, short = model.new_cache(batch=3), model.new_cache(batch=3, tokens=8)
     with torch.no_grad():
-        model(tokens(seed=9), cache=cache)
-        cache.length = 0
-        assert torch.equal(model(tokens(), cache=cache), model(tokens()))
-
-
-@pytest.mark.parametrize(
-    ("cached", "words"),
-    [(8, "17 tokens are more than the model's context, 16"), (4, "9 tokens are more than the c")],
-)
-def test_more_tokens_than_fit_are_refused(cached, words):
-    model = build().eval()
-    cache = model.new_cache(batch=3, tokens=None if cached == 8 else 8)
-    with torch.no_grad():
-        model(tokens(length=cached), cache=cache)
-        with pytest.raises(ValueError, match=words):
-            model(tokens(length=17 - cached if cached == 8 else 5), cache=cache)
-    assert cache.length == cached
-
-
-def test_a_cache_in_training_or_with_documents_is_refused():
-    model = build()
-    cache = model.new_cache(batch=3)
-    with pytest.raises(ValueError, match="generation alone"):
-        model(tokens(), cache=cache)
-    with torch.no_grad(), pytest.raises(ValueError, match="generation alone"):
-        model(tokens(), None, torch.zeros(3, 16), cache=cache)
+        model(tokens(seed=9), cache=whole)
+        whole.length = 0
+        assert torch.equal(model(tokens(), cache=whole), model(tokens()))
+        whole.length = 8
+        with pytest.raises(ValueError, match="17 tokens are more than the model's context, 16"):
+            model(tokens(length=9), cache=whole)
+        model(tokens(length=4), cache=short)
+        with pytest.raises(ValueError, match="9 tokens are more than the c"):
+            model(tokens(length=5), cache=short)
+        assert (whole.length, short.length) == (8, 4)
+        # Nor is it for training or documents.
+        for in_training, given in ((True, ()), (False, (None, torch.zeros(3, 16)))):
+            model.train(in_training)
+            with (
+                torch.set_grad_enabled(in_training),
+                pytest.raises(ValueError, match="generation alone"),
+            ):
+                model(tokens(length=8), *given, cache=whole)
 
 
 # The draw
@@ -135,12 +129,11 @@ def warped(logits_V: Tensor, sampling: Sampling) -> Tensor:
     return scores[0]
 
 
-@pytest.mark.parametrize("top_p", [None, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0])
-@pytest.mark.parametrize("top_k", [None, 1, 2, 10, 61, 100])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_the_filters_are_those_of_transformers(temperature, top_k, top_p):
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    for seed in range(5):
+def test_the_filters_are_those_of_transformers(temperature):
+    top_ps = (None, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0)
+    for top_k, top_p, seed in itertools.product((None, 1, 2, 10, 61, 100), top_ps, range(3)):
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         logits = 3 * torch.randn(61, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(
             filtered(logits, sampling).softmax(-1), warped(logits, sampling).softmax(-1)
@@ -167,14 +160,10 @@ def test_the_text_depends_on_the_seed_alone():
     assert list(generate(model, [1, 2], 12, sampling, seed=4)) != one
 
 
-def test_dropout_is_off_while_a_model_in_training_writes():
+def test_a_model_in_training_writes_without_dropout_and_no_token_of_what_is_not_finite():
     model = build(init_std=0.2, dropout=0.5)
     found = list(generate(model, [1, 2], 10, GREEDY, seed=0))
     assert found == without_cache(model.eval(), [1, 2], 10)
-
-
-def test_logits_that_are_not_finite_are_an_error_and_not_a_token():
-    model = build()
     with torch.no_grad():
         model.final_norm.weight.fill_(torch.nan)
     with pytest.raises(NumericFailure, match="not finite"):
@@ -212,17 +201,14 @@ def test_greedy_text_is_that_of_transformers(twin):
     assert list(generate(ours, [3, 1, 4], 12, GREEDY, seed=0)) == expected
 
 
-def test_it_stops_before_a_token_that_ends_the_text():
+def test_it_stops_before_a_token_that_ends_the_text_and_draws_none_that_is_not_known():
     model = build(init_std=0.2)
     whole = list(generate(model, [1], 10, GREEDY, seed=0))
     end = whole[5]
     found = list(generate(model, [1], 10, GREEDY, seed=0, stop=(end,)))
     assert found == whole[: whole.index(end)]
-
-
-def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn():
-    model = build(init_std=0.01)
-    found = list(generate(model, [1], 14, Sampling(temperature=9.0), seed=0, vocabulary=3))
+    hot = Sampling(temperature=9.0)
+    found = list(generate(build(init_std=0.01), [1], 14, hot, seed=0, vocabulary=3))
     assert set(found) == {0, 1, 2}
 
 
@@ -256,7 +242,7 @@ def test_a_compiled_model_is_not_compiled_for_each_length():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """A run in delayed scaling on some text."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
@@ -267,82 +253,65 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def said(capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    captured = capfd.readouterr()
-    return captured.out, captured.err
+@pytest.fixture
+def write(command, run, capfd) -> Callable[..., tuple[str, str]]:
+    """`fp8stack generate` on the run: its stdout and stderr."""
+
+    def ask(*flags: str, of: str = str(run)) -> tuple[str, str]:
+        assert command("generate", of, *flags) == 0
+        return tuple(capfd.readouterr())
+
+    return ask
 
 
-def test_the_text_alone_is_on_stdout_and_repeats(command, run, capfd):
+def test_the_text_alone_is_on_stdout_and_repeats(write, run):
     texts = []
     for seed in ("5", "5", "6"):
-        assert (
-            command("generate", str(run), "--prompt", "The ", "--tokens", "40", "--seed", seed) == 0
-        )
-        out, err = said(capfd)
+        out, err = write("--prompt", "The ", "--tokens", "40", "--seed", seed)
         assert out.startswith("The ")
         assert out.endswith("\n")
         assert "tokens/s" not in out
-        assert f"checkpoint: {run / 'checkpoints' / 'step-000003'}" in err
-        assert "read 4 tokens at " in err
-        assert "wrote 40 at " in err
+        told = (str(run / "checkpoints" / "step-000003"), "read 4 tokens at ", "wrote 40 at ")
+        assert all(piece in err for piece in told)
         texts.append(out)
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(command, run, capfd):
-    flags = ["--prompt", "quick", "--tokens", "12", "--temperature", "0", "--recipe", "fp32"]
-    found = set()
-    for seed in ("1", "2"):
-        assert command("generate", str(run), *flags, "--seed", seed) == 0
-        found.add(said(capfd)[0])
+def test_temperature_0_takes_no_draw_and_is_what_the_model_gives(write, run):
+    flags = ["--prompt", "quick", "--tokens", "12", "--recipe", "fp32"]
+    likeliest = (["--top-k", "1"], ["--top-p", "1e-9"], ["--temperature", "1e-40"])
+    ways = [["--temperature", "0", "--seed", seed] for seed in ("1", "2")]
+    found = {write(*flags, *more)[0] for more in (*ways, *likeliest)}
     expected = without_cache(fp8stack.load(run), list(b"quick"), 12)
     assert found == {"quick" + bytes(expected).decode(errors="replace") + "\n"}
-
-
-def test_top_k_1_is_the_likeliest_token_too(command, run, capfd):
-    found = set()
-    for flags in (
-        ["--top-k", "1"],
-        ["--top-p", "1e-9"],
-        ["--temperature", "0"],
-        ["--temperature", "1e-40"],
-    ):
-        assert command("generate", str(run), "--prompt", "a", "--tokens", "9", *flags) == 0
-        found.add(said(capfd)[0])
-    assert len(found) == 1
+    # An empty prompt begins as a document does.
+    text = write("--tokens", "10", "--temperature", "0", "--recipe", "fp32")[0]
+    expected = without_cache(fp8stack.load(run), [255], 10)
+    assert text == bytes(expected).decode(errors="replace") + "\n"
 
 
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
-def test_any_recipe_and_backend_write(command, run, capfd, backend):
-    flags = ["--recipe", "delayed", "--backend", backend, "--tokens", "5", "--prompt", "ab"]
-    assert command("generate", str(run), *flags) == 0
-    err = said(capfd)[1]
+def test_any_recipe_and_backend_write(write, backend):
+    err = write("--recipe", "delayed", "--backend", backend, "--tokens", "5", "--prompt", "ab")[1]
     assert "FP8 layers 4/5" in err
     assert f"{4 * 5} FP8 GEMMs" in err
 
 
-def test_without_a_recipe_it_says_what_it_took_and_why(command, run, capfd):
-    assert command("generate", str(run), "--tokens", "1") == 0
-    err = said(capfd)[1]
+def test_without_a_recipe_it_takes_what_the_machine_multiplies_and_says_so(write):
+    err = write("--tokens", "1")[1]
     assert ("plan: bf16" in err) or "plan: fp32, plain torch, on cpu (this CPU has no bf16" in err
+    machines = (Hardware("cpu"), Hardware("cpu", cpu_bf16=True), Hardware("cuda", (9, 0)))
+    assert [writing.default_recipe(one)[0] for one in machines] == ["fp32", "bf16", "bf16"]
 
 
-def test_bf16_is_taken_where_the_machine_multiplies_it():
-    assert writing.default_recipe(Hardware("cpu"))[0] == "fp32"
-    assert writing.default_recipe(Hardware("cpu", cpu_bf16=True))[0] == "bf16"
-    assert writing.default_recipe(Hardware("cuda", (9, 0)))[0] == "bf16"
-
-
-def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(command, run, capfd, tmp_path):
+def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(write, tmp_path):
     long = "x" * 300 + TEXT[:100]
     end = long.encode()[-128:].decode()
     assert end.startswith("x")
     found = []
     for name, text in (("long.txt", long), ("end.txt", end)):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        flags = ["--prompt-file", name, "--tokens", "140", "--temperature", "0"]
-        assert command("generate", str(run), *flags) == 0
-        out, err = said(capfd)
+        out, err = write("--prompt-file", name, "--tokens", "140", "--temperature", "0")
         assert out.startswith(text)
         cut = f"the prompt has {len(long.encode())} tokens: the model reads the last 128"
         assert (cut in err) is (text == long)
@@ -351,15 +320,8 @@ def test_a_prompt_file_longer_than_the_context_is_read_from_its_end(command, run
     assert found[0] == found[1]
 
 
-def test_an_empty_prompt_begins_as_a_document_does(command, run, capfd):
-    flags = ["--tokens", "10", "--temperature", "0", "--recipe", "fp32"]
-    assert command("generate", str(run), *flags) == 0
-    expected = without_cache(fp8stack.load(run), [255], 10)
-    assert said(capfd)[0] == bytes(expected).decode(errors="replace") + "\n"
-
-
 def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
-    command, run, capfd, tmp_path
+    write, run, command, capfd, tmp_path
 ):
     assert (run / "tokenizer.json").exists()
     swapped = json.loads((run / "tokenizer.json").read_text(encoding="utf-8"))
@@ -367,15 +329,16 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     ids["a"], ids["b"] = ids["b"], ids["a"]
     (tmp_path / "swapped.json").write_text(json.dumps(swapped), encoding="utf-8")
     flags = ["--tokens", "6", "--temperature", "0"]
-    assert command("generate", str(run), "--prompt", "xb", *flags) == 0
-    expected = said(capfd)[0]
-    flags += ["--tokenizer", "swapped.json"]
-    assert command("generate", str(run / "checkpoints/step-000003"), "--prompt", "xa", *flags) == 2
-    assert "was trained on tokens of bytes" in said(capfd)[1]
+    expected = write("--prompt", "xb", *flags)[0].translate(str.maketrans("ab", "ba"))
+    flags += ["--tokenizer", "swapped.json", "--prompt", "xa"]
+    assert command("generate", str(run / "checkpoints/step-000003"), *flags) == 2
+    assert "was trained on tokens of bytes" in capfd.readouterr().err
     shutil.copytree(run, tmp_path / "without")
     (tmp_path / "without/tokenizer.json").unlink()
-    assert command("generate", "without/checkpoints/step-000003", "--prompt", "xa", *flags) == 0
-    assert said(capfd)[0] == expected.translate(str.maketrans("ab", "ba"))
+    assert write(*flags, of="without/checkpoints/step-000003")[0] == expected
+    # A vocabulary that nobody explains needs one.
+    assert "Give --tokenizer" in refusal(writing.tokenizer_for, str(tmp_path), 61, None)
+    assert writing.tokenizer_for(str(tmp_path), 256, None).name == "bytes"
 
 
 @pytest.mark.parametrize(
@@ -400,7 +363,7 @@ def test_the_runs_own_tokenizer_is_used_and_another_only_where_there_is_none(
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(command, run, capfd, tmp_path, flags, words):
+def test_bad_input_is_one_line(refused, run, tmp_path, flags, words):
     (tmp_path / "bad.txt").write_bytes(b"ab\xff")
     large = json.loads(load_tokenizer("bytes").to_json())
     large["model"]["vocab"] = {name: i + 200 for name, i in large["model"]["vocab"].items()}
@@ -408,26 +371,14 @@ def test_bad_input_is_one_line(command, run, capfd, tmp_path, flags, words):
     (tmp_path / "large.json").write_text(json.dumps(large))
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/tokenizer.json").unlink()
-    assert command("generate", "run", *flags) == 2
-    out, err = said(capfd)
-    assert out == ""
-    assert err.startswith("fp8stack: ")
-    assert err.count("\n") == 1
-    assert words in err
+    assert words in refused("generate", "run", *flags)
 
 
-def test_no_run_and_no_checkpoint_are_one_line(command, capfd, tmp_path):
-    assert command("generate", "nothing") == 2
-    assert "No run and no checkpoint at 'nothing'" in said(capfd)[1]
+def test_no_run_and_no_checkpoint_are_one_line(refused, command, tmp_path, capsys):
+    assert "No run and no checkpoint at 'nothing'" in refused("generate", "nothing")
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     assert command("generate", "new") == 3
-    assert "No checkpoint in" in said(capfd)[1]
-
-
-def test_a_vocabulary_that_nobody_explains_needs_a_tokenizer(tmp_path):
-    with pytest.raises(UserError, match="Give --tokenizer"):
-        writing.tokenizer_for(str(tmp_path), 61, None)
-    assert writing.tokenizer_for(str(tmp_path), 256, None).name == "bytes"
+    assert "No checkpoint in" in capsys.readouterr().err
 
 
 def test_characters_are_printed_whole(monkeypatch):
@@ -446,7 +397,7 @@ def test_ctrl_c_ends_the_line_and_the_command(command, run, capfd, monkeypatch):
 
     monkeypatch.setattr(writing, "generate", interrupted)
     assert command("generate", str(run), "--prompt", "b") == 130
-    out, err = said(capfd)
+    out, err = capfd.readouterr()
     assert out == "ba\n"
     assert err.endswith("fp8stack: Interrupted.\n")
 

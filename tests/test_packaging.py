@@ -17,21 +17,21 @@ from fp8stack import __version__, presets
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+INFO = f"fp8stack-{__version__}.dist-info"
 MODELS, RECIPES = presets.names("models"), presets.names("recipes")
 
 
 def run(*command: str, cwd: Path, path: str = "") -> str:
     """What a command prints; its errors are shown if it fails."""
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=80
-    )
+    options = {"cwd": cwd, "env": environment, "timeout": 80}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory) -> Path:
     """A folder with an sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), ".", cwd=ROOT)
@@ -39,24 +39,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(built: Path) -> set[str]:
-    """The files in the sdist, without the folder that they are all in."""
-    with tarfile.open(built / f"fp8stack-{__version__}.tar.gz") as archive:
-        return {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-
-
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> zipfile.ZipFile:
+def wheel(built) -> zipfile.ZipFile:
     return zipfile.ZipFile(built / f"fp8stack-{__version__}-py3-none-any.whl")
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> str:
-    return wheel.read(f"fp8stack-{__version__}.dist-info/METADATA").decode()
-
-
-@pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(built, tmp_path_factory) -> Path:
     """A folder that the wheel is installed in, away from the checkout."""
     target = tmp_path_factory.mktemp("site")
     install = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile")
@@ -65,77 +53,53 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def ask(installed: Path, folder: Path, code: str) -> list[str]:
-    """The lines that `code` prints where only the installed wheel can be found."""
-    code = f"import sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}]\n{code}"
-    return run(sys.executable, "-c", code, cwd=folder, path=str(installed)).splitlines()
-
-
-# What the test command needs
-
-
-@pytest.mark.parametrize("needed", ["build", "hatchling", "pytest", "hypothesis"])
-def test_what_these_tests_import_is_in_the_test_extra(needed):
-    extra = PYPROJECT["project"]["optional-dependencies"]["test"]
-    assert needed in {re.split(r"[^\w-]", requirement)[0] for requirement in extra}
-
-
-# The sdist and the wheel
-
 SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8stack").rglob("*.py")}
 PRESETS = {f"models/{name}.toml" for name in MODELS} | {f"recipes/{name}.toml" for name in RECIPES}
 BESIDE = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "PKG-INFO"}
 OTHERS = {"fp8stack/py.typed", "tests/test_packaging.py"}
 
 
-def test_the_sdist_holds_every_source_file_and_preset_and_what_a_builder_needs(sdist):
+def test_what_these_tests_import_is_in_the_test_extra():
+    extra = PYPROJECT["project"]["optional-dependencies"]["test"]
+    named = {re.split(r"[^\w-]", requirement)[0] for requirement in extra}
+    assert {"build", "hatchling", "pytest", "hypothesis"} <= named
+
+
+def test_the_sdist_holds_every_source_and_preset_what_a_builder_needs_and_no_rubbish(built):
+    with tarfile.open(built / f"fp8stack-{__version__}.tar.gz") as archive:
+        files = [member.name for member in archive.getmembers() if member.isfile()]
+    sdist = {name.partition("/")[2] for name in files}
     assert sdist >= SOURCES | PRESETS | BESIDE | OTHERS
-
-
-def test_the_sdist_holds_no_rubbish(sdist):
     rubbish = re.compile(r"__pycache__|\.pyc$|(^|/)(\.git|\.hypothesis|runs|dist)/")
     assert [name for name in sdist if rubbish.search(name)] == []
 
 
-def test_the_wheel_has_one_top_level_package(wheel):
+def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports_parts(wheel):
     """A package called models or recipes would collide with other projects in site-packages."""
-    top = {name.partition("/")[0] for name in wheel.namelist()}
-    assert top == {"fp8stack", f"fp8stack-{__version__}.dist-info"}
-
-
-def test_the_wheel_holds_every_preset_as_in_the_checkout_and_nothing_else_there(wheel):
-    shipped = {name for name in wheel.namelist() if name.startswith("fp8stack/_presets/")}
+    names = set(wheel.namelist())
+    assert {name.partition("/")[0] for name in names} == {"fp8stack", INFO}
+    shipped = {name for name in names if name.startswith("fp8stack/_presets/")}
     assert shipped == {f"fp8stack/_presets/{name}" for name in PRESETS}
     for name in shipped:
         assert wheel.read(name) == (ROOT / name.removeprefix("fp8stack/_presets/")).read_bytes()
-
-
-def test_the_wheel_holds_every_source_file_its_types_and_what_a_report_is_made_of(wheel):
     parts = {path.name for path in (ROOT / "fp8stack" / "report").iterdir() if path.is_file()}
     assert {"page.html.jinja", "style.css"} <= parts
-    report = {f"fp8stack/report/{name}" for name in parts}
-    assert SOURCES | {"fp8stack/py.typed"} | report <= set(wheel.namelist())
+    assert SOURCES | {"fp8stack/py.typed"} | {f"fp8stack/report/{name}" for name in parts} <= names
 
 
-def test_the_wheel_carries_its_license(wheel, metadata):
-    name = f"fp8stack-{__version__}.dist-info/licenses/LICENSE"
-    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
-    assert b"Apache License" in wheel.read(name)
-    assert "License-Expression: Apache-2.0" in metadata
-    assert "License-File: LICENSE" in metadata
-
-
-def test_the_metadata_says_name_version_python_and_that_te_is_optional(metadata):
-    for line in ("Name: fp8stack", f"Version: {__version__}", "Requires-Python: >=3.11"):
-        assert f"\n{line}\n" in metadata
+def test_the_wheel_says_its_name_license_python_and_command_and_that_te_is_optional(wheel):
+    license = wheel.read(f"{INFO}/licenses/LICENSE")
+    assert license == (ROOT / "LICENSE").read_bytes()
+    assert b"Apache License" in license
+    metadata = wheel.read(f"{INFO}/METADATA").decode()
+    lines = metadata.splitlines()
+    told = ("Name: fp8stack", f"Version: {__version__}", "Requires-Python: >=3.11")
+    assert {*told, "License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(lines)
     assert "\nSummary: " in metadata
-    te = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: transf")]
+    te = [line for line in lines if line.startswith("Requires-Dist: transf")]
     assert te
     assert all("extra ==" in line for line in te)
-
-
-def test_the_command_starts_in_a_module_of_the_wheel(wheel):
-    points = wheel.read(f"fp8stack-{__version__}.dist-info/entry_points.txt").decode()
+    points = wheel.read(f"{INFO}/entry_points.txt").decode()
     found = re.search(r"^fp8stack = ([\w.]+):(\w+)$", points, re.MULTILINE)
     assert found
     assert found[1].replace(".", "/") + "/__init__.py" in wheel.namelist()
@@ -149,7 +113,8 @@ def test_the_installed_package_has_every_preset_inside_and_plans_every_recipe(in
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "mine.toml").write_text("x = 1\n")
     (tmp_path / "mine.toml").write_text('description = "x"\nscaling = "block"\n')
-    code = """
+    code = f"import sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}]\n"
+    code += """
 import fp8stack
 from fp8stack import presets
 from fp8stack.model.config import load_config, plan_for
@@ -168,11 +133,6 @@ for name in presets.names("recipes"):
 print(load_recipe("mine.toml").scaling)
 """
     package = installed / "fp8stack"
-    assert ask(installed, tmp_path, code) == [
-        str(package / "__init__.py"),
-        str(package / "_presets" / "models"),
-        str(package / "_presets" / "recipes"),
-        " ".join(MODELS),
-        " ".join(RECIPES),
-        "block",
-    ]
+    printed = run(sys.executable, "-c", code, cwd=tmp_path, path=str(installed))
+    places = [package / "__init__.py", package / "_presets/models", package / "_presets/recipes"]
+    assert printed.splitlines() == [*map(str, places), " ".join(MODELS), " ".join(RECIPES), "block"]

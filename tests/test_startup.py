@@ -29,23 +29,11 @@ COMMANDS = paths(typer.main.get_command(app))
 assert ["bench", "step"] in COMMANDS
 # Each of these alone takes longer to import than an answer may take, or has no part in it.
 HEAVY = {
-    "accelerate",
-    "fp8stack.backends",
-    "fp8stack.model.convert",
-    "fp8stack.model.gpt",
-    "fp8stack.telemetry.operands",
-    "fp8stack.training",
-    "matplotlib",
-    "safetensors",
-    "tensorboard",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.utils.tensorboard",
-    "torchao",
-    "wandb",
-    "transformer_engine",
-    "transformers",
-}
+    "accelerate", "fp8stack.backends", "fp8stack.model.convert", "fp8stack.model.gpt",
+    "fp8stack.telemetry.operands", "fp8stack.training", "matplotlib", "safetensors", "tensorboard",
+    "torch._dynamo", "torch._inductor", "torch.utils.tensorboard", "torchao", "wandb",
+    "transformer_engine", "transformers",
+}  # fmt: skip
 NO_TORCH = {"fp8stack.numerics", "numpy", "torch"}
 # What only an answer needs, and a help text does not.
 NO_ANSWER = {"fp8stack.doctor", "fp8stack.precision", "pydantic", "rich"}
@@ -61,6 +49,7 @@ except SystemExit as end:
     assert not end.code, end.code
 print(json.dumps(sorted(set(sys.modules) - before)), file=sys.stderr)
 """
+ANSWER = "from fp8stack.cli import main; main({})"
 
 
 def observed(code: str) -> tuple[str, set[str]]:
@@ -71,19 +60,22 @@ def observed(code: str) -> tuple[str, set[str]]:
     return done.stdout, set(json.loads(done.stderr.splitlines()[-1]))
 
 
-def command(*arguments: str) -> tuple[str, set[str]]:
-    return observed(f"from fp8stack.cli import main; main({list(arguments)})")
-
-
 # Help
 
 HELP = [[], ["--help"], ["--version"], *([*words, "--help"] for words in COMMANDS)]
+ALL = """for words in {}:
+        try:
+            from fp8stack.cli import main; main(words)
+        except SystemExit as end:
+            assert not end.code, words
+"""
 
 
-@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
-def test_help_imports_a_parser_and_little_beside(arguments):
-    printed, modules = command(*arguments)
-    assert ("fp8stack 0" if "--version" in arguments else "Usage: ") in printed
+def test_help_imports_a_parser_and_little_beside():
+    """For all commands, in one process, no more than each of them may."""
+    printed, modules = observed(ALL.format(HELP))
+    assert printed.count("Usage: ") == len(HELP) - 1
+    assert "fp8stack 0" in printed
     assert modules & (HEAVY | NO_TORCH | NO_ANSWER) == set()
     assert len(modules) < 110
 
@@ -97,7 +89,7 @@ if not torch.cuda.is_available():  # torch is needed to ask a GPU
 
 @pytest.mark.parametrize("arguments", ANSWERS, ids=" ".join)
 def test_doctor_answers_without_torch_and_in_json_without_what_draws_tables(arguments):
-    printed, modules = command("doctor", *arguments)
+    printed, modules = observed(ANSWER.format(["doctor", *arguments]))
     assert "mxfp8" in printed
     assert torch.__version__ in printed
     assert modules & (HEAVY | NO_TORCH) == set()
@@ -106,7 +98,7 @@ def test_doctor_answers_without_torch_and_in_json_without_what_draws_tables(argu
 
 
 def test_doctor_says_the_same_where_torch_is_imported_and_imports_nothing_heavy_beside_it():
-    answer = "from fp8stack.cli import main; main(['doctor', '--json'])"
+    answer = ANSWER.format(["doctor", "--json"])
     _, alone = observed("import torch")
     printed, modules = observed(f"import torch; {answer}")
     assert (modules - alone) & HEAVY == set()
@@ -123,33 +115,21 @@ def test_importing_the_package_imports_none_of_its_rooms():
     assert len(modules) < 16
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        *("import fp8stack.errors, fp8stack.formats, fp8stack.presets", "import fp8stack.doctor"),
-        "from fp8stack import Recipe, UserError, load_recipe, probe, resolve",
-    ],
-)
-def test_what_is_about_data_is_given_without_torch(code):
-    _, modules = observed(code)
+def test_what_is_about_data_is_given_without_torch():
+    code = "import fp8stack.errors, fp8stack.formats, fp8stack.presets, fp8stack.doctor;"
+    _, modules = observed(f"{code} from fp8stack import Recipe, UserError, load_recipe, resolve")
     assert modules & (HEAVY | NO_TORCH) == set()
 
 
-@pytest.mark.parametrize("name", fp8stack.__all__)
-def test_every_public_name_is_listed_and_found(name):
-    assert name in dir(fp8stack)
-    found = getattr(fp8stack, name)
-    assert getattr(found, "__name__", name).endswith(name) or name == "Recipe"
-
-
-def test_type_checkers_see_the_public_names():
+def test_every_public_name_and_no_other_is_listed_found_and_seen_by_type_checkers():
+    assert set(fp8stack.__all__) <= set(dir(fp8stack))
+    for name in fp8stack.__all__:
+        found = getattr(fp8stack, name)
+        assert getattr(found, "__name__", name).endswith(name) or name == "Recipe"
     tree = ast.parse(Path(fp8stack.__file__).read_text(encoding="utf-8"))
     (seen,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports for alias in node.names]
     assert sorted(names) == sorted(fp8stack.__all__)
-
-
-def test_any_other_name_is_no_attribute():
     with pytest.raises(AttributeError, match="module 'fp8stack' has no attribute 'probes'"):
         fp8stack.probes  # noqa: B018

@@ -1,5 +1,7 @@
 """`fp8stack compare`: recipes side by side."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer
@@ -22,7 +24,8 @@ def compare(
         str | None, option("Recipe to compare the others with. [fp32, else the first]")
     ] = None,
     from_: Annotated[
-        str | None, option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
+        str | None,
+        option("Run or checkpoint to start all runs from.", "--from", metavar="PATH"),
     ] = None,
     model: Annotated[
         str | None, option("Model preset or TOML file. [gpt-nano, or that of --from]")

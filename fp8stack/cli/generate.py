@@ -1,5 +1,7 @@
 """`fp8stack generate`: it parses and calls."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

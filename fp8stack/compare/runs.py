@@ -1,5 +1,7 @@
 """Runs, each in a process of its own, and what is shown meanwhile."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """A comparison as text: the table that is printed, and `compare.md`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -2,6 +2,8 @@
 here.
 """
 
+from __future__ import annotations
+
 import os
 import stat
 from collections.abc import Callable, Iterator

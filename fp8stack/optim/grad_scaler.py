@@ -3,6 +3,8 @@
 It serves any training loop.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Any

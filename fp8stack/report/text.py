@@ -1,5 +1,7 @@
 """The essentials of a report for a terminal."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Validation loss and text samples. Nothing here changes the model or its FP8 state."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

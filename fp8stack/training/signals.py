@@ -3,6 +3,8 @@
 No torch here: requests are heard before torch is imported.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -79,8 +81,11 @@ class StopRequests:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Within, the `SIGNALS` ask for a stop after the step; a second SIGINT interrupts. Raises a
-    Preempted if a stop was asked for within `StopRequests.at_once`."""
+    """Within, the `SIGNALS` ask for a stop after the step; a second SIGINT interrupts.
+
+    Raises:
+        Preempted: within `StopRequests.at_once`, a stop was asked for.
+    """
     requests = StopRequests()
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]  # Windows: some
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -134,7 +134,7 @@ def python(code: str, seconds: float = 60.0) -> visit.Task:
 
 
 @pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> visit.Part:
+def part(monkeypatch) -> visit.Part:
     tasks = (python("print(1)"), python("1 / 0"), python("while True: pass", 3), python("print(2)"))
     made = visit.Part("four tasks", tasks)
     monkeypatch.setitem(visit.PARTS, 1, made)

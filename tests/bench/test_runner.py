@@ -49,7 +49,7 @@ def _grid_at(
 
 
 @pytest.fixture
-def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def committed(tmp_path, monkeypatch) -> list[str]:
     """The words of a check of the grid against results in `tmp_path`."""
     monkeypatch.setattr(grid, "SHORT", WORDS)
     _grid_at(monkeypatch, 1.0, (1.0, 1.05, 1.1, 1.2, 1.3))

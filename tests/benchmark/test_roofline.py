@@ -347,7 +347,7 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
+def results(tmp_path) -> Path:
     path = tmp_path / "step.json"
     rows = [
         {"model": "gpt2-1.5b", "arm": "bf16", "median_ms": 150.0, "more": 1},

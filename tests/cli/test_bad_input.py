@@ -18,7 +18,7 @@ from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import DelayedRecipe, load_recipe
-from tests.conftest import TINY, Command
+from tests.conftest import TINY
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
 
 BAD = bad_input()
@@ -67,25 +67,23 @@ CASES = {  # further flags of pretrain: what must be said
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     make_files(folder)
     return folder
 
 
-def test_there_are_at_least_as_many_as_promised() -> None:
+def test_there_are_at_least_as_many_as_promised():
     assert len(BAD) >= 120
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_that_names_it_and_touches_nothing(name: str, files: Path) -> None:
+def test_bad_input_is_one_line_that_names_it_and_touches_nothing(name, files):
     assert problem(files, *BAD[name]) == ""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_line_that_names_it_and_exit_code_2(
-    case: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_that_names_it_and_exit_code_2(case, command, tmp_path, capsys):
     flags, expected = CASES[case]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
@@ -100,23 +98,19 @@ def test_bad_input_is_one_line_that_names_it_and_exit_code_2(
 
 
 @pytest.mark.parametrize("capability", ["9", "x.y", "9.0.1", "", "-1.0"])
-def test_doctor_refuses_what_is_no_capability(
-    capability: str, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_refuses_what_is_no_capability(capability, command, capsys):
     assert command("doctor", "--capability", capability) == 2
     assert "is no compute capability" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_refused_and_none_prints_the_help(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_is_refused_and_none_prints_the_help(command, capsys):
     assert command("pretrian") == 2
     assert "pretrian" in capsys.readouterr().err
     assert command() == 0
     assert "pretrain" in capsys.readouterr().out
 
 
-def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table() -> None:
+def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
     with pytest.raises(UserError) as caught:
         parse_config(None, {"guard": {"windows": 1}})
     message = str(caught.value)
@@ -125,7 +119,7 @@ def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table() ->
 
 
 @pytest.mark.parametrize("key", ["steps", "model_overrides", "what_if"])
-def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key: str, tmp_path: Path) -> None:
+def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path):
     setting = f"{key}.{'a.' * 3000}a=1"
     (tmp_path / "run.toml").write_text(setting)
     for ask in (
@@ -137,14 +131,14 @@ def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key: str, tmp_
         assert len(str(caught.value)) < 500
 
 
-def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
     with (tmp_path / "run.toml").open("wb") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
     with pytest.raises(UserError, match="is too large"):
         presets.read_toml(tmp_path / "run.toml")
 
 
-def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names() -> None:
+def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     sets = [
         "model.layers=2",
         "recipe.margin=1",
@@ -160,9 +154,7 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names() -> None
     assert recipe.exclude == ("*.mlp.down",)
 
 
-def test_help_is_found_by_every_usual_name(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_found_by_every_usual_name(command, capsys):
     shown = set()
     for words in (["plan", "--help"], ["plan", "-h"], ["help", "plan"]):
         assert command(*words) == 0
@@ -175,16 +167,12 @@ def test_help_is_found_by_every_usual_name(
     ("memory", "size"),
     [("80", 80 * 2**30), ("80GB", 80 * 10**9), ("80 gib", 80 * 2**30), ("1.5G", 3 * 2**29)],
 )
-def test_memory_has_a_unit(
-    memory: str, size: int, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_has_a_unit(memory, size, command, capsys):
     assert command("estimate", "--memory", memory, "--json") == 0
     assert json.loads(capsys.readouterr().out)["memory"] == size
 
 
-def test_usual_flags_of_training_and_a_bare_resume_are_taken(
-    command: Command, tmp_path: Path
-) -> None:
+def test_usual_flags_of_training_and_a_bare_resume_are_taken(command, tmp_path):
     flags = ["--learning-rate", "0.002", "--warmup-steps", "3", "--weight-decay", "0.2"]
     tiny = [*TINY, "--recipe", "fp32", "--steps", "1"]
     assert command("pretrain", *tiny, *flags, "--out", "r", "--resume") == 0
@@ -210,13 +198,11 @@ def test_usual_flags_of_training_and_a_bare_resume_are_taken(
         ),
     )
 )
-def test_a_configuration_survives_its_own_file(config: RunConfig) -> None:
+def test_a_configuration_survives_its_own_file(config):
     assert RunConfig(**tomllib.loads(to_toml(config))) == config
 
 
-def test_doctor_answers_in_json_for_any_machine(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_answers_in_json_for_any_machine(command, capsys):
     assert command("doctor", "--capability", "8.0", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["hardware"]["capability"] == "8.0"
@@ -236,9 +222,7 @@ def test_doctor_answers_in_json_for_any_machine(
     assert (delayed["backend"], delayed["native"], delayed["reasons"]) == ("torch", True, [])
 
 
-def test_doctor_prints_this_machine_the_recipes_and_the_formats(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_prints_this_machine_the_recipes_and_the_formats(command, capsys):
     assert command("doctor") == 0
     printed = capsys.readouterr().out
     for piece in ("machine: ", "delayed (emulated)", "e5m2", "57344", "448", "2^-9"):
@@ -258,24 +242,20 @@ def test_doctor_prints_this_machine_the_recipes_and_the_formats(
     ],
     ids=str,
 )
-def test_doctor_says_how_to_add_te_where_it_would_be_of_use(
-    flags: list[str], said: bool, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_how_to_add_te_where_it_would_be_of_use(flags, said, command, capsys):
     assert command("doctor", "--capability", *flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (f"Transformer Engine is optional; to add it: {TE_REMEDY}" in lines) == said
 
 
-def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys):
     assert command("doctor", "--capability", "10.0", "--no-te") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("block: ") and TE_REMEDY in line]) == 1
 
 
 @pytest.mark.parametrize("width", [40, 80, 400])
-def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width: int) -> None:
+def test_doctor_prints_why_te_cannot_be_used_where_it_is_wanted(width):
     problem = "importing Transformer Engine 2.20.0 failed (x [red]y): pip install 'te[pytorch]'"
     here = Hardware("cuda", (9, 0), te_version="2.20.0", te_problem=problem, torch_version="2.13.0")
     printed = io.StringIO()

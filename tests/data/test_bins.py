@@ -14,14 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from fp8stack.data import (
-    Corpus,
-    DataError,
-    StepBatches,
-    load_corpora,
-    parquet,
-    tokenizer_of,
-)
+from fp8stack.data import Corpus, DataError, StepBatches, load_corpora, parquet, tokenizer_of
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import load_tokenizer
 from tests.data.test_sources import refusal
@@ -38,7 +31,7 @@ def everything(splits: tuple[Corpus, Corpus]) -> list[int]:
 
 
 @pytest.mark.parametrize("llama", [False, True])
-def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path: Path, llama: bool):
+def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path, llama):
     tokens = [50256, 1, 2, 65535] + [128255 if llama else 3] * 16
     path = write_llmc(tmp_path / "a.bin", tokens, llama=llama)
     splits = load_corpora(str(path), 130_000)
@@ -58,10 +51,7 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path: Path, llama: bool
             },
             ([1, 2, 3, 4], [7, 8, 9]),
         ),
-        (
-            {"tiny_shakespeare_train.bin": [1, 2], "tiny_shakespeare_val.bin": [7]},
-            ([1, 2], [7]),
-        ),
+        ({"tiny_shakespeare_train.bin": [1, 2], "tiny_shakespeare_val.bin": [7]}, ([1, 2], [7])),
         # Without a validation file the end is held out.
         (
             {f"a_train_{n}.bin": [n] * 10 for n in range(3)},
@@ -70,9 +60,7 @@ def test_an_llmc_file_is_the_tokens_after_its_header(tmp_path: Path, llama: bool
     ],
     ids=["shards", "a pair", "no validation"],
 )
-def test_files_named_as_llmc_does_are_its_splits(
-    tmp_path: Path, files: dict[str, list[int]], splits: tuple[list[int], list[int]]
-):
+def test_files_named_as_llmc_does_are_its_splits(tmp_path, files, splits):
     for name, tokens in files.items():
         write_llmc(tmp_path / name, tokens)
     found = load_corpora(str(tmp_path), 300)
@@ -82,7 +70,7 @@ def test_files_named_as_llmc_does_are_its_splits(
         assert "b.bin is beside files that are named as training and val" in refusal(tmp_path)
 
 
-def test_headerless_files_of_those_names_are_joined_as_ever(tmp_path: Path):
+def test_headerless_files_of_those_names_are_joined_as_ever(tmp_path):
     for name in ("a_train_0.bin", "a_val_0.bin"):
         np.arange(10, dtype="<u2").tofile(tmp_path / name)
     assert [len(split) for split in load_corpora(str(tmp_path), 300)] == [18, 2]
@@ -106,7 +94,7 @@ def _header(*fields: int) -> bytes:
         (_header(20240522, 1, 4) + bytes(8), "holds llm.c's multiple-choice questions"),
     ],
 )
-def test_a_bad_header_of_llmc_is_named(tmp_path: Path, content: bytes, said: str):
+def test_a_bad_header_of_llmc_is_named(tmp_path, content, said):
     (tmp_path / "a.bin").write_bytes(content)
     assert f"{tmp_path / 'a.bin'} {said}" in refusal(tmp_path / "a.bin")
 
@@ -118,9 +106,7 @@ SEQUENCES = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8, 9], [10]]]
 
 @pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
-def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(
-    tmp_path: Path, dtype: str, suffix: str
-):
+def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(tmp_path, dtype, suffix):
     prefix = write_megatron(tmp_path / "web_text_document", SEQUENCES, dtype)
     train, val = load_corpora(f"{prefix}{suffix}", 256, held_out=0.3)
     assert everything((train, val)) == list(range(1, 11))
@@ -129,7 +115,7 @@ def test_a_megatron_pair_is_read_by_either_name_or_its_prefix(
     assert train.parts[0].mapped
 
 
-def test_a_folder_of_megatron_pairs_is_joined(tmp_path: Path):
+def test_a_folder_of_megatron_pairs_is_joined(tmp_path):
     write_megatron(tmp_path / "b", [[[3]]])
     write_megatron(tmp_path / "a", [[[1], [2]]])
     splits = load_corpora(str(tmp_path), 256, held_out=0.01)
@@ -137,7 +123,7 @@ def test_a_folder_of_megatron_pairs_is_joined(tmp_path: Path):
     assert splits[0].documents(0, splits[0].window(0, 3)).tolist() == [0, 0, 1]
 
 
-def test_a_bad_token_is_named_with_its_offset_in_the_file(tmp_path: Path):
+def test_a_bad_token_is_named_with_its_offset_in_the_file(tmp_path):
     path = write_llmc(tmp_path / "a.bin", [1] * 30 + [400] + [1] * 9)
     assert np.fromfile(path, "<u2")[542] == 400
     prefix = write_megatron(tmp_path / "b", [[[1, 2, -3] + [4] * 40]], "int32")
@@ -191,7 +177,7 @@ LENGTHS, POSITIONS, DOCUMENTS = 34, 34 + 6 * 4, 34 + 6 * 12
         (lambda index: index.with_suffix(".bin").unlink(), "a.bin is missing"),
     ],
 )
-def test_a_bad_index_of_megatron_is_named(tmp_path: Path, change: Change, said: str):
+def test_a_bad_index_of_megatron_is_named(tmp_path, change, said):
     prefix = write_megatron(tmp_path / "a", SEQUENCES)
     load_corpora(str(prefix), 256)
     change(tmp_path / "a.idx")
@@ -202,7 +188,7 @@ def test_a_bad_index_of_megatron_is_named(tmp_path: Path, change: Change, said: 
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_prepared_folder_has_the_splits_of_its_manifest(tmp_path: Path, dtype: str):
+def test_a_prepared_folder_has_the_splits_of_its_manifest(tmp_path, dtype):
     large = 65_535 if dtype == "uint16" else 100_000
     shards = [[[1, 2, 0], [3, 0]], [[large, 0]]]
     folder = write_prepared(tmp_path / "p", shards, [[[9, 0]]], vocabulary=large + 1, dtype=dtype)
@@ -214,14 +200,14 @@ def test_a_prepared_folder_has_the_splits_of_its_manifest(tmp_path: Path, dtype:
     assert all(part.mapped for part in train.parts)
 
 
-def test_the_end_of_a_folder_without_held_out_documents_is_held_out(tmp_path: Path):
+def test_the_end_of_a_folder_without_held_out_documents_is_held_out(tmp_path):
     folder = write_prepared(tmp_path / "p", [[[1, 1, 1, 0]] * 5])
     train, val = load_corpora(str(folder), 256)
     assert (len(train), len(val)) == (18, 2)
     assert val.documents(0, val.window(0, 2)).tolist() == [0, 0]
 
 
-def test_other_ends_of_documents_are_other_data(tmp_path: Path):
+def test_other_ends_of_documents_are_other_data(tmp_path):
     one = load_corpora(str(write_prepared(tmp_path / "1", [[[1, 0], [0]]])), 256)[0]
     other = load_corpora(str(write_prepared(tmp_path / "2", [[[1], [0, 0]]])), 256)[0]
     assert everything((one, one)) == everything((other, other))
@@ -280,9 +266,7 @@ def _manifest(key: str, value: object) -> Change:
         ),
     ],
 )
-def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(
-    tmp_path: Path, change: Change, said: str
-):
+def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(tmp_path, change, said):
     folder = write_prepared(tmp_path / "p", [[[1, 2, 0], [3, 0]]])
     load_corpora(str(folder), 256)
     change(folder)
@@ -290,9 +274,7 @@ def test_a_prepared_folder_that_is_not_as_its_manifest_says_is_refused(
 
 
 @pytest.mark.parametrize("form", ["prepared", "megatron"])
-def test_an_index_that_changes_while_training_harms_nothing_but_documents(
-    tmp_path: Path, form: str
-):
+def test_an_index_that_changes_while_training_harms_nothing_but_documents(tmp_path, form):
     if form == "prepared":
         data = write_prepared(tmp_path / "p", [[[1, 0]] * 500])
         index = data / "train-00000.ends"
@@ -324,9 +306,7 @@ def write_parquet(path: Path, table: dict[str, object], **options: object) -> Pa
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 @pytest.mark.parametrize("rows", [1, 2, 100])
-def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(
-    tmp_path: Path, kind: str, rows: int
-):
+def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(tmp_path, kind, rows):
     column = pyarrow.array(TEXTS)
     if kind == "dictionary":
         column = column.dictionary_encode()
@@ -340,7 +320,7 @@ def test_a_parquet_file_is_its_texts_with_a_byte_255_after_each(
     assert all(split.has_documents for split in splits)
 
 
-def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined(tmp_path: Path):
+def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined(tmp_path):
     write_parquet(tmp_path / "b.parquet", {"n": [1.5], "story": ["b"]})
     write_parquet(tmp_path / "a.parquet", {"n": [1.5], "story": ["a"]})
     train, val = load_corpora(str(tmp_path), 256)
@@ -357,16 +337,12 @@ def test_the_only_column_of_strings_is_the_text_and_files_of_a_folder_are_joined
         ({"text": pyarrow.array([], pyarrow.string())}, "has no text in its column 'text'"),
     ],
 )
-def test_a_parquet_file_without_a_text_is_refused(
-    tmp_path: Path, table: dict[str, object], said: str
-):
+def test_a_parquet_file_without_a_text_is_refused(tmp_path, table, said):
     path = write_parquet(tmp_path / "a.parquet", table)
     assert f"{path} {said}" in refusal(path)
 
 
-def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(tmp_path, monkeypatch):
     for name in ("a", "b"):
         path = write_parquet(tmp_path / f"{name}.parquet", {"text": ["x" * 1999] * 5})
     read = []
@@ -384,7 +360,7 @@ def test_more_text_than_fits_in_memory_names_prepare_and_is_not_read(
     assert len(read) == 3
 
 
-def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path: Path):
+def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", {"text": ["some", "text"] * 50})
     good = path.read_bytes()
     random = np.random.default_rng(0)
@@ -404,13 +380,13 @@ def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(50), bytes(range(256))])
-def test_what_is_no_parquet_file_is_refused(tmp_path: Path, content: bytes):
+def test_what_is_no_parquet_file_is_refused(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
     assert "a.parquet as parquet" in refusal(tmp_path / "a.parquet")
 
 
 def test_without_pyarrow_the_remedy_is_named_and_kinds_of_files_are_not_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     path = write_parquet(tmp_path / "a.parquet", {"text": ["x"]})
     write_llmc(tmp_path / "a.bin", [1, 2])
@@ -422,7 +398,7 @@ def test_without_pyarrow_the_remedy_is_named_and_kinds_of_files_are_not_mixed(
 # Which tokenizer the tokens are of
 
 
-def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_are(tmp_path: Path):
+def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_are(tmp_path):
     text, table = tmp_path / "a.txt", tmp_path / "a.parquet"
     text.write_text("text")
     write_parquet(table, {"text": ["x"]})
@@ -436,7 +412,7 @@ def test_text_and_parquet_are_bytes_and_files_of_tokens_do_not_say_whose_they_ar
         assert tokenizer_of(str(path)) is None
 
 
-def test_a_prepared_folder_brings_its_tokenizer_and_another_is_refused(tmp_path: Path):
+def test_a_prepared_folder_brings_its_tokenizer_and_another_is_refused(tmp_path):
     text = load_tokenizer("bytes").to_json()
     folder = write_prepared(tmp_path / "p", [[[1, 255]]], tokenizer=text)
     found = tokenizer_of(str(folder))

@@ -65,7 +65,7 @@ def expected(start: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_window_knows_the_document_of_each_token(form: object, tmp_path: Path):
+def test_every_window_knows_the_document_of_each_token(form, tmp_path):
     train, val = load(form(tmp_path))  # type: ignore[operator]
     assert len(train) + len(val) == sum(LENGTHS)
     for split, before in ((train, 0), (val, len(train))):
@@ -78,7 +78,7 @@ def test_every_window_knows_the_document_of_each_token(form: object, tmp_path: P
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("order", ["random", "epochs"])
-def test_batches_hold_tokens_and_documents(form: object, order: str, tmp_path: Path):
+def test_batches_hold_tokens_and_documents(form, order, tmp_path):
     train, _ = load(form(tmp_path))  # type: ignore[operator]
     usual = {"batch": 6, "context": 10, "seed": 3, "vocabulary": 60_000, "order": order}
     plain = StepBatches(train, **usual)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_batches_hold_tokens_and_documents(form: object, order: str, tmp_path: P
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_corpora_reach_workers_as_paths(form: object, tmp_path: Path):
+def test_corpora_reach_workers_as_paths(form, tmp_path):
     train, _ = load(form(tmp_path))  # type: ignore[operator]
     pickled = pickle.dumps(train)
     assert len(pickled) < 2500
@@ -105,7 +105,7 @@ def test_corpora_reach_workers_as_paths(form: object, tmp_path: Path):
     assert again.documents(5, window).tolist() == expected(5, 40)
 
 
-def test_validation_windows_hold_documents_too(tmp_path: Path):
+def test_validation_windows_hold_documents_too(tmp_path):
     _, val = load(as_prepared(tmp_path))
     usual = {"count": 2, "context": 6, "vocabulary": 256}
     windows = validation_windows(val, documents=True, **usual)  # type: ignore[arg-type]
@@ -116,9 +116,7 @@ def test_validation_windows_hold_documents_too(tmp_path: Path):
     assert windows[:, 1].tolist() == [expected(first, 7), expected(last, 7)]
 
 
-def test_documents_of_a_mixture_are_those_of_its_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_of_a_mixture_are_those_of_its_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     as_llmc(tmp_path)
     (tmp_path / "m").mkdir()
@@ -132,14 +130,14 @@ def test_documents_of_a_mixture_are_those_of_its_sources(
         assert row[1].tolist() == expected(start % length, 9)
 
 
-def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path: Path):
+def test_what_says_where_documents_end_says_it_whatever_is_asked(tmp_path):
     """llm.c's end-of-text is GPT-2's, also where another tokenizer is named."""
     path = as_llmc(tmp_path)
     train, _ = load_corpora(path, 60_000, end_of_text=3)
     assert train.documents(0, train.window(0, 12)).tolist() == expected(0, 12)
 
 
-def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path: Path):
+def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 99)
     np.arange(99, dtype="<u2").tofile(tmp_path / "b.bin")
     # Text has none even if its tokenizer has an end.
@@ -166,7 +164,7 @@ def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path: Path)
             assert "\n" not in str(caught.value)
 
 
-def test_ranks_share_rows_out_with_their_documents(tmp_path: Path):
+def test_ranks_share_rows_out_with_their_documents(tmp_path):
     train, _ = load(as_prepared(tmp_path))
     usual = {"batch": 8, "context": 10, "seed": 3, "vocabulary": 256, "order": "epochs"}
     batch = StepBatches(train, documents=True, **usual)[2]  # type: ignore[arg-type]

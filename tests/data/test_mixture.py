@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from tests.support.data_writers import json_of_tokenizer, write_llmc, write_prep
 
 
 @pytest.fixture
-def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def mixed(tmp_path, monkeypatch) -> str:
     """Three sources whose tokens are 10, 20 and 30 and something, in shares of 5 : 3 : 2."""
     monkeypatch.chdir(tmp_path)
     for number, length in ((1, 2000), (2, 500), (3, 3000)):
@@ -47,7 +45,7 @@ def counts_of(batches: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ["random", "epochs"])
-def test_every_4096_rows_of_a_run_hold_the_sources_in_their_exact_shares(mixed: str, order: str):
+def test_every_4096_rows_of_a_run_hold_the_sources_in_their_exact_shares(mixed, order):
     batches = made(mixed, order=order)
     steps = BLOCK // 64
     for block in range(3):
@@ -55,18 +53,18 @@ def test_every_4096_rows_of_a_run_hold_the_sources_in_their_exact_shares(mixed: 
         assert counts_of(rows) == [0, 2048, 1229, 819]
 
 
-def test_rows_do_not_cross_from_one_source_into_another(mixed: str):
+def test_rows_do_not_cross_from_one_source_into_another(mixed):
     rows = torch.cat([made(mixed)[step] for step in range(1, 50)])
     assert (rows // 10 == rows[:, :1] // 10).all()
 
 
-def test_the_source_of_a_row_does_not_depend_on_how_rows_are_cut_into_steps(mixed: str):
+def test_the_source_of_a_row_does_not_depend_on_how_rows_are_cut_into_steps(mixed):
     whole = [made(mixed, batch=60)[step][:, 0] // 10 for step in range(1, 5)]
     parts = [made(mixed, batch=24)[step][:, 0] // 10 for step in range(1, 11)]
     assert torch.equal(torch.cat(whole), torch.cat(parts))
 
 
-def test_sources_do_not_take_turns_in_a_pattern_that_repeats(mixed: str):
+def test_sources_do_not_take_turns_in_a_pattern_that_repeats(mixed):
     counts = shares((5.0, 3.0, 2.0), BLOCK)
     rows = np.arange(3 * BLOCK)
     sources, _ = sources_of(rows, counts, seed=0)
@@ -103,11 +101,11 @@ def test_a_row_has_its_number_among_those_of_its_source():
         ((3.0, 1.0), 1, (1, 0)),
     ],
 )
-def test_shares_are_whole_and_add_up(weights: Any, total: int, expected: tuple[int, ...]):
+def test_shares_are_whole_and_add_up(weights, total, expected):
     assert shares(weights, total) == expected
 
 
-def test_the_fingerprint_follows_sources_and_shares(mixed: str):
+def test_the_fingerprint_follows_sources_and_shares(mixed):
     def fingerprint(data: str) -> str:
         return load_corpora(data, 256)[0].fingerprint()
 
@@ -120,13 +118,13 @@ def test_the_fingerprint_follows_sources_and_shares(mixed: str):
     assert again.fingerprint() == fingerprint(mixed)
 
 
-def test_a_mixture_of_one_is_that_one(mixed: str):
+def test_a_mixture_of_one_is_that_one(mixed):
     alone, mixture = made("1.bin"), made("3:1.bin")
     assert torch.equal(alone[5], mixture[5])
     assert alone.corpus.fingerprint() == mixture.corpus.fingerprint()
 
 
-def test_validation_takes_windows_of_all_sources_by_weight(mixed: str):
+def test_validation_takes_windows_of_all_sources_by_weight(mixed):
     val = load_corpora(mixed, 256)[1]
     windows = validation_windows(val, count=10, context=8, vocabulary=256)
     assert counts_of(windows) == [0, 5, 3, 2]
@@ -135,7 +133,7 @@ def test_validation_takes_windows_of_all_sources_by_weight(mixed: str):
     assert counts_of(many) == [0, 24, 6, 37]  # as many as fit into 200, 50 and 300 tokens
 
 
-def test_splits_of_a_source_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_splits_of_a_source_are_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_prepared(tmp_path / "a", [[[1] * 50]], [[[2] * 50]])
     write_prepared(tmp_path / "b", [[[3] * 50]])
@@ -145,9 +143,7 @@ def test_splits_of_a_source_are_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(val.window(0, 55).tolist()) == {2, 3}
 
 
-def test_paths_may_look_like_a_mixture_or_hold_commas_and_colons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_paths_may_look_like_a_mixture_or_hold_commas_and_colons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, token in (("0.5:a.bin,0.5:b.bin", 7), ("a,b.bin", 7), ("c:d.bin", 8)):
         write_llmc(tmp_path / name, [token] * 50)
@@ -158,7 +154,7 @@ def test_paths_may_look_like_a_mixture_or_hold_commas_and_colons(
     assert train.window(44, 2).tolist() == [7, 8]
 
 
-def test_a_mixture_is_named_from_the_root_path_by_path(mixed: str, tmp_path: Path):
+def test_a_mixture_is_named_from_the_root_path_by_path(mixed, tmp_path):
     named = absolute(mixed)
     assert named == f"0.5:{tmp_path}/1.bin,0.3:{tmp_path}/2.bin,0.2:{tmp_path}/3.bin"
     assert absolute("1.bin") == str(tmp_path / "1.bin")
@@ -180,14 +176,14 @@ def test_a_mixture_is_named_from_the_root_path_by_path(mixed: str, tmp_path: Pat
         ("nan:1.bin,1:2.bin", "No data at 'nan:1.bin,1:2.bin'"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(mixed: str, data: str, said: str):
+def test_a_mixture_that_cannot_be_is_refused(mixed, data, said):
     with pytest.raises(UserError) as caught:
         load_corpora(data, 256)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_source_that_holds_no_window_is_named(mixed: str):
+def test_a_source_that_holds_no_window_is_named(mixed):
     train, val = load_corpora(mixed, 256)
     for use in (
         lambda: StepBatches(train, batch=1, context=460, seed=0, vocabulary=256),
@@ -197,9 +193,7 @@ def test_a_source_that_holds_no_window_is_named(mixed: str):
             use()
 
 
-def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("text " * 99)
     write_llmc(tmp_path / "bin.bin", [7] * 99)
@@ -223,7 +217,7 @@ def test_sources_of_one_tokenizer_are_mixed_and_others_are_named(
         assert "\n" not in str(caught.value)
 
 
-def test_what_a_run_reads_of_a_mixture_is_told_source_by_source(mixed: str):
+def test_what_a_run_reads_of_a_mixture_is_told_source_by_source(mixed):
     train: Corpus = load_corpora(mixed, 256)[0]
     told = describe(train, batch=64, context=8, steps=100, order="epochs")
     assert len(told) == 3

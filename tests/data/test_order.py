@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +28,7 @@ def starts(batches: StepBatches, rows: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097])
-def test_a_shuffle_holds_every_number_once(length: int):
+def test_a_shuffle_holds_every_number_once(length):
     for word in range(5):
         places = np.arange(length)
         assert sorted(shuffled(places, length, word).tolist()) == places.tolist()
@@ -87,7 +85,7 @@ def test_neighbours_do_not_stay_neighbours():
 
 
 @pytest.mark.parametrize("length", [9, 10, 16, 17, 100, 1003, 4001])
-def test_an_epoch_reads_every_window_once_and_none_overlap(length: int):
+def test_an_epoch_reads_every_window_once_and_none_overlap(length):
     batches = made(length)
     windows = windows_of_epoch(length, 8)
     found = starts(batches, 3 * windows)
@@ -122,9 +120,7 @@ def test_rows_are_those_of_the_run_however_they_are_cut_into_steps():
     assert (batch - batch[:, :1] == torch.arange(9)).all()
 
 
-def test_sources_of_one_length_are_read_in_different_orders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sources_of_one_length_are_read_in_different_orders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         write_llmc(tmp_path / f"{name}.bin", range(2000))

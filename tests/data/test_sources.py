@@ -72,9 +72,7 @@ def library() -> tuple[Corpus, Corpus]:
     return load_corpora(None, 256)
 
 
-def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_has_it(
-    library: tuple[Corpus, Corpus],
-):
+def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_has_it(library):
     train, val = library
     assert 7e6 < len(train) + len(val) < 15e6
     assert len(val) == int(0.1 * (len(train) + len(val)))
@@ -94,7 +92,7 @@ def test_the_default_corpus_is_about_ten_megabytes_of_python_as_every_install_ha
     assert len({part.path.relative_to(root).parts[0] for part in val.parts}) > 15
 
 
-def test_the_default_corpus_is_the_same_in_another_process(library: tuple[Corpus, Corpus]):
+def test_the_default_corpus_is_the_same_in_another_process(library):
     code = (
         "from fp8stack.data.sources import load_corpora;"
         "print(*[c.fingerprint() for c in load_corpora(None, 256)])"
@@ -105,7 +103,7 @@ def test_the_default_corpus_is_the_same_in_another_process(library: tuple[Corpus
     assert output.stdout.split() == [split.fingerprint() for split in library]
 
 
-def test_a_python_without_its_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_python_without_its_source_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "python311.zip"))
     with pytest.raises(UserError, match=r"python311\.zip.*--data"):
         load_corpora(None, 256)
@@ -114,7 +112,7 @@ def test_a_python_without_its_source_is_refused(tmp_path: Path, monkeypatch: pyt
 # Files and folders that are read
 
 
-def test_a_text_file_is_its_bytes_and_its_end_is_held_out(tmp_path: Path):
+def test_a_text_file_is_its_bytes_and_its_end_is_held_out(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("Grüße, ".encode() * 100)
     train, val = load_corpora(str(path), 256, held_out=0.25)
@@ -125,9 +123,7 @@ def test_a_text_file_is_its_bytes_and_its_end_is_held_out(tmp_path: Path):
     assert val.name == f"{path} (held-out part)"
 
 
-def test_a_large_text_file_is_mapped_and_reads_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_large_text_file_is_mapped_and_reads_the_same(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(1, 256)) * 8)
     read, _ = load_corpora(str(path), 256)
@@ -138,7 +134,7 @@ def test_a_large_text_file_is_mapped_and_reads_the_same(
     assert read.fingerprint() == mapped.fingerprint()
 
 
-def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path: Path):
+def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"\x01\x02" * 10)
     train, val = load_corpora(str(path), GPT2)
@@ -149,7 +145,7 @@ def test_a_bin_file_is_little_endian_uint16_mapped_read_only(tmp_path: Path):
         train.parts[0].tokens[0] = 1
 
 
-def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path: Path):
+def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path):
     write_bin(tmp_path / "train.bin", [1] * 20)
     write_bin(tmp_path / "val.bin", [2] * 5)
     (tmp_path / "meta.pkl").write_bytes(b"\0")
@@ -159,7 +155,7 @@ def test_a_folder_with_train_and_val_is_split_as_it_says(tmp_path: Path):
     assert train.name == str(tmp_path / "train.bin")
 
 
-def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(tmp_path: Path):
+def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / ".hidden").write_text("hidden")
@@ -177,7 +173,7 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
 
 
 @pytest.mark.parametrize("data", ["", "no/such/file", "bad\0name", "two\nlines", "x" * 5000])
-def test_a_missing_path_is_named(data: str):
+def test_a_missing_path_is_named(data):
     with pytest.raises(UserError):
         tokenizer_of(data)
     message = refusal(data)
@@ -200,9 +196,7 @@ def test_a_missing_path_is_named(data: str):
         ("a.txt", b"x" * 65535 + b"\0", "looks binary: byte 65535 is NUL"),
     ],
 )
-def test_a_file_with_the_wrong_content_is_refused(
-    tmp_path: Path, name: str, content: bytes, said: str
-):
+def test_a_file_with_the_wrong_content_is_refused(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     assert f"{tmp_path / name} {said}" in refusal(tmp_path / name)
 
@@ -217,9 +211,7 @@ def test_a_file_with_the_wrong_content_is_refused(
     ],
     ids=["an empty shard", "nothing", "two kinds", "a broken link"],
 )
-def test_a_folder_that_cannot_be_used_is_refused(
-    tmp_path: Path, files: dict[str, bytes], said: str
-):
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path, files, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     if not files:
@@ -229,14 +221,14 @@ def test_a_folder_that_cannot_be_used_is_refused(
     assert said in message
 
 
-def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path):
+def test_what_is_neither_file_nor_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for data in (tmp_path, tmp_path / "pipe"):
         assert "pipe is not a regular file" in refusal(data)
 
 
 @pytest.mark.parametrize("name", ["a.bin", ""])
-def test_what_may_not_be_read_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_may_not_be_read_is_named(tmp_path, name, monkeypatch):
     def denied(path: object, *more: object):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -247,12 +239,12 @@ def test_what_may_not_be_read_is_named(tmp_path: Path, name: str, monkeypatch: p
     assert f"{path}: Permission denied. Check its permissions" in refusal(path)
 
 
-def test_a_bin_file_of_zeros_is_not_taken_for_wider_tokens(tmp_path: Path):
+def test_a_bin_file_of_zeros_is_not_taken_for_wider_tokens(tmp_path):
     train, _ = load_corpora(str(write_bin(tmp_path / "a.bin", [0] * 1000)), GPT2)
     assert len(train) == 900
 
 
-def test_a_vocabulary_that_data_do_not_fit_is_refused(tmp_path: Path):
+def test_a_vocabulary_that_data_do_not_fit_is_refused(tmp_path):
     path = write_bin(tmp_path / "a.bin", [1] * 20)
     load_corpora(str(path), 65536)
     message = refusal(path, vocabulary=128256)
@@ -265,14 +257,14 @@ def test_a_vocabulary_that_data_do_not_fit_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("held_out", [0.0, 1.0, -1.0, float("nan")])
-def test_a_held_out_share_outside_0_to_1_is_refused(held_out: float):
+def test_a_held_out_share_outside_0_to_1_is_refused(held_out):
     assert "Use a share between 0 and 1" in refusal("x", held_out=held_out)
 
 
 # A corpus as one array
 
 
-def test_a_window_is_contiguous_over_the_borders_of_parts(tmp_path: Path):
+def test_a_window_is_contiguous_over_the_borders_of_parts(tmp_path):
     (tmp_path / "c").mkdir()  # files are joined in the order of their paths
     for name, tokens in {"b": [5], "c/d": range(6, 20), "a": range(5)}.items():
         write_bin(tmp_path / f"{name}.bin", tokens)
@@ -287,14 +279,14 @@ def test_a_window_is_contiguous_over_the_borders_of_parts(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (9, 2), (11, 0), (0, -1)])
-def test_a_window_outside_the_corpus_is_an_index_error(start: int, length: int):
+def test_a_window_outside_the_corpus_is_an_index_error(start, length):
     with pytest.raises(IndexError, match="some tokens, which has 10"):
         in_memory(range(10)).window(start, length)
     with pytest.raises(IndexError):
         in_memory(range(10)).locate(10)
 
 
-def test_the_fingerprint_follows_contents_and_not_names(tmp_path: Path):
+def test_the_fingerprint_follows_contents_and_not_names(tmp_path):
     a = write_bin(tmp_path / "a.bin", range(100))
     b = write_bin(tmp_path / "b.bin", range(100))
     c = write_bin(tmp_path / "c.bin", [*range(99), 0])
@@ -306,9 +298,7 @@ def test_the_fingerprint_follows_contents_and_not_names(tmp_path: Path):
     assert wide.fingerprint() != narrow.fingerprint()
 
 
-def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "HASHED_WHOLE_BYTES", 1000)
     monkeypatch.setattr(corpus, "SAMPLED_PAGES", 3)
     monkeypatch.setattr(corpus, "PAGE_BYTES", 10)
@@ -328,7 +318,7 @@ def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(
     assert fingerprint_with(None, 1001) not in seen
 
 
-def test_a_mapped_corpus_is_pickled_as_paths_and_keeps_its_place(tmp_path: Path):
+def test_a_mapped_corpus_is_pickled_as_paths_and_keeps_its_place(tmp_path):
     path = write_bin(tmp_path / "a.bin", range(40_000))
     _, val = load_corpora(str(path), GPT2)
     pickled = pickle.dumps(val)
@@ -340,7 +330,7 @@ def test_a_mapped_corpus_is_pickled_as_paths_and_keeps_its_place(tmp_path: Path)
     assert again.locate(3) == (path, 36_003)
 
 
-def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path: Path):
+def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path):
     pickled = pickle.dumps(counting(tmp_path))
     (tmp_path / "train.bin").write_bytes(b"\1\2")
     with pytest.raises(DataError, match=r"train\.bin changed its size"):
@@ -353,14 +343,14 @@ def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path: Path):
 # The batch of a step
 
 
-def test_a_batch_is_rows_of_consecutive_tokens(tmp_path: Path):
+def test_a_batch_is_rows_of_consecutive_tokens(tmp_path):
     batch = batches(counting(tmp_path))[5]
     assert batch.dtype == torch.int64
     assert batch.shape == (3, 9)
     assert (batch - batch[:, :1] == torch.arange(9)).all()
 
 
-def test_the_windows_of_a_step_never_change_between_releases(tmp_path: Path):
+def test_the_windows_of_a_step_never_change_between_releases(tmp_path):
     train = counting(tmp_path)
     starts = [batches(train, seed=s)[n][:, 0].tolist() for s, n in [(0, 0), (0, 1), (7, 10**9)]]
     assert starts == [[731, 338, 281], [87, 353, 409], [531, 568, 407]]
@@ -384,7 +374,7 @@ def loaded(of: StepBatches, steps: range, **options: object) -> list[torch.Tenso
     return list(DataLoader(of, sampler=steps, batch_size=None, **options))  # type: ignore[arg-type]
 
 
-def test_batches_are_the_same_for_any_workers_and_from_any_step(tmp_path: Path):
+def test_batches_are_the_same_for_any_workers_and_from_any_step(tmp_path):
     dataset = batches(counting(tmp_path))
     expected = [dataset[step] for step in range(6)]
     for workers, way in ((0, None), (1, "spawn"), (2, "fork")):
@@ -402,14 +392,14 @@ def test_batches_are_the_same_for_any_workers_and_from_any_step(tmp_path: Path):
         ({"context": 0}, "--context 0"),
     ],
 )
-def test_sizes_and_seeds_that_make_no_batch_are_refused(change: dict[str, int], message: str):
+def test_sizes_and_seeds_that_make_no_batch_are_refused(change, message):
     with pytest.raises(UserError, match=message) as caught:
         batches(in_memory(range(100)), **change)
     one_line(caught)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 8])
-def test_a_split_shorter_than_a_window_says_how_many_tokens_it_has(n: int):
+def test_a_split_shorter_than_a_window_says_how_many_tokens_it_has(n):
     short = in_memory([0] * n)
     for use in (
         lambda: batches(short),
@@ -422,7 +412,7 @@ def test_a_split_shorter_than_a_window_says_how_many_tokens_it_has(n: int):
         assert (f"Lower --context to {n - 1} or give" in message) == (n > 1)
 
 
-def test_a_token_outside_the_vocabulary_is_named_with_file_offset_and_value(tmp_path: Path):
+def test_a_token_outside_the_vocabulary_is_named_with_file_offset_and_value(tmp_path):
     write_bin(tmp_path / "a.bin", [1] * 30)
     write_bin(tmp_path / "b.bin", [*[1] * 10, 300, *[1] * 30])
     train, _ = load_corpora(str(tmp_path), 300)
@@ -433,7 +423,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_file_offset_and_value(tmp_
     assert "vocabulary of 300" in message
 
 
-def test_the_largest_token_of_the_vocabulary_passes_and_a_wrapped_one_is_caught(tmp_path: Path):
+def test_the_largest_token_of_the_vocabulary_passes_and_a_wrapped_one_is_caught(tmp_path):
     assert batches(in_memory([299] * 9), vocabulary=300)[0].max() == 299
     (tmp_path / "a.bin").write_bytes(np.full(40, -100, "<i2").tobytes())
     train, val = load_corpora(str(tmp_path / "a.bin"), GPT2)
@@ -444,7 +434,7 @@ def test_the_largest_token_of_the_vocabulary_passes_and_a_wrapped_one_is_caught(
         validation_windows(val, count=9, context=3, vocabulary=300)
 
 
-def test_a_file_that_shrinks_while_training_is_named_before_it_is_touched(tmp_path: Path):
+def test_a_file_that_shrinks_while_training_is_named_before_it_is_touched(tmp_path):
     train = counting(tmp_path, 20_000)
     dataset = batches(train)
     dataset[0]
@@ -460,7 +450,7 @@ def test_a_file_that_shrinks_while_training_is_named_before_it_is_touched(tmp_pa
         dataset[0]
 
 
-def test_a_file_that_grows_or_loses_the_other_split_trains_on(tmp_path: Path):
+def test_a_file_that_grows_or_loses_the_other_split_trains_on(tmp_path):
     path = write_bin(tmp_path / "a.bin", range(100))
     train, val = load_corpora(str(path), GPT2)
     before = batches(train)[0]
@@ -472,7 +462,7 @@ def test_a_file_that_grows_or_loses_the_other_split_trains_on(tmp_path: Path):
         val.window(0, 1)
 
 
-def test_an_error_in_a_worker_is_still_one_line(tmp_path: Path):
+def test_an_error_in_a_worker_is_still_one_line(tmp_path):
     dataset = batches(counting(tmp_path), vocabulary=1)
     with pytest.raises(DataError) as here:
         dataset[0]
@@ -492,7 +482,7 @@ def test_validation_windows_are_evenly_spaced_from_first_to_last_token():
 
 
 @pytest.mark.parametrize("n", [5, 6, 8, 9, 10, 50, 101])
-def test_no_label_stands_in_two_validation_windows(n: int):
+def test_no_label_stands_in_two_validation_windows(n):
     windows = validation_windows(in_memory(range(n)), count=1000, context=4, vocabulary=n)
     assert len(windows) == (n - 1) // 4
     labels = windows[:, 1:].flatten().tolist()

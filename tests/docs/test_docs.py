@@ -23,7 +23,6 @@ from fp8stack.precision import Hardware, resolve
 from fp8stack.precision import recipe as recipes
 from fp8stack.precision.gpus import gpu_named
 from fp8stack.precision.profit import least_ratio
-from tests.conftest import Command
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,7 @@ def _text(name: str) -> str:
 
 
 @pytest.mark.parametrize("key", RunConfig.model_fields)
-def test_every_key_is_documented_with_its_default(key: str) -> None:
+def test_every_key_is_documented_with_its_default(key):
     row = re.search(rf"^\| `{key}` \| (.*?) \| (.*?) \|", _text("docs/configuration.md"), re.M)
     assert row, key
     default = RunConfig.model_fields[key].default
@@ -54,7 +53,7 @@ def test_every_key_is_documented_with_its_default(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", GuardConfig.model_fields)
-def test_every_key_of_the_guard_is_documented_with_its_default(key: str) -> None:
+def test_every_key_of_the_guard_is_documented_with_its_default(key):
     row = re.search(rf"^\| `guard.{key}` \| (.*?) \|", _text("docs/configuration.md"), re.M)
     assert row, key
     assert row[1].strip("` ") == _shown(GuardConfig.model_fields[key].default)
@@ -66,21 +65,21 @@ def _shown(default: object) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def test_every_flag_is_documented_and_every_documented_flag_exists() -> None:
+def test_every_flag_is_documented_and_every_documented_flag_exists():
     flags = {f"--{option.name.replace('_', '-')}" for option in COMMANDS["pretrain"].params}
     documented = set(re.findall(r"`(--[a-z-]+)", _text("docs/configuration.md")))
     assert documented - {"--no-guard", "--init", "--learning-rate"} == flags - {"--help"}
 
 
 @pytest.mark.parametrize("command", ["pretrain", "compare", "plan", "estimate"])
-def test_the_defaults_in_the_help_are_the_defaults(command: str) -> None:
+def test_the_defaults_in_the_help_are_the_defaults(command):
     for option in COMMANDS[command].params:
         found = re.search(r"\[([0-9a-z.-]+)\]$", option.help or "")
         if found and option.name in RunConfig.model_fields:
             assert found[1] == str(RunConfig.model_fields[option.name].default), option.name
 
 
-def test_recipe_and_model_keys_are_documented() -> None:
+def test_recipe_and_model_keys_are_documented():
     text = _text("docs/configuration.md")
     kinds = (
         recipes.DelayedRecipe, recipes.CurrentRecipe, recipes.BlockRecipe, recipes.Mxfp8Recipe,
@@ -92,7 +91,7 @@ def test_recipe_and_model_keys_are_documented() -> None:
                 assert f"`{key}`" in text, key
 
 
-def test_the_readmes_loops_train_in_delayed_scaling() -> None:
+def test_the_readmes_loops_train_in_delayed_scaling():
     codes = re.findall(r"```python\n(.*?)```", _text("README.md"), re.S)
     loops = [code for code in codes if "optimizer.step()" in code]
     assert len(loops) == 2
@@ -102,11 +101,11 @@ def test_the_readmes_loops_train_in_delayed_scaling() -> None:
         assert any(value.any() for value in fp8_state(scope["model"]).values())
 
 
-def test_the_readme_shows_every_command() -> None:
+def test_the_readme_shows_every_command():
     assert set(re.findall(r"fp8stack ([a-z]+)", _text("README.md"))) >= COMMANDS.keys() - {"bench"}
 
 
-def test_every_capability_names_tests_that_exist() -> None:
+def test_every_capability_names_tests_that_exist():
     text = _text("docs/capabilities.md")
     rows = re.findall(r"^\| ([A-E]\d+) \|.*\| ([^|]*) \|$", text, re.M)
     counts = {"A": 13, "B": 10, "C": 3, "D": 10, "E": 4}
@@ -121,7 +120,7 @@ def test_every_capability_names_tests_that_exist() -> None:
     assert text.count("::test_") == len(named)
 
 
-def test_the_readmes_table_is_the_committed_result() -> None:
+def test_the_readmes_table_is_the_committed_result():
     for line in _text("bench/results/cpu/compare.md").splitlines():
         if line.startswith("|"):
             assert line in _text("README.md")
@@ -130,7 +129,7 @@ def test_the_readmes_table_is_the_committed_result() -> None:
 # Pages: predictions, examples of code, figures, links
 
 
-def test_every_module_that_the_list_of_rooms_names_is_there() -> None:
+def test_every_module_that_the_list_of_rooms_names_is_there():
     rooms = re.search(r"## Rooms\n\n```\n(.*?)```", _text("docs/architecture.md"), re.S)
     assert rooms is not None
     gone = []
@@ -145,7 +144,7 @@ def test_every_module_that_the_list_of_rooms_names_is_there() -> None:
     assert gone == []
 
 
-def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there() -> None:
+def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no checkout")
@@ -166,9 +165,7 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_predicted_speeds_are_those_that_the_command_prints(
-    model: str, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_predicted_speeds_are_those_that_the_command_prints(model, command, capsys):
     sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]
     cells = []
     for capability, names in GPUS.items():
@@ -182,7 +179,7 @@ def test_the_predicted_speeds_are_those_that_the_command_prints(
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "block, mxfp8"])
-def test_where_fp8_pays_is_what_plans_go_by(scaling: str) -> None:
+def test_where_fp8_pays_is_what_plans_go_by(scaling):
     text = _text("docs/performance.md")
     (names,) = re.findall(r"^\| scaling \| [^|]*c \| (.*) \|$", text, re.M)
     (bounds,) = re.findall(rf"^\| {scaling} \| [^|]* read[^|]*\| (.*) \|$", text, re.M)
@@ -191,9 +188,7 @@ def test_where_fp8_pays_is_what_plans_go_by(scaling: str) -> None:
         assert [f"{bound:.0f}" for bound in found] == bounds.split(" | ")
 
 
-def test_the_memory_that_the_faq_tells_is_the_estimate(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_memory_that_the_faq_tells_is_the_estimate(command, capsys):
     text = _text("docs/faq.md")
     (asked,) = re.findall(r"^fp8stack (estimate .*)$", text, re.M)
     assert command(*asked.split(), "--json") == 0
@@ -206,7 +201,7 @@ def test_the_memory_that_the_faq_tells_is_the_estimate(
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
-def test_the_backend_of_the_example_computes_what_the_casts_give(recipe: str) -> None:
+def test_the_backend_of_the_example_computes_what_the_casts_give(recipe):
     (code,) = re.findall(r"```python\n(.*?)```", _text("docs/adding.md"), re.S)
     scope: dict[str, object] = {"__name__": "exact"}
     exec(compile(code, "docs/adding.md", "exec"), scope)
@@ -229,7 +224,7 @@ def _anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
+def test_links_lead_to_a_file_and_a_heading_of_it(page):
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", _text(page)):
         other = (ROOT / page).parent / target if target else ROOT / page
         assert other.exists(), target
@@ -237,13 +232,13 @@ def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
             assert anchor in _anchors(other.read_text(encoding="utf-8")), f"{target}#{anchor}"
 
 
-def test_the_faqs_list_has_every_question() -> None:
+def test_the_faqs_list_has_every_question():
     text = _text("docs/faq.md")
     listed = re.findall(r"^- \[(.*)\]\(#", text, re.M)
     assert listed == re.findall(r"^## (.*)$", text, re.M)
 
 
-def test_make_and_ci_call_the_same_checks() -> None:
+def test_make_and_ci_call_the_same_checks():
     makefile, script = _text("Makefile"), _text(".ci/check")
     known = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
     called = set(re.findall(r"^\t\.ci/check (\w+)$", makefile, re.M))
@@ -255,11 +250,11 @@ def test_make_and_ci_call_the_same_checks() -> None:
     assert (ended.returncode, "Known: lint, types" in ended.stderr) == (2, True)
 
 
-def test_every_target_that_contributors_are_told_of_exists() -> None:
+def test_every_target_that_contributors_are_told_of_exists():
     targets = set(re.findall(r"^([a-z-]+):", _text("Makefile"), re.M))
     for words in re.findall(r"^make ([a-z -]+?) *#", _text("CONTRIBUTING.md"), re.M):
         assert set(words.split()) <= targets, words
 
 
-def test_the_changelog_has_the_version() -> None:
+def test_the_changelog_has_the_version():
     assert fp8stack.__version__ in _text("CHANGELOG.md")

@@ -65,7 +65,7 @@ def _invoke(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def goods(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+def goods(tmp_path_factory, one_thread) -> Path:
     """The files that the documents speak of, small."""
     folder = tmp_path_factory.mktemp("goods")
     runner.make_goods(folder, _invoke)
@@ -100,14 +100,12 @@ class Sessions:
 
 
 @pytest.fixture(scope="module")
-def sessions(goods: Path, tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+def sessions(goods, tmp_path_factory) -> Sessions:
     return Sessions(goods, tmp_path_factory)
 
 
 @pytest.mark.parametrize("command", HERE, ids=lambda command: command.place)
-def test_a_command_of_the_documents_runs(
-    command: Command, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_the_documents_runs(command, sessions, monkeypatch):
     folder = sessions.folder(command)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -177,9 +175,7 @@ def _be_killed(words: list[str], folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SLOW, ids=lambda command: command.place)
-def test_a_command_that_takes_longer_runs_too(
-    command: Command, sessions: Sessions, tmp_path: Path
-) -> None:
+def test_a_command_that_takes_longer_runs_too(command, sessions, tmp_path):
     runner.furnish(tmp_path, sessions.goods, [command])
     if command.script:
         runner.run_script(command.text, tmp_path, launch=True)
@@ -199,7 +195,7 @@ def test_a_command_that_takes_longer_runs_too(
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
 
 
-def test_every_command_that_is_not_run_has_a_reason_and_is_in_the_documents() -> None:
+def test_every_command_that_is_not_run_has_a_reason_and_is_in_the_documents():
     assert len(HERE) > 80
     assert all(runner.NOT_RUN.values())
     reasons = {command.text: runner.not_run(command) for command in ALL if command not in HERE}
@@ -221,16 +217,14 @@ PYTHON = [
 
 
 @pytest.mark.parametrize(("place", "code"), PYTHON, ids=[place for place, _ in PYTHON])
-def test_the_python_of_the_documents_runs(
-    place: str, code: str, goods: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_python_of_the_documents_runs(place, code, goods, tmp_path, monkeypatch):
     runner.furnish(tmp_path, goods, [])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fp8stack, "pretrain", _small_pretrain)
     exec(compile(code, place, "exec"), {"__name__": "__main__"})
 
 
-def test_an_unknown_placeholder_is_not_let_through() -> None:
+def test_an_unknown_placeholder_is_not_let_through():
     with pytest.raises(AssertionError, match="what does FILE stand for"):
         runner.substituted(["fp8stack", "report", "FILE"])
     with pytest.raises(AssertionError, match="what does <run> stand for"):
@@ -268,7 +262,7 @@ fp8stack plan --model ./a.toml
 """
 
 
-def test_commands_are_found_wherever_they_stand() -> None:
+def test_commands_are_found_wherever_they_stand():
     found = [(one.line, one.text, one.block) for one in commands("a.md", PAGE)]
     assert found == [
         (2, "fp8stack plan --model gpt-nano", None),
@@ -282,14 +276,12 @@ def test_commands_are_found_wherever_they_stand() -> None:
     ]
 
 
-def test_a_block_in_a_language_that_nobody_runs_is_an_error() -> None:
+def test_a_block_in_a_language_that_nobody_runs_is_an_error():
     with pytest.raises(ValueError, match="a code block in 'zsh'"):
         commands("a.md", "```zsh\nfp8stack plan\n```\n")
 
 
-def test_a_command_that_fails_is_noticed(
-    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
     wrong = Command("README.md", 1, "fp8stack plan --model no-such-model", 99)
     with pytest.raises(AssertionError):
         _run(wrong, sessions.folder(wrong), monkeypatch)

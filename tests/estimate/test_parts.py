@@ -18,18 +18,11 @@ from torch.utils._pytree import tree_leaves
 import fp8stack
 from fp8stack.backends import build_backend
 from fp8stack.config import RunConfig
-from fp8stack.estimate import (
-    Setting,
-    estimate,
-    largest_batch,
-    optimizer_bytes,
-    savings,
-)
+from fp8stack.estimate import Setting, estimate, largest_batch, optimizer_bytes, savings
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
-from tests.conftest import Command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
@@ -142,18 +135,14 @@ def id_of(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("recipe", "backend", "save_fp8"), RUNS)
-def test_what_is_saved_for_backward_is_estimated_to_the_byte(
-    shape: str, recipe: str, backend: str, save_fp8: bool
-) -> None:
+def test_what_is_saved_for_backward_is_estimated_to_the_byte(shape, recipe, backend, save_fp8):
     model, setting = made(shape, recipe, backend, save_fp8)
     assert estimate(setting).saved == saved_bytes(model, setting)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
-def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(
-    shape: str, recipe: str
-) -> None:
+def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, recipe):
     model, setting = made(shape, recipe, checkpointing="block", sequences=5)
     assert estimate(setting).saved == saved_bytes(model, setting)
 
@@ -162,9 +151,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(
 @pytest.mark.parametrize(
     ("recipe", "backend"), [("fp32", "auto"), ("bf16", "auto"), ("block", "emulate")]
 )
-def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
-    shape: str, recipe: str, backend: str
-) -> None:
+def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(shape, recipe, backend):
     model, setting = made(shape, recipe, backend, checkpointing="selective")
     loss_of(model, setting)  # RoPE's tables are made in the first pass
     with Live() as live:
@@ -174,7 +161,7 @@ def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
-def test_attention_in_float32_keeps_float32_copies(recipe: str) -> None:
+def test_attention_in_float32_keeps_float32_copies(recipe):
     model, setting = made("llama", recipe, recipe_overrides={"attention": "fp32"})
     assert estimate(setting).saved == saved_bytes(model, setting)
 
@@ -187,9 +174,7 @@ def test_attention_in_float32_keeps_float32_copies(recipe: str) -> None:
         ("delayed", "torch", True),
     ],
 )  # fmt: skip
-def test_a_loss_in_chunks_keeps_no_probabilities(
-    recipe: str, backend: str, head: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypatch):
     overrides = {"head": True} if head else {}
     model, setting = made("nano", recipe, backend, recipe_overrides=overrides, sequences=8)
     whole = estimate(setting)
@@ -208,8 +193,8 @@ def test_a_loss_in_chunks_keeps_no_probabilities(
     ],
 )  # fmt: skip
 def test_the_peak_of_a_step_is_estimated_within_a_tenth(
-    shape: str, recipe: str, checkpointing: Any, micro_batches: int
-) -> None:
+    shape, recipe, checkpointing, micro_batches
+):
     model, setting = made(
         shape, recipe, checkpointing=checkpointing, micro_batches=micro_batches, context=64
     )
@@ -230,9 +215,7 @@ def test_the_peak_of_a_step_is_estimated_within_a_tenth(
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
-def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(recipe, monkeypatch):
     sizes = {"vocabulary": 4096, "layers": 1, "width": 32, "heads": 2}
     monkeypatch.setitem(SHAPES, "wide", sizes)
     for module in ("fp8stack.model.loss", "fp8stack.estimate.activations"):
@@ -247,9 +230,7 @@ def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_weights_gradients_and_state_are_estimated_to_the_byte(
-    shape: str, recipe: str, optimizer: Any
-) -> None:
+def test_weights_gradients_and_state_are_estimated_to_the_byte(shape, recipe, optimizer):
     model, setting = made(shape, recipe, optimizer=optimizer)
     found = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert model.config.parameter_shapes(len(model.embedding.weight)) == found
@@ -265,7 +246,7 @@ def test_weights_gradients_and_state_are_estimated_to_the_byte(
     assert expected.optimizer == sum(t.untyped_storage().nbytes() for t in states)
 
 
-def test_moments_of_a_byte_are_estimated_to_the_byte() -> None:
+def test_moments_of_a_byte_are_estimated_to_the_byte():
     torchao = pytest.importorskip("torchao.optim")
     shapes = {"blocks.0.mlp.up.weight": (128, 64), "blocks.0.mlp.down.weight": (64, 30)}
     name: Any
@@ -283,13 +264,13 @@ def test_moments_of_a_byte_are_estimated_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe: str) -> None:
+def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = made("llama", recipe, "torch")
     loss_of(model, setting)
     assert estimate(setting).fp8_weights == sum(kept_weights(model).values())
 
 
-def test_amax_histories_are_estimated_to_the_byte() -> None:
+def test_amax_histories_are_estimated_to_the_byte():
     model, setting = made("gpt2", "delayed", "emulate", recipe_overrides={"history_length": 16})
     delayed: Any = model.delayed_scaling
     history = delayed.history
@@ -299,7 +280,7 @@ def test_amax_histories_are_estimated_to_the_byte() -> None:
     assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_fsdp_shares_out_what_ddp_keeps_whole() -> None:
+def test_fsdp_shares_out_what_ddp_keeps_whole():
     _, setting = made("llama", "fp32")
     alone = estimate(setting)
     ddp = estimate(replace(setting, ranks=4))
@@ -313,7 +294,7 @@ def test_fsdp_shares_out_what_ddp_keeps_whole() -> None:
     assert fsdp.gathered == root + 3 * block
 
 
-def test_savings_are_an_average_over_the_phases_and_the_peak() -> None:
+def test_savings_are_an_average_over_the_phases_and_the_peak():
     saved = fp8stack.savings([(10, 4), (20, 4), (60, 2), (10, 4)], reference=4)
     assert (saved.average, saved.peak) == (pytest.approx(0.70), 1.0)
     halved = savings([(1, 200e6 + 100e6 / 2)], reference=200e6 + 100e6)  # a third, halved
@@ -321,13 +302,13 @@ def test_savings_are_an_average_over_the_phases_and_the_peak() -> None:
 
 
 @pytest.mark.parametrize("phases", [[], [(0, 4)], [(1, 4), (-1, 2)]])
-def test_savings_of_no_phases_are_refused(phases: list[tuple[float, float]]) -> None:
+def test_savings_of_no_phases_are_refused(phases):
     with pytest.raises(ValueError, match="shares above 0"):
         savings(phases, reference=4)
 
 
 @pytest.mark.parametrize("memory", [9, 10, 64, 65, 100, 399, 400, 401, 1000])
-def test_the_largest_batch_is_that_of_trying_all(memory: int) -> None:
+def test_the_largest_batch_is_that_of_trying_all(memory):
     def peak_of(sequences: int) -> int:  # the loss takes less from 40 sequences on
         return 7 * sequences + (3 * sequences if sequences <= 39 else 50)
 
@@ -336,7 +317,7 @@ def test_the_largest_batch_is_that_of_trying_all(memory: int) -> None:
 
 
 @pytest.fixture
-def told(command: Command, capsys: pytest.CaptureFixture[str]) -> Told:
+def told(command, capsys) -> Told:
     """`fp8stack estimate --json` with some arguments."""
 
     def ask(*arguments: str) -> dict[str, Any]:
@@ -346,7 +327,7 @@ def told(command: Command, capsys: pytest.CaptureFixture[str]) -> Told:
     return ask
 
 
-def test_one_sequence_more_than_the_largest_batch_does_not_fit(told: Told) -> None:
+def test_one_sequence_more_than_the_largest_batch_does_not_fit(told):
     arguments = ("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
     for kind in ("none", "block"):
         largest = told(*arguments)["largest_batch"][kind]
@@ -355,7 +336,7 @@ def test_one_sequence_more_than_the_largest_batch_does_not_fit(told: Told) -> No
         assert not told(*with_kind, str(largest + 1))["fits"]
 
 
-def test_a_run_in_fp32_casts_no_weight(told: Told) -> None:
+def test_a_run_in_fp32_casts_no_weight(told):
     found = told(
         *["--model", "gpt2-124m", "--recipe", "fp32", "--capability", "9.0", "--batch", "8"]
     )
@@ -364,9 +345,7 @@ def test_a_run_in_fp32_casts_no_weight(told: Told) -> None:
         assert kind["parts"]["loss"] > 4 * 768 * 50257  # the head's gradient, of a loss in chunks
 
 
-def test_a_billion_parameters_do_not_fit_into_12_gib(
-    told: Told, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_billion_parameters_do_not_fit_into_12_gib(told, command, capsys):
     sizes = {"vocabulary": 32000, "layers": 24, "width": 1728, "heads": 27, "context": 256}
     keys = [f"model_overrides.{key}={value}" for key, value in sizes.items()]
     keys += ["model_overrides.mlp_width=4779", "model_overrides.tied=true"]
@@ -388,9 +367,7 @@ def test_a_billion_parameters_do_not_fit_into_12_gib(
     assert "adamw8bit" in said
 
 
-def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(
-    told: Told, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(told, command, capsys):
     arguments = ("--phases", "default", "--recipe", "delayed", "--capability", "none")
     found = told(*arguments)
     peaks = {p["name"]: p["estimates"]["none"]["peak"] for p in found["phases"]}
@@ -407,7 +384,7 @@ def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(
     assert "The peak is what has to fit" in capsys.readouterr().out
 
 
-def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(told: Told) -> None:
+def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(told):
     found = told(*["--model", "gpt2-124m", "--capability", "8.0", "--recipe", "bf16"])
     assert found["memory"] == 80 * 10**9
     assert found["largest_batch"]["block"] > found["largest_batch"]["none"] > 8
@@ -432,9 +409,7 @@ def test_a_gpu_that_is_not_here_has_the_memory_of_its_data_sheet(told: Told) -> 
         (["--capability", "hopper"], "is no compute capability"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
-    arguments: list[str], why: str, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, why, command, capsys):
     assert command("estimate", *arguments) == 2
     said = capsys.readouterr()
     assert why in said.err
@@ -442,7 +417,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert not said.out
 
 
-def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales() -> None:
+def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
     config = load_config("llama-1b")
     plans: dict[str, Plan] = {
         name: plan_for(config, name, assumed("10.0", has_te=False), tokens=8192)

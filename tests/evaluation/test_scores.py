@@ -40,7 +40,7 @@ def trained(folder: Path, **more: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("eval"))
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
@@ -21,7 +20,7 @@ from fp8stack.export import writing
 from fp8stack.export.files import hf_files
 from fp8stack.export.writing import replace_folder, require_room
 from fp8stack.hf import layout_of
-from tests.conftest import TINY, Command
+from tests.conftest import TINY
 from tests.support.hf_models import (
     LAYOUT,
     ROPE,
@@ -42,7 +41,7 @@ TEXT = "def f(x):\n    return 'é…'\n"
 
 
 @pytest.fixture(scope="module")
-def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nano(tmp_path_factory) -> Path:
     """gpt-nano as it is, trained a few steps in delayed scaling on Python's library."""
     out = tmp_path_factory.mktemp("runs") / "nano"
     flags = ["--steps", "6", "--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
@@ -53,7 +52,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", presets.names("models"))
-def test_every_preset_made_small_gives_the_same_logits(name: str, tmp_path: Path):
+def test_every_preset_made_small_gives_the_same_logits(name, tmp_path):
     preset = load_config(name)
     small = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 61, "context": 64}
     small |= {"kv_heads": 2} if preset.kv_heads else {}
@@ -62,9 +61,7 @@ def test_every_preset_made_small_gives_the_same_logits(name: str, tmp_path: Path
     require_same_logits(model, loaded(export_to(tmp_path / "out", model)))
 
 
-def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
-    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
-):
+def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(nano, command, capsys):
     assert command("export", str(nano), "--format", "hf", "--out", "x") == 0
     told = capsys.readouterr()
     assert "Qwen3ForCausalLM" in told.out
@@ -85,7 +82,7 @@ def test_gpt_nano_leaves_with_its_tokenizer_and_says_the_same(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_activation_that_other_programs_take_for_another_is_warned_of(name: str):
+def test_an_activation_that_other_programs_take_for_another_is_warned_of(name):
     usual = {"gpt2": "gelu_tanh", "llama": "swiglu", "qwen3": "swiglu", "arcee": "relu2"}
     files = hf_files(source_of(random_model(GPTConfig(**SHAPES[name]))), None)
     warned = [note for note in files.notes if "compute wrongly" in note]
@@ -99,7 +96,7 @@ def test_an_activation_that_other_programs_take_for_another_is_warned_of(name: s
 
 
 def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
-    nano: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nano, command, tmp_path, capsys
 ):
     checkpoint = next((nano / "checkpoints").glob("step-*"))
     (tmp_path / "moved").symlink_to(checkpoint)
@@ -112,9 +109,7 @@ def test_a_run_that_does_not_know_its_tokenizer_says_so_and_takes_one(
     assert transformers.AutoTokenizer.from_pretrained("with").encode("a") == [97]
 
 
-def test_bf16_rounds_every_weight_once_and_all_may_read_whom_the_umask_lets(
-    nano: Path, command: Command
-):
+def test_bf16_rounds_every_weight_once_and_all_may_read_whom_the_umask_lets(nano, command):
     assert command("export", str(nano), "--out", "x", "--dtype", "bf16") == 0
     assert command("export", str(nano), "--out", "y") == 0
     modes = {path.name: path.stat().st_mode & 0o777 for path in Path("x").iterdir()}
@@ -129,7 +124,7 @@ def test_bf16_rounds_every_weight_once_and_all_may_read_whom_the_umask_lets(
     assert "model.safetensors" in modes
 
 
-def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path: Path):
+def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path):
     model = random_model(GPTConfig(**SHAPES["qwen3"]))
     replace_folder(tmp_path / "out", hf_files(source_of(model), None), largest=20_000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -151,14 +146,12 @@ def test_many_bytes_are_shared_out_over_files_with_an_index(tmp_path: Path):
         ({"qk_norm": True, "activation": "gelu"}, "activation = gelu"),
     ],
 )
-def test_what_transformers_has_no_model_for_is_refused_by_its_key(
-    changes: dict[str, Any], key: str
-):
+def test_what_transformers_has_no_model_for_is_refused_by_its_key(changes, key):
     with pytest.raises(UserError, match=key):
         layout_of(GPTConfig(**(ROPE | changes)))
 
 
-def test_safetensors_hold_our_names_and_a_model_file(nano: Path, command: Command):
+def test_safetensors_hold_our_names_and_a_model_file(nano, command):
     assert command("export", str(nano), "--format", "safetensors", "--out", "x") == 0
     assert sorted(path.name for path in Path("x").iterdir()) == ["model.safetensors", "model.toml"]
     with safetensors.safe_open("x/model.safetensors", framework="pt") as file:
@@ -171,7 +164,7 @@ def test_safetensors_hold_our_names_and_a_model_file(nano: Path, command: Comman
         assert torch.equal(tensor, weights_of(ours)[name]), name
 
 
-def test_a_tied_model_in_safetensors_is_one_again(command: Command):
+def test_a_tied_model_in_safetensors_is_one_again(command):
     tied = ["--model", "gpt2-124m", "--set", "model_overrides.vocabulary=256"]
     tied += ["--set", "model_overrides.context=32"]
     assert command("pretrain", "--recipe", "bf16", "--out", "run", *TINY, *tied) == 0
@@ -182,9 +175,7 @@ def test_a_tied_model_in_safetensors_is_one_again(command: Command):
     assert torch.equal(logits(made, x), logits(fp8stack.load("run"), x))
 
 
-def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(
-    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
-):
+def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(nano, command, capsys):
     export = ["export", str(nano), "--out", "x"]
     assert command(*export) == 0
     Path("x/model-00001-of-00002.safetensors").write_text("old")
@@ -201,12 +192,7 @@ def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(
         require_room(nano, overwrite=True)
 
 
-def test_a_full_disk_leaves_the_old_export_and_no_litter(
-    nano: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_full_disk_leaves_the_old_export_and_no_litter(nano, command, monkeypatch, capsys):
     assert command("export", str(nano), "--out", "x") == 0
     before = {path.name: path.read_bytes() for path in Path("x").iterdir()}
 
@@ -222,9 +208,7 @@ def test_a_full_disk_leaves_the_old_export_and_no_litter(
     assert [path.name for path in Path().iterdir()] == ["x"]
 
 
-def test_a_rename_that_fails_puts_the_old_export_back(
-    nano: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rename_that_fails_puts_the_old_export_back(nano, command, monkeypatch):
     assert command("export", str(nano), "--out", "x") == 0
     rename = Path.rename
 
@@ -255,13 +239,7 @@ def test_a_rename_that_fails_puts_the_old_export_back(
         (["nowhere"], "No run and no checkpoint"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
-    flags: list[str],
-    expected: str,
-    nano: Path,
-    command: Command,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_bad_input_is_one_line_and_nothing_is_written(flags, expected, nano, command, capsys):
     Path("file").write_text("x")
     checkpoint = next((nano / "checkpoints").glob("step-*"))
     before = sorted(checkpoint.iterdir())
@@ -275,9 +253,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert sorted(checkpoint.iterdir()) == before
 
 
-def test_a_tokenizer_that_is_not_the_models_is_refused(
-    nano: Path, command: Command, capsys: pytest.CaptureFixture[str]
-):
+def test_a_tokenizer_that_is_not_the_models_is_refused(nano, command, capsys):
     table = json.loads(fp8stack.load_tokenizer("bytes").to_json())
     model = table["model"]
     model |= {"vocab": model["vocab"] | {"aa": 256}, "merges": [["a", "a"]]}

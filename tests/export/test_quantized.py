@@ -15,7 +15,7 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, UserError, cli, numerics, plan_for
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.state import restore_weights
-from fp8stack.export.quantized import Strategy, quantized_files
+from fp8stack.export.quantized import quantized_files
 from fp8stack.export.source import Source
 from fp8stack.export.writing import replace_folder
 from fp8stack.precision import Hardware, load_recipe
@@ -91,7 +91,7 @@ def dequantized(
     ("name", "recipe"),
     [*((name, "delayed") for name in MODELS), *(("qwen3", recipe) for recipe in RECIPES[1:])],
 )
-def test_their_decompressed_weights_are_ours_to_the_bit(name: str, recipe: str, tmp_path: Path):
+def test_their_decompressed_weights_are_ours_to_the_bit(name, recipe, tmp_path):
     config = MODELS[name]
     model, source = trained(config, recipe)
     folder = exported(tmp_path / "x", source)
@@ -109,7 +109,7 @@ def test_their_decompressed_weights_are_ours_to_the_bit(name: str, recipe: str, 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_logits_with_quantized_activations_are_within_the_error_of_fp8(recipe: str, tmp_path: Path):
+def test_logits_with_quantized_activations_are_within_the_error_of_fp8(recipe, tmp_path):
     model, source = trained(RELU2, recipe)
     theirs = loaded(exported(tmp_path / "x", source))
     in_fp8 = trained(RELU2, "current")[0] if recipe == "bf16" else model
@@ -124,7 +124,7 @@ def test_logits_with_quantized_activations_are_within_the_error_of_fp8(recipe: s
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_configuration_is_one_of_compressed_tensors(recipe: str, tmp_path: Path):
+def test_the_configuration_is_one_of_compressed_tensors(recipe, tmp_path):
     _, source = trained(QWEN3, recipe)
     folder = exported(tmp_path / "x", source)
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -159,7 +159,7 @@ def test_the_configuration_is_one_of_compressed_tensors(recipe: str, tmp_path: P
     assert tensors["lm_head.weight"].dtype == torch.float32
 
 
-def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path: Path):
+def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path):
     model, source = trained(QWEN3, "current", exclude=["blocks.0.attention.qkv"], head=True)
     folder = exported(tmp_path / "x", source)
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -172,7 +172,7 @@ def test_layers_that_the_recipe_leaves_out_stay_plain(tmp_path: Path):
     assert not torch.equal(state["lm_head.weight"], model.lm_head.weight[:50])
 
 
-def test_a_tied_head_stays_out_of_fp8_and_that_is_told(tmp_path: Path):
+def test_a_tied_head_stays_out_of_fp8_and_that_is_told(tmp_path):
     config = LLAMA.model_copy(update={"tied": True})
     _, source = trained(config, "current", head=True)
     files = quantized_files(source, None)
@@ -195,9 +195,7 @@ def test_blocks_that_do_not_fit_become_channels_and_that_is_told_or_are_refused(
     ("recipe", "strategy"),
     [("delayed", "channel"), ("block", "tensor"), ("mxfp8", "block"), ("bf16", "block")],
 )
-def test_a_strategy_that_was_asked_for_is_what_readers_decompress(
-    recipe: str, strategy: Strategy, tmp_path: Path
-):
+def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strategy, tmp_path):
     model, source = trained(LLAMA, recipe)
     files = quantized_files(source, None, strategy)
     scheme = json.loads(files.texts["config.json"])["quantization_config"]["config_groups"]
@@ -225,7 +223,7 @@ def test_what_has_no_fp8_layout_is_refused():
         quantized_files(source, None)
 
 
-def test_a_trained_run_in_delayed_scaling_says_the_same_in_their_fp8(tmp_path: Path):
+def test_a_trained_run_in_delayed_scaling_says_the_same_in_their_fp8(tmp_path):
     run, out = str(tmp_path / "run"), str(tmp_path / "x")
     small = ["--steps", "6", "--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
     for arguments in (

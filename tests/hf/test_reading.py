@@ -20,7 +20,7 @@ from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.hf import found_in, from_hf, open_folder
 from fp8stack.training.setup.init_from import find_source, nearest_preset, same_source, with_source
-from tests.conftest import Command, losses, metrics
+from tests.conftest import losses, metrics
 from tests.support.hf_models import (
     LAYOUT,
     SHAPES,
@@ -70,7 +70,7 @@ def their(name: str) -> Any:
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> Path:
+def llama(tmp_path) -> Path:
     their("llama").save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
@@ -84,7 +84,7 @@ def model_in(folder: Path) -> GPT:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_a_model_of_transformers_computes_the_same_here(name: str, tmp_path: Path):
+def test_a_model_of_transformers_computes_the_same_here(name, tmp_path):
     theirs = their(name)
     several = name == "gpt2"
     theirs.save_pretrained(tmp_path, max_shard_size="20KB" if several else "5GB")
@@ -93,9 +93,7 @@ def test_a_model_of_transformers_computes_the_same_here(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_of_16_bit_weights_are_float32_of_the_same_values(
-    dtype: torch.dtype, tmp_path: Path
-):
+def test_masters_of_16_bit_weights_are_float32_of_the_same_values(dtype, tmp_path):
     theirs = their("qwen3").to(dtype)
     theirs.save_pretrained(tmp_path)
     ours = model_in(tmp_path)
@@ -110,7 +108,7 @@ def _said(config: GPTConfig) -> GPTConfig:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name: str, tmp_path: Path):
+def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name, tmp_path):
     model = random_model(GPTConfig(**SHAPES[name]))
     theirs = loaded(export_to(tmp_path / "a", model))
     assert theirs.config.model_type == LAYOUT[name]
@@ -125,7 +123,7 @@ def test_what_we_export_computes_the_same_and_comes_back_to_the_bit(name: str, t
     assert all(torch.equal(back[key], ours[key]) for key in ours)
 
 
-def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path: Path):
+def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path):
     theirs = their("gpt2")
     theirs.save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -152,7 +150,7 @@ def test_files_of_older_versions_without_prefix_and_with_masks_are_read(tmp_path
     ],
 )
 def test_a_configuration_that_says_it_otherwise_is_read_as_transformers_reads_it(
-    name: str, changes: dict[str, Any], tmp_path: Path
+    name, changes, tmp_path
 ):
     their(name).save_pretrained(tmp_path)
     config_json(tmp_path, **changes)
@@ -185,9 +183,7 @@ def test_a_configuration_that_says_it_otherwise_is_read_as_transformers_reads_it
         ({"rope_parameters": 7}, "rope_parameters = 7"),
     ],
 )
-def test_what_a_model_here_cannot_be_is_refused_by_its_key(
-    changes: dict[str, Any], told: str, llama: Path
-):
+def test_what_a_model_here_cannot_be_is_refused_by_its_key(changes, told, llama):
     config_json(llama, **changes)
     with pytest.raises(UserError) as error:
         find_source(f"hf:{llama}")
@@ -212,9 +208,7 @@ def test_what_a_model_here_cannot_be_is_refused_by_its_key(
         ("arcee", {"hidden_act": "silu"}, "hidden_act = silu"),
     ],
 )
-def test_so_is_what_other_layouts_have(
-    name: str, changes: dict[str, Any], told: str, tmp_path: Path
-):
+def test_so_is_what_other_layouts_have(name, changes, told, tmp_path):
     their(name).save_pretrained(tmp_path)
     config_json(tmp_path, **changes)
     with pytest.raises(UserError, match=told):
@@ -258,9 +252,7 @@ INDEX = "model.safetensors.index.json"
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
     ],
 )
-def test_a_damaged_folder_is_one_line_and_no_run(
-    damage: Any, told: str, llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
-):
+def test_a_damaged_folder_is_one_line_and_no_run(damage, told, llama, command, capsys):
     damage(llama)
     assert command("pretrain", "--init-from", f"hf:{llama}", "--out", "new", "--steps", "2") == 2
     error = capsys.readouterr().err
@@ -275,9 +267,7 @@ TRAIN = [
 ]  # fmt: skip
 
 
-def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(
-    llama: Path, command: Command, capsys: pytest.CaptureFixture[str]
-):
+def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(llama, command, capsys):
     start = ["--init", "hf:llama", "--recipe", "fp32", "--lr", "1e-9", *TRAIN]
     assert command("pretrain", "--out", "a", *start) == 0
     assert f"weights of hf:{llama}" in capsys.readouterr().out
@@ -296,7 +286,7 @@ def test_training_goes_on_from_the_folders_loss_and_needs_it_no_more(
     assert fp8stack.load("cut").config.kv_heads == 2
 
 
-def test_in_fp8_and_out_again_it_is_still_theirs(llama: Path, command: Command):
+def test_in_fp8_and_out_again_it_is_still_theirs(llama, command):
     start = ["--init", "hf:llama", "--recipe", "delayed", *TRAIN]
     assert command("pretrain", "--out", "a", *start) == 0
     assert command("export", "a", "--out", "x") == 0
@@ -310,7 +300,7 @@ def test_the_preset_nearest_to_the_folder_is_named_and_the_rest_overridden():
     assert nearest_preset(shape) == ("gpt2-124m", {"dropout": 0.1})
 
 
-def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama: Path):
+def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama):
     source = find_source(f"hf:{llama}")
     with pytest.raises(UserError, match="context is 128 here and 64"):
         with_source(parse_config(None, {"model": "gpt-nano"}), source)
@@ -319,7 +309,7 @@ def test_another_model_than_the_folders_is_refused_and_its_dropout_is_free(llama
     assert made.init_from == f"hf:{llama.resolve()}"
 
 
-def test_the_same_folder_is_known_again(llama: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_same_folder_is_known_again(llama, monkeypatch):
     monkeypatch.chdir(llama.parent)
     assert same_source("hf:llama", f"hf:{llama.resolve()}")
     assert not same_source("hf:llama", str(llama.resolve()))
@@ -327,7 +317,7 @@ def test_the_same_folder_is_known_again(llama: Path, monkeypatch: pytest.MonkeyP
     assert not same_source("hf:llama", None)
 
 
-def test_dropout_and_keys_without_meaning_here_are_told(tmp_path: Path):
+def test_dropout_and_keys_without_meaning_here_are_told(tmp_path):
     their("gpt2").save_pretrained(tmp_path / "gpt2")
     config_json(tmp_path / "gpt2", embedding_multiplier=12.0)
     notes = " ".join(find_source(f"hf:{tmp_path / 'gpt2'}").notes)
@@ -341,11 +331,7 @@ def test_dropout_and_keys_without_meaning_here_are_told(tmp_path: Path):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_text_becomes_tokens_of_the_weights_and_other_tokens_are_refused(
-    same: bool,
-    llama: Path,
-    command: Command,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    same, llama, command, tmp_path, capsys
 ):
     text = fp8stack.load_tokenizer("bytes").to_json()
     table = json.loads(text)

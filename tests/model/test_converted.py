@@ -6,7 +6,6 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +87,7 @@ def of_others() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_linears_of_others_are_converted_where_their_forward_is_one(backend: str) -> None:
+def test_linears_of_others_are_converted_where_their_forward_is_one(backend):
     model = convert(of_others(), plan("delayed", backend), also=(Plain, Scratch))
     assert replaced(model) == in_fp8(model) == ["0", "1", "2", "3"]
     assert reason(model, "4") == (
@@ -102,7 +101,7 @@ def test_linears_of_others_are_converted_where_their_forward_is_one(backend: str
     assert same(fp8_state(model), fp8_state(usual))
 
 
-def test_their_linears_stay_what_they_are_also_in_copies() -> None:
+def test_their_linears_stay_what_they_are_also_in_copies():
     model = convert(of_others(), plan(), also=Plain)
     fit(model)
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -126,7 +125,7 @@ def test_their_linears_stay_what_they_are_also_in_copies() -> None:
         (lambda: nn.Sequential(nn.LayerNorm(32)), {"also": nn.LayerNorm}, r"no parameter `weight`"),
     ],
 )
-def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options, said) -> None:
+def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options, said):
     model = make()
     with pytest.raises(UserError, match=said):
         convert(model, plan("current", "torch", HOPPER), **options)
@@ -134,12 +133,12 @@ def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options
     assert not hasattr(model, "fp8_plan")
 
 
-def test_where_the_hardware_has_no_fp8_nothing_is_refused() -> None:
+def test_where_the_hardware_has_no_fp8_nothing_is_refused():
     model = nn.Sequential(Plain(32, 32), nn.Linear(32, 32))
     assert replaced(convert(model, plan("delayed", "auto", AMPERE), exclude="1")) == []
 
 
-def test_an_attribute_that_a_converted_layer_needs_is_not_taken_from_its_owner() -> None:
+def test_an_attribute_that_a_converted_layer_needs_is_not_taken_from_its_owner():
     model = MLP()
     model.down.scaling = 0.5
     with pytest.raises(UserError, match="down has an attribute 'scaling' of its own"):
@@ -188,7 +187,7 @@ def linears(*sizes: tuple[int, int]) -> nn.Sequential:
         (Headed(proj=nn.Linear(32, 64)), []),
     ],
 )
-def test_what_gives_logits_is_a_head_whatever_its_name(model: nn.Module, heads: list[str]) -> None:
+def test_what_gives_logits_is_a_head_whatever_its_name(model, heads):
     convert(model, plan())
     found = {layer.name for layer in model.fp8_plan.layers if not layer.fp8}
     assert found == set(heads)
@@ -199,7 +198,7 @@ def test_what_gives_logits_is_a_head_whatever_its_name(model: nn.Module, heads: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_functional_calls_compute_with_the_tensors_that_they_are_given(backend: str) -> None:
+def test_functional_calls_compute_with_the_tensors_that_they_are_given(backend):
     for recipe in ("current", "delayed"):
         model, twin = (convert(MLP(), plan(recipe, backend)) for _ in range(2))
         for step in range(3):
@@ -220,7 +219,7 @@ def test_functional_calls_compute_with_the_tensors_that_they_are_given(backend: 
         assert same(fp8_state(model), fp8_state(twin))
 
 
-def test_transforms_of_torch_func_are_refused_in_a_sentence() -> None:
+def test_transforms_of_torch_func_are_refused_in_a_sentence():
     model = convert(MLP(), plan("current"))
 
     def loss(given: dict[str, Tensor]) -> Tensor:
@@ -254,7 +253,7 @@ COMPUTED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", COMPUTED)
-def test_a_weight_may_be_computed_from_another_after_convert(how: str, backend: str) -> None:
+def test_a_weight_may_be_computed_from_another_after_convert(how, backend):
     torch.manual_seed(0)
     model = MLP()
     plain = copy.deepcopy(model)
@@ -291,9 +290,7 @@ def of_ranks() -> list[dict[str, Any]]:
     return in_ranks(converted_ranks.all_of, 2)
 
 
-def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(
-    of_ranks: list[dict[str, Any]],
-) -> None:
+def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(of_ranks):
     for found in of_ranks:
         for how, losses in zip(converted_ranks.WRAPS, found["fsdp"], strict=True):
             wrapped, expected = losses[:6], losses[6:]
@@ -301,15 +298,13 @@ def test_fsdp_computes_what_ddp_does_whoever_owns_the_parameters(
             assert len(set(wrapped)) == 6
 
 
-def test_ranks_with_other_layers_are_told_so_instead_of_waiting_for_ever(
-    of_ranks: list[dict[str, Any]],
-) -> None:
+def test_ranks_with_other_layers_are_told_so_instead_of_waiting_for_ever(of_ranks):
     for found in of_ranks:
         assert "have different layers, as in pipeline parallelism" in found["stages"]
         assert found["own group"] == "it runs"
 
 
-def test_tensor_parallel_weights_are_refused_in_a_sentence(of_ranks: list[dict[str, Any]]) -> None:
+def test_tensor_parallel_weights_are_refused_in_a_sentence(of_ranks):
     for found in of_ranks:
         assert found["tensor parallel"].startswith("FP8 layers do not take the DTensors")
 
@@ -329,7 +324,7 @@ class ReadsWeights(Blocks):
 
 
 @pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_compiled(monkeypatch) -> None:
     """As in a process of its own, which never compiled anything."""
     import torch._dynamo.utils as dynamo
 
@@ -337,7 +332,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_layers_that_never_ran_are_warned_of_once(recipe, nothing_compiled, caplog) -> None:
+def test_layers_that_never_ran_are_warned_of_once(recipe, nothing_compiled, caplog):
     silent, model = convert(Blocks(1), plan(recipe)), convert(ReadsWeights(), plan(recipe))
     with torch.no_grad():
         model(normal(8, 32))  # no pass that trains
@@ -361,7 +356,7 @@ def shape(model: Any, name: str) -> tuple[int, int]:
     ("make", "backend", "precision"),
     [(gpt2, "emulate", "delayed"), (gpt2, "torch", "fp32"), (llama, "torch", "unchanged")],
 )
-def test_the_plan_follows_resized_embeddings(make, backend, precision, caplog) -> None:
+def test_the_plan_follows_resized_embeddings(make, backend, precision, caplog):
     """GPT-2's head is tied and stays the same module; Llama's becomes a new one."""
     model = convert(make(), plan("delayed", backend, head=True))
     model.resize_token_embeddings(300)
@@ -384,7 +379,7 @@ def test_the_plan_follows_resized_embeddings(make, backend, precision, caplog) -
         assert told == [f"lm_head: {expected}"]
 
 
-def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed() -> None:
+def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed():
     model = convert(Blocks(3), plan())
     fit(model, 1)
     model.blocks[0].up = nn.Linear(32, 64)
@@ -399,7 +394,7 @@ def test_the_plan_follows_layers_that_are_replaced_wrapped_or_removed() -> None:
     assert model.fp8_plan.reasons == told
 
 
-def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused() -> None:
+def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused():
     """What Accelerator(mixed_precision="fp8") does to a model that it prepares."""
     from torchao.float8 import convert_to_float8_training
 
@@ -414,7 +409,7 @@ def test_fp8_layers_of_torchao_in_the_place_of_ours_are_refused() -> None:
 
 @pytest.mark.parametrize("x", [torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 32) > 0])
 @pytest.mark.parametrize("recipe", ["delayed", "bf16"])
-def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe: str, x: Tensor) -> None:
+def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe, x):
     model = MLP()
     with pytest.raises(RuntimeError) as expected:
         model.up(x)
@@ -427,7 +422,7 @@ def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe: str, x
 # fp16, and what accelerate saves
 
 
-def test_under_a_scaled_loss_layers_compute_in_fp16() -> None:
+def test_under_a_scaled_loss_layers_compute_in_fp16():
     torch.manual_seed(0)
     plain = Blocks(2)
     model = convert(copy.deepcopy(plain), plan("delayed", "auto", TURING), scaled_loss=True)
@@ -457,13 +452,13 @@ def test_under_a_scaled_loss_layers_compute_in_fp16() -> None:
     assert (seen.steps, seen.overflows) == (10, 0)
 
 
-def test_without_a_scaled_loss_the_plan_says_how_fp16_is_had() -> None:
+def test_without_a_scaled_loss_the_plan_says_how_fp16_is_had():
     model = convert(MLP(), plan("fp16", "auto", TURING))
     assert replaced(model) == []
     assert "pass scaled_loss=True" in reason(model, "up")
 
 
-def test_accelerate_saves_and_loads_the_scales(tmp_path: Path) -> None:
+def test_accelerate_saves_and_loads_the_scales(tmp_path):
     def prepared() -> tuple[Accelerator, nn.Module, Any]:
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+def chunked(monkeypatch) -> None:
     """Chunks are as small as they get: 128 rows."""
     monkeypatch.setattr(head_module, "CHUNK_BYTES", 1)
 

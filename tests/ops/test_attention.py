@@ -47,7 +47,7 @@ def alone(model: GPT, row: Tensor, start: int, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_document_gives_the_same_logits_in_a_window_as_by_itself(shape: dict[str, Any]) -> None:
+def test_a_document_gives_the_same_logits_in_a_window_as_by_itself(shape):
     model, rows = build(init_std=0.2, **shape).eval(), tokens()
     with torch.no_grad():
         together = model(rows, None, documents())
@@ -60,7 +60,7 @@ def test_a_document_gives_the_same_logits_in_a_window_as_by_itself(shape: dict[s
         assert (together[0] - model(rows)[0]).abs().max() > 0.1  # else nothing was masked
 
 
-def test_the_gradients_are_the_sum_of_those_of_the_documents() -> None:
+def test_the_gradients_are_the_sum_of_those_of_the_documents():
     model = build(init_std=0.2, **MODERN | {"kv_heads": 2})
     rows, targets = tokens(), tokens(seed=2)
     model(rows, targets, documents()).backward()
@@ -76,9 +76,7 @@ def test_the_gradients_are_the_sum_of_those_of_the_documents() -> None:
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_document_does_not_move_the_logits_of_another_by_a_bit(
-    shape: dict[str, Any], recipe: str
-) -> None:
+def test_a_document_does_not_move_the_logits_of_another_by_a_bit(shape, recipe):
     model = build(recipe, **shape).eval()
     one, other = tokens(), tokens()
     other[0, :5] = (other[0, :5] + 7) % 61
@@ -89,7 +87,7 @@ def test_a_document_does_not_move_the_logits_of_another_by_a_bit(
         assert not torch.equal(model(one)[0, 5:], model(other)[0, 5:])  # else nothing was hidden
 
 
-def test_what_attends_in_float32_hides_documents_too() -> None:
+def test_what_attends_in_float32_hides_documents_too():
     config = GPTConfig(vocabulary=61, context=16, layers=2, width=32, heads=4)
     model = GPT(config, backend_for(config, "bf16", attention="fp32")).eval()
     assert model.backend.attention_dtype == torch.float32
@@ -100,9 +98,7 @@ def test_what_attends_in_float32_hides_documents_too() -> None:
     assert torch.equal(before[0, 5:], after[0, 5:])
 
 
-def test_without_documents_attention_is_told_to_be_causal_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_documents_attention_is_told_to_be_causal_and_nothing_else(monkeypatch):
     seen = []
     real = F.scaled_dot_product_attention
 
@@ -115,7 +111,7 @@ def test_without_documents_attention_is_told_to_be_causal_and_nothing_else(
     assert seen == [(None, True)] * 2
 
 
-def test_a_single_document_is_plain_causal_attention() -> None:
+def test_a_single_document_is_plain_causal_attention():
     model = build(init_std=0.2).eval()
     whole = torch.zeros(3, 16, dtype=torch.int64)
     with torch.no_grad():
@@ -131,7 +127,7 @@ def trained(model: GPT) -> list[Tensor]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_blocks_that_run_again_give_the_same_to_the_bit(recipe: str, dropout: float) -> None:
+def test_blocks_that_run_again_give_the_same_to_the_bit(recipe, dropout):
     found = []
     for mode in ("none", "selective", "block"):
         model = build(recipe, dropout=dropout)
@@ -142,7 +138,7 @@ def test_blocks_that_run_again_give_the_same_to_the_bit(recipe: str, dropout: fl
 
 
 @pytest.mark.parametrize("mode", ["selective", "block"])
-def test_selective_does_not_run_masked_attention_again(mode: Any) -> None:
+def test_selective_does_not_run_masked_attention_again(mode):
     calls: list[str] = []
 
     class Listen(TorchDispatchMode):
@@ -161,7 +157,7 @@ def test_selective_does_not_run_masked_attention_again(mode: Any) -> None:
     assert calls.count(FLASH) == (0 if mode == "selective" else 2)
 
 
-def test_all_blocks_share_one_mask() -> None:
+def test_all_blocks_share_one_mask():
     saved = set()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -176,7 +172,7 @@ def test_all_blocks_share_one_mask() -> None:
     assert len(saved) == 1
 
 
-def test_other_documents_compile_nothing_anew() -> None:
+def test_other_documents_compile_nothing_anew():
     plain = build()
     expected = [plain(tokens(seed=i), tokens(seed=i + 1), documents().roll(i, 0)) for i in (0, 1)]
     model, graphs = build(), []
@@ -197,7 +193,7 @@ def test_other_documents_compile_nothing_anew() -> None:
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch) -> None:
     """Attention goes the ways of a GPU. Flex attention has no kernel for CPUs: torch computes the
     same by parts, gradients too if it is not kept from it."""
     real = attention.kernels_for_masks
@@ -216,9 +212,7 @@ WIDE = {"width": 64, "heads": 4}  # heads of 16, the narrowest that flex attenti
     [*((shape, False) for shape in SHAPES.values()), (SHAPES["qwen3"], True)],
     ids=[*SHAPES, "qwen3 compiled"],
 )
-def test_blocks_of_scores_give_the_dense_masks_losses_and_gradients(
-    shape: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_scores_give_the_dense_masks_losses_and_gradients(shape, compiled, monkeypatch):
     shape = shape | WIDE | {"init_std": 0.2}
     dense, sparse, graphs = build(**shape), build(**shape), []
 
@@ -249,7 +243,7 @@ def test_blocks_of_scores_give_the_dense_masks_losses_and_gradients(
     [({}, True), ({"dropout": 0.1}, False), ({"heads": 8}, False), ("selective", False)],
     ids=str,
 )
-def test_scores_are_skipped_where_flex_attention_serves(change: Any, blocks: bool) -> None:
+def test_scores_are_skipped_where_flex_attention_serves(change, blocks):
     selective = change == "selective"
     model = build(**WIDE | ({} if selective else change))
     model.recompute = "selective" if selective else "none"
@@ -260,7 +254,7 @@ def test_scores_are_skipped_where_flex_attention_serves(change: Any, blocks: boo
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_cudnn_gets_no_mask(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_gets_no_mask(compiled, monkeypatch):
     monkeypatch.setattr(attention, "skips_blocks", lambda device: False)
     asked, real = [], F.scaled_dot_product_attention
 
@@ -285,14 +279,14 @@ def test_cudnn_gets_no_mask(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_the_switch_between_variants_passes_documents_on() -> None:
+def test_the_switch_between_variants_passes_documents_on():
     model = build()
     loss = Switch([model])(tokens(), tokens(seed=2), documents())
     assert torch.equal(loss, model(tokens(), tokens(seed=2), documents()))
     assert not torch.equal(loss, model(tokens(), tokens(seed=2)))
 
 
-def test_the_torch_backend_masks_as_the_emulator_does() -> None:
+def test_the_torch_backend_masks_as_the_emulator_does():
     config = GPTConfig(**{"vocabulary": 64, "context": 16, "layers": 2, "width": 32, "heads": 4})
     found = []
     for name in ("emulate", "torch"):

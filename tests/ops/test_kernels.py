@@ -78,11 +78,11 @@ def differences(run: Run, device: str = "cpu", skip_subnormal_bf16: bool = False
     return wrong
 
 
-def test_data_transpose_and_amax_are_numpys_to_the_bit() -> None:
+def test_data_transpose_and_amax_are_numpys_to_the_bit():
     assert differences(cast_transpose) == []
 
 
-def test_a_tensor_that_is_not_contiguous_casts_like_its_copy() -> None:
+def test_a_tensor_that_is_not_contiguous_casts_like_its_copy():
     x = torch.randn(96, 40)
     data, transposed, amax = cast_transpose(x.t(), torch.tensor(3.7), "e5m2")
     np.testing.assert_array_equal(codes(data), fp8_codes(to_numpy(x.t().clone()), 3.7, "e5m2"))
@@ -93,7 +93,7 @@ def test_a_tensor_that_is_not_contiguous_casts_like_its_copy() -> None:
     assert torch.equal(amax, x.abs().max())
 
 
-def test_what_is_not_wanted_is_not_given() -> None:
+def test_what_is_not_wanted_is_not_given():
     x, scale = torch.randn(3, 5), torch.tensor(2.0)
     whole = cast_transpose(x, scale)
     data, transposed, amax = cast_transpose(x, scale, across=False)
@@ -106,25 +106,25 @@ def test_what_is_not_wanted_is_not_given() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (16, 1)])
-def test_a_transpose_has_its_own_memory(shape: tuple[int, int]) -> None:
+def test_a_transpose_has_its_own_memory(shape):
     data, transposed, _ = cast_transpose(torch.ones(shape), torch.tensor(1.0))
     assert data.data_ptr() != transposed.data_ptr()
 
 
-def test_an_unknown_format_is_refused() -> None:
+def test_an_unknown_format_is_refused():
     with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
         cast_transpose(torch.ones(1, 1), torch.tensor(1.0), "e8m0")
 
 
 @pytest.mark.parametrize(("across", "record"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("shape", [(33, 20), (1, 16), (16, 1), (0, 4)])
-def test_the_operator_is_as_torch_wants_it(shape, across, record) -> None:
+def test_the_operator_is_as_torch_wants_it(shape, across, record):
     x = torch.randn(shape).to(torch.bfloat16)
     operator = torch.ops.fp8stack.cast_transpose.default
     torch.library.opcheck(operator, (x, torch.tensor(3.7), "e4m3", across, record))
 
 
-def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows() -> None:
+def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows():
     def norm_and_cast(x: torch.Tensor, scales: torch.Tensor, recorded: torch.Tensor):
         data, transposed, amax = cast_transpose(x / 2, scales[1], "e5m2")
         recorded.copy_(torch.fmax(recorded, amax))
@@ -164,9 +164,7 @@ def _fresh_choice() -> Iterator[None]:
         ((9, 4), None, True, False),  # torch for AMD
     ],
 )
-def test_the_kernel_runs_on_nvidia_gpus_with_fp8(
-    monkeypatch: pytest.MonkeyPatch, capability, cuda, triton, expected
-) -> None:
+def test_the_kernel_runs_on_nvidia_gpus_with_fp8(monkeypatch, capability, cuda, triton, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name if triton else None)
@@ -174,9 +172,7 @@ def test_the_kernel_runs_on_nvidia_gpus_with_fp8(
     assert not kernels.has_kernel(torch.device("cpu"))
 
 
-def test_a_trace_has_one_amax_per_tile_where_the_kernel_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trace_has_one_amax_per_tile_where_the_kernel_runs(monkeypatch):
     monkeypatch.setattr(kernels, "has_kernel", lambda device: True)
     for rows, columns, tiles in ((1, 1, 1), (128, 64, 1), (129, 65, 4), (0, 9, 1), (256, 192, 6)):
         with FakeTensorMode():
@@ -203,7 +199,7 @@ def interpreted_differences() -> list[str]:
 
 
 @needs_triton
-def test_the_interpreted_kernel_is_numpys_to_the_bit() -> None:
+def test_the_interpreted_kernel_is_numpys_to_the_bit():
     code = "import json; from tests.ops import test_kernels as kernels;"
     code += "print(json.dumps(kernels.interpreted_differences()))"
     done = subprocess.run(
@@ -221,8 +217,8 @@ def test_the_interpreted_kernel_is_numpys_to_the_bit() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_what_triton_makes_for_a_gpu_converts_float32_in_one_instruction(
-    capability: int, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    capability, format, tmp_path, monkeypatch
+):
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

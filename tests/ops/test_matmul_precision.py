@@ -90,9 +90,7 @@ TOKENS = torch.arange(16).view(2, 8)
 @pytest.mark.parametrize("ambient", AMBIENT)
 @pytest.mark.parametrize(("recipe", "wanted"), [("tf32", "high"), ("fp32", "highest")])
 @pytest.mark.parametrize("first", ["ours", "other"])
-def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(
-    recipe: str, wanted: str, ambient: str, first: str
-) -> None:
+def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(recipe, wanted, ambient, first):
     torch.set_float32_matmul_precision(ambient)
     seen = Seen()
     model, other = gpt(recipe, seen), Other(seen)
@@ -105,7 +103,7 @@ def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(
     seen.check(ours=wanted, other=ambient)
 
 
-def test_layers_before_and_after_a_converted_model_keep_their_precision() -> None:
+def test_layers_before_and_after_a_converted_model_keep_their_precision():
     seen = Seen()
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     seen.around(inner[0], "ours")
@@ -119,7 +117,7 @@ def test_layers_before_and_after_a_converted_model_keep_their_precision() -> Non
 
 
 @pytest.mark.parametrize("recompute", ["selective", "block"])
-def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute: Any) -> None:
+def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute):
     seen = Seen()
     model = gpt("tf32", seen)
     model.recompute = recompute
@@ -128,7 +126,7 @@ def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute: A
     assert len(seen["ours forward"]) > 6  # some were run again
 
 
-def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more() -> None:
+def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more():
     seen = Seen()
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     seen.around(inner[2], "ours")
@@ -140,13 +138,13 @@ def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more() ->
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_backward_pass_that_ends_within_the_model_gives_the_precision_back() -> None:
+def test_a_backward_pass_that_ends_within_the_model_gives_the_precision_back():
     model = gpt("tf32", Seen())
     (_,) = torch.autograd.grad(model(TOKENS, TOKENS), [model.lm_head.weight])
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_forward_pass_that_fails_gives_the_precision_back() -> None:
+def test_a_forward_pass_that_fails_gives_the_precision_back():
     model = gpt("tf32", Seen())
 
     def fail(*_: object) -> None:
@@ -158,7 +156,7 @@ def test_a_forward_pass_that_fails_gives_the_precision_back() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_without_gradients_only_the_forward_pass_switches() -> None:
+def test_without_gradients_only_the_forward_pass_switches():
     seen = Seen()
     model = gpt("tf32", seen)
     with torch.no_grad():
@@ -168,7 +166,7 @@ def test_without_gradients_only_the_forward_pass_switches() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tf32", "fp32", "delayed"])
-def test_what_a_user_set_by_torchs_newer_switch_stays(recipe: str) -> None:
+def test_what_a_user_set_by_torchs_newer_switch_stays(recipe):
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:

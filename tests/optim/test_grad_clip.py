@@ -40,7 +40,7 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
-def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit: float) -> None:
+def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit):
     optimizer, parameters = with_gradients(1.0, 3.0)
     _, others = with_gradients(1.0, 3.0)
     norm = total_norm(clip_gradients(optimizer, limit))
@@ -50,7 +50,7 @@ def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit: float) ->
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before() -> None:
+def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before():
     optimizer, parameters = with_gradients(1.0, 3.0)
     before = torch.cat(gradients(parameters))
     norm = total_norm(clip_gradients(optimizer, 0.5, "value"))
@@ -64,9 +64,7 @@ def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before() -> No
 
 @pytest.mark.parametrize("count", [10, 57, 100, 250])
 @pytest.mark.parametrize("percent", [5.0, 50.0, 95.0])
-def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(
-    count: int, percent: float
-) -> None:
+def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(count, percent):
     random = np.random.default_rng(count)
     values = np.exp(random.standard_normal(count)).astype(np.float32)
     norms = Norms(100, CPU)
@@ -77,7 +75,7 @@ def test_the_limit_is_the_percentile_of_the_last_norms_as_numpy_has_it(
     assert float(limit) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_adaptive_limit_is_the_ceiling_until_ten_norms_are_known_and_never_above() -> None:
+def test_the_adaptive_limit_is_the_ceiling_until_ten_norms_are_known_and_never_above():
     norms = Norms(100, CPU)
     for _ in range(FEWEST - 1):
         norms.add(torch.tensor(5.0), torch.tensor(True))
@@ -88,7 +86,7 @@ def test_the_adaptive_limit_is_the_ceiling_until_ten_norms_are_known_and_never_a
     assert adaptive_limit(norms, 95.0, ceiling=2.0) == 2
 
 
-def test_gradients_above_what_was_usual_are_scaled_to_it_and_those_below_are_kept() -> None:
+def test_gradients_above_what_was_usual_are_scaled_to_it_and_those_below_are_kept():
     norms = Norms(20, CPU)
     for _ in range(20):
         norms.add(torch.tensor(0.5), torch.tensor(True))
@@ -105,7 +103,7 @@ def test_gradients_above_what_was_usual_are_scaled_to_it_and_those_below_are_kep
 
 
 @pytest.mark.parametrize("limit", [INF, 0.0])
-def test_an_adaptive_limit_that_is_infinite_or_tiny_makes_no_nan(limit: float) -> None:
+def test_an_adaptive_limit_that_is_infinite_or_tiny_makes_no_nan(limit):
     norms = Norms(20, CPU)
     for _ in range(20 if limit == 0 else 3):
         norms.add(torch.tensor(limit if limit == 0 else 1.0), torch.tensor(True))
@@ -119,7 +117,7 @@ def test_an_adaptive_limit_that_is_infinite_or_tiny_makes_no_nan(limit: float) -
             assert torch.equal(after, before)
 
 
-def test_steps_that_are_not_good_and_norms_that_are_not_finite_leave_the_window_alone() -> None:
+def test_steps_that_are_not_good_and_norms_that_are_not_finite_leave_the_window_alone():
     norms = Norms(3, CPU)
     for norm, good in ((1.0, True), (2.0, False), (INF, True), (math.nan, True), (3.0, True)):
         norms.add(torch.tensor(norm), torch.tensor(good))
@@ -130,7 +128,7 @@ def test_steps_that_are_not_good_and_norms_that_are_not_finite_leave_the_window_
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
-def test_gradients_that_are_still_scaled_are_refused(mode: str) -> None:
+def test_gradients_that_are_still_scaled_are_refused(mode):
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight])
     scaler = LossScaler("cpu")
@@ -149,7 +147,7 @@ def test_gradients_that_are_still_scaled_are_refused(mode: str) -> None:
         optimizer.zero_grad()
 
 
-def test_of_several_optimizers_one_that_is_still_scaled_is_refused() -> None:
+def test_of_several_optimizers_one_that_is_still_scaled_is_refused():
     first, second = (torch.optim.AdamW([nn.Parameter(torch.ones(3))]) for _ in range(2))
     both = ChainedOptimizer([first, second])
     scaler = LossScaler("cpu")
@@ -159,7 +157,7 @@ def test_of_several_optimizers_one_that_is_still_scaled_is_refused() -> None:
         clip_gradients(both, 1.0, "norm", scaler)
 
 
-def test_an_optimizer_whose_gradients_overflow_does_not_clip_those_of_another_away() -> None:
+def test_an_optimizer_whose_gradients_overflow_does_not_clip_those_of_another_away():
     healthy, parameters = with_gradients(2.0)
     broken, (infinite,) = with_gradients(1.0)
     infinite.grad[0, 0] = math.nan
@@ -171,7 +169,7 @@ def test_an_optimizer_whose_gradients_overflow_does_not_clip_those_of_another_aw
     torch.testing.assert_close(gradients(parameters)[0], gradients(others)[0])
 
 
-def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients() -> None:
+def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients():
     first, a = with_gradients(2.0)
     second, b = with_gradients(5.0)
     before = torch.cat(gradients([*a, *b]))
@@ -182,15 +180,15 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all_gradients() -> None:
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
-def test_a_step_that_clips_reads_nothing_on_the_host(mode: str, tmp_path: Path) -> None:
+def test_a_step_that_clips_reads_nothing_on_the_host(mode, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", clip_mode=mode)
     small.advance(12)
     assert host_reads(small.next_step()) == {}
 
 
 def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by_the_window(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     keys = {"clip_mode": "adaptive", "clip_window": 12, "clip_percentile": 50.0, "clip": 0.0}
     small = SmallLoop(tmp_path / "r", "fp32", **keys)
     small.advance(13)
@@ -216,9 +214,7 @@ def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by
     assert taken == [pytest.approx(limit, rel=1e-5)]
 
 
-def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_alone(
-    tmp_path: Path,
-) -> None:
+def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_alone(tmp_path):
     keys = {"clip_mode": "adaptive", "clip_window": 11, "clip_percentile": 30.0, "clip": 0.0}
     keys |= {"save_every": 14, "steps": 18}
 
@@ -245,7 +241,7 @@ def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_al
     assert through.loop.train_step.norms.state() == pytest.approx(rows[-11:])
 
 
-def test_the_norm_of_a_step_that_is_bad_for_its_loss_is_not_taken_into_the_window() -> None:
+def test_the_norm_of_a_step_that_is_bad_for_its_loss_is_not_taken_into_the_window():
     weight = nn.Parameter(torch.ones(3))
     watch = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig(), keep_norms=4)
     for step, loss, norm in ((1, 3.0, 1.0), (2, math.nan, 2.0), (3, 3.0, 4.0)):

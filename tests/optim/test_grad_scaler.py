@@ -14,7 +14,7 @@ from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.optim.grad_scaler import LossScaler, ScaleStatistics, build_scaler
 from fp8stack.precision import Hardware
-from tests.conftest import TINY, Command, metrics
+from tests.conftest import TINY, metrics
 from tests.support.small_loop import SmallLoop, host_reads
 
 INF = math.inf
@@ -44,41 +44,41 @@ class Loop:
         return [self.weight.detach().clone(), *(value.clone() for value in kept)]
 
 
-def test_the_scale_doubles_after_2000_clean_steps_and_an_overflow_halves_it() -> None:
+def test_the_scale_doubles_after_2000_clean_steps_and_an_overflow_halves_it():
     loop = Loop(build_scaler(RunConfig(), torch.device("cpu")))
     assert loop.step() == 65536
     loop.scaler.load_state_dict(loop.scaler.state_dict() | {"_growth_tracker": 1998})
     assert [loop.step(), loop.step(), loop.step(overflows=True)] == [65536, 131072, 65536]
 
 
-def test_the_interval_counts_from_the_last_overflow() -> None:
+def test_the_interval_counts_from_the_last_overflow():
     loop = Loop(LossScaler("cpu", first=8, interval=3))
     scales = [loop.step(overflows) for overflows in (0, 0, 1, 0, 0, 0, 0)]
     assert scales == [8, 8, 4, 4, 4, 8, 8]
 
 
-def test_the_scale_stays_between_1_and_262144() -> None:
+def test_the_scale_stays_between_1_and_262144():
     loop = Loop(LossScaler("cpu", interval=1))
     assert [loop.step() for _ in range(5)] == [131072, 262144, 262144, 262144, 262144]
     assert [loop.step(overflows=True) for _ in range(20)][16:] == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("broken", [0.0, math.nan, INF, -1.0])
-def test_a_scale_that_is_none_is_begun_anew(broken: float) -> None:
+def test_a_scale_that_is_none_is_begun_anew(broken):
     loop = Loop(LossScaler("cpu", first=1024))
     loop.step()
     loop.scaler.load_state_dict(loop.scaler.state_dict() | {"scale": broken})
     assert loop.step() == 1024
 
 
-def test_a_scale_that_is_set_is_held_to_the_bounds_and_is_no_step() -> None:
+def test_a_scale_that_is_set_is_held_to_the_bounds_and_is_no_step():
     loop = Loop(LossScaler("cpu"))
     loop.step()
     loop.scaler.update(1e9)
     assert loop.scaler.statistics() == ScaleStatistics(steps=1, overflows=0, scale=262144)
 
 
-def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same() -> None:
+def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same():
     loop = Loop(LossScaler("cpu", interval=1, static=1024))
     loop.step()
     before = loop.state()
@@ -93,7 +93,7 @@ def test_a_static_scale_stays_and_an_overflow_is_skipped_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("scale", "remedy"), [(0.5, "lower min_loss_scale to 0.5"), (262145.0, "raise max_loss_scale")]
 )
-def test_a_scale_beyond_the_bounds_is_refused_by_name(key: str, scale: float, remedy: str) -> None:
+def test_a_scale_beyond_the_bounds_is_refused_by_name(key, scale, remedy):
     where = (
         rf"^{key} {scale:g} is not between min_loss_scale 1 and max_loss_scale 262144\..*{remedy}"
     )
@@ -102,8 +102,8 @@ def test_a_scale_beyond_the_bounds_is_refused_by_name(key: str, scale: float, re
 
 
 def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raised_with_it(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+    command, capsys
+):
     flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "1"]
     first = ["--set", "first_loss_scale=1048576"]
     assert command("pretrain", *flags, *first) == 2
@@ -113,7 +113,7 @@ def test_a_first_scale_above_the_default_bound_is_taken_where_the_bound_is_raise
     assert metrics(Path("r"))[0]["loss_scale"] in (1048576, 524288)
 
 
-def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for() -> None:
+def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for():
     keys = {
         "first_loss_scale": 2.0**20, "loss_scale_interval": 2, "loss_scale_growth": 4.0,
         "loss_scale_backoff": 0.125, "min_loss_scale": 2.0**12, "max_loss_scale": 2.0**23,
@@ -137,9 +137,7 @@ def test_growth_backoff_and_bounds_are_those_that_a_run_asks_for() -> None:
         ({"largest": math.nan}, "max_loss_scale nan are no range"),
     ],
 )
-def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(
-    wrong: dict[str, float], told: str
-) -> None:
+def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(wrong, told):
     with pytest.raises(UserError, match=told):
         LossScaler("cpu", **wrong)
 
@@ -152,17 +150,13 @@ def test_numbers_that_no_loss_scale_can_have_are_refused_by_name(
         "loss_scale_interval=0",
     ],
 )  # fmt: skip
-def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(
-    key: str, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(key, command, capsys):
     assert command("pretrain", "--recipe", "fp16", "--out", "r", *TINY, "--set", key) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert key.partition("=")[0] in line
 
 
-def scale_and_weights_after_166_overflows(
-    scaler: torch.amp.GradScaler,
-) -> tuple[float, Tensor]:
+def scale_and_weights_after_166_overflows(scaler: torch.amp.GradScaler) -> tuple[float, Tensor]:
     """And after one clean step more."""
     loop = Loop(scaler)
     for _ in range(166):
@@ -172,7 +166,7 @@ def scale_and_weights_after_166_overflows(
     return scale, loop.weight.detach()
 
 
-def test_an_unclamped_scale_reaches_0_and_the_next_step_writes_nan_but_ours_does_not() -> None:
+def test_an_unclamped_scale_reaches_0_and_the_next_step_writes_nan_but_ours_does_not():
     scale, weights = scale_and_weights_after_166_overflows(torch.amp.GradScaler("cpu"))
     assert scale == 0
     assert weights.isnan().all()
@@ -183,7 +177,7 @@ def test_an_unclamped_scale_reaches_0_and_the_next_step_writes_nan_but_ours_does
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_overflowing_step_leaves_weights_and_moments_bitwise_unchanged(fused: bool) -> None:
+def test_an_overflowing_step_leaves_weights_and_moments_bitwise_unchanged(fused):
     loop = Loop(LossScaler("cpu"), fused)
     loop.step()
     before = loop.state()
@@ -193,7 +187,7 @@ def test_an_overflowing_step_leaves_weights_and_moments_bitwise_unchanged(fused:
     assert not torch.equal(loop.state()[0], before[0])
 
 
-def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent() -> None:
+def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
     loop = Loop(LossScaler("cpu"))
     for step in range(1000):
         loop.scaler.scale(loop.weight.sum())
@@ -206,7 +200,7 @@ def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent() -> N
     assert LossScaler("cpu").statistics().rate == 0
 
 
-def test_counting_and_bounding_read_nothing_on_the_host() -> None:
+def test_counting_and_bounding_read_nothing_on_the_host():
     loop = Loop(LossScaler("cpu"))
     loop.step()
 
@@ -220,7 +214,7 @@ def test_counting_and_bounding_read_nothing_on_the_host() -> None:
     assert loop.scaler.statistics().steps == 2
 
 
-def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_taken() -> None:
+def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_taken():
     loop = Loop(LossScaler("cpu", interval=5))
     for overflows in (0, 1, 0, 0):
         loop.step(bool(overflows))
@@ -242,8 +236,8 @@ def overflow_in(small: SmallLoop, steps: set[int], weight: Tensor) -> None:
 
 
 def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_when_resumed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     keys = {"first_loss_scale": 1024.0, "loss_scale_interval": 3, "steps": 8}
     small = SmallLoop(tmp_path / "r", "fp16", save_every=4, **keys)
     overflow_in(small, {3}, small.run.model.final_norm.weight)
@@ -258,9 +252,7 @@ def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_wh
     assert resumed.run.scaler.statistics().steps == 8
 
 
-def test_a_run_whose_static_scale_overflows_has_a_bad_step_and_keeps_the_scale(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_static_scale_overflows_has_a_bad_step_and_keeps_the_scale(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", loss_scale=128.0)
     overflow_in(small, {2}, small.run.model.final_norm.weight)
     small.advance(3)
@@ -270,7 +262,7 @@ def test_a_run_whose_static_scale_overflows_has_a_bad_step_and_keeps_the_scale(
     assert (event["step"], event["event"]) == (2, "skip")
 
 
-def test_a_loss_scale_below_256_is_warned_of_once_with_what_to_do(tmp_path: Path) -> None:
+def test_a_loss_scale_below_256_is_warned_of_once_with_what_to_do(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", first_loss_scale=512.0)
     overflow_in(small, {2, 4}, small.run.model.final_norm.weight)
     small.advance(5)
@@ -279,7 +271,7 @@ def test_a_loss_scale_below_256_is_warned_of_once_with_what_to_do(tmp_path: Path
     assert event["why"].startswith("the loss scale is down to 128. Lower --lr, clip harder")
 
 
-def test_four_halvings_in_a_row_raise_an_alarm_that_says_what_to_do(tmp_path: Path) -> None:
+def test_four_halvings_in_a_row_raise_an_alarm_that_says_what_to_do(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16")
     overflow_in(small, {1, 2, 3, 4}, small.run.model.final_norm.weight)
     small.advance(3)
@@ -292,7 +284,7 @@ def test_four_halvings_in_a_row_raise_an_alarm_that_says_what_to_do(tmp_path: Pa
     assert small.run.scaler.get_scale() == 4096
 
 
-def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path: Path) -> None:
+def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", guard={"overflows": 5})
     small.loop.guard.run = replace(small.run, hardware=Hardware("cuda", (7, 5)))
     overflow_in(small, {1, 2, 3, 4, 5, 6}, small.run.model.final_norm.weight)
@@ -321,7 +313,7 @@ def gradients_of_a_step(folder: Path, accumulate: int, recipe: str = "fp32") -> 
     return found
 
 
-def test_four_micro_batches_give_the_gradients_of_the_full_batch(tmp_path: Path) -> None:
+def test_four_micro_batches_give_the_gradients_of_the_full_batch(tmp_path):
     whole = gradients_of_a_step(tmp_path / "whole", 1)
     parts = gradients_of_a_step(tmp_path / "parts", 4)
     for one, other in zip(parts, whole, strict=True):
@@ -333,9 +325,7 @@ def test_four_micro_batches_give_the_gradients_of_the_full_batch(tmp_path: Path)
     )
 
 
-def test_in_fp16_the_scale_is_constant_over_the_micro_batches_and_divided_out_once(
-    tmp_path: Path,
-) -> None:
+def test_in_fp16_the_scale_is_constant_over_the_micro_batches_and_divided_out_once(tmp_path):
     whole = gradients_of_a_step(tmp_path / "whole", 1)
     parts = gradients_of_a_step(tmp_path / "parts", 4, "fp16")
     for one, other in zip(parts, whole, strict=True):
@@ -343,9 +333,7 @@ def test_in_fp16_the_scale_is_constant_over_the_micro_batches_and_divided_out_on
         assert error < 0.02
 
 
-def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(
-    tmp_path: Path,
-) -> None:
+def test_an_overflow_in_one_of_the_micro_batches_skips_the_step_and_halves_the_scale_once(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", batch=8, accumulate=4, first_loss_scale=1024.0)
     model, passes, scales = small.run.model, [0], []
 

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def _uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
+def _uncompiled(request) -> Iterator[None]:
     """torchao compiles its step, for half a minute; here it runs as it is written."""
     if "slow" in request.keywords:
         yield
@@ -64,7 +63,7 @@ def names_of(small: SmallLoop, place: int) -> set[str]:
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum: float) -> None:
+def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum):
     """b = m b + g + decay w; w = w - lr b, in float64; decay is for matrices alone."""
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
     config = RunConfig(optimizer="sgd", lr=0.1, momentum=momentum, weight_decay=0.25)
@@ -92,7 +91,7 @@ def test_sgd_is_its_formula_and_a_skipped_first_step_leaves_no_trace(momentum: f
     )
 
 
-def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws() -> None:
+def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws():
     model = GPT(GPTConfig(vocabulary=64, context=16, layers=1, width=128, heads=2))
     config = RunConfig(optimizer="muon", lr=0.01, weight_decay=0.0)
     optimizer = build_optimizer(model, config)
@@ -114,8 +113,8 @@ def test_a_matrix_takes_muons_step_scaled_to_the_size_of_adamws() -> None:
     ("name", "expected"), [("adamw", 8.0), ("muon", 4.0), ("adamw8bit", 2.0), ("adamwfp8", 2.0)]
 )
 def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
-    name: str, expected: float, tmp_path: Path
-) -> None:
+    name, expected, tmp_path
+):
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name, width=128)
     small.advance(1)
     weight = small.run.model.blocks[0].mlp.up.weight
@@ -131,7 +130,7 @@ def test_what_an_optimizer_keeps_of_a_matrix_is_so_many_bytes_per_parameter(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallLoop]:
+def trained(tmp_path_factory) -> dict[str, SmallLoop]:
     """A run of 20 steps with each optimizer, uncompiled."""
     folder, found = tmp_path_factory.mktemp("trained"), {}
     for name in ("adamw", "sgd", *OTHERS):
@@ -143,9 +142,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallLoop]:
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "sgd"])
-def test_a_run_learns_with_every_optimizer_by_the_schedule(
-    name: str, trained: dict[str, SmallLoop]
-) -> None:
+def test_a_run_learns_with_every_optimizer_by_the_schedule(name, trained):
     rows = metrics(trained[name].run.folder.path)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.4
     assert [row for row in rows if "event" in row] == []
@@ -154,9 +151,7 @@ def test_a_run_learns_with_every_optimizer_by_the_schedule(
     assert rates == pytest.approx([rows[-1]["lr"]] * (2 if name == "sgd" else 3), rel=1e-6)
 
 
-def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else(
-    trained: dict[str, SmallLoop],
-) -> None:
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else(trained):
     small = trained["muon"]
     muon, adamw = optimizers_in(small.run.optimizer)
     assert isinstance(muon, torch.optim.Muon)
@@ -172,9 +167,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else(
 @pytest.mark.parametrize(
     ("name", "codes"), [("adamw8bit", torch.uint8), ("adamwfp8", torch.float8_e4m3fn)]
 )
-def test_moments_of_large_matrices_are_codes_of_one_byte(
-    name: str, codes: torch.dtype, trained: dict[str, SmallLoop]
-) -> None:
+def test_moments_of_large_matrices_are_codes_of_one_byte(name, codes, trained):
     small = trained[name]
     assert names_of(small, 0) == {"blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight"}
     kept = plain(small.run.optimizer.state[small.run.model.blocks[0].mlp.up.weight])
@@ -183,7 +176,7 @@ def test_moments_of_large_matrices_are_codes_of_one_byte(
         assert kept[f"{moment}.codes"].float().abs().max() > 0
 
 
-def test_8_bits_stay_close_to_adamw_with_float32_moments(trained: dict[str, SmallLoop]) -> None:
+def test_8_bits_stay_close_to_adamw_with_float32_moments(trained):
     names = ("adamw", "adamw8bit", "adamwfp8")
     ends = {name: metrics(trained[name].run.folder.path)[-1]["loss"] for name in names}
     assert ends["adamw8bit"] == pytest.approx(ends["adamw"], rel=0.01)
@@ -199,9 +192,7 @@ def test_8_bits_stay_close_to_adamw_with_float32_moments(trained: dict[str, Smal
         ("sgd", "gradient", 3), ("sgd", "loss", 1),
     ],
 )  # fmt: skip
-def test_a_bad_step_changes_nothing_to_the_bit(
-    name: str, what: str, step: int, tmp_path: Path
-) -> None:
+def test_a_bad_step_changes_nothing_to_the_bit(name, what, step, tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", optimizer=name)
 
     def factor() -> float:
@@ -237,9 +228,7 @@ def test_a_bad_step_changes_nothing_to_the_bit(
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("layer", ["blocks.0.mlp.up", "final_norm"])
-def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(
-    name: str, layer: str, tmp_path: Path
-) -> None:
+def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(name, layer, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", optimizer=name, first_loss_scale=1024.0)
     parameter = small.run.model.get_submodule(layer).weight
     parameter.register_hook(lambda gradient: gradient * (INF if small.run.step + 1 == 3 else 1.0))
@@ -258,7 +247,7 @@ def test_an_overflow_in_the_gradients_of_one_optimizer_skips_that_one_alone(
     assert small.loop.monitor.poll().overflows == 1
 
 
-def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update() -> None:
+def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update():
     scaler = LossScaler("cpu")
     weights = [nn.Parameter(torch.full((4, 4), 2.0)) for _ in range(2)]
     muon = torch.optim.Muon(weights[:1], lr=0.1)
@@ -280,7 +269,7 @@ def test_in_anyones_loop_two_optimizers_share_a_scaler_and_one_update() -> None:
     assert str(scaler.statistics()) == "loss scale 32768, 1 of 2 steps overflowed (50.00 %)"
 
 
-def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path: Path) -> None:
+def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path):
     for name, expected in (("adamw", 0), ("sgd", 0), ("muon", 1)):
         small = SmallLoop(tmp_path / name, "fp16", optimizer=name)
         small.advance(2)
@@ -301,9 +290,7 @@ def test_adamw_and_sgd_are_not_waited_for_and_muon_once_a_step(tmp_path: Path) -
         pytest.param({"optimizer": "adamwfp8"}, "delayed", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_goes_on_to_the_bit(
-    keys: dict[str, Any], recipe: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_to_the_bit(keys, recipe, tmp_path):
     keys = keys | {"save_every": 3, "steps": 6}
     through = SmallLoop(tmp_path / "through", recipe, **keys)
     through.advance(6)
@@ -317,9 +304,7 @@ def test_a_resumed_run_goes_on_to_the_bit(
     assert differing(state_of(through), state_of(resumed)) == []
 
 
-def test_a_run_that_was_saved_after_a_first_step_that_was_skipped_can_be_resumed(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_was_saved_after_a_first_step_that_was_skipped_can_be_resumed(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", optimizer="muon", save_every=1)
     weight = small.run.model.blocks[0].mlp.up.weight
     weight.register_hook(lambda gradient: gradient * INF)
@@ -329,7 +314,7 @@ def test_a_run_that_was_saved_after_a_first_step_that_was_skipped_can_be_resumed
     resumed.advance(1)
 
 
-def test_resuming_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_another_optimizer_is_refused(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", save_every=2)
     small.advance(2)
     with pytest.raises(UserError, match="optimizer is 'muon' here and 'adamw' in the checkpoint"):
@@ -369,8 +354,8 @@ def damaged(good: Tensor) -> dict[str, Tensor | None]:
     ],
 )
 def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
-    name: str, tensors: list[str], tmp_path: Path
-) -> None:
+    name, tensors, tmp_path
+):
     small, groups = saved_moments(tmp_path / "r", name)
     groups["model"] = {n: value.clone() for n, value in groups["model"].items()}
     small.advance(1)
@@ -389,7 +374,7 @@ def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_moments_that_are_whole_are_put_back_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_moments_that_are_whole_are_put_back_to_the_bit(name, tmp_path):
     small, groups = saved_moments(tmp_path / "r", name)
     saved = {f"{n} kept": value.clone() for n, value in groups["optimizer"].items()}
     saved |= {n: value.clone() for n, value in groups["model"].items()}
@@ -401,7 +386,7 @@ def test_moments_that_are_whole_are_put_back_to_the_bit(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
-def test_moments_of_8_bits_that_are_not_finite_are_noticed(name: str, tmp_path: Path) -> None:
+def test_moments_of_8_bits_that_are_not_finite_are_noticed(name, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", optimizer=name)
     small.advance(1)
     assert largest_of_state(small.run.optimizer).isfinite()
@@ -410,9 +395,7 @@ def test_moments_of_8_bits_that_are_not_finite_are_noticed(name: str, tmp_path: 
     assert not largest_of_state(small.run.optimizer).isfinite()
 
 
-def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(tmp_path, monkeypatch):
     cpu = Hardware("cpu")
     for name in OTHERS:
         with pytest.raises(UserError, match=f"optimizer {name} is not tested with --parallel fsdp"):
@@ -434,7 +417,7 @@ def test_the_optimizer_is_refused_at_set_up_where_it_cannot_be_had(
     assert not (tmp_path / "r" / "run.toml").exists()
 
 
-def test_a_model_without_a_matrix_large_enough_for_8_bits_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_matrix_large_enough_for_8_bits_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no matrix in the blocks .* 4,096 elements"):
         SmallLoop(
             tmp_path / "r",
@@ -445,7 +428,7 @@ def test_a_model_without_a_matrix_large_enough_for_8_bits_is_refused(tmp_path: P
         )
 
 
-def test_several_optimizers_have_one_set_of_groups_and_one_state() -> None:
+def test_several_optimizers_have_one_set_of_groups_and_one_state():
     weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
     muon, adamw = torch.optim.Muon(weights[:1]), torch.optim.AdamW(weights[1:], fused=True)
     both = ChainedOptimizer([muon, adamw])

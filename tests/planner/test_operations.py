@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,7 +200,7 @@ class Step(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed"])
-def test_gradients_clipping_and_the_optimizer_are_float32(tmp_path: Path, recipe):
+def test_gradients_clipping_and_the_optimizer_are_float32(tmp_path, recipe):
     small = SmallLoop(tmp_path, recipe, accumulate=2, clip=1e-3, telemetry_every=0)
     step = small.next_step()
     recorded = Step()

@@ -16,7 +16,6 @@ from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.planner import IN_COMPUTE_DTYPE, IN_FP32, as_lines, make_table, text_rows
 from fp8stack.planner.operations import OPTIMIZERS, operations_of
 from fp8stack.precision import Hardware, assumed, load_recipe, resolve
-from tests.conftest import Command
 
 SMALL = GPTConfig(vocabulary=64, context=32, layers=4, width=64, heads=4)
 H100 = Hardware("cuda", (9, 0), cuda_version=(12, 9), has_te=True)
@@ -229,7 +228,7 @@ def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer(
 ARGUMENTS = ("plan", "--model", "gpt2-124m", "--recipe", "delayed", "--capability", "9.0")
 
 
-def test_the_command_prints_the_plan_of_a_gpu_that_is_not_here(command: Command, capsys):
+def test_the_command_prints_the_plan_of_a_gpu_that_is_not_here(command, capsys):
     assert command(*ARGUMENTS, "--batch", "32", "--accumulate", "2") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("machine: assumed H200 (compute capability 9.0)\nplan: delayed,")
@@ -241,7 +240,7 @@ def test_the_command_prints_the_plan_of_a_gpu_that_is_not_here(command: Command,
     assert "│" not in printed  # no frames where it is piped
 
 
-def test_auto_goes_by_the_rates_of_the_gpu_that_is_named(command: Command, capsys):
+def test_auto_goes_by_the_rates_of_the_gpu_that_is_named(command, capsys):
     words = ("plan", "--model", "gpt2-124m", "--gpu")
     for gpu, layers in (("RTX 4090", 48), ("L4", 36)):
         assert command(*words, gpu) == 0
@@ -250,12 +249,12 @@ def test_auto_goes_by_the_rates_of_the_gpu_that_is_named(command: Command, capsy
         assert f"FP8 layers {layers}/49" in printed
 
 
-def test_phases_without_the_runs_recipe_are_noted(command: Command, capsys):
+def test_phases_without_the_runs_recipe_are_noted(command, capsys):
     assert command(*ARGUMENTS, "--set", "phases=conservative") == 0
     assert "note: recipe 'delayed' runs in no step: phases" in capsys.readouterr().out
 
 
-def test_the_json_has_every_layer(command: Command, capsys):
+def test_the_json_has_every_layer(command, capsys):
     assert command(*ARGUMENTS, "--no-te", "--accumulate", "1", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["backend"] == "torch"
@@ -267,7 +266,7 @@ def test_the_json_has_every_layer(command: Command, capsys):
     assert found["casts_per_step"]["to_fp8"] == len(each)
 
 
-def test_a_run_file_and_set_are_read_as_a_run_reads_them(command: Command, capsys, tmp_path):
+def test_a_run_file_and_set_are_read_as_a_run_reads_them(command, capsys, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('recipe = "bf16"\n[model_overrides]\nlayers = 2\n')
     sets = ("--set", "recipe_overrides.attention=fp32", "--set", "optimizer=muon")
@@ -289,7 +288,7 @@ def test_a_run_file_and_set_are_read_as_a_run_reads_them(command: Command, capsy
     ],
 )
 def test_torch_runs_where_te_is_installed_and_cannot_do_what_else_is_asked(
-    command: Command, capsys, key, why
+    command, capsys, key, why
 ):
     assert command(*ARGUMENTS, "--strict", "--set", key) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -320,7 +319,7 @@ def test_torch_runs_where_te_is_installed_and_cannot_do_what_else_is_asked(
         (("--context", "100000"), "--context 100000 is more than"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(command: Command, capsys, arguments, message):
+def test_bad_input_is_one_line_and_exit_code_2(command, capsys, arguments, message):
     assert command("plan", *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

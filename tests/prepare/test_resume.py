@@ -31,13 +31,13 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(autouse=True)
-def _small_items(monkeypatch: pytest.MonkeyPatch):
+def _small_items(monkeypatch):
     monkeypatch.setattr(run, "ITEM_BYTES", 2000)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> list[str]:
+def mixed(tmp_path) -> list[str]:
     """An input of every kind."""
     folder = tmp_path / "mixed"
     written(folder / "a.jsonl", lines(documents(40, seed=1)))
@@ -53,7 +53,7 @@ def mixed(tmp_path: Path) -> list[str]:
 SETTINGS: dict[str, Any] = {"shard_tokens": 3000, "train_bpe": 300}
 
 
-def test_the_number_of_processes_changes_nothing(mixed: list[str], tmp_path: Path):
+def test_the_number_of_processes_changes_nothing(mixed, tmp_path):
     for workers in (1, 3):
         prepared(*mixed, out=tmp_path / str(workers), workers=workers, **SETTINGS)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
@@ -61,9 +61,7 @@ def test_the_number_of_processes_changes_nothing(mixed: list[str], tmp_path: Pat
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_however_it_is_cut_it_ends_in_the_same_bytes(
-    seed: int, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_however_it_is_cut_it_ends_in_the_same_bytes(seed, mixed, tmp_path, monkeypatch):
     prepared(*mixed, out=tmp_path / "whole", **SETTINGS)
     rng = random.Random(seed)
     names = ["_append", "_close_shard", "sync", "add"]
@@ -105,7 +103,7 @@ COMMAND = (
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("large") / "a.jsonl", lines(documents(2000)) * 5)
 
 
@@ -120,7 +118,7 @@ def alive(process: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("asked", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
-    asked: signal.Signals, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked, large, tmp_path, monkeypatch
 ):
     words = ["prepare", large, "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
     command = [sys.executable, "-c", COMMAND, *map(str, words)]
@@ -175,9 +173,7 @@ def cut_after(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_changed_where_it_was_read_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_changed_where_it_was_read_is_refused(name, tmp_path, monkeypatch):
     path = tmp_path / name
     written(path, pack(lines(documents(100)), path.suffix))
     cut_after(3, path, out=tmp_path / "out", monkeypatch=monkeypatch)
@@ -186,7 +182,7 @@ def test_a_file_that_changed_where_it_was_read_is_refused(
         assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
 
 
-def test_inputs_read_already_must_be_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_inputs_read_already_must_be_as_they_were(tmp_path, monkeypatch):
     folder, out = tmp_path / "in", tmp_path / "out"
     for name in "abc":
         written(folder / f"{name}.jsonl", lines(documents(60)))
@@ -199,9 +195,7 @@ def test_inputs_read_already_must_be_as_they_were(tmp_path: Path, monkeypatch: p
     assert prepared(folder, out=out)["documents"]["documents"] == 181
 
 
-def test_shards_that_are_gone_or_shorter_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_shards_that_are_gone_or_shorter_are_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
     cut_after(5, tmp_path / "a.jsonl", out=tmp_path / "out", monkeypatch=monkeypatch)
     os.truncate(tmp_path / "out" / "train-00000.bin", 10)
@@ -209,7 +203,7 @@ def test_shards_that_are_gone_or_shorter_are_refused(
     assert "train-00000.bin is missing or shorter than it was" in message
 
 
-def test_another_tokenizer_of_that_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_tokenizer_of_that_name_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
     given = tmp_path / "tokenizer.json"
     trained(300).save(str(given))
@@ -223,9 +217,7 @@ def test_another_tokenizer_of_that_name_is_refused(tmp_path: Path, monkeypatch: 
 # The machine fails
 
 
-def test_a_full_disk_ends_in_code_4_and_goes_on(
-    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ITEM_BYTES", 20_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -246,9 +238,7 @@ def dies(item: object):
     os._exit(9)
 
 
-def test_a_process_that_dies_is_told_and_nothing_is_lost(
-    mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_that_dies_is_told_and_nothing_is_lost(mixed, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("fp8stack.prepare.encode.encode_in_worker", dies)
         with pytest.raises(RankLost, match="fewer --workers") as caught:
@@ -259,19 +249,19 @@ def test_a_process_that_dies_is_told_and_nothing_is_lost(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_folder_that_cannot_be_written_ends_in_code_4(mixed: list[str], tmp_path: Path):
+def test_a_folder_that_cannot_be_written_ends_in_code_4(mixed, tmp_path):
     written(tmp_path / "file", b"")
     with pytest.raises(StorageError) as caught:
         prepared(*mixed, out=tmp_path / "file" / "out")
     assert caught.value.exit_code == 4
 
 
-def test_two_commands_do_not_write_to_one_folder(mixed: list[str], tmp_path: Path):
+def test_two_commands_do_not_write_to_one_folder(mixed, tmp_path):
     with Folder(tmp_path / "out").claimed():
         assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
 
 
-def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path: Path):
+def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(documents(100)) + b"no\n" + lines(documents(100)))
     said = [refusal(path, out=tmp_path / str(n), workers=n) for n in (1, 2)]
@@ -306,7 +296,7 @@ def peak_mib(*words: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz"])
-def test_memory_does_not_grow_with_the_input(kind: str, tmp_path: Path):
+def test_memory_does_not_grow_with_the_input(kind, tmp_path):
     peaks = []
     texts = documents(20000)  # 2 to 3 MB
     for times in (8, 80):

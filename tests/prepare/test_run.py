@@ -19,7 +19,7 @@ import tokenizers
 import zstandard
 
 from fp8stack.errors import UserError
-from fp8stack.prepare import inputs, read, run, tables, train
+from fp8stack.prepare import inputs, read, run, tables, text_split, train
 from fp8stack.prepare.progress import Display
 from fp8stack.prepare.settings import Settings
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
@@ -120,17 +120,17 @@ def refusal(*paths: object, out: Path, **changes: Any) -> str:
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path) -> Path:
     return written(tmp_path / "corpus.jsonl", lines(documents(300)))
 
 
 @pytest.fixture(params=[97, 1500, 2**20])
-def item_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+def item_bytes(request, monkeypatch):
     """How large the items are that inputs are cut into."""
     monkeypatch.setattr(run, "ITEM_BYTES", request.param)
 
@@ -139,7 +139,7 @@ def item_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("item_bytes")
-def test_json_lines_become_the_tokens_of_a_plain_loop(corpus: Path, out: Path):
+def test_json_lines_become_the_tokens_of_a_plain_loop(corpus, out):
     manifest = prepared(corpus, out=out)
     texts = documents(300)
     require(out, texts)
@@ -151,9 +151,7 @@ def test_json_lines_become_the_tokens_of_a_plain_loop(corpus: Path, out: Path):
     )
 
 
-def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(tmp_path, monkeypatch):
     """Packed text is many times as long as its file."""
     packed = gzip.compress("\n".join(documents(500)).encode())
     paths = [written(tmp_path / f"{n}.txt.gz", packed) for n in range(3)]
@@ -168,9 +166,7 @@ def test_the_share_that_training_a_tokenizer_has_read_never_passes_the_whole(
     assert line.endswith("ETA 0:00:00")
 
 
-def test_a_trained_bpe_has_its_size_is_the_library_s_and_the_same_each_time(
-    corpus: Path, tmp_path: Path, out: Path
-):
+def test_a_trained_bpe_has_its_size_is_the_library_s_and_the_same_each_time(corpus, tmp_path, out):
     manifest = prepared(corpus, out=out, train_bpe=300)
     assert manifest["tokenizer"]["vocabulary"] == 300
     library = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
@@ -191,9 +187,7 @@ def test_a_trained_bpe_has_its_size_is_the_library_s_and_the_same_each_time(
     assert manifest["tokenizer"]["name"] == "tokenizer.json"
 
 
-def test_a_bpe_of_more_tokens_than_the_text_gives_says_so(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_bpe_of_more_tokens_than_the_text_gives_says_so(tmp_path, out, capsys):
     manifest = prepared(written(tmp_path / "a.txt", b"aa aa"), out=out, train_bpe=400)
     assert manifest["tokenizer"]["vocabulary"] == 259  # bytes, the end, "aa" and " aa"
     assert "note: the text gives 259 tokens and no more" in capsys.readouterr().out
@@ -214,7 +208,7 @@ def test_sources_are_sampled_by_size_for_a_tokenizer():
     assert len(many) == 62500
 
 
-def test_wide_vocabularies_are_written_as_uint32(corpus: Path, tmp_path: Path, out: Path):
+def test_wide_vocabularies_are_written_as_uint32(corpus, tmp_path, out):
     content = json.loads(load_tokenizer("bytes").to_json())
     content["model"]["vocab"]["<far>"] = 70000
     wide = written(tmp_path / "wide.json", json.dumps(content).encode())
@@ -222,9 +216,7 @@ def test_wide_vocabularies_are_written_as_uint32(corpus: Path, tmp_path: Path, o
     require(out, documents(300))
 
 
-def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_all(
-    corpus: Path, out: Path
-):
+def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_all(corpus, out):
     manifest = prepared(corpus, out=out, shard_tokens=2000)
     require(out, documents(300))
     found = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -246,7 +238,7 @@ def test_shards_end_with_the_document_that_fills_them_and_the_manifest_tells_of_
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_share_held_out_is_what_is_asked(corpus: Path, out: Path, share: float):
+def test_the_share_held_out_is_what_is_asked(corpus, out, share):
     manifest = prepared(corpus, out=out, held_out=share)
     require(out, documents(300), share=share)
     val = manifest["splits"]["val"]
@@ -260,7 +252,7 @@ def test_the_share_held_out_is_what_is_asked(corpus: Path, out: Path, share: flo
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz", "a.json.gz", "a.ndjson.zst"]
 )
-def test_json_lines_are_read_packed_or_not(name: str, tmp_path: Path, out: Path):
+def test_json_lines_are_read_packed_or_not(name, tmp_path, out):
     texts = documents(50)
     path = written(tmp_path / name, pack(lines(texts, "body"), Path(name).suffix))
     prepared(path, out=out, text_key="body")
@@ -269,7 +261,7 @@ def test_json_lines_are_read_packed_or_not(name: str, tmp_path: Path, out: Path)
 
 @pytest.mark.usefixtures("item_bytes")
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
-def test_a_text_is_one_document_however_it_is_cut(packed: str, tmp_path: Path, out: Path):
+def test_a_text_is_one_document_however_it_is_cut(packed, tmp_path, out):
     text = " ".join(documents(60))
     path = written(tmp_path / f"a.txt{packed}", pack(text.encode(), packed))
     manifest = prepared(path, out=out, train_bpe=300)
@@ -280,7 +272,7 @@ def test_a_text_is_one_document_however_it_is_cut(packed: str, tmp_path: Path, o
 
 
 def test_a_text_without_spaces_is_cut_all_the_same_and_that_is_told(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, out, monkeypatch, capsys
 ):
     monkeypatch.setattr(run, "ITEM_BYTES", 64)
     monkeypatch.setattr(read, "LONGEST_WORD", 256)
@@ -295,7 +287,7 @@ def test_a_text_without_spaces_is_cut_all_the_same_and_that_is_told(
 @pytest.mark.usefixtures("item_bytes")
 @pytest.mark.parametrize("rows", [7, 100])
 @pytest.mark.parametrize("dictionary", [False, True])
-def test_parquet_is_read_row_by_row(rows: int, dictionary: bool, tmp_path: Path, out: Path):
+def test_parquet_is_read_row_by_row(rows, dictionary, tmp_path, out):
     texts = documents(150)
     column = pa.array(texts).dictionary_encode() if dictionary else pa.array(texts)
     prepared(parquet(tmp_path / "a.parquet", column, rows, "body"), out=out, text_key="body")
@@ -304,7 +296,7 @@ def test_parquet_is_read_row_by_row(rows: int, dictionary: bool, tmp_path: Path,
 
 @pytest.mark.usefixtures("item_bytes")
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_dataset_is_streamed_from_its_folder(kind: str, tmp_path: Path, out: Path):
+def test_a_dataset_is_streamed_from_its_folder(kind, tmp_path, out):
     texts = documents(90)
     data = tmp_path / "data"
     written(data / "train.jsonl", lines(texts))
@@ -317,7 +309,7 @@ def test_a_dataset_is_streamed_from_its_folder(kind: str, tmp_path: Path, out: P
     require(out, texts)
 
 
-def test_a_folder_that_a_dataset_was_saved_to_is_read(tmp_path: Path):
+def test_a_folder_that_a_dataset_was_saved_to_is_read(tmp_path):
     texts = documents(40)
     saved = datasets.Dataset.from_dict({"text": texts}, split="train")
     saved.save_to_disk(tmp_path / "one")
@@ -332,7 +324,7 @@ def test_a_folder_that_a_dataset_was_saved_to_is_read(tmp_path: Path):
 
 @pytest.mark.parametrize("bad", ["hf:nowhere/at-all", "a.png"])
 def test_an_input_that_fails_at_its_beginning_leaves_a_folder_that_takes_another(
-    bad: str, corpus: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad, corpus, out, tmp_path, monkeypatch
 ):
     def offline(*name: object, **options: object):
         raise ConnectionError("Couldn't reach 'nowhere/at-all' on the Hub")
@@ -355,12 +347,12 @@ def test_an_input_that_fails_at_its_beginning_leaves_a_folder_that_takes_another
         ("hf:a/b:c@train[:10%]", ("a/b", "c", "train[:10%]")),
     ],
 )
-def test_the_name_of_a_dataset_has_its_parts(given: str, parsed: tuple[object, ...]):
+def test_the_name_of_a_dataset_has_its_parts(given, parsed):
     assert tables.parse_dataset(given) == parsed
 
 
 @pytest.mark.usefixtures("item_bytes")
-def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path):
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     folder = tmp_path / "folder"
     for name, content in {
         "b/2.txt": b"two", "a.md": b"first", "b/1.jsonl": lines(["x", "y"]), "c.py": b"pass\n",
@@ -378,7 +370,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path):
 
 
 @pytest.fixture
-def mixed_folder(tmp_path: Path) -> Path:
+def mixed_folder(tmp_path) -> Path:
     """Two texts, two pictures and a table."""
     folder = tmp_path / "folder"
     for name in ("a.md", "sub/b.py"):
@@ -389,7 +381,7 @@ def mixed_folder(tmp_path: Path) -> Path:
 
 
 def test_binary_files_and_patterns_for_nothing_are_named_before_anything_is_written(
-    mixed_folder: Path, out: Path
+    mixed_folder, out
 ):
     message = refusal(mixed_folder, out=out)
     assert "2 of 4 files look binary: " in message
@@ -410,16 +402,14 @@ def test_binary_files_and_patterns_for_nothing_are_named_before_anything_is_writ
         ({"include": ("sub/*",), "skip_binary": True}, ["sub/b.py"]),
     ],
 )
-def test_files_of_a_folder_are_chosen_by_patterns(
-    changes: dict[str, Any], texts: list[str], mixed_folder: Path, out: Path
-):
+def test_files_of_a_folder_are_chosen_by_patterns(changes, texts, mixed_folder, out):
     prepared(mixed_folder, out=out, held_out=0.0, **changes)
     require(out, texts, share=0.0)
     message = refusal(mixed_folder, out=out, held_out=0.0, include=("a.md",))
     assert "was prepared otherwise: --" in message
 
 
-def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path: Path, out: Path):
+def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path, out):
     written(tmp_path / "in" / "a.txt", b"text")
     written(tmp_path / "in" / "b.tsv.gz", gzip.compress(b"1\ttwo\n"))
     assert "by --exclude '*.tsv.gz'" in refusal(tmp_path / "in", out=out)
@@ -430,7 +420,7 @@ def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path: Path, ou
 # What is not Unicode
 
 
-def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path: Path, out: Path):
+def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path, out):
     text = written(tmp_path / "a.txt", b"caf\xe9 and \xff\xfe \xef\xbf\xbd")
     # A byte order mark, and an empty line, are no part of JSON lines.
     content = b'\xef\xbb\xbf{"text": "b\xe9"}\r\n\n{"text": "\\ud800x\\ud83d\\ude00"}\n'
@@ -454,15 +444,13 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_named(name: str, tmp_path: Path, out: Path):
+def test_a_bad_line_is_named(name, tmp_path, out):
     bad, said = BAD_LINES[name]
     path = written(tmp_path / "a.jsonl", lines(["x"]) + b"\n" + bad + b"\n" + lines(["y"]))
     assert f"{path} {said}" in refusal(path, out=out)
 
 
-def test_after_a_bad_line_is_mended_the_same_command_goes_on(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_after_a_bad_line_is_mended_the_same_command_goes_on(tmp_path, out, monkeypatch, capsys):
     monkeypatch.setattr(run, "ITEM_BYTES", 500)
     texts = documents(100)
     content = lines(texts)
@@ -477,7 +465,7 @@ def test_after_a_bad_line_is_mended_the_same_command_goes_on(
     assert not (out / "progress.json").exists()
 
 
-def test_bad_rows_and_columns_are_named(tmp_path: Path, out: Path):
+def test_bad_rows_and_columns_are_named(tmp_path, out):
     data = tmp_path / "data"
     for rows, said in (
         ([{"text": "a"}, {"text": None}], "row 2 has a null where text"),
@@ -516,7 +504,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused_by_name(name: str, tmp_path: Path, out: Path):
+def test_a_bad_file_is_refused_by_name(name, tmp_path, out):
     content, said = BAD_FILES[name]
     path = written(tmp_path / name, content)
     message = refusal(path, out=out)
@@ -536,7 +524,7 @@ def test_a_bad_file_is_refused_by_name(name: str, tmp_path: Path, out: Path):
         ("hf:", "needs the name of a dataset"),
     ],
 )
-def test_what_is_no_input_is_refused_by_name(name: str, said: str, tmp_path: Path, out: Path):
+def test_what_is_no_input_is_refused_by_name(name, said, tmp_path, out):
     written(tmp_path / "a.jsonl", lines(["a"]))
     if name == "{}/nothing":
         (tmp_path / "nothing").mkdir()
@@ -559,20 +547,18 @@ def test_what_is_no_input_is_refused_by_name(name: str, said: str, tmp_path: Pat
         ({"tokenizer": "gtp2"}, "No tokenizer 'gtp2'"),
     ],
 )
-def test_bad_settings_are_refused(changes: Any, said: str, corpus: Path, out: Path):
+def test_bad_settings_are_refused(changes, said, corpus, out):
     assert said in refusal(corpus, out=out, **changes)
 
 
-def test_a_tokenizer_that_cannot_end_a_text_is_refused(corpus: Path, tmp_path: Path, out: Path):
+def test_a_tokenizer_that_cannot_end_a_text_is_refused(corpus, tmp_path, out):
     content = json.loads(load_tokenizer("bytes").to_json()) | {"added_tokens": []}
     endless = written(tmp_path / "endless.json", json.dumps(content).encode())
     message = refusal(corpus, out=out, tokenizer=str(endless))
     assert "endless.json has no special token that ends a text" in message
 
 
-def test_a_line_without_an_end_is_refused(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_line_without_an_end_is_refused(tmp_path, out, monkeypatch):
     monkeypatch.setattr(run, "ITEM_BYTES", 100)
     monkeypatch.setattr(read, "LONGEST_LINE", 1000)
     path = written(tmp_path / "a.jsonl", lines(["x" * 2000]))
@@ -583,9 +569,7 @@ def test_a_line_without_an_end_is_refused(
     ("package", "name"),
     [("pyarrow", "{}/a.parquet"), ("zstandard", "{}/a.jsonl.zst"), ("datasets", "hf:{}")],
 )
-def test_a_package_that_is_missing_is_named(
-    package: str, name: str, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_package_that_is_missing_is_named(package, name, tmp_path, out, monkeypatch):
     for file in ("a.parquet", "a.jsonl.zst"):
         written(tmp_path / file, b"x")
     monkeypatch.setitem(sys.modules, package, None)
@@ -596,12 +580,12 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, out, monkeypatch
 ):
     given = str(tmp_path / "prefix.json")
     metaspace().save(given)  # it puts a space before every text
     prefix = load_tokenizer(given)
-    assert not read.may_be_cut(prefix)
+    assert not text_split.may_be_cut(prefix)
     monkeypatch.setattr(run, "ITEM_BYTES", 64)
     text = "some words " * 60
     path = written(tmp_path / "a.txt", text.encode())
@@ -613,20 +597,18 @@ def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
 
 
 def test_a_cut_comes_before_a_space_after_a_word():
-    assert read.may_be_cut(load_tokenizer("bytes"))
-    assert read.cut_of(b"one two  three") == len("one two")
-    assert read.cut_of("один два".encode()) == len("один".encode())
-    assert read.cut_of("a\u00a0 \u3000 b".encode()) == 0
-    assert read.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
-    assert read.cut_of(b" word") == 0
+    assert text_split.may_be_cut(load_tokenizer("bytes"))
+    assert text_split.cut_of(b"one two  three") == len("one two")
+    assert text_split.cut_of("один два".encode()) == len("один".encode())
+    assert text_split.cut_of("a\u00a0 \u3000 b".encode()) == 0
+    assert text_split.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
+    assert text_split.cut_of(b" word") == 0
 
 
 # The folder
 
 
-def test_a_finished_folder_is_left_as_it_is(
-    corpus: Path, out: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_finished_folder_is_left_as_it_is(corpus, out, capsys):
     prepared(corpus, out=out)
     times = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     prepared(corpus, out=out)
@@ -641,7 +623,7 @@ def test_a_finished_folder_is_left_as_it_is(
     [{"held_out": 0.2}, {"shard_tokens": 50}, {"text_key": "n"}, {"train_bpe": 300}],
     ids=str,
 )
-def test_another_command_is_refused_unless_it_may_overwrite(changes: Any, corpus: Path, out: Path):
+def test_another_command_is_refused_unless_it_may_overwrite(changes, corpus, out):
     prepared(corpus, out=out)
     message = refusal(corpus, out=out, **changes)
     assert "was prepared otherwise" in message
@@ -654,7 +636,7 @@ def test_another_command_is_refused_unless_it_may_overwrite(changes: Any, corpus
             require(out, documents(300), share=changes.get("held_out", 0.1))
 
 
-def test_a_folder_with_something_else_is_refused(corpus: Path, out: Path):
+def test_a_folder_with_something_else_is_refused(corpus, out):
     written(out / "train-00000.bin", b"mine")
     assert "holds train-00000.bin, which is no preparation" in refusal(corpus, out=out)
     assert "is a file" in refusal(corpus, out=corpus)
@@ -666,7 +648,7 @@ def test_a_folder_with_something_else_is_refused(corpus: Path, out: Path):
 
 
 @pytest.mark.parametrize("name", ["progress.json", "manifest.json"])
-def test_a_damaged_account_of_the_folder_is_refused(name: str, corpus: Path, out: Path):
+def test_a_damaged_account_of_the_folder_is_refused(name, corpus, out):
     for content in (b"", b"{}", b"[1]", b'{"format": 1}', b'{"format": 9}', b"\xff"):
         path = written(out / name, content)
         assert f"{path} cannot be read" in refusal(corpus, out=out)
@@ -674,9 +656,7 @@ def test_a_damaged_account_of_the_folder_is_refused(name: str, corpus: Path, out
 
 @pytest.mark.parametrize("kind", [".bin", ".ends"])
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(
-    kind: str, cut: bool, corpus: Path, out: Path
-):
+def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(kind, cut, corpus, out):
     prepared(corpus, out=out)
     path = out / f"train-00000{kind}"
     content = path.read_bytes()
@@ -688,7 +668,7 @@ def test_a_finished_folder_that_lost_a_shard_is_not_called_finished(
     require(out, documents(300))
 
 
-def test_another_tokenizer_under_the_same_name_is_refused(corpus: Path, out: Path, tmp_path: Path):
+def test_another_tokenizer_under_the_same_name_is_refused(corpus, out, tmp_path):
     file = written(tmp_path / "tok.json", load_tokenizer("bytes").to_json().encode())
     prepared(corpus, out=out, tokenizer=str(file))
     prepared(corpus, out=out, tokenizer=str(file))
@@ -696,9 +676,7 @@ def test_another_tokenizer_under_the_same_name_is_refused(corpus: Path, out: Pat
     assert "another tokenizer of that name" in refusal(corpus, out=out, tokenizer=str(file))
 
 
-def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(
-    corpus: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(corpus, out, monkeypatch):
     for left in range(4):
         prepared(corpus, out=out, overwrite=True)
         removed: list[Path] = []
@@ -719,9 +697,7 @@ def test_overwriting_that_is_cut_short_leaves_nothing_that_looks_finished(
         assert "--overwrite" in message
 
 
-def test_a_parquet_file_that_changed_where_it_was_read_is_refused(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_parquet_file_that_changed_where_it_was_read_is_refused(out, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ITEM_BYTES", 2000)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
     texts = [f"first {n} " * 9 for n in range(300)]

@@ -111,7 +111,7 @@ def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed(tmp_path
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _warm(tmp_path_factory) -> Iterator[None]:
     """Import here what the children need, and fork without threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,14 +39,14 @@ TEXTS = [
 
 
 @pytest.fixture
-def gpt2(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+def gpt2(monkeypatch) -> Tokenizer:
     encoding = small_encoding()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": encoding}[name])
     return load_tokenizer("gpt2")
 
 
 @pytest.fixture(params=["bytes", "gpt2", "file", "metaspace"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+def tokenizer(request, tmp_path) -> Tokenizer:
     if request.param == "gpt2":
         return request.getfixturevalue("gpt2")
     if request.param == "bytes":
@@ -67,7 +66,7 @@ def test_bytes_are_the_bytes_of_utf8():
     assert (bytes_.vocabulary, bytes_.end_of_text, bytes_.name) == (256, 255, "bytes")
 
 
-def test_gpt2_encodes_as_tiktoken_does(gpt2: Tokenizer):
+def test_gpt2_encodes_as_tiktoken_does(gpt2):
     encoding = small_encoding()
     for text in TEXTS:
         assert gpt2.encode(text) == encoding.encode_ordinary(text)
@@ -75,7 +74,7 @@ def test_gpt2_encodes_as_tiktoken_does(gpt2: Tokenizer):
     assert gpt2.end_of_text == encoding.eot_token
 
 
-def test_a_file_encodes_as_the_library_does(tmp_path: Path):
+def test_a_file_encodes_as_the_library_does(tmp_path):
     library = trained()
     library.save(str(tmp_path / "mine.json"))
     mine = load_tokenizer(str(tmp_path / "mine.json"))
@@ -86,12 +85,12 @@ def test_a_file_encodes_as_the_library_does(tmp_path: Path):
     assert mine.name == "mine.json"
 
 
-def test_a_special_token_in_a_text_is_ordinary_text(tokenizer: Tokenizer):
+def test_a_special_token_in_a_text_is_ordinary_text(tokenizer):
     for text in ("<|endoftext|>", "<s>", "</s>"):
         assert tokenizer.end_of_text not in tokenizer.encode(text)
 
 
-def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer):
+def test_a_batch_is_its_texts_one_by_one(tokenizer):
     batch = tokenizer.encode_batch(TEXTS)
     assert all(tokens.dtype == np.uint32 for tokens in batch)
     assert [tokens.tolist() for tokens in batch] == [tokenizer.encode(text) for text in TEXTS]
@@ -117,7 +116,7 @@ def test_no_special_tokens_are_added_and_nothing_is_cut_or_padded():
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
-def test_any_text_comes_back(text: str):
+def test_any_text_comes_back(text):
     for mine in (load_tokenizer("bytes"), _FILE):
         assert mine.decode(mine.encode(text)) == text
 
@@ -125,19 +124,19 @@ def test_any_text_comes_back(text: str):
 _FILE = tokenizer_from_json(trained().to_str())
 
 
-def test_texts_come_back_and_special_tokens_are_left_out(tokenizer: Tokenizer):
+def test_texts_come_back_and_special_tokens_are_left_out(tokenizer):
     for text in ("Hello there, hello world.", "Grüße 😀 x"):
         tokens = tokenizer.encode(text)
         assert tokenizer.end_of_text is not None
         assert tokenizer.decode([*tokens, tokenizer.end_of_text]) == text
 
 
-def test_ids_that_the_tokenizer_does_not_know_are_left_out(tokenizer: Tokenizer):
+def test_ids_that_the_tokenizer_does_not_know_are_left_out(tokenizer):
     tokens = tokenizer.encode("hello")
     assert tokenizer.decode([*tokens, tokenizer.vocabulary, 10**6, -1]) == "hello"
 
 
-def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer: Tokenizer):
+def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer):
     text = "Hello there 😀 Grüße, hello world."
     stream = tokenizer.stream()
     pieces = [stream.step(token) for token in tokenizer.encode(text)]
@@ -156,7 +155,7 @@ def test_a_character_that_is_cut_ends_as_a_replacement():
 
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, 419), max_size=30))
-def test_any_ids_decode_as_the_library_decodes_them(ids: list[int]):
+def test_any_ids_decode_as_the_library_decodes_them(ids):
     ids = [id for id in ids if id < _FILE.vocabulary]
     known = tokenizers.Tokenizer.from_str(_FILE.to_json())
     assert _FILE.decode(ids) == known.decode(ids, skip_special_tokens=True)
@@ -167,7 +166,7 @@ def test_any_ids_decode_as_the_library_decodes_them(ids: list[int]):
 # Bytes of tokens
 
 
-def test_byte_lengths_add_up_to_the_text(tokenizer: Tokenizer):
+def test_byte_lengths_add_up_to_the_text(tokenizer):
     lengths = tokenizer.byte_lengths()
     if lengths is None:  # Metaspace: a space before a word depends on where the word is
         assert "Metaspace" in tokenizer.to_json()
@@ -181,7 +180,7 @@ def test_byte_lengths_add_up_to_the_text(tokenizer: Tokenizer):
 # As JSON
 
 
-def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer: Tokenizer):
+def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer):
     library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     library.encode_special_tokens = True
     for text in TEXTS:
@@ -193,7 +192,7 @@ def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_transformers_loads_the_json(name: str, gpt2: Tokenizer, tmp_path: Path):
+def test_transformers_loads_the_json(name, gpt2, tmp_path):
     mine = load_tokenizer(name)
     (tmp_path / "tokenizer.json").write_text(mine.to_json(), encoding="utf-8")
     theirs = PreTrainedTokenizerFast(
@@ -218,7 +217,7 @@ def test_merges_are_those_that_the_tokens_were_learned_by():
         merges_of({b"a": 0, b"b": 1, b"aba": 2})
 
 
-def test_a_tokenizer_goes_to_another_process(tokenizer: Tokenizer):
+def test_a_tokenizer_goes_to_another_process(tokenizer):
     # A tiktoken encoding of a name that tiktoken knows is sent as that name, others whole.
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode("a <|endoftext|> b") == tokenizer.encode("a <|endoftext|> b")
@@ -232,7 +231,7 @@ def test_a_tokenizer_goes_to_another_process(tokenizer: Tokenizer):
     ("name", "end"),
     [("</s>", 1), ("<|end_of_text|>", 1), ("<eos>", 1), ("[SEP]", 1), ("<pad>", None)],
 )
-def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name: str, end: int | None):
+def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name, end):
     library = trained(special_tokens=["<unk>", name])
     assert tokenizer_from_json(library.to_str()).end_of_text == end
 
@@ -248,11 +247,11 @@ def refusal(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])
-def test_an_unknown_name_is_refused_with_what_there_is(name: str):
+def test_an_unknown_name_is_refused_with_what_there_is(name):
     assert "Give bytes, gpt2, or the path" in refusal(name)
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path):
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     assert f"folder {tmp_path} has no tokenizer.json" in refusal(str(tmp_path))
 
 
@@ -263,21 +262,21 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path):
         *(b'{"model": {"type": "BPE"}}', b"[" * 100000),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(content: bytes, tmp_path: Path):
+def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     message = refusal(str(tmp_path / "tokenizer.json"))
     assert "is not a tokenizer.json" in message
     assert "saved." in message
 
 
-def test_ids_beyond_reason_are_refused(tmp_path: Path):
+def test_ids_beyond_reason_are_refused(tmp_path):
     content = json.loads(trained().to_str())
     content["model"]["vocab"]["far"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert "2147483648" in refusal(str(tmp_path))
 
 
-def test_gpt2_without_a_network_or_tiktoken_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+def test_gpt2_without_a_network_or_tiktoken_says_what_to_do(monkeypatch):
     def offline(name: str):
         raise ConnectionError("Name or service not known")
 

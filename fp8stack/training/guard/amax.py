@@ -3,6 +3,8 @@
 All of it happens on the device; nobody waits.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

@@ -1,5 +1,7 @@
 """The plot of a run's loss."""
 
+from __future__ import annotations
+
 import io
 from collections.abc import Sequence
 from typing import Any
