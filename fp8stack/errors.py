@@ -4,8 +4,6 @@
 remedy, and the command prints it without a traceback. An `assert` marks our own bugs.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

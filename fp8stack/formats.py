@@ -132,11 +132,7 @@ FORMATS: dict[str, Format] = {
 
 
 def fp8_format(name: str) -> Format:
-    """The format called "e4m3" or "e5m2".
-
-    Raises:
-        ValueError: any other name.
-    """
+    """The format called "e4m3" or "e5m2". Raises a ValueError for any other name."""
     if name not in ("e4m3", "e5m2"):
         raise ValueError(f"No FP8 format '{name}'. Known: e4m3, e5m2.")
     return FORMATS[name]

@@ -1,7 +1,5 @@
 """`fp8stack generate`: text that a trained model writes, token by token."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,27 +18,16 @@ from fp8stack.training.setup.datasets import tokenizer_of_run
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be written.
+    """What is to be written."""
 
-    Attributes:
-        run: a run's folder, or a checkpoint's.
-        prompt: what the text begins with.
-        tokens: how many to write at most.
-        seed: of the draw.
-        sampling: how each token is chosen.
-        recipe: what the model is run in; None for bf16 where the machine multiplies it, else fp32.
-        tokenizer: a name or path; None for the run's.
-        device: auto, cpu or cuda.
-        backend: the compute backend.
-    """
-
-    run: str
-    prompt: str
-    tokens: int
+    run: str  # a run's folder, or a checkpoint's
+    prompt: str  # what the text begins with
+    tokens: int  # how many to write at most
     seed: int
     sampling: Sampling
+    # What the model is run in; None for bf16 where the machine multiplies it, else fp32.
     recipe: str | None = None
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # a name or path; None for the run's
     device: str = "auto"
     backend: str = "auto"
 
@@ -104,10 +91,7 @@ def default_recipe(hardware: Hardware) -> tuple[str, str]:
 
 def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
     """The tokenizer called `name`, or the run's; bytes if the run does not say and has 256 tokens.
-
-    Raises:
-        UserError: it cannot be loaded, or is not known.
-    """
+    Raises a UserError if it cannot be loaded, or is not known."""
     found = tokenizer_of_run(run, name)
     if found is not None:
         return found
@@ -120,12 +104,8 @@ def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
 
 
 def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[int]:
-    """The prompt's tokens; of an empty one, what ends a document.
-
-    Raises:
-        UserError: a token that the model does not know, or an empty prompt where no token ends a
-            document.
-    """
+    """The prompt's tokens; of an empty one, what ends a document. Raises a UserError for a token
+    that the model does not know, or an empty prompt where no token ends a document."""
     tokens = tokenizer.begin(prompt)
     if not tokens:
         raise UserError("There is nothing to begin with. Give --prompt TEXT.")

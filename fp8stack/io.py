@@ -1,7 +1,5 @@
 """Files written whole or not at all, and the system's errors in one line. No torch here."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -24,11 +22,8 @@ TEMPORARY = ".tmp-"
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn the system's error into one line that names the path and the remedy.
-
-    Raises:
-        StorageError: in place of an OSError or a SafetensorError.
-    """
+    """Turn the system's error into one line that names the path and the remedy. Raises a
+    StorageError in place of an OSError or a SafetensorError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -42,11 +37,8 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at `path` whole: a reader sees the old content or the new.
-
-    Raises:
-        StorageError: the disk is full or cannot be written.
-    """
+    """Replace the file at `path` whole: a reader sees the old content or the new. Raises a
+    StorageError if the disk is full or cannot be written."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with storage_errors(path):
         try:

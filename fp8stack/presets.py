@@ -4,8 +4,6 @@
 `fp8stack/_presets/...`; in a checkout they lie beside the package.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Sequence
@@ -60,11 +58,8 @@ def names(kind: Kind) -> list[str]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in the TOML file at `path`.
-
-    Raises:
-        UserError: the file cannot be read or is not TOML.
-    """
+    """The table in the TOML file at `path`. Raises a UserError if the file cannot be read or is not
+    TOML."""
     try:
         if path.exists() and not path.is_file():  # /dev/zero has no end
             raise UserError(f"{quoted(str(path))} is no regular file. Give a TOML file.")
@@ -83,10 +78,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
     """The name and the table of a preset: one that ships with fp8stack, or a user's own file.
 
-    Anything that ends in `.toml` or holds a path separator is a path; the rest are names.
-
-    Raises:
-        UserError: no such preset or file, or not TOML.
+    Anything that ends in `.toml` or holds a path separator is a path; the rest are names. Raises a
+    UserError if there is no such preset or file, or it is not TOML.
     """
     if name.endswith(".toml") or "/" in name or "\\" in name:
         path = Path(name)
@@ -103,11 +96,8 @@ def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse(schema: Any, table: dict[str, Any], where: str) -> Any:
-    """`table` as the pydantic type `schema`.
-
-    Raises:
-        UserError: one line that names the first wrong key, its value and what is allowed.
-    """
+    """`table` as the pydantic type `schema`. Raises a UserError, one line that names the first
+    wrong key, its value and what is allowed."""
     try:
         return TypeAdapter(schema).validate_python(table)
     except ValidationError as error:

@@ -1,7 +1,5 @@
 """Lines and progress bars of commands that take long."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

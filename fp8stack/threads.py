@@ -41,10 +41,7 @@ def cores() -> int:
 
 def use_threads(count: int | None) -> None:
     """Have torch compute with `count` threads in this process; None: with as many as it chose.
-
-    Raises:
-        UserError: fewer than 1, or more than the machine has cores.
-    """
+    Raises a UserError for fewer than 1, or more than the machine has cores."""
     if count is None:
         return
     most = cores()

@@ -9,8 +9,6 @@ M tokens of a step, T context, K in and N out features of a linear, D width, U a
 before and after its activation, G width of all keys (and of all values), V padded vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -225,10 +223,8 @@ class Roofline:
 
 def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:
     """The GPU to predict for, and a machine that has it: by name, by capability, or this one.
-
-    Raises:
-        UserError: an unknown GPU or capability, two that contradict each other, or no GPU here.
-    """
+    Raises a UserError for an unknown GPU or capability, two that contradict each other, or no GPU
+    here."""
     if gpu is None and capability is None:
         here = probe()
         found = find_gpu(here.name)
@@ -304,10 +300,7 @@ def find_results(gpu: Gpu) -> Path | None:
 
 def read_results(path: Path) -> dict[tuple[str, str], float]:
     """The median milliseconds of a step by (model, arm), from the results of a step benchmark.
-
-    Raises:
-        UserError: the file cannot be read, or is no such file.
-    """
+    Raises a UserError if the file cannot be read, or is no such file."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
         return {(str(r["model"]), str(r["arm"])): float(r["median_ms"]) for r in rows}

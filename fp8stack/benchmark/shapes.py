@@ -1,7 +1,5 @@
 """`fp8stack bench shapes`: what FP8 gains for each linear of a model, on this GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,12 +38,8 @@ class Measured:
 
 
 def native_plan(recipe: str, hardware: Hardware, backend: str = "auto") -> Plan:
-    """The plan to measure.
-
-    Raises:
-        UserError: it is not native FP8, so that there is nothing to compare; or what
-            `resolve` raises; or torch.compile does not work here.
-    """
+    """The plan to measure. Raises a UserError if it is not native FP8, so that there is nothing to
+    compare, or torch.compile does not work here, and what `resolve` raises."""
     plan = resolve(recipe, hardware, backend)
     if not (plan.is_fp8 and plan.native):
         why = plan.reasons[0] if plan.reasons else f"{recipe} runs as {plan.recipe.name}"
@@ -90,10 +84,7 @@ def measure_shapes(
     for sizes, of in names.items():
         shape = (tokens, *sizes)
         copies = dict.fromkeys(map(str, range(_copies(shape))), sizes)
-        plans = {
-            "bf16": resolve("bf16", hardware).for_layers(copies),
-            "fp8": _in_fp8(plan, copies),
-        }
+        plans = {"bf16": resolve("bf16", hardware).for_layers(copies), "fp8": _in_fp8(plan, copies)}
         bias = config.bias and of != ["lm_head"]
         arms = {name: _arm(made, shape, bias, compiled) for name, made in plans.items()}
         timings = measure(arms, rounds=rounds, device=plan.device)

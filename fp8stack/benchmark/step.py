@@ -1,8 +1,6 @@
 """`fp8stack bench step`: a training step of a GPT in every recipe that runs here, AdamW included.
 `python -m bench step` measures other libraries beside."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,11 +136,8 @@ class Built:
 
 
 def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
-    """The plan that an arm runs by.
-
-    Raises:
-        UserError: this machine would run something else than `arm` says.
-    """
+    """The plan that an arm runs by. Raises a UserError if this machine would run something else
+    than `arm` says."""
     plan = plan_for(work.config, arm.recipe, hardware, arm.backend, tokens=work.tokens)
     if plan.backend != arm.backend or plan.recipe.name != arm.recipe:
         raise UserError(f"'{arm.name}' does not run here: {'; '.join(plan.reasons)}.")
@@ -231,11 +226,8 @@ def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, A
 
 
 def chosen(names: Sequence[str], device: str) -> list[Work]:
-    """The works called `names`, all if there are none.
-
-    Raises:
-        UserError: there is none of such a name for this device.
-    """
+    """The works called `names`, all if there are none. Raises a UserError if there is none of such
+    a name for this device."""
     known = works(device)
     for name in names:
         if name not in known:

@@ -1,7 +1,5 @@
 """Timing side by side: arms take turns in one process."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -169,10 +167,7 @@ def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
     the ends of its 95 % confidence interval, see `median_interval`.
 
     Both must be of one call of `interleaved`: what slows down a round slows down both arms, and
-    leaves their ratio.
-
-    Raises:
-        ValueError: they have not as many rounds.
+    leaves their ratio. Raises a ValueError if they have not as many rounds.
     """
     pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
     found = [one / other for one, other in pairs]

@@ -3,8 +3,6 @@
 Nothing is pickled. `writer` has the other half.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -117,11 +115,8 @@ def load(path: Path) -> Checkpoint:
 
 
 def _verify(file: Path, expected: FileSum) -> None:
-    """See that a file is as it was written, without holding it in memory.
-
-    Raises:
-        UserError: it is not, or cannot be read.
-    """
+    """See that a file is as it was written, without holding it in memory. Raises a UserError if it
+    is not, or cannot be read."""
     try:
         _require_size(file, expected.bytes)
         with file.open("rb") as stream:

@@ -4,8 +4,6 @@ In the background a step waits only until its tensors are copied to host memory;
 writes, flushes, verifies and removes as `writer` does. One is written at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -67,11 +65,8 @@ class Saver:
 
     def save(self, step: int, info: Mapping[str, Any], capture: Callable[[], Groups]) -> Path:
         """Write what `capture` gives as the checkpoint of `step`, with the JSON data `info`, and
-        return where it is or will be. The one before is waited for.
-
-        Raises:
-            StorageError: this checkpoint or, in the background, the one before cannot be written.
-        """
+        return where it is or will be. The one before is waited for. Raises a StorageError if this
+        checkpoint or, in the background, the one before cannot be written."""
         self.wait()
         path = checkpoints.path_of(self.folder, step)
         if not self.in_background:
@@ -95,11 +90,8 @@ class Saver:
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait until all that was saved is on the disk.
-
-        Raises:
-            StorageError: a checkpoint could not be written in the background; once.
-        """
+        """Wait until all that was saved is on the disk. Raises a StorageError, once, if a
+        checkpoint could not be written in the background."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -7,8 +7,6 @@ used: it cannot leave out the rows that pad a vocabulary, nor write copies of a 
 background.)
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Set
@@ -107,11 +105,7 @@ class SharedGroup(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole of a tensor.
-
-        Raises:
-            UserError: its rows do not make a whole.
-        """
+        """The whole of a tensor. Raises a UserError if its rows do not make a whole."""
         of = self._tensors[name]
         return self._read(name, torch.empty(of.size, dtype=of.properties.dtype))
 

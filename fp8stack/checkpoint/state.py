@@ -1,7 +1,5 @@
 """A run's whole state as named tensors and plain data, and back: what a checkpoint holds."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,11 +21,7 @@ Group = Mapping[str, Tensor]
 
 
 def capture(
-    model: GPT,
-    optimizer: Optimizer,
-    random: Group | None = None,
-    *,
-    fp8_model: GPT | None = None,
+    model: GPT, optimizer: Optimizer, random: Group | None = None, *, fp8_model: GPT | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Weights, moments, FP8 state and random state, by name; of tensors that ranks share out, the
     rows that are here.
@@ -70,12 +64,9 @@ def restore(
     *,
     fp8_model: GPT | None = None,
 ) -> None:
-    """Put back what `capture` gave, on as many ranks as there are now; `rank` is this one.
-
-    Raises:
-        UserError: a tensor is missing, left over, or of another shape or dtype, or a weight or
-            moment is not finite; then all weights and moments are as they were.
-    """
+    """Put back what `capture` gave, on as many ranks as there are now; `rank` is this one. Raises a
+    UserError if a tensor is missing, left over, or of another shape or dtype, or a weight or moment
+    is not finite; then all weights and moments are as they were."""
     weights, moments = groups.get("model", {}), groups.get("optimizer", {})
     parameters = dict(model.named_parameters())
     _check(parameters, weights, model)
@@ -106,11 +97,7 @@ def random_states(ranks: Ranks) -> Group:
 
 def restore_random_state(state: Group, rank: int = 0) -> None:
     """Put back what `random_state` gave, or `random_states`. A rank that there was none of then
-    keeps what it has.
-
-    Raises:
-        UserError: it is none of torch's.
-    """
+    keeps what it has. Raises a UserError if it is none of torch's."""
     suffix = f".{rank}" if rank else ""
     if rank and f"cpu{suffix}" not in state:
         return
@@ -142,12 +129,9 @@ def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
 
 @torch.no_grad()
 def restore_weights(model: GPT, weights: Group) -> None:
-    """Put the weights of a checkpoint into a model, padded as the model wants it.
-
-    Raises:
-        UserError: a tensor is missing, left over, or of another shape or dtype, or not finite;
-            then all weights are as they were.
-    """
+    """Put the weights of a checkpoint into a model, padded as the model wants it. Raises a
+    UserError if a tensor is missing, left over, or of another shape or dtype, or not finite; then
+    all weights are as they were."""
     parameters = dict(model.named_parameters())
     _check(parameters, weights, model)
     for name, parameter in parameters.items():

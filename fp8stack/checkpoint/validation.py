@@ -5,8 +5,6 @@ use. What does not fit is found here, before anything is done with it, so that a
 can be taken.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,10 +86,7 @@ class _Guard(_Told):
 
 def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str]]:
     """The newest checkpoint in `folder` that passes `check`, its path, and why newer ones do not.
-
-    Raises:
-        NoUsableCheckpoint: there is none; the message gives the reasons.
-    """
+    Raises a NoUsableCheckpoint if there is none; the message gives the reasons."""
     passed_over: list[str] = []
     for path in checkpoints.candidates(folder):
         try:
@@ -107,11 +102,8 @@ def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str
 
 
 def load_sound(path: Path, check: Check) -> Checkpoint:
-    """The checkpoint in the folder `path`, verified to the byte and by `check`.
-
-    Raises:
-        NoUsableCheckpoint: naming what is wrong with it.
-    """
+    """The checkpoint in the folder `path`, verified to the byte and by `check`. Raises a
+    NoUsableCheckpoint naming what is wrong with it."""
     try:
         checkpoint = checkpoints.load(path)
     except UserError as error:
@@ -129,10 +121,7 @@ def load_sound(path: Path, check: Check) -> Checkpoint:
 
 def can_go_on(checkpoint: Checkpoint) -> None:
     """See that a run can go on from `checkpoint`: configuration, weights, moments and scales fit.
-
-    Raises:
-        UserError: naming the first key or tensor that does not.
-    """
+    Raises a UserError naming the first key or tensor that does not."""
     config = presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
@@ -156,11 +145,8 @@ def can_go_on(checkpoint: Checkpoint) -> None:
 
 
 def has_weights(checkpoint: Checkpoint) -> None:
-    """See that `checkpoint` holds the weights of the model that it names.
-
-    Raises:
-        UserError: naming the first key or tensor that does not fit.
-    """
+    """See that `checkpoint` holds the weights of the model that it names. Raises a UserError naming
+    the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     _parsed(_Plan, checkpoint, "plan")
     model = _without_memory(model_of(checkpoint), "fp32", {})
@@ -168,11 +154,8 @@ def has_weights(checkpoint: Checkpoint) -> None:
 
 
 def model_of(checkpoint: Checkpoint) -> GPTConfig:
-    """The shape of the model that `checkpoint` is of.
-
-    Raises:
-        UserError: it does not say, or says what its tensors cannot be of.
-    """
+    """The shape of the model that `checkpoint` is of. Raises a UserError if it does not say, or
+    says what its tensors cannot be of."""
     told = _parsed(_Identity, checkpoint, "identity")
     config: GPTConfig = presets.parse(GPTConfig, told.model, "identity.model in checkpoint.json")
     if config.layers > len(checkpoint.tensors.get("model", {})):  # before a million are built

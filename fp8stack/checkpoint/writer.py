@@ -4,8 +4,6 @@ A checkpoint is written to `.tmp-...`, every file is flushed to the disk, a mani
 sums goes last, and one rename makes it visible.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ torch, accelerate and pydantic are imported inside the commands that need them, 
 quick; tests/test_startup.py holds it to that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """`fp8stack bench`: its commands. They parse, call and print."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +21,7 @@ bench = typer.Typer(
 
 
 @bench.callback()
-def _no_command(
-    context: typer.Context,
-    help: Annotated[bool, options.HELP] = False,
-) -> None:
+def _no_command(context: typer.Context, help: Annotated[bool, options.HELP] = False) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -1,7 +1,5 @@
 """`fp8stack compare`: recipes side by side."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -24,8 +22,7 @@ def compare(
         str | None, option("Recipe to compare the others with. [fp32, else the first]")
     ] = None,
     from_: Annotated[
-        str | None,
-        option("Run or checkpoint to start all runs from.", "--from", metavar="PATH"),
+        str | None, option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
     ] = None,
     model: Annotated[
         str | None, option("Model preset or TOML file. [gpt-nano, or that of --from]")

@@ -53,11 +53,8 @@ def estimate(
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
-    """What a run with this configuration takes on `ranks` machines like `hardware`.
-
-    Raises:
-        UserError: what building the run would raise; a memory that is not above 0.
-    """
+    """What a run with this configuration takes on `ranks` machines like `hardware`. Raises what
+    building the run would raise, and a UserError for a memory that is not above 0."""
     from fp8stack import presets
     from fp8stack.backends.compiler import require_compilable
     from fp8stack.config import for_ranks

@@ -1,7 +1,5 @@
 """`fp8stack eval`: it parses, calls and prints."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -15,12 +13,10 @@ def evaluate(
         list[str], typer.Argument(help="Run or checkpoint folders.", show_default=False)
     ],
     recipes: Annotated[
-        str | None,
-        option("Precision recipes or TOML files, separated by commas. [the run's own]"),
+        str | None, option("Precision recipes or TOML files, separated by commas. [the run's own]")
     ] = None,
     data: Annotated[
-        str | None,
-        option("Data, as for `pretrain --data`. [the run's own held-out part]"),
+        str | None, option("Data, as for `pretrain --data`. [the run's own held-out part]")
     ] = None,
     windows: Annotated[int | None, option("Windows to evaluate. [the run's]")] = None,
     context: Annotated[int | None, option("Tokens per window. [the run's]")] = None,

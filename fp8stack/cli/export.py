@@ -1,7 +1,5 @@
 """`fp8stack export`: it parses, calls and prints."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 
@@ -17,14 +15,12 @@ def export(
     ],
     out: Annotated[str, option("Folder to create.")],
     format: Annotated[
-        str,
-        option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]"),
+        str, option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]")
     ] = "hf",
     dtype: Annotated[str, option("Dtype of tensors not in FP8: fp32 or bf16. [fp32]")] = "fp32",
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     strategy: Annotated[
-        str | None,
-        option("One scale per tensor, channel or block of FP8 weights. [the run's]"),
+        str | None, option("One scale per tensor, channel or block of FP8 weights. [the run's]")
     ] = None,
     overwrite: Annotated[
         bool, option("Delete an earlier export in --out first.", "--overwrite")

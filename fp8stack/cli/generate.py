@@ -1,7 +1,5 @@
 """`fp8stack generate`: it parses and calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

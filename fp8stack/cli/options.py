@@ -1,7 +1,5 @@
 """The options that commands share, and how they are printed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fp8stack plan`: it parses, calls and prints."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fp8stack.cli import options

@@ -1,7 +1,5 @@
 """`fp8stack prepare`: it parses and calls."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`fp8stack pretrain`: every key of a run that has a flag."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

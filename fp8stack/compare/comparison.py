@@ -1,7 +1,5 @@
 """A comparison from its beginning, or from where it was cut, to its table."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A comparison as a picture: validation loss over steps, and the gaps with their intervals."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a run came to, read from its folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Runs, each in a process of its own, and what is shown meanwhile."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is compared, checked before anything is trained."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -191,11 +189,8 @@ def _recipe(config: RunConfig, name: str, source: str, model: GPTConfig) -> dict
 
 
 def _require_place(comparison: Comparison) -> None:
-    """See that the folder is free, or holds the beginning of this comparison.
-
-    Raises:
-        UserError: it is a file, holds something else, or a comparison that differs.
-    """
+    """See that the folder is free, or holds the beginning of this comparison. Raises a UserError if
+    it is a file, holds something else, or a comparison that differs."""
     out = comparison.out
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file. Give a folder as --out.")
@@ -255,11 +250,7 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """`compare.json`, as far as a later start needs it.
-
-    Raises:
-        UserError: it is none.
-    """
+    """`compare.json`, as far as a later start needs it. Raises a UserError if it is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         whole = all(isinstance(found[key], dict) for key in ("asked", "config", "contents"))

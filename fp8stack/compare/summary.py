@@ -1,7 +1,5 @@
 """What the runs of each recipe came to beside the baseline's: means, errors and intervals."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """A comparison as text: the table that is printed, and `compare.md`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

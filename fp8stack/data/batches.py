@@ -1,7 +1,5 @@
 """Which windows of a corpus make the batch of a step: a function of seed and step alone."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -67,10 +65,8 @@ class StepBatches(Dataset[torch.Tensor]):
 
     def __getitem__(self, step: int) -> torch.Tensor:
         """The batch of `step`, 0 or more: int64 [batch, context + 1], or [batch, 2, context + 1].
-
-        Raises:
-            DataError: a token outside the vocabulary, or a file that is gone or has shrunk.
-        """
+        Raises a DataError for a token outside the vocabulary, or a file that is gone or has
+        shrunk."""
         assert step >= 0, step
         starts = self._starts(int(step))
         return _windows(self.corpus, starts, self.context, self.vocabulary, self.documents)

@@ -5,8 +5,6 @@ tokens follow, zeros. Its tokenizer's end-of-text token begins each document.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,10 +113,8 @@ def named_splits(files: Sequence[Path]) -> tuple[list[Path], list[Path]] | None:
     """llm.c's training and validation files among `files`; None unless they are named so.
 
     Its scripts write `fineweb_train_000001.bin` and `fineweb_val_000000.bin`, or
-    `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`.
-
-    Raises:
-        UserError: there are such files, and others beside them.
+    `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`. Raises a UserError if there are
+    such files, and others beside them.
     """
     by_name: dict[str, list[Path]] = {"train": [], "val": [], "": []}
     for path in files:

@@ -41,11 +41,8 @@ class DataError(UserError):
 
 
 def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None) -> Tokens:
-    """Map `count` tokens of a file, from token `start` on, read-only: 1-D of `dtype`.
-
-    Raises:
-        DataError: the file cannot be opened, or does not hold that many tokens.
-    """
+    """Map `count` tokens of a file, from token `start` on, read-only: 1-D of `dtype`. Raises a
+    DataError if the file cannot be opened, or does not hold that many tokens."""
     offset = start * np.dtype(dtype).itemsize
     shape = None if count is None else (count,)
     try:
@@ -99,10 +96,7 @@ class Part:
 
     def read(self, start: int, stop: int) -> Tokens:
         """The tokens from `start` to `stop` of this part, a view; `stop` may lie beyond the end.
-
-        Raises:
-            DataError: the file is gone or has shrunk below the end of this part.
-        """
+        Raises a DataError if the file is gone or has shrunk below the end of this part."""
         if not self.mapped:
             return self.tokens[start:stop]
         end = self.start + len(self)
@@ -167,11 +161,8 @@ class Corpus:
             filled += count
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """The file that holds token `position` of the corpus, and the token's offset in it.
-
-        Raises:
-            IndexError: there is no such token.
-        """
+        """The file that holds token `position` of the corpus, and the token's offset in it. Raises
+        an IndexError if there is no such token."""
         if not 0 <= position < len(self):
             raise IndexError(f"Token {position} of {self.name}, which has {len(self)}.")
         part, offset, _ = next(self._pieces(position, 1))
@@ -197,10 +188,8 @@ class Corpus:
         """The document of each token of a `window` that was read at `start`: int64 [length].
 
         Documents are numbered from 0 in each window. A part that does not say where its documents
-        begin has none: what is before it goes on.
-
-        Raises:
-            DataError: a file that says it is gone or has shrunk.
+        begin has none: what is before it goes on. Raises a DataError if a file that says it is gone
+        or has shrunk.
         """
         begins = np.zeros(len(window), dtype=np.bool_)
         for part, offset, where in self._pieces(start, len(window)):
@@ -227,13 +216,10 @@ class Corpus:
         """A SHA-256 in hexadecimal that stands for the contents, whatever the files are called.
 
         It covers the width and the number of tokens of each part, all bytes in memory, and all
-        mapped bytes of a corpus with up to 64 MiB of them. Of a larger one it covers 64 pages of
-        4 KiB of each mapped part, evenly spaced, the first and the last included: a change
-        between those pages that leaves the sizes alone goes unseen. A file that says where
-        documents begin is covered like a part.
-
-        Raises:
-            DataError: a file is gone or has shrunk.
+        mapped bytes of a corpus with up to 64 MiB of them. Of a larger one it covers 64 pages of 4
+        KiB of each mapped part, evenly spaced, the first and the last included: a change between
+        those pages that leaves the sizes alone goes unseen. A file that says where documents begin
+        is covered like a part. Raises a DataError if a file is gone or has shrunk.
         """
         mapped_bytes = sum(part.tokens.nbytes for part in self.parts if part.mapped)
         digest = hashlib.sha256()

@@ -1,7 +1,5 @@
 """Where documents begin: a token that separates them, or a file of their ends. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +43,8 @@ class Ends:
     index: Part
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of the tokens from `at` to `at + count` of the file begin a document.
-
-        Raises:
-            DataError: the file of ends is gone or has shrunk.
-        """
+        """Which of the tokens from `at` to `at + count` of the file begin a document. Raises a
+        DataError if the file of ends is gone or has shrunk."""
         ends = self.index.read(0, len(self.index))
         # As uint64: numpy would make float64 of a map and an int, and read all of it.
         low, high = np.searchsorted(ends, np.array([at, at + count], dtype=np.uint64))

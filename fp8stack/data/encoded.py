@@ -1,7 +1,5 @@
 """Text that becomes tokens when a run begins, where there is little of it. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

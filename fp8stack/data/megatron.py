@@ -7,8 +7,6 @@ and after each document the number of the sequence that follows it.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from bisect import bisect_left
@@ -38,10 +36,8 @@ def index_of(path: Path) -> Path:
 def bin_of(data: str) -> Path | None:
     """The `.bin` file that `data` means: an `.idx` file, or what both names have in common.
 
-    None where `data` means no files of Megatron's.
-
-    Raises:
-        UserError: one of the two files is missing.
+    None where `data` means no files of Megatron's. Raises a UserError if one of the two files is
+    missing.
     """
     is_index = data.lower().endswith(".idx")
     tokens, index = Path(data[:-4] + ".bin" if is_index else data + ".bin"), Path(data + ".idx")
@@ -81,11 +77,8 @@ class Index:
         return table
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of the tokens from `at` to `at + count` of the `.bin` begin a document.
-
-        Raises:
-            DataError: the index is gone or has shrunk.
-        """
+        """Which of the tokens from `at` to `at + count` of the `.bin` begin a document. Raises a
+        DataError if the index is gone or has shrunk."""
         positions, first_sequences = self.positions(), self.first_sequences()
 
         def start(document: int) -> int:
@@ -103,11 +96,8 @@ class Index:
 
 
 def part(path: Path) -> Part:
-    """The tokens of a `.bin` file beside its index, memory-mapped.
-
-    Raises:
-        UserError: the index is of another format or version, or damaged, or the two disagree.
-    """
+    """The tokens of a `.bin` file beside its index, memory-mapped. Raises a UserError if the index
+    is of another format or version, or damaged, or the two disagree."""
     index, dtype = _read_index(index_of(path))
     _, size = head_and_size(path)
     tokens = _require_sequence_after_sequence(index)

@@ -1,7 +1,5 @@
 """Several corpora as one, each with its share of the rows. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -28,11 +26,8 @@ class Mixture(Corpus):
     counts: tuple[int, ...]
 
     def fingerprint(self) -> str:
-        """A SHA-256 in hexadecimal that stands for the contents and shares of the sources.
-
-        Raises:
-            DataError: a file is gone or has shrunk.
-        """
+        """A SHA-256 in hexadecimal that stands for the contents and shares of the sources. Raises a
+        DataError if a file is gone or has shrunk."""
         digest = hashlib.sha256()
         for source, count in zip(self.sources, self.counts, strict=True):
             digest.update(f"{count} {source.fingerprint()}\n".encode())
@@ -40,11 +35,8 @@ class Mixture(Corpus):
 
 
 def mixture_of(name: str, sources: Sequence[tuple[float, Corpus]]) -> Corpus:
-    """The corpora with their weights as one; of a single one, that corpus.
-
-    Raises:
-        UserError: a weight is less than one row in 4096.
-    """
+    """The corpora with their weights as one; of a single one, that corpus. Raises a UserError if a
+    weight is less than one row in 4096."""
     if len(sources) == 1:
         return sources[0][1]
     weights = tuple(weight for weight, _ in sources)
@@ -68,11 +60,8 @@ def parts_of(corpus: Corpus) -> tuple[tuple[Corpus, ...], tuple[int, ...]]:
 
 
 def weighted(data: str) -> list[tuple[float, str]] | None:
-    """What `WEIGHT:PATH,WEIGHT:PATH` says; None if `data` is the name of one file or folder.
-
-    Raises:
-        UserError: a weight is not above 0, or one of the pieces has none.
-    """
+    """What `WEIGHT:PATH,WEIGHT:PATH` says; None if `data` is the name of one file or folder. Raises
+    a UserError if a weight is not above 0, or one of the pieces has none."""
     if not re.match(_WEIGHT, data) or os.path.exists(data):
         return None
     found: list[tuple[float, str]] = []
@@ -91,11 +80,8 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
 
 
 def absolute(data: str) -> str:
-    """`data` with its path, or each path of a mixture, named from the root.
-
-    Raises:
-        UserError: as `weighted`.
-    """
+    """`data` with its path, or each path of a mixture, named from the root. Raises what `weighted`
+    raises."""
     pieces = weighted(data)
     if pieces is None:
         return os.path.realpath(data)

@@ -4,8 +4,6 @@ Nothing here draws from a stream: what stands at a place is computed from the se
 splitmix64's mixing and a Feistel network, so it stays the same whatever numpy makes of its own.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

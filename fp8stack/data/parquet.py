@@ -1,7 +1,5 @@
 """Parquet files with a column of text: the only file that imports pyarrow. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +25,8 @@ def is_parquet(path: Path) -> bool:
 
 @contextmanager
 def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`, closed at the end.
-
-    Raises:
-        UserError: pyarrow is missing, or the file cannot be read, at once or later within.
-    """
+    """A `pyarrow.parquet.ParquetFile`, closed at the end. Raises a UserError if pyarrow is missing,
+    or the file cannot be read, at once or later within."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -71,12 +66,10 @@ def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
 def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
     """The documents of parquet files, a part for each file: uint8 [bytes].
 
-    Each document is the UTF-8 bytes of a row's text and a byte 255 after it. The text is the
-    column `text`, or the only column of strings. An empty text is the byte 255 alone; null is no
-    text and left out.
-
-    Raises:
-        UserError: a file cannot be read, or holds no column of text; or they hold more than 2 GiB.
+    Each document is the UTF-8 bytes of a row's text and a byte 255 after it. The text is the column
+    `text`, or the only column of strings. An empty text is the byte 255 alone; null is no text and
+    left out. Raises a UserError if a file cannot be read, or holds no column of text; or they hold
+    more than 2 GiB.
     """
     parts: list[Part] = []
     for path in paths:

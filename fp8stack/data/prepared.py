@@ -1,7 +1,5 @@
 """A folder that `fp8stack prepare` wrote: token shards with their documents. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -77,11 +75,8 @@ def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder.
-
-    Raises:
-        UserError: it cannot be read, or is not a manifest; the message names the key.
-    """
+    """The manifest of a prepared folder. Raises a UserError if it cannot be read, or is not a
+    manifest; the message names the key."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
@@ -100,12 +95,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The training and the validation shards, memory-mapped; either may be empty.
-
-    Raises:
-        UserError: the vocabulary of the tokenizer is larger than the model's, or a file is not as
-            the manifest says.
-    """
+    """The training and the validation shards, memory-mapped; either may be empty. Raises a
+    UserError if the vocabulary of the tokenizer is larger than the model's, or a file is not as the
+    manifest says."""
     manifest = read_manifest(folder)
     made_for = manifest.tokenizer
     if made_for.vocabulary > vocabulary:
@@ -152,11 +144,8 @@ def _require_bytes(path: Path, expected: int, what: str) -> None:
 
 
 def tokenizer_of_prepared(folder: Path) -> Tokenizer:
-    """The tokenizer that made the tokens.
-
-    Raises:
-        UserError: the folder's tokenizer.json is missing or is not the one of the manifest.
-    """
+    """The tokenizer that made the tokens. Raises a UserError if the folder's tokenizer.json is
+    missing or is not the one of the manifest."""
     manifest = read_manifest(folder).tokenizer
     path = folder / TOKENIZER_FILE
     try:

@@ -2,8 +2,6 @@
 torch here.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import dataclass
@@ -73,11 +71,8 @@ def load_corpora(
 
 
 def holds_text(data: str | None) -> bool:
-    """Whether `data`, or a source of the mixture, is text and not tokens.
-
-    Raises:
-        UserError: there are no such data.
-    """
+    """Whether `data`, or a source of the mixture, is text and not tokens. Raises a UserError if
+    there are no such data."""
     return any(_is_text(path) for path in _paths(data))
 
 
@@ -85,11 +80,9 @@ def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer 
     """The tokenizer that the tokens of `data` are of; None where the data do not say.
 
     It is `texts`, or that of bytes, for text and parquet files, a prepared folder's own, and of a
-    mixture the one that all its sources have in common.
-
-    Raises:
-        UserError: there are no such data, a prepared folder's tokenizer is not the one that made
-            its tokens, or the sources of a mixture differ.
+    mixture the one that all its sources have in common. Raises a UserError if there are no such
+    data, a prepared folder's tokenizer is not the one that made its tokens, or the sources of a
+    mixture differ.
     """
     found = [(path, _tokenizer_of_one(path, texts)) for path in _paths(data)]
     for (path, one), (other_path, other) in pairwise(found):

@@ -1,7 +1,5 @@
 """Text, whose tokens are its bytes: files, several joined, Python's own source. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import sysconfig
@@ -40,11 +38,8 @@ def require_bytes_fit(vocabulary: int, name: str) -> None:
 
 
 def text(path: Path, vocabulary: int) -> Part:
-    """The bytes of a text file: uint8 [tokens], memory-mapped when the file is large.
-
-    Raises:
-        UserError: the file cannot be read, is empty, compressed or no text.
-    """
+    """The bytes of a text file: uint8 [tokens], memory-mapped when the file is large. Raises a
+    UserError if the file cannot be read, is empty, compressed or no text."""
     require_bytes_fit(vocabulary, str(path))
     head, size = head_and_size(path)
     why = next((f"is compressed ({COMPRESSED[m]})" for m in COMPRESSED if head.startswith(m)), None)
@@ -89,11 +84,9 @@ def standard_library(vocabulary: int) -> list[Part]:
     for each file.
 
     The order is that of the SHA-256 of each path, so the held-out end is a fair mix of packages.
-    Left out is what a distribution may add or leave away, so that the contents depend on the
-    Python version alone.
-
-    Raises:
-        UserError: this Python comes without its source, or the vocabulary is too small.
+    Left out is what a distribution may add or leave away, so that the contents depend on the Python
+    version alone. Raises a UserError if this Python comes without its source, or the vocabulary is
+    too small.
     """
     require_bytes_fit(vocabulary, STANDARD_LIBRARY)
     root = Path(sysconfig.get_path("stdlib"))

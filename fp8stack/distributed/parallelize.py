@@ -4,7 +4,7 @@ Gradients are summed over ranks, not averaged: each rank divides its loss by the
 so that the gradient of an output is the same for any number of ranks, and so are its FP8 codes.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack.backends import Backend
@@ -33,11 +34,8 @@ TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
 
 
 def require_divisible(config: RunConfig, ranks: int) -> None:
-    """See that each rank gets as much of a batch as any other.
-
-    Raises:
-        UserError: it does not.
-    """
+    """See that each rank gets as much of a batch as any other. Raises a UserError if it does
+    not."""
     if config.batch % (config.accumulate * ranks):
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         raise UserError(
@@ -47,11 +45,7 @@ def require_divisible(config: RunConfig, ranks: int) -> None:
 
 
 def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
-    """Refuse what several ranks cannot do.
-
-    Raises:
-        UserError: with what to choose instead.
-    """
+    """Refuse what several ranks cannot do. Raises a UserError with what to choose instead."""
     if ranks > 1 and plan.backend == "te" and config.parallel == "fsdp":
         raise UserError(f"{TE_SHARDED}. Choose --parallel ddp, or --backend torch.")
     if ranks > 1 and config.grad_compression != "none" and config.parallel != "ddp":
@@ -153,8 +147,7 @@ def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
                     parameter.__dict__.pop("_unsharded_param", None)
 
 
-# Without annotations: DDP wants them as classes, and here they would be strings.
-def _sum(state, bucket):  # type: ignore[no-untyped-def]
+def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP's hook: the sum over ranks, where it has their mean by itself.
 
     Each gradient by itself: with three ranks or more, the order in which a value is summed depends
@@ -162,12 +155,12 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]
     start. So a run that goes on would else not repeat to the bit.
     """
     buffer = bucket.buffer()
-    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    works: list[Any] = [dist.all_reduce(part, async_op=True) for part in bucket.gradients()]
     done = torch.futures.collect_all([work.get_future() for work in works])
     return done.then(lambda _: buffer)
 
 
-def _sum_in_bf16(state, bucket):  # type: ignore[no-untyped-def]
+def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP's hook: `_sum` of gradients that are rounded to bfloat16 before; half the bytes travel.
 
     The sum is rounded to bfloat16, too, and written back in the gradients' own dtype. (What

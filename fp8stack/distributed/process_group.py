@@ -80,11 +80,8 @@ class Ranks:
         self.any(False)
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives on the main rank, plain JSON data; it is called there alone.
-
-        Raises:
-            UserError: what `make` raised, on every rank.
-        """
+        """What `make` gives on the main rank, plain JSON data; it is called there alone. Raises
+        what `make` raised, on every rank."""
         if self.count == 1:
             return make()
         text = ""
@@ -97,11 +94,7 @@ class Ranks:
         return [mine] if self.count == 1 else list(self._gather(mine))
 
     def require_equal(self, what: str, value: str) -> None:
-        """See that `value` is the same on all ranks.
-
-        Raises:
-            UserError: it is not.
-        """
+        """See that `value` is the same on all ranks. Raises a UserError if it is not."""
         values = self.texts(value)
         for index, other in enumerate(values):
             if other != values[0]:
@@ -134,11 +127,8 @@ class Ranks:
         return self._exchange(_FINE, text)[1]
 
     def _exchange(self, number: int, text: str = "") -> tuple[list[int], list[str]]:
-        """The number and the text of every rank.
-
-        Raises:
-            ElsewhereError: a rank failed. If this is one, it has an error of its own.
-        """
+        """The number and the text of every rank. Raises an ElsewhereError if a rank failed. If this
+        is one, it has an error of its own."""
         if self.count == 1:
             return [number], [text]
         content = text.encode()
@@ -231,11 +221,8 @@ _PAIR = "timeout caused pair closure"  # gloo's, without its name
 
 @contextmanager
 def losing_ranks() -> Iterator[None]:
-    """Turn torch's error about a rank that is gone, or silent, into one line.
-
-    Raises:
-        RankLost: that happened.
-    """
+    """Turn torch's error about a rank that is gone, or silent, into one line. Raises a RankLost
+    then."""
     try:
         yield
     except RuntimeError as error:

@@ -30,25 +30,16 @@ from fp8stack.training.setup.datasets import tokenizer_of_run
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be evaluated, and on what.
+    """What is to be evaluated, and on what."""
 
-    Attributes:
-        runs: run folders, or checkpoints'.
-        recipes: to run each of them in; none for each run's own, the one it was last trained in.
-        data: see `windows_for`; so are `windows` and `context`.
-        batch: windows at a time; None for as many as a run's own evaluations take.
-        tokenizer: name or path, of runs that do not have one.
-        device: auto, cpu or cuda.
-        backend: the compute backend.
-    """
-
-    runs: Sequence[str]
+    runs: Sequence[str]  # run folders, or checkpoints'
+    # To run each of them in; none for each run's own, the one it was last trained in.
     recipes: Sequence[str] = ()
-    data: str | None = None
+    data: str | None = None  # see `windows_for`; so are `windows` and `context`
     windows: int | None = None
     context: int | None = None
-    batch: int | None = None
-    tokenizer: str | None = None
+    batch: int | None = None  # windows at a time; None for as many as a run's own evaluations take
+    tokenizer: str | None = None  # name or path, of runs that do not have one
     device: str = "auto"
     backend: str = "auto"
 
@@ -61,33 +52,19 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Score:
-    """What a run's model made of some windows in one recipe.
+    """What a run's model made of some windows in one recipe."""
 
-    Attributes:
-        run: as it was asked for.
-        checkpoint: the folder that was read.
-        recipe: as it was asked for.
-        plan: what ran.
-        data: the name of the data.
-        losses_N: nats per token of each window, float64, on the CPU.
-        bits_per_byte: of the text that the labels stand for; None if nobody knows it.
-        fp8_gemms: how many GEMMs on FP8 operands really ran.
-        tokens: how many labels there were.
-        seconds: that it took.
-        baseline: the run's first recipe; None for that itself.
-    """
-
-    run: str
-    checkpoint: Path
+    run: str  # and recipe, as they were asked for
+    checkpoint: Path  # the folder that was read
     recipe: str
-    plan: Plan
-    data: str
-    losses_N: Tensor
-    bits_per_byte: float | None
-    fp8_gemms: int
-    tokens: int
-    seconds: float
-    baseline: Score | None
+    plan: Plan  # what ran
+    data: str  # its name
+    losses_N: Tensor  # nats per token of each window, float64, on the CPU
+    bits_per_byte: float | None  # of the text that the labels stand for; None if nobody knows it
+    fp8_gemms: int  # how many GEMMs on FP8 operands really ran
+    tokens: int  # how many labels there were
+    seconds: float  # that it took
+    baseline: Score | None  # the run's first recipe; None for that itself
 
     @property
     def loss(self) -> float:

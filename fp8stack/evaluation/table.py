@@ -1,7 +1,5 @@
 """Scores as a table for people, and as JSON data for programs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 N windows, T tokens.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,17 +22,12 @@ from fp8stack.training.setup.build import context_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """What is evaluated.
+    """What is evaluated."""
 
-    Attributes:
-        name: of the data.
-        tokens: int64 [N, T + 1], or with documents [N, 2, T + 1], see `StepBatches`.
-        text_bytes: int64 [N, T], how many bytes of UTF-8 each label stands for; [N, 1], those of a
-            window's labels together, where single tokens do not say; None if nobody knows.
-    """
-
-    name: str
-    tokens: Tensor
+    name: str  # of the data
+    tokens: Tensor  # int64 [N, T + 1], or with documents [N, 2, T + 1], see `StepBatches`
+    # Int64 [N, T], how many bytes of UTF-8 each label stands for; [N, 1], those of a window's
+    # labels together, where single tokens do not say; None if nobody knows.
     text_bytes: Tensor | None
 
 

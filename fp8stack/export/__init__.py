@@ -1,7 +1,5 @@
 """A trained model as files that other programs load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, cast, get_args
 

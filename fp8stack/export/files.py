@@ -1,7 +1,5 @@
 """What each format consists of: tensors and small text files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ compressed-tensors 0.20.0, `quantization/quant_scheme.py` (FP8, FP8_DYNAMIC, FP8
 `quantization/lifecycle/initialize.py` (shapes of scales).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Literal

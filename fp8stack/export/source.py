@@ -1,7 +1,5 @@
 """The trained model that is to be exported, from its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +32,8 @@ class Source:
     notes: tuple[str, ...]  # what is to be told
 
     def tokenizer(self, name: str | None) -> Tokenizer | None:
-        """The tokenizer called `name`, else the run's own, if it is known.
-
-        Raises:
-            UserError: it cannot be loaded, or has more ids than the model's vocabulary.
-        """
+        """The tokenizer called `name`, else the run's own, if it is known. Raises a UserError if it
+        cannot be loaded, or has more ids than the model's vocabulary."""
         found = tokenizer_of_run(self.path, name)
         if found is not None and found.vocabulary > self.config.vocabulary:
             raise UserError(

@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -27,12 +25,8 @@ _OWN = {
 
 
 def require_room(out: Path, overwrite: bool) -> None:
-    """See that the folder `out` can be made.
-
-    Raises:
-        UserError: there is a file, or a folder with files in it; with `overwrite`, with files that
-            no export writes.
-    """
+    """See that the folder `out` can be made. Raises a UserError if there is a file, or a folder
+    with files in it; with `overwrite`, one with files that no export writes."""
     inside = next((folder for folder in out.parents if (folder / "checkpoint.json").exists()), None)
     if inside is not None:
         raise UserError(f"{out} lies in the checkpoint {inside}. Give another --out.")

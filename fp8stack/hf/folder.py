@@ -1,7 +1,5 @@
 """A folder as transformers' `save_pretrained` writes it, read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,11 +42,8 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """The folder at `path`.
-
-    Raises:
-        UserError: it is none, or a file in it is missing or damaged.
-    """
+    """The folder at `path`. Raises a UserError if it is none, or a file in it is missing or
+    damaged."""
     try:
         there = path.is_dir()
     except (OSError, ValueError):  # such as a name that is too long, or holds a NUL

@@ -1,7 +1,5 @@
 """Which of transformers' models computes what a GPT of ours does, and its `config.json`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,24 +17,16 @@ GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
 
 @dataclass(frozen=True)
 class Layout:
-    """One of transformers' models.
+    """One of transformers' models."""
 
-    Attributes:
-        model_type: as `config.json` has it.
-        architecture: the class that generates text.
-        gated: whether its MLP has a gate beside the value.
-        activations: our names of the activations it may have, with its own.
-        usual: the one of the published models, which other programs compute whatever the
-            `config.json` names (llama.cpp and CTranslate2 do).
-        keys: our keys of a shape, with its own.
-    """
-
-    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]
-    architecture: str
-    gated: bool
-    activations: dict[str, str]
+    model_type: Literal["gpt2", "llama", "qwen3", "arcee"]  # as `config.json` has it
+    architecture: str  # the class that generates text
+    gated: bool  # whether its MLP has a gate beside the value
+    activations: dict[str, str]  # our names of the activations it may have, with its own
+    # The one of the published models, which other programs compute whatever the `config.json` names
+    # (llama.cpp and CTranslate2 do).
     usual: str
-    keys: dict[str, str]
+    keys: dict[str, str]  # our keys of a shape, with its own
 
 
 # What a GPTConfig's keys are called there, where the values are the same.
@@ -62,11 +52,8 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(config: GPTConfig) -> Layout:
-    """The layout that computes what `config` does.
-
-    Raises:
-        UserError: there is none; the message names the key.
-    """
+    """The layout that computes what `config` does. Raises a UserError if there is none; the message
+    names the key."""
     if config.positions == "learned":
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
         _require(config, "activation", config.activation != "swiglu", "GPT-2's MLP has no gate")

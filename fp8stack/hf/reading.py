@@ -4,8 +4,6 @@ What a GPT of ours cannot be is refused by the key's name; what is left out with
 the logits is told.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Our tensors under transformers' names and in its shapes, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

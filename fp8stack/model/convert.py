@@ -4,8 +4,6 @@ Modules and parameters stay the same objects under the same names: ties, optimiz
 hooks and state dicts do not notice.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import logging
 import math
@@ -185,10 +183,7 @@ def _decided(
     scaled_loss: bool,
 ) -> Plan:
     """`plan` with a decision for each linear; one whose precision is "unchanged" stays as it is.
-
-    Raises:
-        UserError: the recipe is an FP8 recipe, and no layer would be in FP8.
-    """
+    Raises a UserError if the recipe is an FP8 recipe, and no layer would be in FP8."""
     shapes = {name: _shape(linear.part) for name, linear in linears.items()}
     if plan.is_fp8 and not linears:
         raise UserError("Nothing to convert: no linear layer.")
@@ -280,11 +275,8 @@ def _matrices_elsewhere(module: nn.Module, linears: dict[str, _Found]) -> str:
 
 
 def _like(part: nn.Module, backend: Backend, layer: LayerPlan) -> LowPrecisionLinear:
-    """The backend's linear for a layer that is `part`; its own parameters are never used.
-
-    Raises:
-        UserError: `part` has an attribute that it would need.
-    """
+    """The backend's linear for a layer that is `part`; its own parameters are never used. Raises a
+    UserError if `part` has an attribute that it would need."""
     bias = getattr(part, "bias", None) is not None
     with torch.device("meta"):
         like = backend.linear(layer.name, layer.in_features, layer.out_features, bias)

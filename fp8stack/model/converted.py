@@ -1,7 +1,5 @@
 """A converted model, held to its plan: layers that were replaced, resized, or that never ran."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping
@@ -69,12 +67,9 @@ class PlanFollower:
             self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
-        """Bring the plan up to what the model is.
-
-        Raises:
-            UserError: another package's FP8 layers stand where the plan's were; under `strict`, a
-                layer has a size now that the hardware cannot serve.
-        """
+        """Bring the plan up to what the model is. Raises a UserError if another package's FP8
+        layers stand where the plan's were; under `strict`, a layer has a size now that the hardware
+        cannot serve."""
         self._find(model)
         plan: Plan = model.fp8_plan  # type: ignore[assignment]
         layers: list[LayerPlan] = []

@@ -3,8 +3,6 @@
 B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -314,11 +312,7 @@ class GPT(nn.Module):
     ) -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
         compilation serves all that are alike, and the loss. `backend` and `mode` are
-        torch.compile's.
-
-        Raises:
-            UserError: `recompute` is "selective".
-        """
+        torch.compile's. Raises a UserError if `recompute` is "selective"."""
         if self.recompute == "selective":
             # What a compiled block's operators give may lie in memory that it uses again.
             raise UserError(SELECTIVE_COMPILED)

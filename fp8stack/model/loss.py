@@ -6,8 +6,6 @@ Torch's own `linear_cross_entropy` came with 2.13 and takes a weight, so no hook
 run and no FP8 head would serve.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 V vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -61,11 +59,7 @@ def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token, drawn on the CPU.
-
-    Raises:
-        NumericFailure: logits are not finite.
-    """
+    """The next token, drawn on the CPU. Raises a NumericFailure if logits are not finite."""
     logits_V = logits_V.float().cpu()
     if not logits_V.isfinite().all():
         raise NumericFailure(

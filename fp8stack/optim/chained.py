@@ -1,7 +1,5 @@
 """Several optimizers, of disjoint parameters, that a run sees as one."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Literal

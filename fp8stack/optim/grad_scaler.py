@@ -3,8 +3,6 @@
 It serves any training loop.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

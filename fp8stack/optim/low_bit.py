@@ -1,7 +1,5 @@
 """AdamW with moments of one byte each, which is torchao's; the only file here that imports it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,11 +18,7 @@ SMALLEST = 4096
 
 def low_bit_adamw(name: LowBit, parameters: Sequence[Tensor], config: RunConfig) -> Optimizer:
     """torchao's AdamW; codes of 8 bits by a table of 256 values, or of E4M3, and a float32 scale
-    for each 256. Parameters stay float32.
-
-    Raises:
-        UserError: torchao is missing or too old.
-    """
+    for each 256. Parameters stay float32. Raises a UserError if torchao is missing or too old."""
     made: Optimizer = low_bit_optimizers()[name](
         parameters,
         lr=config.lr,
@@ -37,11 +31,7 @@ def low_bit_adamw(name: LowBit, parameters: Sequence[Tensor], config: RunConfig)
 
 
 def low_bit_optimizers() -> dict[str, Any]:
-    """torchao's classes by our names.
-
-    Raises:
-        UserError: torchao is missing or too old.
-    """
+    """torchao's classes by our names. Raises a UserError if torchao is missing or too old."""
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:

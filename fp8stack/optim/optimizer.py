@@ -1,7 +1,5 @@
 """The optimizer that a run asks for, and the learning rate as a function of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +16,8 @@ from fp8stack.precision import Hardware
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
-    """See that the optimizer can be had here, before anything is built or written.
-
-    Raises:
-        UserError: what it needs is missing, or it is not tested with FSDP2.
-    """
+    """See that the optimizer can be had here, before anything is built or written. Raises a
+    UserError if what it needs is missing, or it is not tested with FSDP2."""
     name, instead = config.optimizer, "choose --set optimizer=adamw"
     if name == "adamw":
         return
@@ -74,10 +69,7 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     rest = [one for _, one in named if id(one) not in chosen]
     if config.optimizer == "muon":
         first: Optimizer = Muon(
-            inner,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
+            inner, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
     else:
         first = low_bit_adamw(config.optimizer, inner, config)

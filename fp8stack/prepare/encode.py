@@ -1,7 +1,5 @@
 """Items to tokens: in this process or in several, in order, with a bounded number under way."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -30,20 +28,13 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The tokens of an item.
-
-    Attributes:
-        tokens: of all documents one after the other, each but an unfinished one with the
-            end-of-text token: uint16 or uint32 [tokens].
-        lengths: tokens of each document, int64 [documents].
-        text_bytes: bytes of each as UTF-8, int64 [documents].
-        replaced: how many U+FFFD took the place of what was not Unicode.
-    """
+    """The tokens of an item's documents, uint16 or uint32 [tokens], one after the other, each but
+    an unfinished one with the end-of-text token."""
 
     tokens: npt.NDArray[np.unsignedinteger]
-    lengths: npt.NDArray[np.int64]
-    text_bytes: npt.NDArray[np.int64]
-    replaced: int
+    lengths: npt.NDArray[np.int64]  # tokens of each document, [documents]
+    text_bytes: npt.NDArray[np.int64]  # bytes of each as UTF-8, [documents]
+    replaced: int  # how many U+FFFD took the place of what was not Unicode
 
 
 def encode_all(
@@ -116,8 +107,6 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# In a process of its own
-
 _settings: tuple[Tokenizer, str] | None = None
 
 
@@ -127,14 +116,14 @@ def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
     global _settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _settings = tokenizer, text_key
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def encode_in_worker(item: Item) -> Encoded:
@@ -143,20 +132,9 @@ def encode_in_worker(item: Item) -> Encoded:
     return encode(item, *_settings)
 
 
-# Of one item
-
-
 def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
-    """The tokens of an item.
-
-    Args:
-        item: a piece of the inputs.
-        tokenizer: has an end-of-text token.
-        text_key: of JSON lines and tables.
-
-    Raises:
-        UserError: see `texts_of`.
-    """
+    """The tokens of an item, by a tokenizer that has an end-of-text token. Raises what `texts_of`
+    raises."""
     found = list(texts_of(item, text_key))
     texts = [text for text, _ in found]
     ids = tokenizer.encode_batch(texts)
@@ -182,10 +160,7 @@ def bytes_of(text: str) -> int:
 
 def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
     """The text of each document, with how many U+FFFD took the place of what was not Unicode.
-
-    Raises:
-        UserError: a line is no JSON object, or there is no text in a line or a row.
-    """
+    Raises a UserError if a line is no JSON object, or there is no text in a line or a row."""
     if item.kind == "lines":
         for number, value, replaced in _parsed_lines(item, text_key):
             text, more = _valid(_text(value, item.path, f"line {number}"))

@@ -2,8 +2,6 @@
 beginning alone, to see what kind they are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -38,11 +36,8 @@ class Source:
 
 def find_sources(settings: Settings) -> list[Source]:
     """All sources, in order: of a folder the files below it that the settings ask for, sorted by
-    their paths; without hidden files, empty ones and those in the folder that is written.
-
-    Raises:
-        UserError: an input is missing, empty or no file, holds no documents, or cannot be read.
-    """
+    their paths; without hidden files, empty ones and those in the folder that is written. Raises a
+    UserError if an input is missing, empty or no file, holds no documents, or cannot be read."""
     found: list[Source] = []
     for number, name in enumerate(settings.inputs):
         if name.startswith("hf:"):

@@ -1,7 +1,5 @@
 """What a preparation shows: a bar on a terminal, a plain line now and then elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -16,14 +14,8 @@ LINE_EVERY_S = 10.0
 
 
 class Display:
-    """How far the work has come.
-
-    Args:
-        what: is being done, in a word.
-        total: bytes of the files; 0 where that is not known.
-        done: of those, before this began.
-        clock: seconds, from any start.
-    """
+    """How far the work called `what` has come: `total` is the bytes of the files, 0 where that is
+    not known, of which `done` were before this began."""
 
     def __init__(
         self, what: str, total: int, done: int, clock: Callable[[], float] = time.monotonic

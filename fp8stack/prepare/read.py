@@ -1,9 +1,8 @@
-"""Sources as a stream of items that can be tokenized one by one, each with the place after it.
+"""Sources as a stream of items that can be tokenized one by one, each with the place after it; and
+where a long text may be cut so that its pieces have the tokens of the whole.
 
 What an item holds is not looked into here: JSON is parsed where it is tokenized.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -16,12 +15,19 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.prepare import tables
 from fp8stack.prepare.inputs import Source
 from fp8stack.prepare.streams import CHECKED_BYTES, ByteStream, check_of
-from fp8stack.prepare.text_split import cut_anywhere, cut_of
+from fp8stack.tokenizer import Tokenizer
 
 ITEM_BYTES = 2**20
 LONGEST_LINE = 2**29
 LONGEST_WORD = 2**24
 LONGEST_WHOLE = 2**28  # bytes of a text that has to be tokenized in one piece
+_LONGEST_CHARACTER = 4  # bytes in UTF-8
+PROBES = (
+    "Hello world, it's 12 o'clock; isn't  it?\tYes... 3.14 (x) [y] {z}\nnext line\n\n  indented",
+    "def f(x):\n    return x+1 # a comment\n\n\tprint( f( 2 ) )\r\n",
+    "lines\nwithout\nspaces\r\nあ\nж",
+    "Grüße aus Köln, où ça? naïve Привет мир 你好 世界 ελληνικά\u3000wide \u00a0 hard 😀 face",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +44,18 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A piece of the inputs.
-
-    Attributes:
-        kind: "texts": whole documents, or a piece of one, as bytes; "lines": JSON lines, as bytes;
-            "rows": what the rows of a table hold, of any type.
-        path: of the source, for messages; of several, the first.
-        content: of that kind; one block of bytes for lines.
-        first: the number of the first line or row.
-        unfinished: whether the last document goes on in the next item.
-        inside_a_word: whether it was cut where the tokens may differ from the whole text's.
-        before: the place before the item.
-        after: the place after it.
-        on_disk: how many bytes of the files were read up to there, as they are packed.
-    """
+    """A piece of the inputs: whole documents, or a piece of one, as bytes ("texts"); one block of
+    JSON lines, as bytes; or what the rows of a table hold, of any type."""
 
     kind: Literal["texts", "lines", "rows"]
-    path: str
+    path: str  # of the source, for messages; of several, the first
     content: Sequence[object]
-    first: int = 1
-    unfinished: bool = False
-    inside_a_word: bool = False
+    first: int = 1  # the number of the first line or row
+    unfinished: bool = False  # whether the last document goes on in the next item
+    inside_a_word: bool = False  # whether it was cut where tokens may differ from the whole text's
     before: Position
     after: Position
-    on_disk: int
+    on_disk: int  # bytes of the files that were read up to its end, as they are packed
 
 
 Items = Generator[Item, None, None]
@@ -77,11 +71,8 @@ class Reading:
 
 
 def read_items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
-    """All items from `start` on, small texts put together: a process is asked once for many.
-
-    Raises:
-        UserError: a source cannot be read.
-    """
+    """All items from `start` on, small texts put together: a process is asked once for many. Raises
+    a UserError if a source cannot be read."""
     held: Item | None = None
     held_bytes = 0
     with closing(_items(sources, start, how)) as items:
@@ -119,15 +110,16 @@ def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
     """A text in pieces, or whole JSON lines."""
     name = quoted(source.path)
     lines = source.kind == "lines"
-    cut, most, too_long = cut_of, LONGEST_WORD, None
+    cut: Callable[[bytes], int] = cut_of
+    most, too_long = LONGEST_WORD, None
     if lines:
-        cut, most = _after_last_line, LONGEST_LINE
+        cut, most = lambda content: content.rfind(b"\n") + 1, LONGEST_LINE
         too_long = (
             f"{name} has a line of more than {most:,} bytes. Give JSON lines: one object for each "
             "document, on a line of its own."
         )
     elif not how.cut_texts:
-        cut, most = _nowhere, LONGEST_WHOLE
+        cut, most = lambda content: 0, LONGEST_WHOLE
         too_long = (
             f"{name} is longer than {most:,} bytes, and with this tokenizer a text has to be "
             "tokenized in one piece. Split it into documents, such as the lines of a .jsonl file."
@@ -143,14 +135,15 @@ def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
                     ".jsonl or .parquet files, or leave it out."
                 )
             tail = (tail + content)[-CHECKED_BYTES:]
-            after = Position(
-                source=position.source,
-                offset=position.offset + len(content),
-                line=position.line + content.count(b"\n"),
-                check=check_of(tail),
-                continues=not lines,
-            )
-            after = Position(source=position.source + 1) if last else after
+            after = Position(source=position.source + 1)
+            if not last:
+                after = Position(
+                    source=position.source,
+                    offset=position.offset + len(content),
+                    line=position.line + content.count(b"\n"),
+                    check=check_of(tail),
+                    continues=not lines,
+                )
             yield Item(
                 kind="lines" if lines else "texts",
                 path=source.path,
@@ -172,12 +165,8 @@ def _blocks(
     where there is no good place. Where a block ends depends on the bytes after the cut before
     alone, so that it is the same for one that goes on from there.
 
-    Args:
-        stream: is read.
-        size: of a block, at most; more where nothing up to there is a place to cut.
-        most: how much that may become.
-        cut: how many bytes come before the last place where some may be cut; 0 if none does.
-        too_long: what to say of a block that cannot be cut; None to cut it anywhere.
+    A block has at most `size` bytes, or up to `most` where `cut`, see `cut_of`, finds no place in
+    fewer. Where it finds none at all, the message is `too_long`; None has it cut anywhere.
     """
     block, want, last = b"", size, False
     while not last:
@@ -194,14 +183,6 @@ def _blocks(
             at = cut_anywhere(block[:want])
         yield block[:at], last, anywhere
         block, want = block[at:], size
-
-
-def _after_last_line(content: bytes) -> int:
-    return content.rfind(b"\n") + 1
-
-
-def _nowhere(content: bytes) -> int:
-    return 0
 
 
 def _read_rows(source: Source, position: Position, how: Reading) -> Items:
@@ -236,3 +217,41 @@ def _read_rows(source: Source, position: Position, how: Reading) -> Items:
 
 def _row_check(value: object) -> int:
     return check_of(repr(value).encode(errors="surrogatepass"))
+
+
+def cut_of(content: bytes) -> int:
+    """How many bytes of UTF-8 come before the last place where a text may be cut; 0 if none does.
+
+    That is before a space after what is not white space: no pattern that splits words as GPT-2's
+    does takes both into one word. Where there is no such place, before a newline after a letter.
+    """
+    for mark in (b" ", b"\n"):
+        at = content.rfind(mark)
+        while at > 0:
+            before = content[max(0, at - _LONGEST_CHARACTER) : at].decode(errors="replace")[-1]
+            if before.isalpha() or (mark == b" " and not before.isspace()):
+                return at
+            at = content.rfind(mark, 0, at)
+    return 0
+
+
+def cut_anywhere(content: bytes) -> int:
+    """How many bytes come before the last whole character of UTF-8."""
+    at = len(content) - 1
+    while at > max(0, len(content) - _LONGEST_CHARACTER) and content[at] & 0xC0 == 0x80:
+        at -= 1
+    return max(at, 1)
+
+
+def may_be_cut(tokenizer: Tokenizer) -> bool:
+    """Whether texts that are cut at `cut_of` have the same tokens with this tokenizer, as far as
+    some examples tell. With one that puts a space before every text, for one, they have not."""
+    for text in PROBES:
+        content, tokens = text.encode(), list[int]()
+        while content:  # from its end
+            at = cut_of(content)
+            tokens = tokenizer.encode(content[at:].decode()) + tokens
+            content = content[:at]
+        if tokens != tokenizer.encode(text):
+            return False
+    return True

@@ -1,7 +1,5 @@
 """One preparation, from the inputs to the manifest."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,14 +12,20 @@ from fp8stack.data.order import GOLDEN, mixed
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.io import write_atomically
 from fp8stack.prepare.encode import Encoded, encode_all
-from fp8stack.prepare.folder import Counts, Folder, Journal
+from fp8stack.prepare.folder import (
+    Counts,
+    Folder,
+    Journal,
+    describe_inputs,
+    listing_of,
+    manifest_of,
+    summary,
+)
 from fp8stack.prepare.inputs import Source, find_sources
-from fp8stack.prepare.manifest import describe_inputs, listing_of, manifest_of, summary
 from fp8stack.prepare.progress import Display
-from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, read_items
+from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, may_be_cut, read_items
 from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.shards import SplitWriter
-from fp8stack.prepare.text_split import may_be_cut
 from fp8stack.prepare.train import sample_of, train_bpe
 from fp8stack.terminal import say
 from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_json
@@ -30,11 +34,8 @@ SAVE_EVERY_S = 2.0
 
 
 def prepare(settings: Settings, overwrite: bool = False) -> None:
-    """Write the folder that `settings` ask for, or go on with it where that was cut.
-
-    Args:
-        settings: what is asked for.
-        overwrite: remove a preparation that is there.
+    """Write the folder that `settings` ask for, or go on with it where that was cut; `overwrite`
+    removes a preparation that is there.
 
     Raises:
         UserError: an input, the tokenizer or the folder cannot be used.

@@ -1,7 +1,5 @@
 """What is asked of a preparation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,33 +14,21 @@ MOST_BPE = 2**20
 class Settings:
     """One preparation.
 
-    Attributes:
-        inputs: files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order.
-        tokenizer: "bytes", "gpt2" or the path of a `tokenizer.json`; without effect with
-            `train_bpe`.
-        train_bpe: how many tokens a tokenizer shall have that is trained on the inputs.
-        text_key: the field of JSON lines and the column of parquet files that holds the text.
-        held_out: the share of documents that is held out.
-        shard_tokens: a shard ends with the document that brings it to so many tokens.
-        workers: how many processes tokenize.
-        out: the folder that is written.
-        include: patterns of file names, or of paths in a folder that is an input; files of folders
-            that match none are left out. Without any, all are read.
-        exclude: those that match one of these are left out.
-        skip_binary: whether files of folders that look binary are left out, not refused.
+    Files of folders that are inputs are left out if they match none of the patterns `include`,
+    where there are some, or one of `exclude`; patterns are of names, or of paths in the folder.
     """
 
-    inputs: tuple[str, ...]
-    tokenizer: str
-    train_bpe: int | None
-    text_key: str
-    held_out: float
-    shard_tokens: int
-    workers: int
+    inputs: tuple[str, ...]  # files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order
+    tokenizer: str  # "bytes", "gpt2" or a `tokenizer.json`; without effect with `train_bpe`
+    train_bpe: int | None  # tokens of a tokenizer that is trained on the inputs
+    text_key: str  # the field of JSON lines and the column of parquet files that holds the text
+    held_out: float  # the share of documents that is held out
+    shard_tokens: int  # a shard ends with the document that brings it to so many
+    workers: int  # how many processes tokenize
     out: Path
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    skip_binary: bool = False
+    skip_binary: bool = False  # whether files of folders that look binary are not refused
 
     def check(self) -> None:
         """Raise a UserError unless the numbers make sense."""

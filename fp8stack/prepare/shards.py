@@ -3,8 +3,6 @@
 A state says how long the files are; whatever they have beyond it, a process that died wrote.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -34,14 +32,8 @@ class SplitState(BaseModel):
 
 
 class SplitWriter:
-    """Writes one split.
-
-    Args:
-        folder: where.
-        split: "train" or "val".
-        dtype: of tokens.
-        shard_tokens: a shard ends with the document that brings it to so many.
-        state: from which to go on.
+    """Writes the files of one split ("train" or "val") into `folder`, from `state` on. A shard ends
+    with the document that brings it to `shard_tokens`.
 
     Raises:
         UserError: the files are not those of the state.
@@ -76,7 +68,7 @@ class SplitWriter:
             tokens: of all, one after the other: [tokens].
             lengths: of each, at least 1: [documents]; what comes after them is a piece of one that
                 goes on with the next call.
-            text_bytes: bytes of their text.
+            text_bytes: bytes of their text as UTF-8.
         """
         ends = np.cumsum(lengths)
         begin = first = 0

@@ -1,7 +1,5 @@
 """The bytes of a file, unpacked if it is packed. The only file that imports zstandard."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -22,14 +20,8 @@ def check_of(content: bytes) -> int:
 
 
 class ByteStream:
-    """A file that is read from its beginning to its end; `.gz` and `.zst` are unpacked.
-
-    Args:
-        path: the file.
-
-    Raises:
-        UserError: here and in `read`: it cannot be read, or what is packed is damaged.
-    """
+    """A file that is read from its beginning to its end; `.gz` and `.zst` are unpacked. Raises a
+    UserError, here and in `read`, if it cannot be read, or what is packed is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +32,12 @@ class ByteStream:
         except OSError as error:
             raise self._unreadable(str(error.strerror)) from error
         self._suffix = path.suffix.lower()
-        self._chunks = self._unpacked()
+        if self._suffix == ".zst":
+            self._chunks = _unpack_zstd(self._file)
+        else:
+            packed = self._suffix == ".gz"
+            reader = gzip.GzipFile(fileobj=self._file) if packed else self._file
+            self._chunks = iter(partial(reader.read, CHUNK_BYTES), b"")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -63,11 +60,7 @@ class ByteStream:
 
     def go_to(self, offset: int, check: int) -> bytes:
         """Go on at `offset`, before which there must be what there was: `check_of` it is `check`.
-        The last 4 KiB of that.
-
-        Raises:
-            UserError: there is something else.
-        """
+        The last 4 KiB of that. Raises a UserError if there is something else."""
         before = max(0, offset - CHECKED_BYTES)
         if self._suffix not in (".gz", ".zst"):
             self._file.seek(before)
@@ -81,13 +74,6 @@ class ByteStream:
                 f"{offset}. Put it back as it was, or begin anew with --overwrite."
             )
         return tail
-
-    def _unpacked(self) -> Iterator[bytes]:
-        if self._suffix == ".zst":
-            return _unpack_zstd(self._file)
-        packed = self._suffix == ".gz"
-        reader = gzip.GzipFile(fileobj=self._file) if packed else self._file
-        return iter(partial(reader.read, CHUNK_BYTES), b"")
 
     def _read_on(self) -> bool:
         """Have more bytes ready, unless the file is at its end."""

@@ -1,7 +1,5 @@
 """The rows of parquet files and of `datasets`. The only file that imports datasets."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import closing
@@ -28,11 +26,8 @@ class Rows:
 def parquet_rows(
     path: str, start: int, state: dict[str, Any] | None, key: str, size: int
 ) -> Iterator[Rows]:
-    """The column `key` of a parquet file from row `start` on, some `size` bytes at a time.
-
-    Raises:
-        UserError: the file cannot be read, or has no such column of text.
-    """
+    """The column `key` of a parquet file from row `start` on, some `size` bytes at a time. Raises a
+    UserError if the file cannot be read, or has no such column of text."""
     remedy = "Get it anew; the same command then goes on with it."
     with open_parquet(Path(path), remedy) as file:
         schema = file.schema_arrow
@@ -86,18 +81,10 @@ def parse_dataset(name: str) -> tuple[str, str | None, str]:
 def dataset_rows(
     path: str, start: int, state: dict[str, Any] | None, key: str, size: int
 ) -> Iterator[Rows]:
-    """The column `key` of a dataset, streamed, some `size` bytes at a time.
-
-    Args:
-        path: `hf:NAME[:CONFIG][@SPLIT]`, or `hf:FOLDER[@SPLIT]` of what `save_to_disk` wrote.
-        start: how many rows were read.
-        state: what the last `Rows` before had; None from the beginning.
-        key: the name of the column.
-        size: bytes.
-
-    Raises:
-        UserError: the dataset cannot be had, or has no such column.
-    """
+    """The column `key` of a dataset, streamed, some `size` bytes at a time: of
+    `hf:NAME[:CONFIG][@SPLIT]`, or `hf:FOLDER[@SPLIT]` that `save_to_disk` wrote. It goes on from
+    `state`, which the last `Rows` before had; None is the beginning. Raises a UserError if the
+    dataset cannot be had, or has no such column."""
     try:
         import datasets
     except ImportError:

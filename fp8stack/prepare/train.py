@@ -1,7 +1,5 @@
 """A byte-level BPE trained on the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -28,10 +26,9 @@ def train_bpe(
     sources alone, and so does the tokenizer.
 
     Args:
-        sources: all of the corpus.
+        sources: all of the corpus, read as `how` says.
         vocabulary: how many tokens it shall have, `<|endoftext|>` and the 256 bytes included; it
             has fewer where the text gives no more pairs.
-        how: they are read.
         report: is told how much was done so far of all that is read, as bytes of its files.
 
     Raises:

@@ -1,7 +1,5 @@
 """`fp8stack report`: what runs did, as one HTML page or for a terminal. It trains nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What needs attention in a run, as sentences: the worst first."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

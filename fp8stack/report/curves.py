@@ -1,7 +1,5 @@
 """Curves over the steps: loss, learning rate, gradient norm, throughput, amaxes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

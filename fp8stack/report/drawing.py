@@ -1,7 +1,5 @@
 """How a report's plots look: one ink, no background, legible on light and on dark."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

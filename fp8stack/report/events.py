@@ -1,7 +1,5 @@
 """Events of a run, as findings and as lines of a table."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence

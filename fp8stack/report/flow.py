@@ -7,8 +7,6 @@ into two groups so far apart, the group is sound that the end of the model is in
 from there. It counts if it is so at `SEVERAL` samples in a row.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Telemetry as grids: operands, layers or parts of the model by samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Heat maps of telemetry: layers by steps, one panel per operand kind. The redder, the worse. And
 one of gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +9,7 @@ from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from fp8stack.report.drawing import (
-    EVENT_COLORS,
-    Picture,
-    new_figure,
-    plain_log_ticks,
-    style,
-)
+from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, plain_log_ticks, style
 from fp8stack.report.flow import leaves
 from fp8stack.report.grids import grid, joined, kinds_of, layers_by_steps
 from fp8stack.report.read import Figures, Run

@@ -1,7 +1,5 @@
 """The report as one HTML page that needs nothing else, and its plots as PNG files beside it."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -32,11 +30,8 @@ _OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
 
 def destination(out: str | None, runs: Sequence[Path]) -> Path:
     """The page that the report of `runs` is to be written to: `out`, or `report.html` in the run's
-    folder, or in the folder that all of them lie in.
-
-    Raises:
-        UserError: there is something else, or the runs have no folder in common.
-    """
+    folder, or in the folder that all of them lie in. Raises a UserError if there is something else,
+    or the runs have no folder in common."""
     if out is None:
         parents = {run.resolve().parent for run in runs}
         if len(runs) > 1 and len(parents) > 1:
@@ -85,11 +80,8 @@ def _holds_plots(folder: Path) -> bool:
 
 
 def write(runs: Sequence[Judged], page: Path) -> None:
-    """Write the page and its plots.
-
-    Raises:
-        StorageError: the disk is full or cannot be written.
-    """
+    """Write the page and its plots. Raises a StorageError if the disk is full or cannot be
+    written."""
     plots = _plots_of(page)
     html, pictures = render(runs, plots.name)
     with storage_errors(page):

@@ -4,8 +4,6 @@ The files may be of another version, be written at this moment, or have been edi
 may be missing or unknown, and the last line may be cut.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -141,11 +139,8 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
 
 
 def read_run(path: Path) -> Run:
-    """The run in the folder `path`.
-
-    Raises:
-        UserError: it is no run's folder, or a file in it cannot be read.
-    """
+    """The run in the folder `path`. Raises a UserError if it is no run's folder, or a file in it
+    cannot be read."""
     config, metrics = path / "run.toml", path / "metrics.jsonl"
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(

@@ -12,8 +12,6 @@ of four figures: log2 of the amax, the saturated share, the underflow share and 
 A distance counts where it is more than `SPREADS` spreads and more than the figure's own bound.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import defaultdict

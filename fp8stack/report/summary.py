@@ -1,7 +1,5 @@
 """A run in a few figures: headline, plan, and what other recipes would have cost."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The essentials of a report for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

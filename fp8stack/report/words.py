@@ -1,7 +1,5 @@
 """How a report puts things: sentences with a level, figures with their units."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

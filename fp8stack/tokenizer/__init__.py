@@ -1,7 +1,5 @@
 """Tokenizers: bytes, GPT-2's, and any `tokenizer.json`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

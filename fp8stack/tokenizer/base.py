@@ -1,7 +1,5 @@
 """What every tokenizer can do, and text that comes token by token. No torch here."""
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 from abc import ABC, abstractmethod
@@ -31,16 +29,11 @@ class Tokenizer(ABC):
     """Text as ids, and back.
 
     What looks like a special token in a text is encoded as the ordinary text that it is.
-
-    Attributes:
-        name: "bytes", "gpt2", or the name of the file that it was read from.
-        vocabulary: the number of ids: every id is below it, though not each need be in use.
-        end_of_text: the id that stands between documents; None if there is none.
     """
 
-    name: str
-    vocabulary: int
-    end_of_text: int | None
+    name: str  # "bytes", "gpt2", or the name of the file that it was read from
+    vocabulary: int  # the number of ids: every id is below it, though not each need be in use
+    end_of_text: int | None  # the id that stands between documents; None if there is none
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:

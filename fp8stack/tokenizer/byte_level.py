@@ -1,7 +1,5 @@
 """Bytes as tokens, and as the characters that stand for bytes in byte-level vocabularies."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -56,11 +56,8 @@ class Gpt2Tokenizer(Tokenizer):
 
 
 def load_gpt2() -> Gpt2Tokenizer:
-    """GPT-2's tokenizer, downloaded by tiktoken unless it has it already.
-
-    Raises:
-        UserError: tiktoken is missing or cannot download it.
-    """
+    """GPT-2's tokenizer, downloaded by tiktoken unless it has it already. Raises a UserError if
+    tiktoken is missing or cannot download it."""
     try:
         import tiktoken
     except ImportError:
@@ -82,10 +79,8 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     """The pair that each token of more than one byte was made of, in the order of their ranks.
 
     tiktoken keeps the tokens alone. When a token was learned, its bytes had been joined by all
-    earlier merges to two tokens: these are found by joining again.
-
-    Raises:
-        ValueError: a token cannot be made of two that come before it.
+    earlier merges to two tokens: these are found by joining again. Raises a ValueError if a token
+    cannot be made of two that come before it.
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):

@@ -4,8 +4,6 @@ Every rank reads the whole batch and keeps its part: that is little beside the s
 damaged token is found by all of them at the same step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Validation loss and text samples. Nothing here changes the model or its FP8 state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What a run leaves behind when it is done: a plot, a sample, and where everything is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A trained model, back from its run, to be run and not trained."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop: one step, and what happens around it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -111,11 +109,7 @@ class _Loop:
     """The parts of a run that repeat. It alone moves the run on, from step to step."""
 
     def __init__(
-        self,
-        run: Run,
-        display: Display,
-        peak: Peak,
-        stops: Callable[[], bool] = lambda: False,
+        self, run: Run, display: Display, peak: Peak, stops: Callable[[], bool] = lambda: False
     ) -> None:
         self.run = run
         self.stops = stops
@@ -156,10 +150,7 @@ class _Loop:
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
         """What `dataloader.batches` gives; where it fails, what was learnt so far is saved first.
-
-        Raises:
-            DataError: data cannot be read, on this rank or another.
-        """
+        Raises a DataError if data cannot be read, on this rank or another."""
         found = batches(self.run)
         while True:
             error, got = None, None
@@ -256,11 +247,8 @@ class _Loop:
         return self.carry_out(outcome)
 
     def carry_out(self, outcome: Outcome) -> bool:
-        """Do what the guard decided, and tell of it; returns whether the run went back.
-
-        Raises:
-            NumericFailure: the guard gave up.
-        """
+        """Do what the guard decided, and tell of it; returns whether the run went back. Raises a
+        NumericFailure if the guard gave up."""
         run = self.run
         if outcome.to_bf16:
             leave_fp16(run)
@@ -304,11 +292,7 @@ class _Loop:
 
     def mend(self, step: int, why: str) -> bool:
         """Act on weights that are broken though no step was bad, or not yet; returns whether the
-        run went back.
-
-        Raises:
-            NumericFailure: nothing helps.
-        """
+        run went back. Raises a NumericFailure if nothing helps."""
         if self.config.guard.enabled:
             return self.carry_out(self.guard.weights_failed(step, why))
         saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"

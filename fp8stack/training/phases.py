@@ -5,8 +5,6 @@ still run in the other recipe: so FP8 begins with scales that fit, not with 1. P
 step alone, unless the quality guard ended them; that is part of the run's state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`fp8stack pretrain` as a function, for scripts and notebooks."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from pathlib import Path

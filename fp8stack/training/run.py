@@ -1,7 +1,5 @@
 """A run: what it is, which stays, and where it stands, which the training loop moves on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,53 +50,29 @@ class Switch(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Which variant runs when; variants by their place in `TrainingState.variants`.
+    """Which variant runs when; variants by their place in `TrainingState.variants`."""
 
-    Attributes:
-        phases: of training, in order, from the first step to the last.
-        variants: that of each phase.
-        places: that of each recipe that was asked for.
-        evaluation: that of validation losses; None: that of training.
-        reference: float32 without FP8, for the quality guard; None: there is none.
-    """
-
-    phases: tuple[Phase, ...]
-    variants: tuple[int, ...]
-    places: dict[str, int]
-    evaluation: int | None = None
-    reference: int | None = None
+    phases: tuple[Phase, ...]  # of training, in order, from the first step to the last
+    variants: tuple[int, ...]  # that of each phase
+    places: dict[str, int]  # that of each recipe that was asked for
+    evaluation: int | None = None  # that of validation losses; None: that of training
+    reference: int | None = None  # float32 without FP8, for the quality guard; None: there is none
 
 
 @dataclass(kw_only=True, eq=False)
 class TrainingState:
     """Where a run stands, besides its weights, moments and scales. The training loop changes it,
     and what puts a run back to a checkpoint. (For a diagnosis a step is tried as if it came next;
-    then all is as before.)
+    then all is as before.)"""
 
-    Attributes:
-        variants: of the model, one for each recipe that a phase asks for.
-        active: the place of the variant that trains now.
-        step: the step that was done last.
-    """
-
-    variants: tuple[Variant, ...]
-    active: int = 0
-    step: int = 0
+    variants: tuple[Variant, ...]  # of the model, one for each recipe that a phase asks for
+    active: int = 0  # the place of the variant that trains now
+    step: int = 0  # the step that was done last
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a run is, and where it stands: its `state`.
-
-    Attributes:
-        wrapped: what a step calls: the model, or the switch, or what spreads either over ranks.
-        switch: what calls the variant that trains now, if there are several.
-        windows: those of validation losses.
-        tokenizer: what the data were tokenized with, if that is known.
-        loss_scaler: of fp16, if a phase is in it.
-        notes: what is told at the start.
-        resumed: what the checkpoint told that the run goes on from, if it does.
-    """
+    """What a run is, and where it stands: its `state`."""
 
     config: RunConfig
     context: int
@@ -106,19 +80,21 @@ class Run:
     hardware: Hardware
     ranks: Ranks
     schedule: Schedule
+    # What a step calls: the model, or the switch, or what spreads either over ranks.
     wrapped: nn.Module
-    switch: Switch | None
+    switch: Switch | None  # what calls the variant that trains now, if there are several
     optimizer: Optimizer
     accelerator: Accelerator
-    loss_scaler: LossScaler | None
+    loss_scaler: LossScaler | None  # of fp16, if a phase is in it
     train: data.Corpus
     validation: data.Corpus
-    windows: Tensor
-    tokenizer: Tokenizer | None
+    windows: Tensor  # those of validation losses
+    tokenizer: Tokenizer | None  # what the data were tokenized with, if that is known
     telemetry: Telemetry
     identity: Mapping[str, Any]
     state: TrainingState
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is told at the start
+    # What the checkpoint told that the run goes on from, if it does.
     resumed: Mapping[str, Any] | None = None
 
     @property

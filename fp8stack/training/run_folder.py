@@ -1,7 +1,5 @@
 """The folder of a run: `run.toml`, `plan.json`, `metrics.jsonl`, `checkpoints/` and more."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -86,11 +84,8 @@ class RunFolder:
         return all(path.name.startswith(TEMPORARY) for path in self.checkpoints.iterdir())
 
     def require_free(self) -> None:
-        """See that a new run can be made here.
-
-        Raises:
-            UserError: there is a run, or a file, in its place.
-        """
+        """See that a new run can be made here. Raises a UserError if there is a run, or a file, in
+        its place."""
         if self.holds_run:
             raise UserError(
                 f"{self.path} holds a run already. Go on with it by --resume auto, give another "
@@ -103,20 +98,13 @@ class RunFolder:
             raise UserError(f"{found[0]} is in the way: it is no run's. Give another --out.")
 
     def require_folder(self) -> None:
-        """See that there is a folder here, or nothing.
-
-        Raises:
-            UserError: there is a file.
-        """
+        """See that there is a folder here, or nothing. Raises a UserError if there is a file."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
 
     def files(self) -> list[Path]:
-        """The files here that a run wrote, checkpoints apart.
-
-        Raises:
-            UserError: there is a file in the folder's place.
-        """
+        """The files here that a run wrote, checkpoints apart. Raises a UserError if there is a file
+        in the folder's place."""
         self.require_folder()
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
         # Those that make it a run come last: cut short, it still is one, without checkpoints.
@@ -125,11 +113,8 @@ class RunFolder:
 
     def remove(self, files: Iterable[Path]) -> str | None:
         """Remove the checkpoints and these `files`, and say so in a line; None if there was
-        nothing. Whatever else lies in the folder stays; it is claimed already.
-
-        Raises:
-            StorageError: a file cannot be removed.
-        """
+        nothing. Whatever else lies in the folder stays; it is claimed already. Raises a
+        StorageError if a file cannot be removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
         with storage_errors(self.path):
@@ -178,11 +163,8 @@ class RunFolder:
 
     def keep_files(self, config: RunConfig) -> RunConfig:
         """Copy the user's model and recipe files here, so that the run does not need them again.
-        Returns `config` with the copies, and the run's own tokenizer file, in their place.
-
-        Raises:
-            StorageError: a file cannot be copied.
-        """
+        Returns `config` with the copies, and the run's own tokenizer file, in their place. Raises a
+        StorageError if a file cannot be copied."""
 
         def kept(path: str) -> str:
             if not path.endswith(".toml"):

@@ -3,8 +3,6 @@
 No torch here: requests are heard before torch is imported.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -81,11 +79,8 @@ class StopRequests:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Within, the `SIGNALS` ask for a stop after the step; a second SIGINT interrupts.
-
-    Raises:
-        Preempted: within `StopRequests.at_once`, a stop was asked for.
-    """
+    """Within, the `SIGNALS` ask for a stop after the step; a second SIGINT interrupts. Raises a
+    Preempted if a stop was asked for within `StopRequests.at_once`."""
     requests = StopRequests()
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]  # Windows: some
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

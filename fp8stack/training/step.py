@@ -1,7 +1,5 @@
 """One optimizer step of a run, as a device does it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 

@@ -19,7 +19,7 @@ import tokenizers
 import zstandard
 
 from fp8stack.errors import UserError
-from fp8stack.prepare import inputs, read, run, tables, text_split, train
+from fp8stack.prepare import inputs, read, run, tables, train
 from fp8stack.prepare.progress import Display
 from fp8stack.prepare.settings import Settings
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
@@ -585,7 +585,7 @@ def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
     given = str(tmp_path / "prefix.json")
     metaspace().save(given)  # it puts a space before every text
     prefix = load_tokenizer(given)
-    assert not text_split.may_be_cut(prefix)
+    assert not read.may_be_cut(prefix)
     monkeypatch.setattr(run, "ITEM_BYTES", 64)
     text = "some words " * 60
     path = written(tmp_path / "a.txt", text.encode())
@@ -597,12 +597,12 @@ def test_with_a_tokenizer_that_looks_at_the_beginning_of_a_text_none_is_cut(
 
 
 def test_a_cut_comes_before_a_space_after_a_word():
-    assert text_split.may_be_cut(load_tokenizer("bytes"))
-    assert text_split.cut_of(b"one two  three") == len("one two")
-    assert text_split.cut_of("один два".encode()) == len("один".encode())
-    assert text_split.cut_of("a\u00a0 \u3000 b".encode()) == 0
-    assert text_split.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
-    assert text_split.cut_of(b" word") == 0
+    assert read.may_be_cut(load_tokenizer("bytes"))
+    assert read.cut_of(b"one two  three") == len("one two")
+    assert read.cut_of("один два".encode()) == len("один".encode())
+    assert read.cut_of("a\u00a0 \u3000 b".encode()) == 0
+    assert read.cut_of(b"one.\ntwo\nthree.\nfour;") == len(b"one.\ntwo")
+    assert read.cut_of(b" word") == 0
 
 
 # The folder

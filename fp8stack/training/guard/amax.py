@@ -3,8 +3,6 @@
 All of it happens on the device; nobody waits.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 What is found is an operand of a layer, by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ A bad step changes nothing: the optimizer skips it, and the FP8 state is put bac
 broken by itself is mended before a step uses it. The host polls for the verdicts when it wants to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,26 +77,17 @@ class BadStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the monitor saw since the last poll.
+    """What the monitor saw since the last poll."""
 
-    Attributes:
-        bad: the bad steps, at most `KEPT`, oldest first.
-        streak: how many steps in a row were bad up to now.
-        repeats: whether bad steps are so many, in a row or among the last ones, that skipping them
-            is not enough.
-        broken: whether a weight or a moment is not finite, or as good as infinite.
-        overflows: how many steps in a row overflowed in fp16 up to now.
-        skipped: whether no optimizer took the last step, for either reason.
-        cleared: slots whose history or scale was broken, and was mended.
-    """
-
-    bad: tuple[BadStep, ...]
-    streak: int
-    overflows: int
-    skipped: bool
-    cleared: tuple[str, ...]
+    bad: tuple[BadStep, ...]  # the bad steps, at most `KEPT`, oldest first
+    streak: int  # how many steps in a row were bad up to now
+    overflows: int  # how many steps in a row overflowed in fp16 up to now
+    skipped: bool  # whether no optimizer took the last step, for either reason
+    cleared: tuple[str, ...]  # slots whose history or scale was broken, and was mended
+    # Whether bad steps are so many, in a row or among the last ones, that skipping them is not
+    # enough.
     repeats: bool = False
-    broken: bool = False
+    broken: bool = False  # whether a weight or a moment is not finite, or as good as infinite
 
 
 class Monitor:

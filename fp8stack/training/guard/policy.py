@@ -15,8 +15,6 @@ What is decided depends on the steps alone, so a run that is resumed decides the
 training loop does it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,29 +48,19 @@ _FP16_REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is to be done about the steps up to one that was checked; by default the run goes on.
+    """What is to be done about the steps up to one that was checked; by default the run goes on."""
 
-    Attributes:
-        events: what is to be told of them, rows of `metrics.jsonl`.
-        streak: how many steps in a row were bad up to now: no checkpoint is written amid them.
-        skipped: whether the last step was not taken: random numbers that it drew are given back.
-        leave_out: whether the step that begins is not trained on its batch.
-        back_to: the checkpoint that the run goes back to.
-        leave_fp8: layers that go on without FP8.
-        enter_fp8: layers that go on in FP8 again.
-        to_bf16: whether a run in fp16 goes on in bf16.
-        failure: why the run has to stop, with a diagnosis: exit code 5.
-    """
-
-    events: tuple[Row, ...] = ()
+    events: tuple[Row, ...] = ()  # what is to be told of them, rows of `metrics.jsonl`
+    # How many steps in a row were bad up to now: no checkpoint is written amid them.
     streak: int = 0
+    # Whether the last step was not taken: random numbers that it drew are given back.
     skipped: bool = False
-    leave_out: bool = False
-    back_to: Checkpoint | None = None
-    leave_fp8: tuple[str, ...] = ()
-    enter_fp8: tuple[str, ...] = ()
-    to_bf16: bool = False
-    failure: str = ""
+    leave_out: bool = False  # whether the step that begins is not trained on its batch
+    back_to: Checkpoint | None = None  # the checkpoint that the run goes back to
+    leave_fp8: tuple[str, ...] = ()  # layers that go on without FP8
+    enter_fp8: tuple[str, ...] = ()  # layers that go on in FP8 again
+    to_bf16: bool = False  # whether a run in fp16 goes on in bf16
+    failure: str = ""  # why the run has to stop, with a diagnosis: exit code 5
 
 
 class Guard:

@@ -1,7 +1,5 @@
 """Robust statistics: what is far above the values before it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """What a step allocates, and what the allocator holds unused. No pool here: torch's caching
 allocator keeps a GPU's memory, the C library's malloc a CPU's."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Iterable, Mapping

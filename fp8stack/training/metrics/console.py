@@ -1,7 +1,5 @@
 """What a run prints: a progress bar on a terminal, one plain line per logged step elsewhere."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from typing import Any

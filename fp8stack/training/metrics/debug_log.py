@@ -3,8 +3,6 @@
 Values are read on the host here, so such a step waits for its device.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

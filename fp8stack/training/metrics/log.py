@@ -3,8 +3,6 @@
 Of several ranks, the main one tells.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """The plot of a run's loss."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

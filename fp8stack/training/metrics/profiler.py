@@ -1,7 +1,5 @@
 """What steps spend their time on, by torch's profiler."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -135,10 +133,7 @@ def recording(
 
 def write(recorded: Recording, folder: Path, *steps: int) -> str:
     """Write the trace, and the table with a line about memory, into `folder`; return the latter.
-
-    Raises:
-        StorageError: the disk is full or cannot be written.
-    """
+    Raises a StorageError if the disk is full or cannot be written."""
     text = table(recorded, *steps)
     if (share := busy(recorded)) is not None:
         text += f"\nThe GPU was busy {100 * share:.1f} % of the time.\n"

@@ -3,8 +3,6 @@
 The only file that knows these packages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -27,11 +25,7 @@ IDS = "trackers.json"  # in the run folder: by which names trackers know the run
 
 def build_trackers(config: RunConfig, folder: Path) -> list[GeneralTracker]:
     """The trackers that `config` asks for, not started; their files go into `folder` unless the
-    environment says otherwise.
-
-    Raises:
-        UserError: a package is not installed.
-    """
+    environment says otherwise. Raises a UserError if a package is not installed."""
     kinds = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
     asked = [package for package in kinds if getattr(config, package)]
     for package in asked:
@@ -107,11 +101,8 @@ class _WandB(WandBTracker):  # type: ignore[misc]
         self.folder = folder
 
     def start(self) -> None:
-        """Begin a run, or go on with the one that has this run's curves.
-
-        Raises:
-            UserError: Weights & Biases refuses.
-        """
+        """Begin a run, or go on with the one that has this run's curves. Raises a UserError if
+        Weights & Biases refuses."""
         import wandb.errors as wandb_errors
 
         known = _known(self.folder).get("wandb") if self.resumed else None
@@ -140,11 +131,8 @@ class _Trackio(TrackioTracker):  # type: ignore[misc]
         self.folder = folder
 
     def start(self) -> None:
-        """Begin a run, or go on with the one of this name.
-
-        Raises:
-            UserError: Trackio refuses, such as a server without a token.
-        """
+        """Begin a run, or go on with the one of this name. Raises a UserError if Trackio refuses,
+        such as a server without a token."""
         _import_trackio(self.folder / "trackio")
         self.init_kwargs["resume"] = "allow" if self.resumed else "never"
         try:

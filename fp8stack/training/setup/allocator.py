@@ -1,7 +1,5 @@
 """The allocators of others, told to suit training: glibc's on a CPU, torch's own on a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """From a configuration to a run at its beginning, on one rank or several."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -166,11 +164,7 @@ def without_effect(config: RunConfig, in_fp16: bool, ranks: int) -> tuple[str, .
 
 
 def context_of(config: RunConfig, model: GPTConfig) -> int:
-    """Tokens per sequence.
-
-    Raises:
-        UserError: they are more than the model takes.
-    """
+    """Tokens per sequence. Raises a UserError if they are more than the model takes."""
     context = config.context or model.context
     if context > model.context:
         raise UserError(

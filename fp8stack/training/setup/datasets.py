@@ -1,7 +1,5 @@
 """What a run reads: the two parts of its data, and the tokenizer that their tokens are of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +18,12 @@ what it may have been padded with."""
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a run reads.
+    """What a run reads."""
 
-    Attributes:
-        train: what it is trained on.
-        validation: what is held out.
-        windows: of that, those of validation losses: see `data.validation_windows`.
-        tokenizer: what the tokens are of, if that is known.
-    """
-
-    train: data.Corpus
-    validation: data.Corpus
-    windows: Tensor
-    tokenizer: Tokenizer | None
+    train: data.Corpus  # what it is trained on
+    validation: data.Corpus  # what is held out
+    windows: Tensor  # of that, those of validation losses: see `data.validation_windows`
+    tokenizer: Tokenizer | None  # what the tokens are of, if that is known
 
 
 def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> Reading:
@@ -84,13 +75,9 @@ def _tokenizer(
     config: RunConfig, vocabulary: int, texts: Tokenizer | None, source: Path | None
 ) -> Tokenizer | None:
     """What the run's data are tokens of; None where neither they nor `config` say. Text becomes
-    tokens of `texts`.
-
-    Raises:
-        UserError: `config` names another than the data's, or one that cannot be loaded; or the
-            first weights are of another, and `config` names none; or the model's vocabulary is
-            smaller.
-    """
+    tokens of `texts`. Raises a UserError if `config` names another than the data's, or one that
+    cannot be loaded; or the first weights are of another, and `config` names none; or the model's
+    vocabulary is smaller."""
     found = data.tokenizer_of(config.data, texts)
     if config.tokenizer is not None:
         asked = load_tokenizer(config.tokenizer)
@@ -118,11 +105,8 @@ def _tokenizer(
 
 def tokenizer_of_run(run_or_checkpoint: str | Path, name: str | None = None) -> Tokenizer | None:
     """What the run of a folder, or of a checkpoint in it, was trained with, if it is known; else
-    the tokenizer called `name`.
-
-    Raises:
-        UserError: it cannot be loaded, or `name` is another than the run's.
-    """
+    the tokenizer called `name`. Raises a UserError if it cannot be loaded, or `name` is another
+    than the run's."""
     path = Path(run_or_checkpoint)
     folder = path.parent.parent if path.parent.name == "checkpoints" else path
     file = RunFolder(folder).tokenizer

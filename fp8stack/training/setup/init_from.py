@@ -3,8 +3,6 @@
 Weights alone: the optimizer, the step, the scales and the schedule are new.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,25 +28,15 @@ FREE = {"dropout", "init_std"}
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where weights come from.
+    """Where weights come from."""
 
-    Attributes:
-        name: as a run file names it: a checkpoint's path, or `hf:` and a folder's.
-        shape: of the model.
-        model: what a run file has as its model,
-        overrides: and what it changes in it, to be of that shape.
-        weights: float32, of every parameter.
-        notes: what is to be told.
-        tokenizer: the path of its `tokenizer.json`, if it has one.
-    """
-
-    name: str
-    shape: GPTConfig
-    model: str
-    overrides: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-    notes: tuple[str, ...] = ()
-    tokenizer: Path | None = None
+    name: str  # as a run file names it: a checkpoint's path, or `hf:` and a folder's
+    shape: GPTConfig  # of the model
+    model: str  # what a run file has as its model,
+    overrides: Mapping[str, Any]  # and what it changes in it, to be of that shape
+    weights: Mapping[str, Tensor]  # float32, of every parameter
+    notes: tuple[str, ...] = ()  # what is to be told
+    tokenizer: Path | None = None  # the path of its `tokenizer.json`, if it has one
 
 
 def find_source(init_from: str) -> Source:
@@ -112,11 +100,8 @@ def _explicit(shape: GPTConfig) -> dict[str, Any]:
 
 
 def with_source(config: RunConfig, source: Source) -> RunConfig:
-    """`config` with the source named, and without `--model` the model that it is of.
-
-    Raises:
-        UserError: the model differs from the source's; the message names the first difference.
-    """
+    """`config` with the source named, and without `--model` the model that it is of. Raises a
+    UserError if the model differs from the source's; the message names the first difference."""
     found: dict[str, Any] = {"init_from": source.name}
     if "model" not in config.given:
         overrides = {**source.overrides, **config.model_overrides}
@@ -158,11 +143,8 @@ def same_source(asked: str, saved: str | None) -> bool:
 
 
 def begin_with(model: GPT, source: Source) -> str:
-    """Put the weights of `source` into `model`, and say so in a line.
-
-    Raises:
-        UserError: they do not fit.
-    """
+    """Put the weights of `source` into `model`, and say so in a line. Raises a UserError if they do
+    not fit."""
     restore_weights(model, source.weights)
     why = "".join(f"; {note}" for note in source.notes)
     return f"weights of {source.name}; optimizer, scales and schedule are new{why}"

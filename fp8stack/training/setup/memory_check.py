@@ -1,7 +1,5 @@
 """The memory that a run takes, phase by phase, and whether this machine has that much left."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Which run to go on with, from which checkpoint, and whether it is the same run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -151,11 +149,8 @@ def put_back(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
-    """The saved configuration with the flags that were given now.
-
-    Raises:
-        UserError: a flag differs in something that the run's losses depend on.
-    """
+    """The saved configuration with the flags that were given now. Raises a UserError if a flag
+    differs in something that the run's losses depend on."""
     if asked.init_from and same_source(asked.init_from, found.saved.init_from):
         asked = asked.model_copy(update={"init_from": found.saved.init_from})
     asked = _with_saved_files(asked, found.saved)

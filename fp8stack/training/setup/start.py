@@ -1,7 +1,5 @@
 """From a configuration to a run that can take its first step, new or resumed."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -85,13 +83,7 @@ def set_up(
     if source is not None:
         tokenizer = source.tokenizer
     run = build(
-        config,
-        folder,
-        decided,
-        hardware=hardware,
-        ranks=ranks,
-        source=source,
-        tokenizer=tokenizer,
+        config, folder, decided, hardware=hardware, ranks=ranks, source=source, tokenizer=tokenizer
     )
     notes = run.notes
     with ranks.together(), folder.released_on_error():
@@ -120,11 +112,8 @@ def set_up(
 
 
 def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | None) -> None:
-    """See that what `--overwrite` asks for makes sense.
-
-    Raises:
-        UserError: nothing says what to overwrite, or it is needed.
-    """
+    """See that what `--overwrite` asks for makes sense. Raises a UserError if nothing says what to
+    overwrite, or it is needed."""
     if resume is not None:
         raise UserError(
             "--overwrite removes a run and --resume goes on with one. Give one of them."

@@ -1,7 +1,5 @@
 """From phases to the variants of a model: one for each recipe, all with the same parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -26,24 +24,16 @@ ANY = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a run that goes on keeps to.
+    """What a run that goes on keeps to."""
 
-    Attributes:
-        left_out: by the recipe that is asked for, the layers that are not in FP8, with the reasons;
-            under `ANY` those of every other.
-        needs_reference: whether the rest of the run is in float32.
-    """
-
+    # By the recipe that is asked for, the layers that are not in FP8, with the reasons; under `ANY`
+    # those of every other.
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    needs_reference: bool = False
+    needs_reference: bool = False  # whether the rest of the run is in float32
 
 
 def plan_phases(
-    config: RunConfig,
-    model: GPTConfig,
-    hardware: Hardware,
-    decided: Decided,
-    tokens: int,
+    config: RunConfig, model: GPTConfig, hardware: Hardware, decided: Decided, tokens: int
 ) -> tuple[list[Plan], Schedule]:
     """The plans of a run, each once, and which of them runs when.
 
@@ -101,11 +91,8 @@ def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
 
 
 def phases_in(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a run, in order.
-
-    Raises:
-        UserError: what `phases_of` raises; under `strict`, none asks for the run's own recipe.
-    """
+    """The phases of a run, in order. Raises what `phases_of` raises, and a UserError if, under
+    `strict`, none asks for the run's own recipe."""
     phases = phases_of(
         config.phases,
         config.recipe,
