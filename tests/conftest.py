@@ -75,16 +75,20 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 def refused(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What `fp8stack` says of wrong words: one line on stderr and no more, exit code 2, and no file
-    is made or removed in the test's folder."""
+    """What `fp8stack` says when it ends with an exit code: one line on stderr, which holds what is
+    `said`. With 2, of wrong words, it says no more, and no file is made or removed in the test's
+    folder."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, said: str = "", code: int = 2) -> str:
         before = sorted(tmp_path.rglob("*"))
         capsys.readouterr()
-        assert command(*arguments) == 2
+        assert command(*arguments) == code
         printed = capsys.readouterr()
-        assert (printed.out, printed.err.count("\n")) == ("", 1), printed
-        assert sorted(tmp_path.rglob("*")) == before
+        assert printed.err.count("\n") == 1, printed
+        assert said in printed.err
+        if code == 2:
+            assert printed.out == ""
+            assert sorted(tmp_path.rglob("*")) == before
         return printed.err
 
     return run

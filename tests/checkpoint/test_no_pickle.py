@@ -52,7 +52,7 @@ def uses(tree: ast.AST) -> Iterator[str]:
                     yield f"{keyword.arg}={value}"
 
 
-def test_no_module_can_execute_what_it_reads() -> None:
+def test_no_module_can_execute_what_it_reads():
     found = {
         f"{path.relative_to(ROOT)}: {use}"
         for folder in ("fp8stack", "bench")
@@ -73,16 +73,16 @@ def test_no_module_can_execute_what_it_reads() -> None:
         "from torch.distributed import broadcast_object_list",
     ],
 )
-def test_each_way_to_execute_is_seen(line: str) -> None:
+def test_each_way_to_execute_is_seen(line):
     assert list(uses(ast.parse(line)))
 
 
-def test_what_cannot_execute_is_let_by() -> None:
+def test_what_cannot_execute_is_let_by():
     harmless = "model.eval()\njson.loads(x)\nrun(words, shell=False)\nsafetensors.torch.load(x)"
     assert not list(uses(ast.parse(harmless)))
 
 
-def test_the_payload_is_a_real_one(tmp_path: Path) -> None:
+def test_the_payload_is_a_real_one(tmp_path):
     """Else nothing would be proved: who does unpickle it executes it."""
     for name in ("old.pkl", "pickle.toml", "pickle.json"):
         marker = tmp_path / name
@@ -109,6 +109,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, name in enumerate(PAYLOADS)
     ],
 )
-def test_a_malicious_file_is_executed_nowhere(name: str, pristine: Path, tmp_path: Path) -> None:
+def test_a_malicious_file_is_executed_nowhere(name, pristine, tmp_path):
     assert len(DOORS) >= 15
     assert executed(pristine, tmp_path, name) == []

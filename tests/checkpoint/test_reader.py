@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,20 +26,20 @@ def _checkpoint(step: int) -> Checkpoint:
     return Checkpoint(step=step, info=INFO, tensors={"model": {"x": values}})
 
 
-def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
     path = writer.write(tmp_path, _checkpoint(7))
     loaded = reader.load(path)
     assert (loaded.step, loaded.info) == (7, INFO)
     assert torch.equal(loaded.tensors["model"]["x"], _checkpoint(7).tensors["model"]["x"])
 
 
-def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_version_without_a_guard_can_be_loaded(tmp_path):
     old = {key: value for key, value in INFO.items() if key != "guard"}
     path = writer.write(tmp_path, Checkpoint(step=3, info=old))
     assert reader.load(path).info["guard"] is None
 
 
-def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
     for step in (999_998, 1_000_000, 999_999):
         writer.retain(tmp_path, 2, 0, {writer.write(tmp_path, _checkpoint(step))})
     assert {p.name for p in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
@@ -69,9 +68,7 @@ def _rewrite(path: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink, lambda p: p.write_bytes(b"")])
-def test_damage_is_found_and_the_file_named(
-    file: str, damage: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_damage_is_found_and_the_file_named(file, damage, tmp_path):
     path = writer.write(tmp_path, _checkpoint(3))
     damage(path / file)
     with pytest.raises(UserError, match=file):
@@ -95,9 +92,7 @@ def test_damage_is_found_and_the_file_named(
         {"more": 1},
     ],
 )
-def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(
-    changes: dict, tmp_path: Path
-) -> None:
+def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(changes, tmp_path):
     path = writer.write(tmp_path, _checkpoint(3))
     _rewrite(path / "checkpoint.json", **changes)
     with pytest.raises(UserError, match=r"checkpoint\.json") as error:
@@ -106,7 +101,7 @@ def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(
 
 
 @pytest.mark.parametrize("text", ["[1]", "null", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
-def test_json_that_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
+def test_json_that_is_no_manifest_is_refused(text, tmp_path):
     path = writer.write(tmp_path, _checkpoint(3))
     (path / "checkpoint.json").write_text(text)
     with pytest.raises(UserError, match=r"checkpoint\.json"):
@@ -114,7 +109,7 @@ def test_json_that_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 100, 4000])
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room, tmp_path):
     writer.write(tmp_path, _checkpoint(1))
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -129,7 +124,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room: int, tmp_path
     assert newest_sound(tmp_path, bool)[0].step == 1
 
 
-def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path: Path) -> None:
+def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path):
     writer.write(tmp_path, _checkpoint(1))
     litter = tmp_path / ".tmp-step-000002-123"
     litter.mkdir()

@@ -20,7 +20,7 @@ from fp8stack.checkpoint import reader, writer
 from fp8stack.checkpoint.saver import HostCopy, Saver
 from fp8stack.checkpoint.validation import newest_sound
 from fp8stack.errors import NumericFailure, StorageError
-from tests.conftest import TINY, Command, losses
+from tests.conftest import TINY, losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +67,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def test_a_checkpoint_is_the_same_to_the_byte_whoever_writes_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_the_same_to_the_byte_whoever_writes_it(tmp_path):
     for name, in_background in (("now", False), ("later", True)):
         saver = _saver(tmp_path / name, in_background=in_background)
         path = saver.save(7, INFO, lambda: _tensors(7))
@@ -80,9 +80,7 @@ def test_a_checkpoint_is_the_same_to_the_byte_whoever_writes_it(tmp_path: Path) 
         assert file.read_bytes() == (tmp_path / "later/step-000007" / file.name).read_bytes()
 
 
-def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(tmp_path, gate):
     saver, tensors, info = _saver(tmp_path), _tensors(1), INFO | {"guard": {"bad": []}}
     saver.save(1, info, lambda: tensors)
     assert gate.reached.wait(30)
@@ -96,7 +94,7 @@ def test_what_is_saved_is_what_the_tensors_were_though_training_goes_on(
     assert saved.info["guard"] == {"bad": []}
 
 
-def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, gate):
     saver = _saver(tmp_path)
     saver.save(1, INFO, lambda: _tensors(1))
     assert gate.reached.wait(30)
@@ -117,7 +115,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path, gate: Gate
     assert _names(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_host_memory_is_used_again_and_made_anew_only_where_shapes_changed() -> None:
+def test_host_memory_is_used_again_and_made_anew_only_where_shapes_changed():
     host = HostCopy()
     host.take(_tensors(1))
     first = host.values()
@@ -135,8 +133,8 @@ def _no_room(*arguments: object) -> None:
 
 @pytest.mark.parametrize("surfaces", ["save", "wait", "with"])
 def test_a_full_disk_in_the_background_is_told_once_at_the_next_chance(
-    surfaces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    surfaces, tmp_path, monkeypatch
+):
     saver = _saver(tmp_path)
     saver.save(1, INFO, lambda: _tensors(1))
     saver.wait()
@@ -160,8 +158,8 @@ def test_a_full_disk_in_the_background_is_told_once_at_the_next_chance(
 
 
 def test_another_error_is_not_hidden_by_a_full_disk_but_both_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(os, "fsync", _no_room)
     saver, failure = _saver(tmp_path), NumericFailure("steps went wrong")
     saver.save(1, INFO, lambda: _tensors(1))
@@ -169,7 +167,7 @@ def test_another_error_is_not_hidden_by_a_full_disk_but_both_are_told(
     assert "the disk is full" in capsys.readouterr().out
 
 
-def test_whoever_interrupts_twice_does_not_wait_for_the_disk(tmp_path: Path, gate: Gate) -> None:
+def test_whoever_interrupts_twice_does_not_wait_for_the_disk(tmp_path, gate):
     with suppress(KeyboardInterrupt), _saver(tmp_path) as saver:
         saver.save(1, INFO, lambda: _tensors(1))
         raise KeyboardInterrupt
@@ -181,9 +179,7 @@ def test_whoever_interrupts_twice_does_not_wait_for_the_disk(tmp_path: Path, gat
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(
-    in_background: bool, tmp_path: Path
-) -> None:
+def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(in_background, tmp_path):
     seen: list[list[str]] = []
     saver = _saver(
         tmp_path, in_background=in_background, before=lambda: seen.append(_names(tmp_path))
@@ -194,9 +190,7 @@ def test_metrics_are_flushed_before_the_checkpoint_can_be_seen(
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-def test_a_kill_while_the_background_writes_leaves_the_older_checkpoint(
-    at: int, tmp_path: Path
-) -> None:
+def test_a_kill_while_the_background_writes_leaves_the_older_checkpoint(at, tmp_path):
     saver = _saver(tmp_path)
     saver.save(1, INFO, lambda: _tensors(1))
     saver.wait()
@@ -222,7 +216,7 @@ def test_a_kill_while_the_background_writes_leaves_the_older_checkpoint(
     assert _names(tmp_path) == ["step-000001"]
 
 
-def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path):
     writer.write(tmp_path, reader.Checkpoint(step=1, info=INFO, tensors=_tensors(1)))
     for file in (tmp_path / "step-000001").iterdir():
         assert file.stat().st_mode & 0o777 == (tmp_path / "step-000001").stat().st_mode & 0o666
@@ -242,7 +236,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_the_newest_and_every_so_many_are_kept(in_background: bool, tmp_path: Path) -> None:
+def test_the_newest_and_every_so_many_are_kept(in_background, tmp_path):
     saver = _saver(tmp_path, keep=3, keep_every=4, in_background=in_background)
     _save_all(saver, *range(2, 21, 2))
     assert _steps(tmp_path) == [20, 18, 16, 12, 8, 4]
@@ -251,9 +245,7 @@ def test_the_newest_and_every_so_many_are_kept(in_background: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("grow", [True, False])
-def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(
-    file: str, grow: bool, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(file, grow, tmp_path):
     _save_all(_saver(tmp_path), 1, 2)
     damaged = tmp_path / "step-000002" / file
     content = damaged.read_bytes()
@@ -265,9 +257,7 @@ def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(
     assert _steps(tmp_path) == [4, 3]
 
 
-def test_what_this_process_wrote_or_loaded_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_process_wrote_or_loaded_is_not_read_again(tmp_path, monkeypatch):
     _save_all(_saver(tmp_path), 1, 2)
     read: list[str] = []
 
@@ -281,9 +271,7 @@ def test_what_this_process_wrote_or_loaded_is_not_read_again(
     assert _steps(tmp_path) == [5, 4, 3]
 
 
-def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
     saver = _saver(tmp_path, in_background=False)
     _save_all(saver, 1, 2)
     with monkeypatch.context() as cut:
@@ -308,9 +296,7 @@ def flags(tmp_path: Path) -> list[str]:
     return ["pretrain", "--recipe", "delayed", "--data", "t.txt", *TINY]
 
 
-def test_a_run_that_saves_in_the_background_is_the_same_to_the_bit(
-    flags: list[str], command: Command, tmp_path: Path
-) -> None:
+def test_a_run_that_saves_in_the_background_is_the_same_to_the_bit(flags, command, tmp_path):
     assert command(*flags, "--out", "a", "--save-every", "2") == 0
     assert command(*flags, "--out", "b", "--save-every", "2", "--checkpoint-async") == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
@@ -321,12 +307,8 @@ def test_a_run_that_saves_in_the_background_is_the_same_to_the_bit(
 
 
 def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_exit_code_4(
-    flags: list[str],
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    flags, command, tmp_path, monkeypatch, capsys
+):
     def full_at_8(path: Path, content: bytes, write: Any = io.write_flushed) -> None:
         if path.parent.name == ".tmp-step-000008":
             _no_room()
@@ -343,9 +325,7 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_exit_code_4(
     assert _steps(tmp_path / "r/checkpoints") == [12, 8]
 
 
-def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(
-    flags: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(flags, command, tmp_path, monkeypatch):
     def slow(path: Path, content: bytes, write: Any = io.write_flushed) -> None:
         if path.parent.name == ".tmp-step-000004":  # the one of `--save-every`
             os.kill(os.getpid(), signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from tests.faults.twins import SMALL, TEXT
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_rule_refuses_losses_that_are_too_far_off(tmp_path: Path) -> None:
+def test_the_rule_refuses_losses_that_are_too_far_off(tmp_path):
     def written(run: str, *losses: float) -> None:
         (tmp_path / run).mkdir(exist_ok=True)
         rows = [json.dumps({"step": step, "loss": of}) for step, of in enumerate(losses, 1)]
@@ -65,7 +64,7 @@ def test_the_rule_refuses_losses_that_are_too_far_off(tmp_path: Path) -> None:
         assert bool(apart(tmp_path, Way(recipe=recipe, starts=starts))) == bool(wrong)
 
 
-def test_a_way_that_cannot_be_gone_is_told(tmp_path: Path) -> None:
+def test_a_way_that_cannot_be_gone_is_told(tmp_path):
     way = Way(recipe="fp32", starts=((2, "ddp"), (1, "ddp")), flags=("--batch", "3"))
     assert "one rank alone: exit codes [2]" in go_way(tmp_path / "way", way)
 
@@ -103,7 +102,7 @@ def _newest(run: Path) -> Path:
     return checkpoints.candidates(run / "checkpoints")[0]
 
 
-def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared: Path) -> None:
+def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared):
     saved = _newest(shared / "r")
     for group in ("model", "optimizer"):
         files = sorted(path.name for path in (saved / group).iterdir())
@@ -119,7 +118,7 @@ def test_each_rank_writes_its_rows_and_the_main_one_the_rest(shared: Path) -> No
     }
 
 
-def test_torchs_own_reader_reads_what_ranks_wrote(shared: Path) -> None:
+def test_torchs_own_reader_reads_what_ranks_wrote(shared):
     saved = _newest(shared / "r")
     ours = tensors(saved)
     for group in ("model", "optimizer"):
@@ -135,7 +134,7 @@ def test_torchs_own_reader_reads_what_ranks_wrote(shared: Path) -> None:
             assert torch.equal(tensor, ours[f"{group}:{name}"]), name
 
 
-def test_a_model_is_loaded_from_what_ranks_wrote(shared: Path) -> None:
+def test_a_model_is_loaded_from_what_ranks_wrote(shared):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = fp8stack.load(shared / "r", "fp32")
@@ -146,7 +145,7 @@ def test_a_model_is_loaded_from_what_ranks_wrote(shared: Path) -> None:
     assert delayed(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
 
 
-def test_a_new_run_begins_with_weights_that_ranks_wrote(run: Path, command: Command) -> None:
+def test_a_new_run_begins_with_weights_that_ranks_wrote(run, command):
     words = ["pretrain", "--init-from", "r", *_flags(), "--recipe", "fp32", "--steps", "1"]
     assert command(*words, "--lr", "1e-30", "--save-every", "1", "--out", "new") == 0
     ours, theirs = tensors(_newest(run)), tensors(_newest(run.with_name("new")))
@@ -180,9 +179,7 @@ def _add(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink, _swap, _add])
 @pytest.mark.parametrize("group", ["model", "optimizer"])
-def test_a_damaged_shard_is_named(
-    damage: Callable[[Path], object], group: str, shared: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_shard_is_named(damage, group, shared, tmp_path):
     saved = Path(shutil.copytree(_newest(shared / "r"), tmp_path / "step-000006"))
     damage(saved / group / file_of(1))
     named = {_add: file_of(7), _swap: file_of(0)}.get(damage, file_of(1))
@@ -190,9 +187,7 @@ def test_a_damaged_shard_is_named(
         checkpoints.load(saved)
 
 
-def test_with_a_damaged_shard_the_checkpoint_before_is_taken(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_a_damaged_shard_the_checkpoint_before_is_taken(run, command, capsys):
     _flip(_newest(run) / "optimizer" / file_of(1))
     assert command("pretrain", "--resume", "r", "--steps", "6") == 0
     said = capsys.readouterr().out
@@ -203,9 +198,7 @@ def test_with_a_damaged_shard_the_checkpoint_before_is_taken(
     checkpoints.load(_newest(run))
 
 
-def test_with_all_checkpoints_damaged_nothing_is_done(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_all_checkpoints_damaged_nothing_is_done(run, command, capsys):
     for saved in checkpoints.candidates(run / "checkpoints"):
         _flip(saved / "model" / file_of(2))
     assert command("pretrain", "--resume", "r") == 3
@@ -264,7 +257,7 @@ def _shares(folder: Path, rank: int) -> list[str]:
     return wrong
 
 
-def test_torchs_writer_and_ours_write_what_our_reader_reads(tmp_path: Path) -> None:
+def test_torchs_writer_and_ours_write_what_our_reader_reads(tmp_path):
     assert in_ranks(partial(_shares, tmp_path), 2) == [[], []]
 
 
@@ -277,25 +270,25 @@ def test_torchs_writer_and_ours_write_what_our_reader_reads(tmp_path: Path) -> N
         [(1, 5)],
     ],
 )
-def test_rows_that_make_no_whole_are_refused(rows: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_rows_that_make_no_whole_are_refused(rows, tmp_path):
     group = _written(tmp_path, *((first, WHOLE[first:end]) for first, end in rows))
     with pytest.raises(UserError, match="holds only parts of 'a', or some twice"):
         group["a"]
 
 
-def test_rows_of_another_width_are_refused(tmp_path: Path) -> None:
+def test_rows_of_another_width_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"only parts of 'a'|no shards"):
         _written(tmp_path, (0, WHOLE[:3]), (3, WHOLE[3:, :1]))["a"]
 
 
 @pytest.mark.parametrize("rows", [[(0, 3), (3, 5)], [(0, 5)], [(0, 1), (1, 1), (1, 5)]])
-def test_rows_that_follow_each_other_are_read(rows: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_rows_that_follow_each_other_are_read(rows, tmp_path):
     group = _written(tmp_path, *((first, WHOLE[first:end]) for first, end in rows))
     assert list(group) == ["a"]
     assert torch.equal(group["a"], WHOLE)
 
 
-def test_what_is_no_shard_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_no_shard_is_refused_by_name(tmp_path):
     (tmp_path / file_of(0)).write_bytes(b"\x08\0\0\0\0\0\0\0no JSON.")
     with pytest.raises(UserError, match="holds no shards of tensors"):
         SharedGroup(tmp_path, {file_of(0)})

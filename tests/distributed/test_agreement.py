@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -17,7 +16,7 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware
 from fp8stack.training.setup.variants import plan_recipe
-from tests.conftest import Command, metrics
+from tests.conftest import metrics
 from tests.faults.processes import checkpoints, last_step, run_ranks
 from tests.faults.twins import SMALL, TEXT
 
@@ -53,9 +52,7 @@ def folder(begun: Path, tmp_path: Path) -> Path:
         (["--out", "n", "--data", "none.txt"], 2, "none.txt"),
     ],
 )
-def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(
-    flags: list[str], code: int, said: str, folder: Path
-) -> None:
+def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(flags, code, said, folder):
     ended = run_ranks([*WORDS, *flags], folder, 2)
     assert [each.code for each in ended] == [code, code], ended
     lines = "".join(each.stderr for each in ended).splitlines()
@@ -64,7 +61,7 @@ def test_bad_input_is_one_line_of_all_ranks_and_their_exit_code(
     assert not (folder / "n").exists()
 
 
-def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder: Path) -> None:
+def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder):
     for path in checkpoints(folder / "r"):
         file = next(path.glob("model/shard-00002*"))
         content = bytearray(file.read_bytes())
@@ -75,7 +72,7 @@ def test_checkpoints_that_are_all_damaged_are_so_for_all_ranks(folder: Path) -> 
     assert "shard-00002" in ended[0].stderr
 
 
-def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder: Path) -> None:
+def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder):
     words = [*WORDS, "--resume", "r", "--steps", "8", "--parallel", "fsdp", "--checkpoint-async"]
     ended = run_ranks(words, folder, 2, "full:3000@save:1/rank=1")
     assert [each.code for each in ended] == [4, 4], ended
@@ -84,7 +81,7 @@ def test_a_disk_that_is_full_for_one_rank_in_the_background_ends_all(folder: Pat
     assert not list((folder / "r" / "checkpoints").glob(".tmp*"))
 
 
-def test_three_ranks_share_rows_that_they_cannot_share_equally(folder: Path) -> None:
+def test_three_ranks_share_rows_that_they_cannot_share_equally(folder):
     words = [*WORDS, *WIDE, "--recipe", "current", "--backend", "torch", "--batch", "6"]
     ended = run_ranks([*words, "--parallel", "fsdp", "--out", "three"], folder, 3)
     assert [each.code for each in ended] == [0, 0, 0], ended
@@ -95,7 +92,7 @@ def test_three_ranks_share_rows_that_they_cannot_share_equally(folder: Path) -> 
     assert ours == pytest.approx(theirs, rel=5e-3)
 
 
-def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(folder: Path) -> None:
+def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(folder):
     words = [*WORDS, *WIDE, "--recipe", "current", "--backend", "torch", "--out"]
     for run, flags in (("fsdp", ["--parallel", "fsdp"]), ("ddp", [])):
         ended = run_ranks([*words, run, *flags], folder, 2)
@@ -113,8 +110,8 @@ def test_telemetry_leaves_out_weights_that_it_sees_only_as_bytes(folder: Path) -
 
 
 def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_began(
-    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, command, monkeypatch
+):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     named = "r/checkpoints/step-000002"
     assert command(*WORDS, "--resume", named, "--steps", "4") == 0
@@ -122,7 +119,7 @@ def test_what_is_started_again_goes_on_from_the_newest_and_not_from_where_it_beg
     assert [path.name for path in checkpoints(folder / "r")] == ["step-000002", "step-000004"]
 
 
-def test_an_error_within_two_agreements_is_told_once() -> None:
+def test_an_error_within_two_agreements_is_told_once():
     with pytest.raises(UserError, match="once"), ALONE.together(), ALONE.together():
         raise UserError("once")
 
@@ -130,9 +127,7 @@ def test_an_error_within_two_agreements_is_told_once() -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("backend", ["auto", "torch", "emulate", "reference"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "block", "mxfp8"])
-def test_whatever_can_be_compiled_may_be_in_several_ranks(
-    recipe: str, backend: Literal["auto"], parallel: Literal["ddp", "fsdp"]
-) -> None:
+def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe, backend, parallel):
     config = RunConfig(parallel=parallel, compile=True, recipe=recipe, backend=backend)
     for hardware in (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True)):
         plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
@@ -140,7 +135,7 @@ def test_whatever_can_be_compiled_may_be_in_several_ranks(
         require_compilable(plan)
 
 
-def test_transformer_engine_by_name_is_not_shared_out_by_rows() -> None:
+def test_transformer_engine_by_name_is_not_shared_out_by_rows():
     config = RunConfig(parallel="fsdp", recipe="delayed", backend="te")
     hardware = Hardware("cuda", (9, 0), has_te=True)
     plan = plan_recipe("delayed", config, load_config("gpt-nano"), hardware, 1024)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY, Command, losses, metrics
+from tests.conftest import TINY, losses, metrics
 from tests.faults.processes import Child, checkpoints, last_step, tensors
 from tests.faults.twins import SMALL, TEXT
 
@@ -36,9 +36,7 @@ def _run(folder: Path, **environment: str) -> tuple[Path, str]:
     return folder / "r", ended.stdout
 
 
-def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(
-    plain: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(plain, tmp_path):
     launched = {
         "ACCELERATE_MIXED_PRECISION": "fp8",
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
@@ -48,7 +46,7 @@ def test_the_environment_of_accelerate_changes_neither_precision_nor_batch(
     assert losses(_run(tmp_path, **launched)[0]) == losses(plain[0])
 
 
-def test_a_piped_run_is_plain_text_with_a_step_a_line(plain: tuple[Path, str]) -> None:
+def test_a_piped_run_is_plain_text_with_a_step_a_line(plain):
     text = plain[1]
     assert "\033" not in text
     assert "\r" not in text
@@ -64,9 +62,7 @@ def test_a_piped_run_is_plain_text_with_a_step_a_line(plain: tuple[Path, str]) -
     ]
 
 
-def test_processes_that_srun_started_without_torchrun_are_refused(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_srun_started_without_torchrun_are_refused(command, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert command("pretrain", *TINY) == 2
     said = capsys.readouterr().err
@@ -76,9 +72,7 @@ def test_processes_that_srun_started_without_torchrun_are_refused(
     assert command("pretrain", *TINY, "--steps", "1") == 0
 
 
-def test_deepspeed_is_refused_by_name(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeed_is_refused_by_name(command, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert command("pretrain", *TINY) == 2
     assert "DeepSpeed" in capsys.readouterr().err
@@ -131,7 +125,7 @@ def _rank_1(launcher: int) -> int:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_run_again_when_a_rank_is_killed_and_it_goes_on(tmp_path: Path) -> None:
+def test_torchrun_starts_a_run_again_when_a_rank_is_killed_and_it_goes_on(tmp_path):
     run = tmp_path / "r"
     launcher = _launch([*TORCHRUN, "--max-restarts", "1", "-m", "fp8stack", *_words(150)], tmp_path)
     until = time.monotonic() + 120
@@ -147,7 +141,7 @@ def test_torchrun_starts_a_run_again_when_a_rank_is_killed_and_it_goes_on(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_accelerate_launch_starts_ranks_as_well(parallel: str, tmp_path: Path) -> None:
+def test_accelerate_launch_starts_ranks_as_well(parallel, tmp_path):
     # Its --cpu starts one process, whatever --num_processes says (or wants mpirun): accelerate 1.x.
     flags = [
         "--multi_gpu",

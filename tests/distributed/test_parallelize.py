@@ -71,9 +71,7 @@ def summed() -> list[dict[str, Any]]:
     return in_ranks(partial(_gradients, compressed=True), 2)
 
 
-def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(
-    summed: list[dict[str, Any]],
-) -> None:
+def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(summed):
     """The oracle is numpy with ml_dtypes' bfloat16, which rounds to nearest even."""
     own = [np.tile(_input(rank).sum(0).numpy(), (8, 1)) for rank in (0, 1)]
     rounded = [of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in own]
@@ -84,7 +82,7 @@ def test_a_compressed_sum_is_that_of_gradients_rounded_to_bfloat16(
         assert summed[rank]["dtype"] == "torch.float32"
 
 
-def test_half_the_bytes_are_sent(summed: list[dict[str, Any]]) -> None:
+def test_half_the_bytes_are_sent(summed):
     whole = in_ranks(partial(_gradients, compressed=False), 2)
     assert [of["bytes"] for of in whole] == [4 * 24 * 8] * 2
     assert [of["bytes"] for of in summed] == [2 * 24 * 8] * 2
@@ -107,7 +105,7 @@ QUICK = ("fp32", "delayed")
     "recipe",
     [*QUICK, *(pytest.param(r, marks=pytest.mark.slow) for r in ("bf16", "fp16", *FP8[1:]))],
 )
-def test_a_compressed_run_sends_half_and_learns_the_same(recipe: str, folder: Path) -> None:
+def test_a_compressed_run_sends_half_and_learns_the_same(recipe, folder):
     flags = [*SMALL, "--recipe", recipe]
     plain = compression.trained(folder, f"{recipe}-plain", 2, flags)
     small = compression.trained(folder, f"{recipe}-bf16", 2, [*flags, *BF16])
@@ -124,9 +122,7 @@ def test_a_compressed_run_sends_half_and_learns_the_same(recipe: str, folder: Pa
     ("recipe", "ranks"),
     [("delayed", 2), *(pytest.param(r, 3, marks=pytest.mark.slow) for r in QUICK)],
 )
-def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(
-    recipe: str, ranks: int, folder: Path
-) -> None:
+def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(recipe, ranks, folder):
     words = ["pretrain", "--device", "cpu", *SMALL, "--recipe", recipe, *BF16]
     words += ["--save-every", "2", "--batch", "6", "--resume", "auto"]
     runs = [folder / f"{recipe}-{ranks}-{name}" for name in ("clean", "killed")]
@@ -141,7 +137,7 @@ def test_a_compressed_run_that_is_killed_goes_on_to_the_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", *FP8])
-def test_after_300_steps_the_loss_is_within_a_thousandth(recipe: str) -> None:
+def test_after_300_steps_the_loss_is_within_a_thousandth(recipe):
     found = runner.measured(compression, "compression", ["--recipes", recipe])
     plain, small = found["results"]
     assert abs(small["val_loss"] / plain["val_loss"] - 1) <= compression.AT_MOST
@@ -151,11 +147,11 @@ def test_after_300_steps_the_loss_is_within_a_thousandth(recipe: str) -> None:
 # When it is asked for
 
 
-def test_it_is_off_by_default() -> None:
+def test_it_is_off_by_default():
     assert RunConfig().grad_compression == "none"
 
 
-def test_with_fsdp_it_is_refused_by_name() -> None:
+def test_with_fsdp_it_is_refused_by_name():
     plan = resolve("fp32", Hardware("cpu"))
     config = RunConfig(grad_compression="bf16", parallel="fsdp")
     with pytest.raises(UserError, match=r"--grad-compression bf16 with --parallel fsdp.*ddp"):
@@ -165,7 +161,7 @@ def test_with_fsdp_it_is_refused_by_name() -> None:
     parallelize.require_possible(plan, config, 1)
 
 
-def test_one_rank_is_told_that_it_changes_nothing() -> None:
+def test_one_rank_is_told_that_it_changes_nothing():
     config = RunConfig(grad_compression="bf16")
     (note,) = parallelize.nothing_to_compress(config, 1)
     assert "--grad-compression bf16 changes nothing" in note
@@ -173,7 +169,7 @@ def test_one_rank_is_told_that_it_changes_nothing() -> None:
     assert parallelize.nothing_to_compress(RunConfig(), 1) == ()
 
 
-def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch):
     asked: list[list[str]] = []
 
     def fake(folder: Path, name: str, ranks: int, flags: list[str]) -> Path:

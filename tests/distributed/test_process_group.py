@@ -26,7 +26,7 @@ from fp8stack.distributed.process_group import ALONE, ElsewhereError, Ranks, joi
 from fp8stack.errors import RankLost, UserError
 from fp8stack.precision import Hardware
 from fp8stack.training.setup import variants
-from tests.conftest import Command, metrics
+from tests.conftest import metrics
 from tests.faults.processes import (
     Change,
     in_ranks,
@@ -108,7 +108,7 @@ def said() -> list[dict[str, Any]]:
     return in_ranks(_agree, 2)
 
 
-def test_what_ranks_exchange_is_the_same_on_all(said: list[dict[str, Any]]) -> None:
+def test_what_ranks_exchange_is_the_same_on_all(said):
     for key in ("any", "texts", "main", "gather", "apart", "random"):
         assert said[0][key] == said[1][key], key
     assert said[0]["any"] == [False, True]
@@ -118,7 +118,7 @@ def test_what_ranks_exchange_is_the_same_on_all(said: list[dict[str, Any]]) -> N
     assert said[1]["apart"] is True
 
 
-def test_every_rank_knows_the_random_state_of_all(said: list[dict[str, Any]]) -> None:
+def test_every_rank_knows_the_random_state_of_all(said):
     found = said[1]["random"]
     assert {"cpu", "cpu.1"} <= found.keys()
     torch.manual_seed(1)
@@ -126,9 +126,7 @@ def test_every_rank_knows_the_random_state_of_all(said: list[dict[str, Any]]) ->
     assert found["cpu"] != found["cpu.1"]
 
 
-def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(
-    said: list[dict[str, Any]],
-) -> None:
+def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(said):
     assert said[0]["from main"] == ("UserError", "no such file", 4)
     assert said[1]["from main"] == ("ElsewhereError", "rank 0: no such file", 4)
     for key, message in (("together", "no room"), ("within", "at once")):
@@ -136,7 +134,7 @@ def test_an_error_on_one_rank_ends_all_with_its_message_and_exit_code(
         assert said[0][key] == ("ElsewhereError", f"rank 1: {message}", 4)
 
 
-def test_ranks_that_differ_are_refused_on_all(said: list[dict[str, Any]]) -> None:
+def test_ranks_that_differ_are_refused_on_all(said):
     for of_rank in said:
         kind, message, code = of_rank["unequal"]
         assert (kind, code) == ("UserError", 2)
@@ -144,7 +142,7 @@ def test_ranks_that_differ_are_refused_on_all(said: list[dict[str, Any]]) -> Non
         assert of_rank["equal"] is None
 
 
-def test_a_rank_that_left_is_missed_in_one_line(said: list[dict[str, Any]]) -> None:
+def test_a_rank_that_left_is_missed_in_one_line(said):
     kind, message, code = said[0]["lost"]
     assert (kind, code) == (RankLost.__name__, 4)
     assert message.startswith("rank 0 of 2 lost another rank")
@@ -159,13 +157,13 @@ def _start_again(port: int, restart: int, rank: int) -> list[bool]:
     return [join("cpu", 10).any(rank == other) for other in (0, 1)]
 
 
-def test_ranks_that_are_started_again_do_not_meet_those_before() -> None:
+def test_ranks_that_are_started_again_do_not_meet_those_before():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for restart in (0, 1):
         assert in_ranks(partial(_start_again, store.port, restart), 2) == [[True, True]] * 2
 
 
-def test_one_process_exchanges_nothing() -> None:
+def test_one_process_exchanges_nothing():
     assert not torch.distributed.is_initialized()
     assert join("cpu", 60) is ALONE
     assert ALONE.is_main
@@ -185,9 +183,7 @@ def test_one_process_exchanges_nothing() -> None:
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
     ],
 )
-def test_a_launchers_environment_that_is_incomplete_is_refused(
-    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launchers_environment_that_is_incomplete_is_refused(variables, words, monkeypatch):
     for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     for key, value in variables.items():
@@ -197,9 +193,7 @@ def test_a_launchers_environment_that_is_incomplete_is_refused(
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 2), (4, 2)])
-def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(
-    ranks: int, accumulate: int
-) -> None:
+def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(ranks, accumulate):
     tokens = torch.arange(8 * 3).view(8, 3)
     parts = [part_of(tokens, rank, ranks, accumulate) for rank in range(ranks)]
     for number, whole in enumerate(tokens.chunk(accumulate)):
@@ -207,7 +201,7 @@ def test_ranks_share_out_each_micro_batch_and_nothing_is_left_over(
         assert torch.equal(torch.cat(micro), whole)
 
 
-def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
+def test_a_batch_that_cannot_be_shared_equally_is_refused():
     config = RunConfig(batch=8, accumulate=2)
     require_divisible(config, 4)
     with pytest.raises(UserError, match=r"in 2 micro-batches cannot be shared.* multiple of 6"):
@@ -325,11 +319,11 @@ assert set(GRID) > QUICK
     ("recipe", "backend", "parallel"),
     [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in GRID],
 )
-def test_two_ranks_train_as_one(trained: Trained, recipe: str, backend: str, parallel: str) -> None:
+def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
 
 
-def test_two_ranks_go_through_the_phases_of_one(trained: Trained) -> None:
+def test_two_ranks_go_through_the_phases_of_one(trained):
     flags = ("--recipe", "delayed", "--phases", "default", "--accumulate", "2")
     runs = [trained.several(flags, count, unchanged) for count in (1, 2)]
     one, two = ([row for row in metrics(run) if "loss" in row] for run in runs)
@@ -359,16 +353,14 @@ COMPILED = [  # minutes each
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "backend", "parallel"), COMPILED)
-def test_two_ranks_train_as_one_compiled(
-    trained: Trained, recipe: str, backend: str, parallel: str
-) -> None:
+def test_two_ranks_train_as_one_compiled(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel, ("--compile", "--set", "rank_timeout=600"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_four_ranks_train_as_one(trained: Trained, recipe: str, parallel: str) -> None:
+def test_four_ranks_train_as_one(trained, recipe, parallel):
     compare(trained, recipe, "auto", parallel, ranks=4)
 
 
@@ -393,11 +385,11 @@ def _on_te(recipe: str, rank: int) -> Iterator[None]:
     "recipe",
     ["delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "block", "mxfp8"))],
 )
-def test_two_ranks_train_as_one_by_transformer_engine(trained: Trained, recipe: str) -> None:
+def test_two_ranks_train_as_one_by_transformer_engine(trained, recipe):
     compare(trained, recipe, "te", "ddp", change=partial(_on_te, recipe))
 
 
-def test_the_parallel_flag_changes_nothing_in_one_process(command: Command, tmp_path: Path) -> None:
+def test_the_parallel_flag_changes_nothing_in_one_process(command, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(3000)))
     flags = [*WORDS, "--recipe", "fp32", "--steps", "2"]
     assert command(*flags, "--parallel", "fsdp", "--out", "a") == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.faults.harness import Fault, injected, parse
         ("usr1@forward:2+0.25", Fault(action="usr1", place="forward", number=2, delay_s=0.25)),
     ],
 )
-def test_a_fault_is_read_as_it_is_written(text: str, fault: Fault) -> None:
+def test_a_fault_is_read_as_it_is_written(text, fault):
     assert parse(text) == [fault]
 
 
@@ -39,9 +38,7 @@ def test_a_fault_is_read_as_it_is_written(text: str, fault: Fault) -> None:
     ["kill", "kill@", "kil@step:1", "kill@stop:1", "full@step:1", "kill@step:1.5", "kill@time",
      "kill@step:-1", "kill@step:1/rank=x"],
 )  # fmt: skip
-def test_what_is_no_fault_is_refused_in_one_line(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_fault_is_refused_in_one_line(text, capsys):
     with pytest.raises(UserError, match="is no fault"):
         parse(f"kill@step:1,{text}")
     with pytest.raises(SystemExit) as exit:
@@ -50,7 +47,7 @@ def test_what_is_no_fault_is_refused_in_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit) as exit:
         faults.main(["kill@step:1", "pretrain"])
     assert exit.value.code == 2
@@ -65,7 +62,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> StepBatches:
 
 
 @pytest.mark.parametrize("name", ["term", "int", "hup", "usr1"])
-def test_signals_reach_the_process_at_their_place(name: str, batches: StepBatches) -> None:
+def test_signals_reach_the_process_at_their_place(name, batches):
     heard: list[int] = []
     number = faults.SIGNALS[name]
     old = signal.signal(number, lambda number, frame: heard.append(number))
@@ -83,17 +80,13 @@ def test_signals_reach_the_process_at_their_place(name: str, batches: StepBatche
     assert heard == [number]
 
 
-def test_a_fault_of_another_rank_does_not_happen(
-    batches: StepBatches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_another_rank_does_not_happen(batches, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with injected(parse("kill@step:1/rank=1")):
         batches[1]
 
 
-def test_collectives_are_counted_those_of_ddp_included(
-    batches: StepBatches, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_collectives_are_counted_those_of_ddp_included(batches, tmp_path, capfd):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -109,17 +102,13 @@ def test_collectives_are_counted_those_of_ddp_included(
     assert [line.split(":")[1] for line in found] == [" all-reduce 1", " all-reduce 2"]
 
 
-def test_a_fault_in_a_process_that_reads_data_does_not_happen_there(
-    batches: StepBatches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_a_process_that_reads_data_does_not_happen_there(batches, monkeypatch):
     with injected(parse("kill@step:1")):
         monkeypatch.setattr(os, "getpid", lambda: -1)
         batches[1]
 
 
-def test_a_delayed_fault_comes_later_and_from_another_thread(
-    batches: StepBatches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delayed_fault_comes_later_and_from_another_thread(batches, monkeypatch):
     came = threading.Event()
     who: list[threading.Thread] = []
     monkeypatch.setattr(

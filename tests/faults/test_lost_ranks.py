@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -20,7 +18,7 @@ from tests.faults.rank_rows import BEGUN, KINDS, not_finite, rank_twin
 from tests.faults.twins import SMALL, Twin
 
 
-def test_more_than_two_ranks_repeat_to_the_bit_as_well(tmp_path: Path) -> None:
+def test_more_than_two_ranks_repeat_to_the_bit_as_well(tmp_path):
     """A sum of three numbers depends on their order, which DDP's buckets must not decide."""
     kind = KINDS[0]
     assert (kind.name, kind.parallel) == ("kill in forward", "ddp")
@@ -33,18 +31,18 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return rank_twin(tmp_path_factory.mktemp("twin") / "2-fsdp", 2, "fsdp")
 
 
-def test_with_fsdp_all_ranks_skip_a_step_that_is_nan_on_one(twin: Twin) -> None:
+def test_with_fsdp_all_ranks_skip_a_step_that_is_nan_on_one(twin):
     assert not_finite(twin, twin.new()) == ""
 
 
-def test_a_run_of_ranks_that_came_to_other_numbers_counts_as_lost(twin: Twin) -> None:
+def test_a_run_of_ranks_that_came_to_other_numbers_counts_as_lost(twin):
     other = twin.new()
     words = [*twin.words, "--seed", "1", "--out", other.name]
     assert [each.code for each in run_ranks(words, twin.folder, 2)] == [0, 0]
     assert "differs" in difference(other, twin.path)
 
 
-def test_ranks_that_hang_are_named_and_killed(twin: Twin) -> None:
+def test_ranks_that_hang_are_named_and_killed(twin):
     words = [*twin.words, "--set", "rank_timeout=600", "--out", twin.new().name]
     with (
         Together(words, twin.folder, 2, f"stop@forward:{BEGUN}/rank=1") as ranks,
@@ -55,9 +53,7 @@ def test_ranks_that_hang_are_named_and_killed(twin: Twin) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_damaged_token_ends_all_ranks_with_one_line_and_what_was_learnt(
-    parallel: str, tmp_path: Path
-) -> None:
+def test_a_damaged_token_ends_all_ranks_with_one_line_and_what_was_learnt(parallel, tmp_path):
     tokens = np.zeros(3000, dtype=np.uint16)
     tokens[100:2500] = 999  # in some step's batch
     tokens.tofile(tmp_path / "tokens.bin")
@@ -81,13 +77,13 @@ def test_a_damaged_token_ends_all_ranks_with_one_line_and_what_was_learnt(
         "NCCL communicator was aborted: remote process exited or there was a network error",
     ],
 )
-def test_what_torch_says_of_a_lost_rank_becomes_one_line(said: str) -> None:
+def test_what_torch_says_of_a_lost_rank_becomes_one_line(said):
     with pytest.raises(RankLost, match="lost another rank") as error, losing_ranks():
         raise RuntimeError(f"{said}\nException raised from wait")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("said", ["mat1 and mat2 shapes cannot be multiplied", "timeout of a pool"])
-def test_other_errors_stay_what_they_are(said: str) -> None:
+def test_other_errors_stay_what_they_are(said):
     with pytest.raises(RuntimeError, match=said), losing_ranks():
         raise RuntimeError(said)

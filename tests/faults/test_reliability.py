@@ -47,9 +47,7 @@ def _results(folder: Path) -> dict[str, dict]:
     return {row["case"]: row for row in json.loads(text)["results"]}
 
 
-def test_every_row_is_run_in_its_long_form_and_written(
-    cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_row_is_run_in_its_long_form_and_written(cases, tmp_path, capsys):
     _run(tmp_path)
     found = _results(tmp_path)
     assert list(found) == ["R2", "R10"]
@@ -66,9 +64,7 @@ def test_every_row_is_run_in_its_long_form_and_written(
     assert (tmp_path / "reliability.png").stat().st_size > 1000
 
 
-def test_rows_that_are_not_run_now_stay_as_they_were(
-    cases: dict[str, Case], tmp_path: Path
-) -> None:
+def test_rows_that_are_not_run_now_stay_as_they_were(cases, tmp_path):
     _run(tmp_path)
     before = _results(tmp_path)
     _run(tmp_path, "--only", "R10", "--short")
@@ -79,9 +75,7 @@ def test_rows_that_are_not_run_now_stay_as_they_were(
     assert "(short) |" in (tmp_path / "reliability.md").read_text()
 
 
-def test_what_was_lost_is_shown_and_the_exit_code_is_1(
-    cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_lost_is_shown_and_the_exit_code_is_1(cases, tmp_path, capsys):
     cases["R2"] = _case(Outcome(injected=3, survived=1, lost=("spark 2: burnt", "spark 3: gone")))
     with pytest.raises(SystemExit) as exit:
         _run(tmp_path)
@@ -93,7 +87,7 @@ def test_what_was_lost_is_shown_and_the_exit_code_is_1(
     assert "LOST: spark 2: burnt" in capsys.readouterr().out
 
 
-def test_a_row_that_fails_by_itself_counts_as_lost(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_a_row_that_fails_by_itself_counts_as_lost(cases, tmp_path):
     def fail(folder: Path, count: int) -> Outcome:
         raise RuntimeError("no sparks here")
 
@@ -106,38 +100,32 @@ def test_a_row_that_fails_by_itself_counts_as_lost(cases: dict[str, Case], tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_row_for_a_gpu_is_left_out_without_one_and_the_table_says_so(
-    cases: dict[str, Case], tmp_path: Path
-) -> None:
+def test_a_row_for_a_gpu_is_left_out_without_one_and_the_table_says_so(cases, tmp_path):
     cases["R16"] = _case(needs_cuda=True)
     _run(tmp_path)
     assert "R16" not in _results(tmp_path)
     assert "not run, needs a GPU |" in (tmp_path / "reliability.md").read_text()
 
 
-def test_a_short_run_leaves_the_committed_table_alone(
-    cases: dict[str, Case], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_run_leaves_the_committed_table_alone(cases, capsys, monkeypatch):
     monkeypatch.setattr(reliability.reports, "write", lambda *a: pytest.fail("it was written"))
     _run(RESULTS, "--short")
     assert "nothing is written" in capsys.readouterr().out
 
 
-def test_runs_are_kept_where_asked_and_not_written_over(
-    cases: dict[str, Case], tmp_path: Path
-) -> None:
+def test_runs_are_kept_where_asked_and_not_written_over(cases, tmp_path):
     _run(tmp_path / "out", "--keep", str(tmp_path / "runs"), "--only", "R2")
     assert (tmp_path / "runs" / "R2" / "trace").read_text() == "20"
     with pytest.raises(UserError, match="is there already"):
         _run(tmp_path / "out", "--keep", str(tmp_path / "runs"), "--only", "R2")
 
 
-def test_an_unknown_row_is_refused_by_name(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_an_unknown_row_is_refused_by_name(cases, tmp_path):
     with pytest.raises(UserError, match="No row 'R3'"):
         _run(tmp_path, "--only", "R3")
 
 
-def test_the_rows_of_all_themes_are_found_in_order() -> None:
+def test_the_rows_of_all_themes_are_found_in_order():
     found = reliability.all_cases()
     assert {"R1", "R2", "R3", "R4", "R14", "R16"} <= found.keys()
     assert list(found) == sorted(found, key=lambda name: int(name[1:]))
@@ -145,7 +133,7 @@ def test_the_rows_of_all_themes_are_found_in_order() -> None:
 
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="the table is not made yet")
-def test_nothing_is_lost_in_the_committed_table() -> None:
+def test_nothing_is_lost_in_the_committed_table():
     cases = reliability.all_cases()
     for name, row in _results(COMMITTED.parent).items():
         assert row["lost"] == [], name

@@ -4,7 +4,6 @@ behind them: twins, their differences, leaks."""
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ SLOW = {row: CASES[row].short for row in QUICK} | {r: CASES[r].long for r in ("R
     ("row", "count"),
     [*QUICK.items(), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW.items())],
 )
-def test_faults_of_every_kind_are_survived(row: str, count: int, tmp_path: Path) -> None:
+def test_faults_of_every_kind_are_survived(row, count, tmp_path):
     outcome = CASES[row].run(tmp_path, count)
     assert outcome.lost == ()
     assert outcome.injected == outcome.survived >= count
@@ -36,15 +35,13 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return Twin(tmp_path_factory.mktemp("twin") / "fp32", "fp32", 6, 3)
 
 
-def test_a_kill_that_never_happens_is_not_counted_as_survived(
-    tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_that_never_happens_is_not_counted_as_survived(tmp_path, twin, monkeypatch):
     monkeypatch.setattr(Twin, "go_all", lambda self, run, faults="": twin.ended)
     with pytest.raises(RuntimeError, match="not killed as they should be"):
         kills(tmp_path, 1, ["fp32"])
 
 
-def test_places_are_reached_in_the_order_of_training(twin: Twin) -> None:
+def test_places_are_reached_in_the_order_of_training(twin):
     faults = "note@step:2,note@forward:2,note@backward:2,note@step:3,note@forward:9"
     ended = twin.go(twin.new(), faults)
     assert ended.code == 0
@@ -52,7 +49,7 @@ def test_places_are_reached_in_the_order_of_training(twin: Twin) -> None:
     assert found == ["step 2", "forward 2", "backward 2", "step 3"]
 
 
-def test_all_file_operations_of_a_save_are_found(twin: Twin) -> None:
+def test_all_file_operations_of_a_save_are_found(twin):
     second = [operation.what for operation in twin.operations() if operation.step == 6]
     kinds = {what.split()[0] for what in second}
     assert {"os.mkdir", "open", "os.fsync", "os.rename"} <= kinds
@@ -60,7 +57,7 @@ def test_all_file_operations_of_a_save_are_found(twin: Twin) -> None:
         assert any(what.startswith("os.fsync") and what.endswith(file) for what in second)
 
 
-def test_two_runs_that_differ_in_one_thing_are_told_apart(twin: Twin) -> None:
+def test_two_runs_that_differ_in_one_thing_are_told_apart(twin):
     same, other = twin.new(), twin.new()
     assert twin.go(same).code == 0
     assert difference(same, twin.path) == ""
@@ -77,14 +74,14 @@ def test_two_runs_that_differ_in_one_thing_are_told_apart(twin: Twin) -> None:
     assert difference(same.with_name("none"), twin.path) == "the newest checkpoint is missing"
 
 
-def test_a_run_that_does_not_end_is_killed(twin: Twin) -> None:
+def test_a_run_that_does_not_end_is_killed(twin):
     (child,) = twin.start(twin.new(), "stop@step:2").children
     with pytest.raises(TimeoutError, match="did not end in 2 s"):
         child.wait(2)
     assert not child.is_alive
 
 
-def test_a_killed_run_has_the_rows_of_its_steps(twin: Twin) -> None:
+def test_a_killed_run_has_the_rows_of_its_steps(twin):
     run = twin.new()
     assert twin.go(run, "kill@step:4").code == -signal.SIGKILL
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
@@ -94,7 +91,7 @@ def _samples(memory_mib: list[float], open_files: list[int]) -> list[Sample]:
     return [Sample(*pair) for pair in zip(memory_mib, open_files, strict=True)]
 
 
-def test_memory_or_files_that_grow_are_seen() -> None:
+def test_memory_or_files_that_grow_are_seen():
     flat = [100.0] * 50
     assert growth(_samples(flat, [9] * 50)) == ""
     # Growth before the middle is the start of the run; what varies a little is no growth.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from fp8stack.backends import fp8_state
 from fp8stack.training.dataloader import batches, tokens_of
-from fp8stack.training.loop import _Loop
+from fp8stack.training.loop import _Loop, train
 from fp8stack.training.metrics.console import PlainDisplay
 from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.setup.start import set_up
@@ -64,6 +67,10 @@ class SmallLoop:
         for _ in range(steps):
             self.loop.advance(*next(self.tokens))
 
+    def go(self) -> int:
+        """Train to the end as the command does: its exit code."""
+        return train(self.run)
+
     def resumed(self, **flags: Any) -> SmallLoop:
         """The run, gone on with as by another process; with other `flags`."""
         self.loop.wait()
@@ -84,6 +91,41 @@ class SmallLoop:
             for key, value in self.run.optimizer.state[parameter].items():
                 found[f"{name}.{key}"] = value.clone()
         return found
+
+    def everything(self) -> dict[str, Tensor]:
+        """`state`, copies of the FP8 state, and the random state."""
+        fp8 = {name: value.clone() for name, value in fp8_state(self.run.model).items()}
+        return self.state() | fp8 | {"rng": torch.get_rng_state()}
+
+    def spoil(self, where: str, steps: Container[int], factor: float = math.nan) -> None:
+        """In some training steps, multiply what a module gives ("" is the model, which gives the
+        loss), as long as it is in FP8 if it can be; or the gradient of a parameter."""
+
+        def spoilt(x: Tensor) -> Tensor:
+            return x * (factor if self.run.step + 1 in steps else 1.0)
+
+        if where.endswith(".weight"):
+            self.run.model.get_parameter(where).register_hook(spoilt)  # type: ignore[no-untyped-call]
+        else:
+            self.run.model.get_submodule(where).register_forward_hook(
+                lambda part, _, y: (
+                    spoilt(y) if part.training and getattr(part, "in_fp8", True) else None
+                )
+            )
+
+    def events(self) -> list[dict[str, Any]]:
+        """The rows of the metrics that tell what the guard did."""
+        return [row for row in self.run.folder.read_metrics() if "event" in row]
+
+    def told(self) -> list[tuple[int, str]]:
+        """The steps and names of those events."""
+        return [(row["step"], row["event"]) for row in self.events()]
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that are not the same to the bit."""
+    assert before.keys() == after.keys()
+    return [name for name in before if not torch.equal(before[name], after[name])]
 
 
 def host_reads(work: Callable[[], object]) -> Counter[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_attention_is_to_repeat_too() -> None:
+def test_attention_is_to_repeat_too():
     """Only asked for in earnest do torch's kernels of attention repeat on a GPU, and is cuDNN's,
     which does not, left out (`check_cudnn_deterministic` in torch's sdp_utils.cpp)."""
     assert torch.are_deterministic_algorithms_enabled()
@@ -54,7 +53,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_no_step_calls_what_is_refused(recipe: str, tmp_path: Path) -> None:
+def test_no_step_calls_what_is_refused(recipe, tmp_path):
     refused = refused_on_gpus()
     assert {"cumsum", "histc", "median", "bincount"} <= refused
     small = SmallLoop(tmp_path / "r", recipe, telemetry_every=1, accumulate=2, clip_mode="adaptive")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ TINY = {"layers": 1, "width": 128, "heads": 2, "mlp_width": 128, "context": 64}
 WAYS = [
     *((recipe, "reference") for recipe in ("fp32", "bf16", "fp16")),
     *((recipe, "emulate") for recipe in ("delayed", "current", "block", "mxfp8")),
-    ("delayed", "torch"),
-    ("current", "torch"),
+    *((recipe, "torch") for recipe in ("delayed", "current")),
 ]
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
@@ -62,9 +60,7 @@ def trained(model: GPT, evaluate: Callable[[GPT], None]) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("recipe", "backend"), WAYS)
-def test_evaluations_leave_no_graph_and_the_training_as_it_was(
-    recipe: str, backend: str, mode: str
-) -> None:
+def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend, mode):
     def evaluate(model: GPT) -> None:
         tokens = torch.arange(2 * 17).view(2, 17)
         before = {name: value.clone() for name, value in fp8_state(model).items()}
@@ -93,7 +89,7 @@ def test_evaluations_leave_no_graph_and_the_training_as_it_was(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_the_runs_own_evaluation_has_no_graph() -> None:
+def test_the_runs_own_evaluation_has_no_graph():
     model = gpt("delayed", "emulate")
     with eval_mode(model):
         assert not model(torch.zeros(1, 8, dtype=torch.int64)).requires_grad
@@ -102,7 +98,7 @@ def test_the_runs_own_evaluation_has_no_graph() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loaded_model_gives_the_same_logits_in_every_mode(tmp_path: Path, mode: str) -> None:
+def test_a_loaded_model_gives_the_same_logits_in_every_mode(tmp_path, mode):
     small = SmallLoop(tmp_path / "r", "delayed", save_every=2)
     small.advance(2)
     small.loop.wait()

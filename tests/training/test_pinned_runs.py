@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import fp8stack
 from fp8stack import presets
-from tests.conftest import Command, metrics
+from tests.conftest import metrics
 from tests.training.pin_runs import MORE, PINNED, RUNS, STEPS, TEXT
 
 
@@ -24,14 +24,12 @@ def pinned(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / request.param
 
 
-def test_every_recipe_has_a_pinned_run() -> None:
+def test_every_recipe_has_a_pinned_run():
     assert set(presets.names("recipes")) <= set(RUNS)
     assert {file.name for file in PINNED.glob("*.xz")} == {f"{name}.tar.xz" for name in RUNS}
 
 
-def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(
-    pinned: Path, command: Command, one_thread: None
-) -> None:
+def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(pinned, command, one_thread):
     before, plan = metrics(pinned), _plan(pinned)
     resumed = command(
         "pretrain", "--resume", str(pinned), "--data", str(TEXT), "--steps", str(MORE)
@@ -47,7 +45,7 @@ def test_it_goes_on_with_the_losses_of_the_version_that_wrote_it(
     assert _plan(pinned) == plan
 
 
-def test_its_weights_and_its_fp8_state_are_read_to_the_bit(pinned: Path) -> None:
+def test_its_weights_and_its_fp8_state_are_read_to_the_bit(pinned):
     folder = pinned / "checkpoints" / f"step-{STEPS:06d}"
     recipe = "delayed" if (folder / "fp8.safetensors").exists() else "fp32"
     model = fp8stack.load(pinned, recipe=recipe)

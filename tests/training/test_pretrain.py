@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -21,7 +20,10 @@ import torch._inductor.config
 import fp8stack
 from fp8stack import cli
 from fp8stack.model.gpt import GPT
-from tests.conftest import TINY, Command, losses, metrics
+from tests.conftest import TINY, losses, metrics
+from tests.faults.bounded import bounded
+from tests.support.small_loop import SmallLoop
+from tests.training.conftest import saved
 
 RECIPES = ["fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8"]
 Whole = Callable[[str], tuple[Path, str]]
@@ -33,8 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
     @cache
     def train(recipe: str) -> tuple[Path, str]:
-        folder = tmp_path_factory.mktemp(recipe)
-        printed = io.StringIO()
+        folder, printed = tmp_path_factory.mktemp(recipe), io.StringIO()
         with redirect_stdout(printed), pytest.raises(SystemExit) as exit:
             cli.main(["pretrain", "--recipe", recipe, "--out", str(folder / "r"), *TINY])
         assert exit.value.code == 0
@@ -44,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe: str, whole: Whole) -> None:
+def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, whole):
     run, printed = whole(recipe)
     for name in ("run.toml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt"):
         assert (run / name).stat().st_size > 0, name
@@ -64,132 +65,99 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe: str, whole: Whole
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
-        ("fp32", []),
         ("delayed", []),
         ("fp32", ["--set", "workers=2"]),
-        ("delayed", ["--set", "save_fp8=true"]),
         ("mxfp8", ["--set", "save_fp8=true"]),
     ],
 )
-def test_what_changes_no_number_gives_the_same_losses(
-    recipe: str, flags: list[str], whole: Whole, command: Command, tmp_path: Path
-) -> None:
+def test_what_changes_no_number_gives_the_same_losses(recipe, flags, whole, command, tmp_path):
     assert command("pretrain", "--recipe", recipe, "--out", "r", *TINY, *flags) == 0
     assert losses(tmp_path / "r") == losses(whole(recipe)[0])
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_another_seed_gives_other_losses(
-    recipe: str, whole: Whole, command: Command, tmp_path: Path
-) -> None:
-    assert command("pretrain", "--recipe", recipe, "--out", "r", "--seed", "1", *TINY) == 0
-    assert losses(tmp_path / "r") != losses(whole(recipe)[0])
+def test_the_saved_configuration_reproduces_the_run_and_another_seed_another(
+    whole, command, tmp_path
+):
+    saved = str(whole("delayed")[0] / "run.toml")
+    assert command("pretrain", "--config", saved, "--set", "save_fp8=true", "--out", "a") == 0
+    assert losses(tmp_path / "a") == losses(whole("delayed")[0])
+    assert command("pretrain", "--config", saved, "--seed", "1", "--out", "b") == 0
+    assert losses(tmp_path / "b") != losses(whole("delayed")[0])
 
 
-def test_the_saved_configuration_reproduces_the_run(
-    whole: Whole, command: Command, tmp_path: Path
-) -> None:
-    assert command("pretrain", "--config", str(whole("current")[0] / "run.toml"), "--out", "b") == 0
-    assert losses(tmp_path / "b") == losses(whole("current")[0])
+def test_dropout_is_continued_on_resume(command, tmp_path):
+    flags = [*TINY, "--set", "model_overrides.dropout=0.2", "--recipe", "delayed"]
+    assert command("pretrain", "--out", "whole", *flags, "--steps", "8") == 0
+    shutil.copytree("whole", "r")
+    assert command("pretrain", "--resume", "r/checkpoints/step-000004") == 0
+    assert losses(tmp_path / "r") == losses(tmp_path / "whole")
 
 
-def test_dropout_is_continued_on_resume(command: Command, tmp_path: Path) -> None:
-    half = [*TINY, "--set", "model_overrides.dropout=0.2", "--recipe", "delayed"]
-    half += ["--schedule", "constant"]
-    assert command("pretrain", "--out", "whole", *half) == 0
-    assert command("pretrain", "--out", "b", *half, "--steps", "5") == 0
-    assert command("pretrain", "--resume", "b", "--steps", "12") == 0
-    # Evaluations are at the last step, too, so the cut run has one more at step 5.
-    without = [row[:4] for row in losses(tmp_path / "whole")]
-    assert [row[:4] for row in losses(tmp_path / "b")] == without
-
-
-def test_accumulation_takes_the_same_steps_in_smaller_pieces(
-    whole: Whole, command: Command, tmp_path: Path
-) -> None:
+def test_accumulation_takes_the_same_steps_in_smaller_pieces(whole, command, tmp_path):
     assert command("pretrain", "--recipe", "fp32", "--out", "b", *TINY, "--accumulate", "4") == 0
     for one, pieces in zip(losses(whole("fp32")[0]), losses(tmp_path / "b"), strict=True):
         assert pieces[1] == pytest.approx(one[1], rel=1e-4)
         assert pieces[2] == pytest.approx(one[2], rel=1e-3)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
     # Steps so large that the weights soon leave all bounds; each is larger than the one before.
     flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", *flags) == 5
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "Lower --lr (now 1e+26)" in error
-    rows = metrics(tmp_path / "r")
-    assert rows[-1]["event"] == "stop"
+    words = ["pretrain", "--recipe", "fp32", "--out", "r", *flags]
+    refused(*words, code=5, said="Lower --lr (now 1e+26)")
+    assert metrics(tmp_path / "r")[-1]["event"] == "stop"
     assert fp8stack.load(tmp_path / "r").embedding.weight.isfinite().all()
 
 
 def test_without_the_guard_the_first_loss_that_is_not_finite_ends_the_run(
-    command: Command,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forward, losses_seen = GPT.forward, []
+    refused, tmp_path, monkeypatch
+):
+    forward, trained = GPT.forward, []
 
     def broken(self: GPT, *tokens: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = forward(self, *tokens)
-        losses_seen.append(self.training)
-        return made * math.nan if sum(losses_seen) > 4 else made
+        trained.append(self.training)
+        return forward(self, *tokens) * (math.nan if sum(trained) > 4 else 1.0)
 
     monkeypatch.setattr(GPT, "forward", broken)
-    flags = [*TINY, "--save-every", "1", "--no-guard"]
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", *flags) == 5
-    assert "The step was not taken" in capsys.readouterr().err
+    flags = [*TINY, "--save-every", "1", "--no-guard", "--recipe", "fp32", "--out", "r"]
+    refused("pretrain", *flags, code=5, said="The step was not taken")
     rows = metrics(tmp_path / "r")
     assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
-    saved = sorted(p.name for p in (tmp_path / "r" / "checkpoints").iterdir())
-    assert saved[-1] == f"step-{rows[-1]['step'] - 1:06d}"
+    assert saved(tmp_path / "r")[0] == f"step-{rows[-1]['step'] - 1:06d}"
 
 
 def test_fp16_that_always_overflows_ends_with_advice_and_not_with_nan_weights(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--recipe", "fp16", "--out", "r", *TINY, "--steps", "40", "--save-every", "100"]
+    command, refused, tmp_path
+):
+    flags = ["pretrain", "--recipe", "fp16", *TINY, "--steps", "40", "--save-every", "100"]
     flags += ["--set", "model_overrides.init_std=300.0", "--eval-every", "100"]
-    assert command("pretrain", *flags, "--no-guard") == 5
-    assert "or use a recipe with more range" in capsys.readouterr().err
+    advice = "or use a recipe with more range"
+    refused(*flags, "--no-guard", "--out", "r", code=5, said=advice)
     rows = metrics(tmp_path / "r")
     assert [row["event"] for row in rows if "event" in row] == ["skip", "stop"]
     # The guard finds no loss scale to be the cause, and that bf16 has the range.
-    flags[flags.index("r")] = "guarded"
-    assert command("pretrain", *flags) == 0
+    assert command(*flags, "--out", "guarded") == 0
     rows = metrics(tmp_path / "guarded")
     assert [row["event"] for row in rows if "event" in row] == ["skip"] * 3 + ["precision"]
     assert rows[-1]["precision"] == "bf16"
 
 
-def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(
-    command: Command, tmp_path: Path
-) -> None:
-    flags = ["--recipe", "delayed", "--out", "r", *TINY, "--log-every", "5"]
-    assert command("pretrain", *flags) == 0
-    assert [(row["step"], row["fp8_gemms"]) for row in metrics(tmp_path / "r")] == [
-        (5, 12), (6, 12), (10, 12), (12, 12),
-    ]  # fmt: skip
+def test_fp8_gemms_are_those_of_one_step_however_rarely_they_are_logged(tmp_path):
+    small = SmallLoop(tmp_path / "r", "delayed", steps=7, log_every=5, eval_every=6)
+    small.advance(7)
+    rows = [(row["step"], row["fp8_gemms"]) for row in metrics(tmp_path / "r")]
+    assert rows == [(5, 12), (6, 12), (7, 12)]
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
-    flags = ["--recipe", "fp32", "--out", str(tmp_path / "r"), *TINY]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fp8stack", "pretrain", *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait(timeout=120) == 0, errors
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path, one_thread):
+    def train_unread() -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = os.fdopen(writer, "w")
+        cli.main(["pretrain", "--recipe", "fp32", "--out", str(tmp_path / "r"), *TINY])
+
+    ended = bounded(train_unread)
+    assert ended.code == 0, ended.stderr
     assert len(metrics(tmp_path / "r")) == 12
 
 
@@ -204,12 +172,8 @@ def compiling() -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiling")
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
-    whole: Whole,
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    whole, command, tmp_path, monkeypatch, capsys
+):
     graphs: list[object] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -235,23 +199,18 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     assert len(graphs) == 4
 
 
-def test_without_a_compiler_nothing_is_written(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_compiler_nothing_is_written(refused, tmp_path):
     with torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",)):
-        assert command("pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "Install g++" in error
+        refused(
+            "pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY, said="Install g++"
+        )
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
-def test_a_compiled_run_resumes_to_the_losses_of_the_uninterrupted_one(
-    recipe: str, command: Command, tmp_path: Path
-) -> None:
+def test_a_compiled_run_resumes_to_the_losses_of_the_uninterrupted_one(recipe, command, tmp_path):
     flags = [*TINY, "--set", "model_overrides.dropout=0.1", "--recipe", recipe, "--compile"]
     assert command("pretrain", "--out", "whole", *flags) == 0
     torch._dynamo.reset()  # as in a new process

@@ -13,7 +13,7 @@ import fp8stack
 from fp8stack.checkpoint import reader
 from fp8stack.errors import NoUsableCheckpoint
 from fp8stack.training import loop
-from tests.conftest import TINY, Command, metrics
+from tests.conftest import TINY, metrics
 from tests.faults.bounded import TIMEOUT, TRACEBACK, bounded
 from tests.faults.bounded import command as in_child
 from tests.faults.inputs import input_data, input_fuzz
@@ -42,9 +42,7 @@ def run(pristine: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", CORRUPTIONS)
-def test_the_file_is_named_and_the_last_good_checkpoint_used(
-    what: str, pristine: Path, tmp_path: Path
-) -> None:
+def test_the_file_is_named_and_the_last_good_checkpoint_used(what, pristine, tmp_path):
     assert problem(pristine, tmp_path / "copy", CORRUPTIONS[what]) == ""
 
 
@@ -57,7 +55,7 @@ def _flipped(checkpoint_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_nan_weights, _flipped])
-def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(damage, run: Path) -> None:
+def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(damage, run):
     bad = run / "checkpoints" / NEWEST
     damage(bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
@@ -69,7 +67,7 @@ def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(damage, ru
 
 
 @pytest.mark.parametrize("damage", [_nan_weights, _flipped])
-def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(damage, run: Path) -> None:
+def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(damage, run):
     damage(run / "checkpoints" / NEWEST)
     with pytest.warns(UserWarning, match=f"{OLDER} is used, an older checkpoint.*{NEWEST}"):
         model = fp8stack.load(run)
@@ -81,9 +79,7 @@ def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(damage, run: 
     assert f"{OLDER}; optimizer, scales and schedule are new; passed over: " in ended.stdout
 
 
-def test_a_run_without_run_toml_goes_on_by_its_path_too(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_run_toml_goes_on_by_its_path_too(run, command, capsys):
     (run / "run.toml").unlink()
     (run / "metrics.jsonl").unlink()
     assert command("pretrain", "--resume", str(run), "--steps", "5") == 0
@@ -91,12 +87,12 @@ def test_a_run_without_run_toml_goes_on_by_its_path_too(
     assert "steps = 5" in (run / "run.toml").read_text()
 
 
-def test_a_renamed_checkpoint_gives_its_weights(run: Path) -> None:
+def test_a_renamed_checkpoint_gives_its_weights(run):
     (run / "checkpoints" / OLDER).rename(run / "best")
     assert isinstance(fp8stack.load(run / "best"), fp8stack.GPT)
 
 
-def test_a_checkpoint_in_the_place_of_another_is_named(run: Path) -> None:
+def test_a_checkpoint_in_the_place_of_another_is_named(run):
     for path in (run / "checkpoints" / OLDER, run / "checkpoints" / "step-000009"):
         shutil.copytree(run / "checkpoints" / NEWEST, path, dirs_exist_ok=True)
     with pytest.warns(UserWarning, match="step-000009 cannot be used: it is of step 4"):
@@ -104,7 +100,7 @@ def test_a_checkpoint_in_the_place_of_another_is_named(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [f"{NEWEST}/model.safetensors", f"{NEWEST}/checkpoint.json"])
-def test_looking_for_a_bad_checkpoint_changes_nothing(name: str, run: Path) -> None:
+def test_looking_for_a_bad_checkpoint_changes_nothing(name, run):
     (run / "checkpoints" / name).write_bytes(b"")
     (run / "checkpoints" / OLDER / "checkpoint.json").write_text("[]")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -112,7 +108,7 @@ def test_looking_for_a_bad_checkpoint_changes_nothing(name: str, run: Path) -> N
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_file_that_is_far_too_large_is_not_read(run: Path) -> None:
+def test_a_file_that_is_far_too_large_is_not_read(run):
     weights = run / "checkpoints" / NEWEST / "model.safetensors"
     with weights.open("r+b") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
@@ -121,12 +117,12 @@ def test_a_file_that_is_far_too_large_is_not_read(run: Path) -> None:
     assert f"{NEWEST}/model.safetensors is damaged: it has {2**40} bytes" in ended.stdout
 
 
-def test_a_child_that_eats_memory_or_time_is_ended() -> None:
+def test_a_child_that_eats_memory_or_time_is_ended():
     assert bounded(lambda: bytearray(2**31), 2**28).code == TRACEBACK
     assert bounded(lambda: [None for _ in iter(int, 1)], seconds=0.3).code in (TIMEOUT, TRACEBACK)
 
 
-def test_a_stranger_can_state_right_sums(run: Path) -> None:
+def test_a_stranger_can_state_right_sums(run):
     """What the corruptions build on: a manifest that is rewritten verifies."""
     folder = run / "checkpoints" / NEWEST
     rewrite(folder, lambda body: body["info"]["versions"].update(torch="0"))
@@ -138,18 +134,16 @@ def test_a_stranger_can_state_right_sums(run: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", input_data.FAULTS)
-def test_the_file_and_the_place_are_named(fault: str, tmp_path: Path) -> None:
+def test_the_file_and_the_place_are_named(fault, tmp_path):
     assert input_data.problem(tmp_path, fault) == ""
 
 
 @pytest.mark.parametrize("fault", input_data.MEANWHILE)
-def test_they_are_named_by_processes_that_read_ahead_too(fault: str, tmp_path: Path) -> None:
+def test_they_are_named_by_processes_that_read_ahead_too(fault, tmp_path):
     assert input_data.problem(tmp_path, fault, workers=2) == ""
 
 
-def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, command, monkeypatch):
     path = input_data.good(tmp_path / "a.bin")
     advance = loop._Loop.advance
 
@@ -171,7 +165,7 @@ def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(
     assert metrics(tmp_path / "r")[-1]["step"] == 12
 
 
-def test_every_fault_is_done_to_a_file_that_was_good(tmp_path: Path) -> None:
+def test_every_fault_is_done_to_a_file_that_was_good(tmp_path):
     """Else a fault could be found for another reason than the one it is for."""
     input_data.BEFORE["no fault"] = (lambda path: None, ())
     try:
@@ -188,23 +182,21 @@ RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "rows"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_configuration_is_taken_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_any_configuration_is_taken_or_refused_in_one_line(name, tmp_path):
     assert input_fuzz.fuzz(tmp_path, *CONFIGS[name], 50) >= 45
 
 
 @pytest.mark.parametrize("name", DATA_FILES)
-def test_any_data_are_taken_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_any_data_are_taken_or_refused_in_one_line(name, tmp_path):
     assert input_fuzz.fuzz(tmp_path, *DATA_FILES[name], 200) >= 150
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
-def test_any_file_of_a_run_is_read_or_refused_in_one_line(
-    name: str, pristine: Path, tmp_path: Path
-) -> None:
+def test_any_file_of_a_run_is_read_or_refused_in_one_line(name, pristine, tmp_path):
     assert input_fuzz.fuzz(tmp_path, *input_fuzz.run_files(pristine)[name], 15) >= 12
 
 
-def test_an_error_that_is_not_for_users_is_not_let_by(tmp_path: Path) -> None:
+def test_an_error_that_is_not_for_users_is_not_let_by(tmp_path):
     def fails(place: Path, value: int) -> None:
         raise KeyError(value)
 

@@ -34,9 +34,7 @@ SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("bf16", "blo
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "delayed", "current", *SLOW])
-def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(recipe, tmp_path):
     chosen = [(place, value) for place in places(recipe) for value in VALUES]
     assert len(chosen) == {"fp16": 36, "delayed": 44}.get(recipe, 32)
     outcome = transient(tmp_path, recipe, chosen)
@@ -44,9 +42,7 @@ def test_every_value_in_every_place_is_skipped_to_the_bit_taken_back_or_mended(
     assert outcome.injected == outcome.survived == len(chosen)
 
 
-def test_without_the_guard_the_same_check_finds_every_fault_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_guard_the_same_check_finds_every_fault_lost(tmp_path, monkeypatch):
     """The check can fail: here nobody puts the FP8 state back, and nobody looks at the weights."""
     monkeypatch.setattr("fp8stack.training.guard.amax.Amaxes.put_back", lambda self, where: None)
     monkeypatch.setattr(Guard, "_mend", lambda self, found, step, why: found)
@@ -58,9 +54,7 @@ def test_without_the_guard_the_same_check_finds_every_fault_lost(
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "fp16"])
-def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(recipe, tmp_path):
     runs = []
     for name in ("spoilt", "left out"):
         keys = {"steps": 8, "accumulate": 2}
@@ -92,8 +86,8 @@ def left_out(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("step", [1, 4, 8])
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
 def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
-    recipe: str, step: int, tmp_path: Path
-) -> None:
+    recipe, step, tmp_path
+):
     run = small(tmp_path, recipe, steps=8, save_every=4)
     recorder = small_runs.Recorder(run)
     Fault(place="wgrad", value=INF, steps={step}).put(run)
@@ -107,7 +101,7 @@ def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
 
 
 @pytest.mark.parametrize("place", ["wgrad", "weight"])
-def test_a_fault_right_after_a_resumption_is_met_like_any_other(place: str, tmp_path: Path) -> None:
+def test_a_fault_right_after_a_resumption_is_met_like_any_other(place, tmp_path):
     small_runs.trained(small(tmp_path, "current", steps=4))
     run = set_up({"steps": 8}, None, [], str(tmp_path / "r"))
     Fault(place=place, value=NAN, steps={5}).put(run)
@@ -117,7 +111,7 @@ def test_a_fault_right_after_a_resumption_is_met_like_any_other(place: str, tmp_
     assert run.step == 8
 
 
-def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path: Path) -> None:
+def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path):
     run = small(tmp_path, "mxfp8", steps=8)
     Fault(place="moment", value=INF, steps={9}).put(run)
     small_runs.trained(run)
@@ -125,7 +119,7 @@ def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path: Path) 
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
-def test_weights_that_break_again_go_back_again_if_there_was_progress(tmp_path: Path) -> None:
+def test_weights_that_break_again_go_back_again_if_there_was_progress(tmp_path):
     run = small(tmp_path, "fp32", steps=20)
     faults = [Fault(place="weight", value=NAN, steps={step}) for step in (6, 10, 16)]
     for fault in faults:
@@ -136,18 +130,14 @@ def test_weights_that_break_again_go_back_again_if_there_was_progress(tmp_path: 
     assert [fault.injected for fault in faults] == [1, 1, 1]
 
 
-def test_a_learning_rate_that_breaks_the_weights_in_a_finite_step_is_told_at_once(
-    tmp_path: Path,
-) -> None:
+def test_a_learning_rate_that_breaks_the_weights_in_a_finite_step_is_told_at_once(tmp_path):
     run = small(tmp_path, "delayed", steps=8, lr=1e30)
     with pytest.raises(NumericFailure, match=r"^Step 1: .*weight contains .*Lower --lr"):
         small_runs.trained(run)
 
 
 @pytest.mark.parametrize("log_every", [1, 10])
-def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(
-    log_every: int, tmp_path: Path
-) -> None:
+def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_every, tmp_path):
     keys = {"save_every": 8, "log_every": log_every, "guard": {"patience": 2}}
     run = small(tmp_path, "delayed", steps=80, **keys)
     fault = Fault(
@@ -164,7 +154,7 @@ def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(
         assert rungs[0]["why"].startswith("14 of 27 steps were bad: the loss is nan")
 
 
-def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path: Path) -> None:
+def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
     found = []
     for stop in (None, 20):
         keys = {"steps": stop or 40, "guard": {"patience": 2}, "save_every": 8}
@@ -192,22 +182,18 @@ def alternating(run: Run) -> None:
     ],
 )
 def test_trouble_in_every_step_climbs_the_ladder_to_its_end_and_the_place_is_named(
-    recipe: str, place: str, tmp_path: Path
-) -> None:
+    recipe, place, tmp_path
+):
     assert numeric_rows.persistent(tmp_path, recipe, place) == ""
 
 
 @pytest.mark.parametrize(("recipe", "place"), [*((r, "input") for r in FP8), ("delayed", "amax")])
-def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(
-    recipe: str, place: str, tmp_path: Path
-) -> None:
+def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place, tmp_path):
     assert numeric_rows.only_in_fp8(tmp_path, recipe, place) == ""
 
 
 @pytest.mark.parametrize("place", ["history", "scale"])
-def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(
-    place: str, tmp_path: Path
-) -> None:
+def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place, tmp_path):
     runs = []
     for most in (0, math.inf):
         run = small_runs.small_run(tmp_path, f"r{most}", "delayed", steps=10)
@@ -220,7 +206,7 @@ def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(
     assert runs[0] == runs[1]
 
 
-def test_a_history_of_one_amax_trains_and_skips_like_any_other(tmp_path: Path) -> None:
+def test_a_history_of_one_amax_trains_and_skips_like_any_other(tmp_path):
     run = small(tmp_path, "delayed", "recipe_overrides.history_length=1", steps=8)
     recorder = small_runs.Recorder(run)
     Fault(place="wgrad", value=NAN, steps={5}).put(run)
@@ -229,7 +215,7 @@ def test_a_history_of_one_amax_trains_and_skips_like_any_other(tmp_path: Path) -
     assert recorder.at(5) == recorder.at(6)
 
 
-def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path: Path) -> None:
+def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
     run = small(tmp_path, "fp16", steps=8)
     Fault(place="loss_scale", value=NAN, steps={5}).put(run)
     small_runs.trained(run)
@@ -239,12 +225,12 @@ def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path: Path) -> None:
     assert told(run) == [(5, "skip")]
 
 
-def test_the_long_form_of_the_row_has_every_fault() -> None:
+def test_the_long_form_of_the_row_has_every_fault():
     everything = sum(len(places(recipe)) * len(VALUES) for recipe in RECIPES)
     assert everything + 7 * 8 + 5 == numeric_rows.ALL_FAULTS
 
 
-def test_a_digest_tells_any_single_change() -> None:
+def test_a_digest_tells_any_single_change():
     x = torch.zeros(1000)
     digests = {small_runs.digest_of(x)}
     for place in (0, 1, 999):

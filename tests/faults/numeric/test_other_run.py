@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fp8stack.config import FREE_ON_RESUME, RunConfig
-from tests.conftest import Command
 from tests.faults.numeric import numeric_rows, other_runs
 from tests.faults.numeric.other_runs import OTHERS, Other, refusal, resumed_as, saved_run
 
@@ -50,18 +49,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: str(other.keys))
-def test_a_run_that_differs_is_refused_and_the_difference_named(other: Other, saved: Path) -> None:
+def test_a_run_that_differs_is_refused_and_the_difference_named(other, saved):
     assert refusal(saved, other) == ""
 
 
-def test_every_key_that_may_not_change_is_tried() -> None:
+def test_every_key_that_may_not_change_is_tried():
     tried = {key for other in OTHERS for key in other.keys}
     fixed = set(RunConfig.model_fields) - FREE_ON_RESUME
     assert fixed <= tried | NOT_TRIED
 
 
 @pytest.mark.parametrize("keys", FREE, ids=str)
-def test_what_may_change_goes_through(keys: dict[str, Any], saved: Path) -> None:
+def test_what_may_change_goes_through(keys, saved):
     assert keys.keys() <= FREE_ON_RESUME
     run = resumed_as(saved, keys)
     run.folder.release()
@@ -74,15 +73,13 @@ def test_what_may_change_goes_through(keys: dict[str, Any], saved: Path) -> None
             assert found[key] == (tuple(value) if isinstance(value, list) else value)
 
 
-def test_a_resumption_that_is_not_refused_is_told(saved: Path) -> None:
+def test_a_resumption_that_is_not_refused_is_told(saved):
     assert refusal(saved, Other({"log_every": 2}, "log_every")) == "the run was resumed"
     wrong = refusal(saved, Other({"seed": 3}, "lr is"))
     assert wrong.startswith("exit code 2: Cannot resume")
 
 
-def test_the_row_of_the_matrix_counts_what_it_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_row_of_the_matrix_counts_what_it_tried(tmp_path, monkeypatch):
     outcome = numeric_rows.other_runs(tmp_path, 3)
     assert (outcome.injected, outcome.survived, outcome.lost) == (3, 3, ())
     monkeypatch.setattr(
@@ -91,9 +88,7 @@ def test_the_row_of_the_matrix_counts_what_it_tried(
     assert numeric_rows.other_runs(tmp_path, 2).survived == 0
 
 
-def test_the_command_refuses_with_exit_code_2_and_one_line(
-    saved: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_with_exit_code_2_and_one_line(saved, command, capsys):
     capsys.readouterr()
     assert (
         command("pretrain", "--resume", str(saved), "--set", "model_overrides.vocabulary=300") == 2

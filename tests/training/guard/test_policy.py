@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,54 +19,25 @@ from fp8stack.backends import base, fp8_state
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure
 from fp8stack.precision.recipe import load_recipe
-from fp8stack.training.loop import train
-from fp8stack.training.run import Run
 from fp8stack.training.run_folder import read_rows
-from tests.conftest import Command, metrics
-from tests.support.small_loop import SmallLoop
+from tests.conftest import metrics
+from tests.faults.numeric.numeric_faults import Fault
+from tests.support.small_loop import SmallLoop, changed
 
 NAN, INF = math.nan, math.inf
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return [row for row in metrics(run) if "event" in row]
-
-
-def told(run: Path) -> list[tuple[int, str]]:
-    return [(row["step"], row["event"]) for row in events(run)]
-
-
-def spoil(run: Run, layer: str, steps: Callable[[int], bool], factor: float = NAN) -> None:
-    """Have a layer's output be `factor` times itself in some steps, as long as it is in FP8."""
-    part = run.model.get_submodule(layer)
-
-    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        in_fp8 = getattr(module, "in_fp8", True)
-        if not module.training or not steps(run.step + 1) or not in_fp8:
-            return None
-        return output * factor
-
-    part.register_forward_hook(hook)
-
-
-def go(small: SmallLoop) -> int:
-    """The whole run, as the command does it."""
-    return train(small.run)
-
-
-def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_of_fp8(
-    tmp_path: Path,
-) -> None:
+def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_of_fp8(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", steps=16, save_every=4, guard={"layer_steps": 3})
-    spoil(small.run, "blocks.0.mlp.up", lambda step: 6 <= step <= 11)
-    assert go(small) == 0
-    assert told(tmp_path / "r") == [
+    small.spoil("blocks.0.mlp.up", range(6, 12))
+    assert small.go() == 0
+    assert small.told() == [
         (6, "skip"), (7, "skip"), (8, "skip"), (8, "rollback"),
         (6, "skip"), (7, "skip"), (8, "skip"),  # left out, after 5 was done again
         (9, "skip"), (10, "skip"), (11, "skip"), (11, "demote"),
         (15, "restore"),
     ]  # fmt: skip
-    by_name = {row["event"]: row for row in events(tmp_path / "r")}
+    by_name = {row["event"]: row for row in small.events()}
     assert by_name["rollback"]["to_step"] == 4
     demoted = by_name["demote"]
     assert (demoted["layer"], demoted["operand"]) == ("blocks.0.mlp.up", "output")
@@ -78,11 +48,11 @@ def test_steps_that_go_wrong_again_and_again_roll_back_then_take_the_layer_out_o
     assert all(losses[step] is not None for step in (1, 5, 12, 16))
 
 
-def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", steps=16, save_every=4, guard={"layer_steps": 3})
-    spoil(small.run, "blocks.0.mlp.up", lambda step: step >= 6)
+    small.spoil("blocks.0.mlp.up", range(6, 99))
     small.advance(5)
-    before, outcomes = state_of(small), []
+    before, outcomes = small.everything(), []
     small.loop.carry_out = outcomes.append  # type: ignore[assignment]
     small.advance(6)
     acted = [one for one in outcomes if one.back_to is not None or one.leave_fp8]
@@ -94,8 +64,7 @@ def test_the_guard_says_what_is_to_be_done_and_leaves_the_run_as_it_was(tmp_path
     assert [event["event"] for event in leave.events] == ["skip", "demote"]
     assert small.run.step == 11
     assert "blocks.0.mlp.up" in fp8_linears(small.run.model)
-    after = state_of(small)
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert changed(before, small.everything()) == []
 
 
 # Every key of every recipe, at values that are not the defaults.
@@ -130,7 +99,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_every_key_of_every_recipe_is_tried_with_the_guard() -> None:
+def test_every_key_of_every_recipe_is_tried_with_the_guard():
     for name in presets.names("recipes"):
         keys = set(type(load_recipe(name)).model_fields) - {"name", "description", "scaling"}
         if name == "tf32":  # it rounds all products, those of attention too
@@ -146,112 +115,72 @@ def test_every_key_of_every_recipe_is_tried_with_the_guard() -> None:
         for place, keys in enumerate(tried)
     ],
 )
-def test_the_guard_finds_nothing_in_a_clean_run(
-    recipe: str, keys: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_guard_finds_nothing_in_a_clean_run(recipe, keys, tmp_path):
     small = SmallLoop(
         tmp_path / "r", recipe, steps=8, recipe_overrides=keys, guard={"warmup": 8, "window": 8},
         accumulate=2, first_loss_scale=1024.0,
     )  # fmt: skip
     small.advance(8)
-    assert events(tmp_path / "r") == []
+    assert small.events() == []
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
-def test_the_layer_is_named_in_every_recipe_and_the_whole_model_comes_last(
-    recipe: str, tmp_path: Path
-) -> None:
-    small = SmallLoop(tmp_path / "r", recipe, steps=30, guard={"layer_steps": 0, "patience": 2})
-    run = small.run
-    for layer in ("qkv", "output"):
-        spoil(run, f"blocks.0.attention.{layer}", lambda step: step >= 4)
-    for layer in ("up", "down"):
-        spoil(run, f"blocks.0.mlp.{layer}", lambda step: step >= 4)
-    assert go(small) == 0
-    layers = [row["layer"] for row in events(tmp_path / "r") if row["event"] == "demote"]
-    assert layers == [
-        "blocks.0.attention.qkv", "blocks.0.attention.output", "blocks.0.mlp.up", "*",
+def test_layer_by_layer_leaves_fp8_then_the_whole_model_and_rows_tell_the_precision_of_their_step(
+    tmp_path,
+):
+    small = SmallLoop(tmp_path / "r", "mxfp8", steps=16, guard={"layer_steps": 0, "patience": 2})
+    for layer in ("attention.qkv", "attention.output", "mlp.up", "mlp.down"):
+        small.spoil(f"blocks.0.{layer}", range(4, 99))
+    assert small.go() == 0
+    demoted = [(row["step"], row["layer"]) for row in small.events() if row["event"] == "demote"]
+    assert demoted == [
+        (5, "blocks.0.attention.qkv"), (7, "blocks.0.attention.output"), (9, "blocks.0.mlp.up"),
+        (11, "*"),
     ]  # fmt: skip
-    assert metrics(tmp_path / "r")[-1]["fp8_gemms"] == 0
+    rows = [row for row in metrics(tmp_path / "r") if "fp8_gemms" in row]
+    assert [(row["precision"], row["fp8_gemms"] > 0) for row in rows] == [
+        *[("mxfp8-emulated", True)] * 11, *[("fp32", False)] * 5,
+    ]  # fmt: skip
 
 
-def test_a_weight_that_is_not_finite_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
-    small = SmallLoop(tmp_path / "r", "current", steps=12, save_every=4)
-    weight = small.run.model.blocks[0].mlp.down.weight
-    done: list[int] = []
-
-    def spoil_once(module: nn.Module, args: object) -> None:
-        if small.run.step + 1 == 6 and not done:
-            done.append(1)
-            with torch.no_grad():
-                weight[0, 0] = INF
-
-    small.run.model.register_forward_pre_hook(spoil_once)
-    assert go(small) == 0
-    # FP8 casts an infinite weight to its largest value, so no step is bad: the look after it sees.
-    assert told(tmp_path / "r") == [(6, "rollback"), (6, "skip")]
-    assert "demote" not in dict(map(reversed, told(tmp_path / "r")))
-    assert weight.isfinite().all()
-
-
-def test_a_moment_that_is_not_finite_comes_back_as_well(tmp_path: Path) -> None:
+def test_a_moment_that_is_not_finite_is_seen_before_the_evaluation_runs(tmp_path):
     small = SmallLoop(tmp_path / "r", "mxfp8", steps=12, save_every=4, eval_every=5)
-    done: list[int] = []
-
-    def spoil_once(optimizer: object, args: object, kwargs: object) -> None:
-        if small.run.step + 1 == 5 and not done:
-            done.append(1)
-            state = small.run.optimizer.state[small.run.model.final_norm.weight]
-            state["exp_avg"][0] = NAN
-
-    small.run.optimizer.register_step_pre_hook(spoil_once)
-    assert go(small) == 0
-    # The look after step 5 sees it, before the evaluation does.
-    assert told(tmp_path / "r")[0] == (5, "rollback")
+    Fault(place="moment", layer="blocks.0.mlp.up", value=NAN, steps={6}).put(small.run)
+    assert small.go() == 0
+    assert small.told()[0] == (5, "rollback")
     assert all(parameter.isfinite().all() for parameter in small.run.model.parameters())
 
 
-def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_takes_the_next_rung(
-    tmp_path: Path,
-) -> None:
+def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_takes_the_next_rung(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", steps=8)
-    spoil(small.run, "blocks.0.mlp.down", lambda step: step >= 2)
-    assert go(small) == 0
-    assert told(tmp_path / "r") == [(2, "skip"), (3, "skip"), (4, "skip"), (4, "demote")]
+    small.spoil("blocks.0.mlp.down", range(2, 99))
+    assert small.go() == 0
+    assert small.told() == [(2, "skip"), (3, "skip"), (4, "skip"), (4, "demote")]
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis_and_good_checkpoints(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, steps=40, save_every=4)
-    run = small.run
-
-    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        return output * (NAN if module.training and run.step + 1 >= 6 else 1.0)
-
-    run.model.final_norm.register_forward_hook(hook)
+    small.spoil("final_norm", range(6, 99))
     with pytest.raises(NumericFailure) as error:
-        go(small)
+        small.go()
     text = str(error.value)
     assert "\n" not in text
-    assert "the loss is nan" in text
-    assert "It shows first in final_norm, output is not finite." in text
-    assert "went back to step 4" in text
+    for piece in (
+        "the loss is nan", "It shows first in final_norm, output is not finite.",
+        "went back to step 4", "The last checkpoint is step-000008.", "Lower --lr",
+    ):  # fmt: skip
+        assert piece in text
     assert ("ran the whole model in fp32" in text) == (recipe == "delayed")
-    assert "The last checkpoint is step-000008." in text
-    assert "Lower --lr" in text
-    assert events(tmp_path / "r")[-1]["event"] == "stop"
-    assert events(tmp_path / "r")[-1]["why"] == text
+    assert (small.events()[-1]["event"], small.events()[-1]["why"]) == ("stop", text)
 
 
-def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path: Path) -> None:
+def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path):
     keys: dict[str, Any] = {"guard": {"warmup": 8, "patience": 2}, "steps": 16}
     small = SmallLoop(tmp_path / "r", "current", recipe_overrides={"head": True}, **keys)
-    spoil(small.run, "lm_head", lambda step: step in (12, 13), factor=100.0)
-    assert go(small) == 0
-    assert told(tmp_path / "r") == [(12, "skip"), (13, "skip"), (13, "demote")]
-    skip, _, demoted = events(tmp_path / "r")
+    small.spoil("lm_head", {12, 13}, factor=100.0)
+    assert small.go() == 0
+    assert small.told() == [(12, "skip"), (13, "skip"), (13, "demote")]
+    skip, _, demoted = small.events()
     assert "is above its limit" in skip["why"]
     assert (demoted["layer"], demoted["operand"]) == ("lm_head", "output")
     assert "times its usual" in demoted["why"]
@@ -265,36 +194,39 @@ def spoilt(folder: Path, **keys: Any) -> SmallLoop:
     """A run whose steps 6 to 11 go wrong in a layer, so that it rolls back and takes it out of FP8
     for four steps."""
     small = SmallLoop(folder, "delayed", steps=18, save_every=2, guard={"layer_steps": 4}, **keys)
-    spoil(small.run, "blocks.0.mlp.up", lambda step: 6 <= step <= 11)
+    small.spoil("blocks.0.mlp.up", range(6, 12))
     return small
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
     """What such a run comes to and tells that nobody stops."""
-    folder = tmp_path_factory.mktemp("whole")
-    small = spoilt(folder)
-    go(small)
-    return state_of(small), told(folder)
+    small = spoilt(tmp_path_factory.mktemp("whole") / "r")
+    small.go()
+    return small.everything(), small.told()
 
 
-@pytest.mark.parametrize("stop", [5, 7, 8, 10, 12, 14])
-def test_a_run_that_is_killed_amid_the_guards_work_and_resumed_decides_the_same_again(
-    stop: int, whole: tuple[dict[str, Tensor], list[Any]], tmp_path: Path
-) -> None:
-    killed = spoilt(tmp_path / "r")
-    for _ in range(stop):
-        step = killed.run.step + 1
-        killed.loop.advance(step, killed.tokens_of(step))
-    killed.run.folder.release()
+@pytest.mark.parametrize(
+    ("step", "saves"), [*((step, False) for step in (5, 7, 8, 10, 12, 14)), (7, True)]
+)
+def test_a_run_that_ends_amid_the_guards_work_and_is_resumed_decides_the_same_again(
+    step, saves, whole, tmp_path
+):
+    ended = spoilt(tmp_path / "r")
+    for _ in range(step):
+        number = ended.run.step + 1
+        ended.loop.advance(number, ended.tokens_of(number))
+    if saves:  # as where a signal asks for it
+        ended.loop.stop()
+    ended.run.folder.release()
     resumed = spoilt(tmp_path / "r", resume="auto")
-    go(resumed)
-    a, b = whole[0], state_of(resumed)
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
-    assert told(tmp_path / "r")[-3:] == whole[1][-3:]
+    resumed.go()
+    assert changed(whole[0], resumed.everything()) == []
+    assert resumed.told()[-3:] == whole[1][-3:]
+    assert resumed.told() == whole[1] or not saves
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", steps=16, save_every=4)
 
     def spoil_some(module: nn.Module, args: object, loss: Tensor) -> Tensor:
@@ -303,59 +235,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_gone_after_a_roll_back(tmp_path
         return loss * (NAN if module.training and 10 <= small.run.step + 1 <= 12 else 1.0)
 
     small.run.model.register_forward_hook(spoil_some)
-    assert go(small) == 0
-    by_name = {row["event"]: row for row in events(tmp_path / "r")}
+    assert small.go() == 0
+    by_name = {row["event"]: row for row in small.events()}
     assert by_name["rollback"]["to_step"] == 4
     names = sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())
     assert names == ["step-000012", "step-000016"]
 
 
-def test_a_run_stopped_amid_bad_steps_and_resumed_decides_the_same_again(tmp_path: Path) -> None:
-    runs = []
-    for name in ("whole", "stopped"):
-        small = SmallLoop(tmp_path / name, "fp32", steps=12, save_every=4)
-        spoil(small.run, "final_norm", lambda step: 6 <= step <= 8)
-        if name == "stopped":
-            small.advance(7)
-            small.loop.stop()
-            small.run.folder.release()
-            assert metrics(tmp_path / name)[-1]["step"] == 7
-            small = SmallLoop(tmp_path / name, "fp32", steps=12, save_every=4, resume="auto")
-            spoil(small.run, "final_norm", lambda step: 6 <= step <= 8)
-        go(small)
-        runs.append((state_of(small), told(tmp_path / name)))
-    assert runs[0][1] == runs[1][1]
-    a, b = runs[0][0], runs[1][0]
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
-
-
-def test_what_happened_just_before_a_left_out_step_is_told(tmp_path: Path) -> None:
+def test_what_happened_just_before_a_left_out_step_is_told(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", steps=20, log_every=10, eval_every=20, save_every=20)
     small.loop.guard.left_out = {18, 19, 20}
-    spoil(small.run, "final_norm", lambda step: step == 17)
+    small.spoil("final_norm", {17})
     for step in range(1, 21):
         small.loop.advance(step, small.tokens_of(step))
-    assert told(tmp_path / "r") == [(18, "skip"), (19, "skip"), (20, "skip"), (17, "skip")]
+    assert small.told() == [(18, "skip"), (19, "skip"), (20, "skip"), (17, "skip")]
     assert metrics(tmp_path / "r")[-1]["val_loss"] > 0
 
 
-def test_the_precision_of_a_row_is_that_of_its_step(tmp_path: Path) -> None:
-    small = SmallLoop(tmp_path / "r", "current", steps=8, guard={"patience": 2})
-    for part in ("qkv", "output"):
-        spoil(small.run, f"blocks.0.attention.{part}", lambda step: step >= 3)
-    for part in ("up", "down"):
-        spoil(small.run, f"blocks.0.mlp.{part}", lambda step: step >= 3)
-    small.loop.guard.demoted = dict.fromkeys(["a", "b", "c"])  # no single layer is left to try
-    small.advance(6)
-    told_precision = [row["precision"] for row in metrics(tmp_path / "r") if "fp8_gemms" in row]
-    assert told_precision == ["current-emulated"] * 4 + ["fp32"] * 2
-
-
-def test_broken_weights_without_a_checkpoint_are_told_for_what_they_are(tmp_path: Path) -> None:
-    small = SmallLoop(tmp_path / "r", "fp32", steps=8, eval_every=2)
+def break_evaluations(small: SmallLoop) -> None:
     small.run.model.register_forward_hook(
         lambda model, args, loss: None if model.training else loss * NAN
     )
+
+
+def test_broken_weights_without_a_checkpoint_are_told_for_what_they_are(tmp_path):
+    small = SmallLoop(tmp_path / "r", "fp32", steps=8, eval_every=2)
+    break_evaluations(small)
     small.advance(1)
     with pytest.raises(NumericFailure) as error:
         small.advance(1)
@@ -363,46 +268,20 @@ def test_broken_weights_without_a_checkpoint_are_told_for_what_they_are(tmp_path
     assert text.startswith("Step 2: the validation loss is not finite. ")
     assert "Weights are as before" not in text
     assert "fp32" not in text
-    assert events(tmp_path / "r")[-1]["event"] == "stop"
+    assert small.events()[-1]["event"] == "stop"
 
 
-def test_broken_weights_are_not_answered_by_leaving_fp8(tmp_path: Path) -> None:
+def test_broken_weights_are_not_answered_by_leaving_fp8(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", steps=8, save_every=2, eval_every=3)
-    small.run.model.register_forward_hook(
-        lambda model, args, loss: None if model.training else loss * NAN
-    )
+    break_evaluations(small)
     with pytest.raises(NumericFailure, match="Step 3: the validation loss is not finite"):
-        go(small)
-    assert told(tmp_path / "r") == [
+        small.go()
+    assert small.told() == [
         (3, "non-finite"), (3, "rollback"), (3, "skip"), (3, "non-finite"), (3, "stop"),
     ]  # fmt: skip
 
 
-def test_fp16_that_overflows_on_and_on_goes_to_bf16_after_an_alarm(tmp_path: Path) -> None:
-    small = SmallLoop(tmp_path / "r", "fp16", steps=16, save_every=100)
-    run = small.run
-
-    def hook(gradient: Tensor) -> Tensor:
-        return gradient * (INF if run.scaler is not None and run.step + 1 >= 3 else 1.0)
-
-    run.model.final_norm.weight.register_hook(hook)
-    assert go(small) == 0
-    assert told(tmp_path / "r") == [(6, "loss_scale"), (10, "precision")]
-    assert "4 overflows in a row" in events(tmp_path / "r")[0]["why"]
-    rows = [row for row in metrics(tmp_path / "r") if "event" not in row]
-    assert [row["precision"] for row in rows[8:12]] == ["fp16", "fp16", "bf16", "bf16"]
-    assert "loss_scale" not in rows[-1]
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    head = run.model.lm_head(torch.zeros(1, run.model.config.width))
-    assert head.dtype == torch.bfloat16
-    resumed = SmallLoop(tmp_path / "r", "fp16", steps=18, save_every=100, resume="auto")
-    assert go(resumed) == 0
-    assert metrics(tmp_path / "r")[-1]["precision"] == "bf16"
-
-
-def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_path, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 40, 4000)
     tokens[9::10] = 255  # ends a document
     tokens.astype("<u2").tofile(tmp_path / "tokens.bin")
@@ -420,8 +299,13 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(
         lambda gradient: gradient * (INF if run.scaler is not None and run.step + 1 >= 3 else 1.0)
     )
     fp16 = run.active
-    assert go(small) == 0
-    assert told(tmp_path / "r") == [(6, "loss_scale"), (7, "precision")]
+    assert small.go() == 0
+    assert small.told() == [(6, "loss_scale"), (7, "precision")]
+    assert "4 overflows in a row" in small.events()[0]["why"]
+    rows = [row for row in metrics(tmp_path / "r") if "event" not in row]
+    assert [row["precision"] for row in rows] == ["fp16"] * 7 + ["bf16"] * 2
+    assert "loss_scale" not in rows[-1]
+    assert run.model.lm_head(torch.zeros(1, run.model.config.width)).dtype == torch.bfloat16
     half, brain = torch.float16, torch.bfloat16
     assert {step: dtypes for step, *dtypes in seen} == {
         step: [half, half] if step < 7 else [brain, brain] for step in range(10)
@@ -440,32 +324,20 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(
     resumed = SmallLoop(tmp_path / "r", "fp16", steps=10, resume="auto", **keys)
     assert resumed.run.plan == run.plan
     assert json.loads((tmp_path / "r" / "plan.json").read_text()) == written
-    assert go(resumed) == 0
+    assert resumed.go() == 0
     assert seen[-1][1:] == (brain, brain)
+    assert metrics(tmp_path / "r")[-1]["precision"] == "bf16"
 
 
-def test_the_command_ends_with_exit_code_5_and_one_line(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--model", "gpt-nano", "--recipe", "fp32", "--lr", "1e30", "--out", "r"]
-    sizes = ["--set", "model_overrides.layers=1", "--set", "model_overrides.width=32"]
-    assert command("pretrain", *flags, *sizes, "--steps", "60", "--batch", "4") == 5
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "Step 1: embedding.weight contains" in line
-    assert "Lower --lr (now 1e+30)" in line
-
-
-def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path: Path) -> None:
+def test_resuming_may_change_a_key_of_the_guard_and_keeps_the_others(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", steps=2, guard={"patience": 5})
-    go(small)
+    small.go()
     resumed = SmallLoop(tmp_path / "r", "fp32", steps=3, resume="auto", guard={"window": 64})
     assert (resumed.run.config.guard.patience, resumed.run.config.guard.window) == (5, 64)
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_guard_puts_its_faults_in_and_tells_what_came_of_them(
-    tmp_path: Path,
-) -> None:
+def test_the_benchmark_of_the_guard_puts_its_faults_in_and_tells_what_came_of_them(tmp_path):
     words = ["--tiny", "--cases", "clean,nan,spikes", "--runs", str(tmp_path / "runs")]
     found = runner.measured(guard, "guard", words)
     clean, nan, spikes = found["results"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +18,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_all_of_twenty_tenfold_losses_are_caught(recipe: str, tmp_path: Path) -> None:
+def test_all_of_twenty_tenfold_losses_are_caught(recipe, tmp_path):
     outcome = spiked(tmp_path, recipe, SPIKES)
     assert (outcome.injected, outcome.survived, outcome.lost) == (20, 20, ())
 
 
-def test_a_guard_that_lets_spikes_pass_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guard_that_lets_spikes_pass_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(numeric_rows, "spiked_steps", lambda steps: [7, 8])  # none is there
     outcome = spiked(tmp_path, "fp32", 2)
     assert (outcome.injected, outcome.survived) == (2, 0)
@@ -34,13 +31,11 @@ def test_a_guard_that_lets_spikes_pass_is_told(
 
 
 @pytest.mark.parametrize("recipe", ["current", "fp16"])
-def test_of_clean_steps_none_or_almost_none_is_skipped(recipe: str, tmp_path: Path) -> None:
+def test_of_clean_steps_none_or_almost_none_is_skipped(recipe, tmp_path):
     assert falsely_skipped(tmp_path, recipe, 150) == 0
 
 
-def test_clean_steps_that_are_skipped_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clean_steps_that_are_skipped_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(numeric_rows, "falsely_skipped", lambda *_: 3)
     assert clean(tmp_path, "fp32", 1000).lost == (
         "fp32: 3 of 1,000 clean steps were skipped (0.3 %)",
@@ -49,9 +44,7 @@ def test_clean_steps_that_are_skipped_are_told(
     assert clean(tmp_path, "fp32", 1000).lost == ()
 
 
-def test_spikes_are_spread_over_the_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spikes_are_spread_over_the_recipes(tmp_path, monkeypatch):
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(numeric_rows, "falsely_skipped", lambda _, r, n: asked.append((r, n)) or 0)
     monkeypatch.setattr(numeric_rows, "spiked", lambda _, r, n: Outcome(injected=n, survived=n))
@@ -59,14 +52,14 @@ def test_spikes_are_spread_over_the_recipes(
     assert asked == [(recipe, 2500) for recipe in ("fp32", "delayed", "current", "fp16")]
 
 
-def test_what_float32_cannot_square_counts_as_infinite() -> None:
+def test_what_float32_cannot_square_counts_as_infinite():
     largest = torch.tensor(LARGEST)
     assert (largest * largest).isinf()
     below = torch.nextafter(largest, torch.tensor(0.0))
     assert (below * below).isfinite()
 
 
-def test_a_tenfold_loss_is_a_spike_while_losses_fall_fast() -> None:
+def test_a_tenfold_loss_is_a_spike_while_losses_fall_fast():
     steps = torch.arange(128, dtype=torch.float64)[:, None]
     falling = 0.6 + 4.9 * torch.exp(-steps / 40)
     limit = spike_limit(falling, GuardConfig(), 1.5).item()
@@ -74,7 +67,7 @@ def test_a_tenfold_loss_is_a_spike_while_losses_fall_fast() -> None:
     assert falling[-1] < limit < 10 * falling[-1]
 
 
-def test_a_window_without_values_has_no_limit() -> None:
+def test_a_window_without_values_has_no_limit():
     for rows in (0, 8):
         window = torch.full((rows, 2), math.nan)
         limit = spike_limit(window, GuardConfig(warmup=8, window=8), 1.5)

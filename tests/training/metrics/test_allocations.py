@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ MIB = 2**20
 CPU = torch.device("cpu")
 
 
-def test_a_gpus_figures_are_those_of_the_step_alone() -> None:
+def test_a_gpus_figures_are_those_of_the_step_alone():
     before = {
         "allocation.all.allocated": 1000, "allocated_bytes.all.allocated": 500 * MIB,
         "allocated_bytes.all.current": 100 * MIB, "segment.all.allocated": 7,
@@ -47,7 +46,7 @@ def test_a_gpus_figures_are_those_of_the_step_alone() -> None:
     )
 
 
-def test_a_gpu_that_runs_out_of_memory_is_told_of_with_a_remedy() -> None:
+def test_a_gpu_that_runs_out_of_memory_is_told_of_with_a_remedy():
     found = on_gpu({}, {"segment.all.allocated": 3, "num_alloc_retries": 2})
     assert words(found).endswith(
         "Segments newly asked of the GPU: 3. Memory ran out 2 times and caches were emptied: lower "
@@ -55,14 +54,14 @@ def test_a_gpu_that_runs_out_of_memory_is_told_of_with_a_remedy() -> None:
     )
 
 
-def test_a_cpus_figures_count_allocations_and_the_most_at_once() -> None:
+def test_a_cpus_figures_count_allocations_and_the_most_at_once():
     found = on_cpu([10 * MIB, 20 * MIB, -10 * MIB, 5 * MIB, -40 * MIB], (64 * MIB, 16 * MIB))
     assert (found.count, found.bytes, found.peak_bytes) == (3, 35 * MIB, 30 * MIB)
     assert "of which 16.0 MiB (25.0 %)" in words(found)
     assert "GPU" not in words(found)
 
 
-def test_what_the_system_does_not_tell_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_does_not_tell_is_not_said(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert allocations.heap_bytes() is None
     assert words(on_cpu([MIB], None)) == (
@@ -71,7 +70,7 @@ def test_what_the_system_does_not_tell_is_not_said(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_the_profiler_sees_each_tensor() -> None:
+def test_the_profiler_sees_each_tensor():
     a = torch.ones(256, 256)  # 256 KiB
     with profiler.recording(CPU) as recorded:
         kept = a.neg()
@@ -86,7 +85,7 @@ def test_the_profiler_sees_each_tensor() -> None:
 
 
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
-def test_the_heap_grows_with_what_is_held() -> None:
+def test_the_heap_grows_with_what_is_held():
     before = allocations.heap_bytes()
     held = torch.ones(64, MIB // 4)  # 64 MiB
     after = allocations.heap_bytes()
@@ -96,7 +95,7 @@ def test_the_heap_grows_with_what_is_held() -> None:
     assert in_use[1] - in_use[0] >= held.nbytes - MIB
 
 
-def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_path: Path) -> None:
+def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_path):
     """In the steady state each step allocates as often and as much as the one before."""
     counts = []
     for extra in (0, 1):
@@ -111,7 +110,7 @@ def test_a_profiled_step_tells_its_allocations_and_its_slowest_operators(tmp_pat
     assert int(counts[0][0].replace(",", "")) > 100
 
 
-def test_less_is_held_at_once_with_activation_checkpointing(tmp_path: Path) -> None:
+def test_less_is_held_at_once_with_activation_checkpointing(tmp_path):
     peaks = []
     for mode in ("none", "selective", "block"):
         small = SmallLoop(
@@ -140,13 +139,8 @@ def test_less_is_held_at_once_with_activation_checkpointing(tmp_path: Path) -> N
     ],
 )
 def test_segments_expand_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    cuda: str | None,
-    begun: bool,
-    environment: dict[str, str],
-    done: bool,
-) -> None:
+    monkeypatch, device, cuda, begun, environment, done
+):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -181,7 +175,7 @@ print(without, faults())
 
 
 @pytest.mark.skipif(allocations.heap_bytes() is None, reason="not glibc 2.33 or later")
-def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path: Path) -> None:
+def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", FAULTS], env=clean, capture_output=True, text=True, check=True
@@ -192,7 +186,7 @@ def test_freed_memory_is_kept_and_not_faulted_in_again(tmp_path: Path) -> None:
     assert kept < 100
 
 
-def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_cpu_keeps_freed_memory(tmp_path, monkeypatch):
     called: list[bool] = []
     monkeypatch.setattr(build, "keep_freed_memory", lambda: called.append(True))
     SmallLoop(tmp_path / "r", "fp32")

@@ -29,7 +29,7 @@ def of_step(folder: Path, step: int) -> dict[str, dict]:
     return {row["event"]: row for row in rows(folder) if row["step"] == step}
 
 
-def test_in_fp16_a_step_is_nine_events_in_their_order_with_what_they_saw(tmp_path: Path) -> None:
+def test_in_fp16_a_step_is_nine_events_in_their_order_with_what_they_saw(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", debug_steps=2, first_loss_scale=1024.0, clip=0.5)
     small.advance(3)
     found = rows(tmp_path / "r")
@@ -53,9 +53,7 @@ def test_in_fp16_a_step_is_nine_events_in_their_order_with_what_they_saw(tmp_pat
     assert not any("skipped" in row for row in found)
 
 
-def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch(
-    tmp_path: Path,
-) -> None:
+def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", debug_steps=1, accumulate=2)
     small.advance(2)
     found = rows(tmp_path / "r")
@@ -70,9 +68,7 @@ def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch
     assert found[-3]["loss"] == pytest.approx(sum(losses) / 2)
 
 
-def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scale_fell(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scale_fell(tmp_path):
     keys = {"debug_steps": 3, "first_loss_scale": 1024.0, "optimizer": "muon"}
     small = SmallLoop(tmp_path / "r", "fp16", **keys)
     weight = small.run.model.blocks[0].mlp.up.weight
@@ -87,7 +83,7 @@ def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scal
     assert "skipped" not in of_step(tmp_path / "r", 3)["optimizer"]
 
 
-def test_a_bad_loss_is_told_as_json_and_skips_the_step(tmp_path: Path) -> None:
+def test_a_bad_loss_is_told_as_json_and_skips_the_step(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", debug_steps=1)
     small.run.model.register_forward_hook(lambda model, args, loss: loss * math.nan)
     small.advance(1)
@@ -98,7 +94,7 @@ def test_a_bad_loss_is_told_as_json_and_skips_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "accumulate"), [("fp16", 1), ("delayed", 2)])
-def test_the_log_changes_no_number_of_the_run(recipe: str, accumulate: int, tmp_path: Path) -> None:
+def test_the_log_changes_no_number_of_the_run(recipe, accumulate, tmp_path):
     ends = []
     for steps in (0, 3):
         folder = tmp_path / str(steps)
@@ -111,7 +107,7 @@ def test_the_log_changes_no_number_of_the_run(recipe: str, accumulate: int, tmp_
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
 
 
-def test_after_the_steps_that_were_asked_for_nothing_is_read_or_written(tmp_path: Path) -> None:
+def test_after_the_steps_that_were_asked_for_nothing_is_read_or_written(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", debug_steps=1)
     assert sum(host_reads(small.next_step()).values()) > 0
     written = len(rows(tmp_path / "r"))
@@ -119,7 +115,7 @@ def test_after_the_steps_that_were_asked_for_nothing_is_read_or_written(tmp_path
     assert len(rows(tmp_path / "r")) == written == len(ORDER)
 
 
-def test_a_start_that_goes_on_writes_its_own_first_steps(tmp_path: Path) -> None:
+def test_a_start_that_goes_on_writes_its_own_first_steps(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", save_every=2)
     small.advance(2)
     small.resumed(debug_steps=1).advance(2)

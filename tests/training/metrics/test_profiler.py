@@ -14,7 +14,7 @@ import torch
 
 from fp8stack.training import loop
 from fp8stack.training.metrics import profiler
-from tests.conftest import TINY, Command, losses, metrics
+from tests.conftest import TINY, losses, metrics
 from tests.support.small_loop import SmallLoop
 
 CPU = torch.device("cpu")
@@ -26,9 +26,7 @@ def traced(run: Path) -> list[str]:
     return [event["name"] for event in content["traceEvents"]]
 
 
-def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(command, tmp_path, capsys):
     flags = ["--recipe", "fp32", *TINY]
     assert command("pretrain", "--out", "plain", *flags) == 0
     assert not (tmp_path / "plain" / "profile").exists()
@@ -54,7 +52,7 @@ def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
     assert again.startswith("Step 16: ")  # the last, since there is no fifth
 
 
-def test_the_table_has_the_largest_own_times_in_order_with_shares_of_all() -> None:
+def test_the_table_has_the_largest_own_times_in_order_with_shares_of_all():
     a = torch.ones(512, 512)
 
     def work() -> None:
@@ -87,9 +85,7 @@ class Event:
         self.self_cpu_time_total, self.self_device_time_total = cpu_us, gpu_us
 
 
-def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(monkeypatch):
     events = [
         Event("CPU", "aten::mm", 4, 10.0, 3000.0),
         Event("CPU", "aten::add", 2, 900.0, 1000.0),
@@ -106,7 +102,7 @@ def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(
     ]
 
 
-def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path: Path) -> None:
+def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path):
     keys = {"profile": True, "profile_step": 2, "profile_steps": 3}
     plain = SmallLoop(tmp_path / "plain", "fp32", steps=6)
     plain.advance(6)
@@ -134,9 +130,7 @@ def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path: Path) ->
     assert "Memory in these 3 steps: " in text
 
 
-def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(command, tmp_path, capsys):
     flags = ["--recipe", "fp32", "--profile", *TINY]
     assert command("pretrain", "--out", "r", *flags, "--set", "profile_step=99") == 2
     assert "profile_step 99 is after the last step, 12. Choose" in capsys.readouterr().err
@@ -151,8 +145,8 @@ def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
 
 
 def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     spans = [(0, 30), (10, 20), (25, 40), (50, 60)]  # together 50 of 100 us
     kernels = [Event("CUDA", "kernel", 1, 0.0, end - start) for start, end in spans]
     annotation = Event("CUDA", "step 1", 1, 0.0, 100)
@@ -172,9 +166,7 @@ def test_the_share_of_the_time_that_a_gpu_is_busy_counts_kernels_at_once_once(
     assert profiler.busy(recorded) is None
 
 
-def test_the_time_of_the_profiled_step_is_without_what_writing_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, monkeypatch):
     now, write = [0.0], profiler.write
     small = SmallLoop(tmp_path / "r", "fp32", steps=2, profile=True)
     train_step = small.loop.train_step
@@ -196,9 +188,7 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(
     assert now[0] == 104
 
 
-def test_a_folder_with_a_profile_of_something_else_is_not_written_into(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_profile_of_something_else_is_not_written_into(command, tmp_path, capsys):
     (tmp_path / "r" / "profile").mkdir(parents=True)
     assert command("pretrain", "--recipe", "fp32", "--out", "r", *TINY) == 2
     assert "r/profile is in the way" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.training.metrics import trackers
-from tests.conftest import TINY, Command, metrics
+from tests.conftest import TINY, metrics
 
 PRETRAIN = [sys.executable, "-m", "fp8stack", "pretrain"]
 KEYS = ("loss", "lr", "grad_norm")
@@ -54,8 +54,8 @@ def tensorboard(run: Path, key: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes_on(
-    command: Command, tmp_path: Path
-) -> None:
+    command, tmp_path
+):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert command("pretrain", "--recipe", "delayed", "--out", "r", "--tensorboard", *TINY) == 0
@@ -71,7 +71,7 @@ def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes
     assert [step for step, _ in tensorboard(tmp_path / "r", "loss")] == list(range(1, 15))
 
 
-def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path: Path) -> None:
+def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
     (board,) = trackers.build_trackers(RunConfig(tensorboard=True), tmp_path)
     board.start()
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
@@ -125,7 +125,7 @@ def wandb_run(run: Path) -> Any:
     return next(records).run
 
 
-def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tmp_path: Path) -> None:
+def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     own = {"WANDB_NAME": "first try", "WANDB_DIR": str(tmp_path / "elsewhere")}
     words = [*PRETRAIN, "--recipe", "delayed", "--out", "r", "--wandb", *TINY]
@@ -146,7 +146,7 @@ def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tmp_path:
     assert "exit" in kinds, "the run was not finished"
 
 
-def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
+def test_wandb_goes_on_with_the_same_run(tmp_path):
     ids = []
     for resumed in (False, True, False):
         accelerator = Accelerator(
@@ -181,7 +181,7 @@ def trackio_runs(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_trackio_has_every_metric_in_the_runs_folder(tmp_path: Path) -> None:
+def test_trackio_has_every_metric_in_the_runs_folder(tmp_path):
     words = [*PRETRAIN, "--recipe", "delayed", "--out", "r", "--trackio", *TINY]
     said = in_a_process(*words, cwd=tmp_path)
     assert "\033" not in said
@@ -211,7 +211,7 @@ for resumed, steps in ((False, (1, 2)), (True, (2, 3)), (False, (1,))):
 """
 
 
-def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path: Path) -> None:
+def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     in_a_process(sys.executable, "-c", LOG, cwd=tmp_path, TRACKIO_DIR=str(elsewhere))
@@ -225,17 +225,13 @@ def test_trackio_goes_on_with_the_same_run_where_the_environment_says(tmp_path: 
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
-def test_a_package_that_is_missing_is_one_line(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"--{package} needs .*: pip install {package}$"):
         trackers.build_trackers(RunConfig(**{package: True}), tmp_path)
 
 
-def test_trackio_with_a_server_and_no_token_is_one_line(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trackio_with_a_server_and_no_token_is_one_line(command, monkeypatch, capsys):
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
     assert command("pretrain", "--recipe", "fp32", "--out", "r", "--trackio", *TINY) == 2
     error = capsys.readouterr().err

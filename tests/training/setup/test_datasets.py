@@ -19,7 +19,7 @@ from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.step import Step
-from tests.conftest import TINY, Command, metrics
+from tests.conftest import TINY, metrics
 from tests.support.made_tokenizers import trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,8 +56,8 @@ def tokens(prepared: Path, tmp_path: Path) -> str:
 
 
 def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
-    command: Command, tokens: str, tmp_path: Path
-) -> None:
+    command, tokens, tmp_path
+):
     assert command("pretrain", "--data", tokens, "--out", "run", *SHORT, *VOCABULARY) == 0
     kept = (tmp_path / "run/tokenizer.json").read_text()
     assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
@@ -70,18 +70,14 @@ def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
     assert ours.name == "bytes"
 
 
-def test_a_tokenizer_that_is_not_the_datas_is_refused(
-    command: Command, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_is_not_the_datas_is_refused(command, tokens, capsys):
     assert command("pretrain", "--data", tokens, "--tokenizer", "bytes", *TINY, *VOCABULARY) == 2
     assert "is not that of the data" in capsys.readouterr().err
     assert command("pretrain", "--data", tokens, *TINY) == 2
     assert "--set model.vocabulary=300" in capsys.readouterr().err
 
 
-def test_a_folder_of_tokens_is_no_place_for_a_run(
-    command: Command, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_tokens_is_no_place_for_a_run(command, tokens, tmp_path, capsys):
     before = (tmp_path / "tokens/tokenizer.json").read_text()
     assert command("pretrain", "--out", tokens, *TINY) == 2
     assert "tokenizer.json is in the way" in capsys.readouterr().err
@@ -89,8 +85,8 @@ def test_a_folder_of_tokens_is_no_place_for_a_run(
 
 
 def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
-    command: Command, tokens: str, tmp_path: Path
-) -> None:
+    command, tokens, tmp_path
+):
     (tmp_path / "train.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
     asked = ["--data", "train.bin", "--out", "run", "--document-mask", *SHORT, *VOCABULARY]
     assert command("pretrain", *asked) == 2
@@ -101,8 +97,8 @@ def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
 
 @pytest.mark.parametrize("more", [[], ["--phases", "default", "--recipe", "delayed"]])
 def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
-    command: Command, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
-) -> None:
+    command, tokens, tmp_path, monkeypatch, more
+):
     asked = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
     assert command("pretrain", *asked, "--out", "plain") == 0
     asked.append("--document-mask")
@@ -128,7 +124,7 @@ def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
     assert losses(tmp_path / "whole") != losses(tmp_path / "plain")
 
 
-def test_rank_shares_of_windows_with_documents_are_rows() -> None:
+def test_rank_shares_of_windows_with_documents_are_rows():
     windows = torch.arange(4 * 2 * 5).view(4, 2, 5)
     inputs, targets, documents = dataloader.inputs_of(windows)
     assert inputs.tolist() == windows[:, 0, :4].tolist()
@@ -138,9 +134,7 @@ def test_rank_shares_of_windows_with_documents_are_rows() -> None:
     assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
 
 
-def test_epochs_and_mixtures_are_told_and_resumed(
-    command: Command, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_epochs_and_mixtures_are_told_and_resumed(command, tokens, tmp_path, capsys):
     for name, text in (("a.txt", "abc " * 900), ("b.txt", "xyz " * 700)):
         (tmp_path / name).write_text(text)
     asked = ["--data", "0.75:a.txt,0.25:b.txt", "--data-order", "epochs", *TINY]
@@ -160,8 +154,8 @@ def test_epochs_and_mixtures_are_told_and_resumed(
 
 
 def test_a_step_that_goes_bad_is_looked_into_with_its_documents(
-    command: Command, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, tokens, tmp_path, monkeypatch
+):
     plain = Step.pass_of
 
     def spoilt(self: Step, step: int, part: Tensor, place: int) -> Tensor:
@@ -175,9 +169,7 @@ def test_a_step_that_goes_bad_is_looked_into_with_its_documents(
     assert "skip" in rows
 
 
-def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(
-    command: Command, tmp_path: Path
-) -> None:
+def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(command, tmp_path):
     none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
     assert command("pretrain", *none, "--out", "run", *TINY) == 0
     (tmp_path / "run/checkpoints/step-000012/checkpoint.json").unlink()
@@ -187,9 +179,7 @@ def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(
     assert len(losses(tmp_path / "run")) == 12
 
 
-def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(
-    command: Command, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command, tmp_path):
     words = {word: number for number, word in enumerate([*WORDS, "[UNK]", "<|endoftext|>"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -202,9 +192,7 @@ def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(
     assert (tmp_path / "run/sample.txt").read_text().startswith("\n")
 
 
-def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(
-    command: Command, tokens: str, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(command, tokens, tmp_path):
     (tmp_path / "n.bin").write_bytes((tmp_path / "tokens/train-00000.bin").read_bytes())
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokens/tokenizer.json").read_text())
     asked = ["--data", "n.bin", "--out", "runs/mine", *SHORT, *VOCABULARY]
@@ -222,9 +210,7 @@ def test_a_tokenizer_that_lies_beside_runs_is_none_of_a_runs(
 TEXT = "".join(" ".join(WORDS[i % 7 : 4 + i % 9] * 6) + "\n" for i in range(200))
 
 
-def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(
-    command: Command, tokens: str, tmp_path: Path
-) -> None:
+def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(command, tokens, tmp_path):
     assert command("pretrain", "--data", tokens, "--out", "bpe", *SHORT, *VOCABULARY) == 0
     (tmp_path / "text.txt").write_text(TEXT)
     begin = ["--init-from", "bpe", "--data", "text.txt", "--steps", "2", "--context", "32"]
@@ -241,9 +227,7 @@ def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(
     assert command("eval", "on", "--data", "text.txt", "--recipes", "fp32") == 0
 
 
-def test_text_is_no_bytes_to_a_model_with_many_tokens(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_no_bytes_to_a_model_with_many_tokens(command, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     asked = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
     many = [*asked, "--set", "model.vocabulary=5000"]
@@ -255,9 +239,7 @@ def test_text_is_no_bytes_to_a_model_with_many_tokens(
     assert command(*many, "--tokenizer", "bytes") == 0
 
 
-def test_text_becomes_tokens_of_the_models_own_tokenizer(
-    command: Command, tokens: str, tmp_path: Path
-) -> None:
+def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_path):
     shape = "vocabulary = 5000\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
     own = tmp_path / tokens / "tokenizer.json"
     (tmp_path / "mine.toml").write_text(f"{shape}[training]\ntokenizer = '{own}'\n")
@@ -272,9 +254,7 @@ def test_text_becomes_tokens_of_the_models_own_tokenizer(
     assert command("pretrain", "--resume", "r", "--steps", "3") == 0
 
 
-def test_more_text_than_a_start_can_read_is_to_be_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
     bpe = tokenizer_from_json(trained().to_str())
     monkeypatch.setattr(encoded, "MOST_BYTES", len(TEXT) - 1)
@@ -282,7 +262,7 @@ def test_more_text_than_a_start_can_read_is_to_be_prepared(
         load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)
 
 
-def test_a_runs_files_may_move_and_so_may_the_run(command: Command, tmp_path: Path) -> None:
+def test_a_runs_files_may_move_and_so_may_the_run(command, tmp_path):
     shape = "vocabulary = 256\ncontext = 32\nlayers = 1\nwidth = 32\nheads = 2\n"
     (tmp_path / "mine.toml").write_text(shape)
     for name, scaling in (("one", "current"), ("two", "block")):

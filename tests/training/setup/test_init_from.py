@@ -15,7 +15,7 @@ from fp8stack.config import parse_config
 from fp8stack.training.dataloader import batches
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
-from tests.conftest import TINY, Command, losses, metrics
+from tests.conftest import TINY, losses, metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,9 +45,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
 @pytest.mark.parametrize(("where", "step"), [("", 12), ("checkpoints/step-000008", 8)])
-def test_a_new_run_begins_with_the_weights_and_nothing_else(
-    recipe: str, where: str, step: int, source: Path
-) -> None:
+def test_a_new_run_begins_with_the_weights_and_nothing_else(recipe, where, step, source):
     run = begun("new", source / where, recipe=recipe)
     saved = checkpoints.load(source / "checkpoints" / f"step-{step:06d}").tensors["model"]
     found = weights(run)
@@ -59,7 +57,7 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
     run.folder.release()
 
 
-def test_weights_of_a_padded_vocabulary_are_padded_anew(command: Command, tmp_path: Path) -> None:
+def test_weights_of_a_padded_vocabulary_are_padded_anew(command, tmp_path):
     import numpy as np
 
     np.tile(np.arange(250, dtype="<u2"), 40).tofile(tmp_path / "t.bin")
@@ -71,16 +69,14 @@ def test_weights_of_a_padded_vocabulary_are_padded_anew(command: Command, tmp_pa
     run.folder.release()
 
 
-def test_the_first_loss_is_that_of_the_weights(
-    command: Command, source: Path, new: list[str]
-) -> None:
+def test_the_first_loss_is_that_of_the_weights(command, source, new):
     assert command(*new, "--out", "new", "--init-from", "source", "--lr", "1e-9") == 0
     assert metrics(Path("new"))[-1]["val_loss"] == pytest.approx(
         metrics(source)[-1]["val_loss"], rel=1e-5
     )
 
 
-def test_batches_and_their_order_are_those_of_the_seed(source: Path) -> None:
+def test_batches_and_their_order_are_those_of_the_seed(source):
     plain = begun("a", None, *SHAPE)
     forked, other = begun("b", source), begun("c", source, seed=1)
     first, second, third = (
@@ -93,7 +89,7 @@ def test_batches_and_their_order_are_those_of_the_seed(source: Path) -> None:
         run.folder.release()
 
 
-def test_without_a_model_it_is_the_checkpoints_model(source: Path) -> None:
+def test_without_a_model_it_is_the_checkpoints_model(source):
     run = begun("new", source)
     assert (run.model.config.layers, run.model.config.width) == (1, 32)
     assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
@@ -102,9 +98,7 @@ def test_without_a_model_it_is_the_checkpoints_model(source: Path) -> None:
     run.folder.release()
 
 
-def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(
-    source: Path, command: Command
-) -> None:
+def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, command):
     assert command("pretrain", "--out", "a", *TINY, "--init-from", "source") == 0
     assert command("pretrain", "--resume", "source", "--steps", "14") == 0
     assert command("pretrain", "--config", "a/run.toml", "--out", "b") == 0
@@ -120,12 +114,8 @@ def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(
     ],
 )
 def test_another_shape_is_refused_by_name_and_nothing_is_written(
-    sets: list[str],
-    difference: str,
-    source: Path,
-    command: Command,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    sets, difference, source, command, capsys
+):
     flags = ["--init-from", "source", "--out", "new", *sets]
     if "--model" in sets:
         flags += ["--set", "model_overrides.context=64", *(w for s in SHAPE for w in ("--set", s))]
@@ -137,7 +127,7 @@ def test_another_shape_is_refused_by_name_and_nothing_is_written(
     assert not Path("new").exists()
 
 
-def test_dropout_is_no_shape(source: Path) -> None:
+def test_dropout_is_no_shape(source):
     run = begun("new", source, "model_overrides.dropout=0.1")
     assert (run.model.config.dropout, run.model.config.width) == (0.1, 32)
     run.folder.release()
@@ -159,13 +149,8 @@ def _damage(path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(
-    name: str,
-    code: int,
-    expected: str,
-    source: Path,
-    command: Command,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name, code, expected, source, command, capsys
+):
     for path in (source / "checkpoints").iterdir():
         _damage(path)
     assert command("pretrain", "--init-from", name, "--out", "new", *TINY) == code
@@ -175,7 +160,7 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(
     assert not Path("new").exists()
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source: Path) -> None:
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source):
     _damage(source / "checkpoints" / "step-000012")
     run = begun("new", source)
     assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000008")
@@ -184,13 +169,8 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source: Path) -
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
 def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
-    recipe: str,
-    source: Path,
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    recipe, source, command, tmp_path, monkeypatch, capsys
+):
     flags = ["--recipe", recipe, "--init-from", "source", *TINY]
     assert command("pretrain", "--out", "whole", *flags) == 0
     whole = losses(tmp_path / "whole")
@@ -206,8 +186,8 @@ def test_a_resumed_run_does_not_begin_again_and_needs_its_source_no_more(
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
-    source: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    source, command, tmp_path, capsys
+):
     assert command("pretrain", "--out", "new", *TINY, "--init-from", "source") == 0
     note = next(line for line in capsys.readouterr().out.splitlines() if "weights of" in line)
     whole = losses(tmp_path / "new")
@@ -217,9 +197,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
     assert losses(tmp_path / "new") == whole
 
 
-def test_on_resume_the_same_source_is_accepted_and_another_is_not(
-    source: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_resume_the_same_source_is_accepted_and_another_is_not(source, command, capsys):
     flags = ["--recipe", "fp32", *TINY]
     assert command("pretrain", "--out", "new", *flags, "--init-from", "source") == 0
     resume = ["pretrain", "--resume", "auto", "--out", "new", "--steps", "13"]

@@ -14,7 +14,7 @@ from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import available_memory
 from fp8stack.training.setup import build
 from fp8stack.training.setup.memory_check import Footprint, require_memory
-from tests.conftest import TINY, Command
+from tests.conftest import TINY
 
 CPU = Hardware("cpu")
 H100 = Hardware("cuda", (9, 0), has_te=True)
@@ -31,9 +31,7 @@ def footprint(hardware: Hardware = CPU, ranks: int = 1, **keys: object) -> tuple
 
 
 @pytest.mark.parametrize(("hardware", "ranks"), [(CPU, 1), (H100, 1), (H100, 4)])
-def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(
-    hardware: Hardware, ranks: int
-) -> None:
+def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(hardware, ranks):
     of, plans, _ = footprint(hardware, ranks)
     left = 20 * 2**30
     with pytest.raises(UserError, match="enough for") as caught:
@@ -48,7 +46,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(
     assert footprint(hardware, ranks, batch=batch + ranks)[2] > left
 
 
-def test_a_close_call_is_let_through_and_so_is_whoever_insists() -> None:
+def test_a_close_call_is_let_through_and_so_is_whoever_insists():
     of, plans, peak = footprint(batch=8)
     require_memory(of, plans, CPU, round(peak * 0.91))
     require_memory(of, plans, CPU, None)
@@ -58,13 +56,13 @@ def test_a_close_call_is_let_through_and_so_is_whoever_insists() -> None:
     require_memory(footprint(batch=8, compile=True)[0], plans, CPU, round(peak * 0.6))
 
 
-def test_where_no_batch_fits_the_weights_are_named() -> None:
+def test_where_no_batch_fits_the_weights_are_named():
     of, plans, _ = footprint(batch=1)
     with pytest.raises(UserError, match=r"weights, gradients and optimizer of 124,439,808 param"):
         require_memory(of, plans, CPU, 2**30)
 
 
-def test_ranks_on_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     of, plans, peak = footprint(ranks=4, batch=8)
     require_memory(of, plans, CPU, 2 * peak)
@@ -72,12 +70,7 @@ def test_ranks_on_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         require_memory(of, plans, CPU, peak)
 
 
-def test_the_command_refuses_in_one_line_and_writes_nothing(
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_refuses_in_one_line_and_writes_nothing(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "available_memory", lambda device: 3 * 2**19)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
     assert command(*flags) == 2
@@ -106,9 +99,7 @@ def system(root: Path, groups: str, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(name, tmp_path):
     groups, files = GROUPS[name]
     folder = next(file for file, text in files.items() if text != "max").rpartition("memory")[0]
     files |= {f"{folder}memory.current": "700000"}
@@ -117,13 +108,13 @@ def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
     assert available_memory("cpu", root) == 1000000 - 700000 + 100000 + 5 * 1024
 
 
-def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
+def test_groups_of_version_1_count_too(tmp_path):
     files = {"memory/a/memory.limit_in_bytes": "1000", "memory/a/memory.usage_in_bytes": "400"}
     files["memory/a/memory.stat"] = "total_inactive_file 30"
     root = system(tmp_path, "5:cpu:/a\n4:memory:/a/b\n", files)
     assert available_memory("cpu", root) == 630 + 5 * 1024
 
 
-def test_without_a_limit_it_is_what_the_system_has(tmp_path: Path) -> None:
+def test_without_a_limit_it_is_what_the_system_has(tmp_path):
     assert available_memory("cpu", system(tmp_path, "0::/\n", {})) == 8005 * 1024
     assert available_memory("cpu", tmp_path / "none") is None

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from fp8stack.training.run_folder import RunFolder
-from tests.conftest import Command, metrics
+from tests.conftest import metrics
 from tests.training.conftest import contents, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_overwriting_removes_what_a_run_wrote_and_nothing_else(
-    run: Path, new: list[str], command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overwriting_removes_what_a_run_wrote_and_nothing_else(run, new, command, capsys):
     theirs = ["notes.md", "checkpoints/best/x", "report_files/mine.csv", "profile/mine.txt"]
     ours = ["report.html", "report_files/r-loss.png", "profile/profile.md", "telemetry.jsonl"]
     ours += ["tensorboard/events.out.tfevents.1.host"]
@@ -41,9 +39,7 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(
     assert not (run / "tensorboard").exists()
 
 
-def test_overwriting_where_nothing_is_says_nothing(
-    new: list[str], command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overwriting_where_nothing_is_says_nothing(new, command, capsys):
     assert command(*new, "--out", "r", "--overwrite", "--steps", "1") == 0
     assert "overwrote" not in capsys.readouterr().out
 
@@ -61,14 +57,7 @@ def test_overwriting_where_nothing_is_says_nothing(
         (["--out", "t.txt"], "is a file"),
     ],
 )
-def test_what_cannot_be_built_overwrites_nothing(
-    flags: list[str],
-    told: str,
-    run: Path,
-    new: list[str],
-    command: Command,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_built_overwrites_nothing(flags, told, run, new, command, capsys):
     Path("t.txt").write_text("x")
     before = contents(run)
     assert command(*new, "--overwrite", *flags) == 2
@@ -78,9 +67,7 @@ def test_what_cannot_be_built_overwrites_nothing(
     assert contents(run) == before
 
 
-def test_a_run_under_way_is_not_overwritten(
-    run: Path, new: list[str], command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_under_way_is_not_overwritten(run, new, command, capsys):
     other = RunFolder(run)
     other.claim()
     before = contents(run)
@@ -91,8 +78,8 @@ def test_a_run_under_way_is_not_overwritten(
 
 
 def test_overwriting_that_is_cut_short_leaves_no_old_checkpoint_to_a_new_run(
-    run: Path, new: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, new, command, monkeypatch
+):
     removed: list[Path] = []
 
     def killed(path: Path, **options: object) -> None:

@@ -25,16 +25,14 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.precision import Hardware
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run_folder import RunFolder
-from tests.conftest import TINY, Command, losses, metrics
+from tests.conftest import TINY, losses, metrics
 from tests.training.conftest import AUTO, contents, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("left", ["nothing", "a folder", "a claimed folder", "litter"])
-def test_where_no_run_was_begun_a_new_one_begins(
-    left: str, new: list[str], command: Command, tmp_path: Path, finished: Path
-) -> None:
+def test_where_no_run_was_begun_a_new_one_begins(left, new, command, tmp_path, finished):
     if left != "nothing":
         (tmp_path / "r").mkdir()
     if left in ("a claimed folder", "litter"):  # killed before there was a run.toml
@@ -48,9 +46,7 @@ def test_where_no_run_was_begun_a_new_one_begins(
     assert not list((tmp_path / "r").rglob(".tmp-*"))
 
 
-def test_without_out_a_start_that_was_cut_early_is_made_up_for(
-    new: list[str], command: Command, tmp_path: Path
-) -> None:
+def test_without_out_a_start_that_was_cut_early_is_made_up_for(new, command, tmp_path):
     cut = RunFolder(tmp_path / "runs/gpt-nano-fp32")
     cut.claim()
     cut.release()
@@ -65,9 +61,7 @@ def test_without_out_a_start_that_was_cut_early_is_made_up_for(
     assert len(losses(cut.path)) == 3
 
 
-def test_a_finished_run_says_so_and_is_not_changed(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_says_so_and_is_not_changed(run, command, capsys):
     assert command(*AUTO) == 0  # after which run.toml knows that it was copied
     before = contents(run)
     capsys.readouterr()
@@ -78,9 +72,7 @@ def test_a_finished_run_says_so_and_is_not_changed(
     assert contents(run) == before
 
 
-def test_a_run_that_was_killed_while_it_ended_is_ended(
-    run: Path, finished: Path, command: Command
-) -> None:
+def test_a_run_that_was_killed_while_it_ended_is_ended(run, finished, command):
     for name in ("loss.png", "sample.txt"):
         (run / name).unlink()
     assert command(*AUTO) == 0
@@ -89,8 +81,8 @@ def test_a_run_that_was_killed_while_it_ended_is_ended(
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_reason_told(
-    run: Path, command: Command, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    run, command, finished, capsys
+):
     newest = run / "checkpoints/step-000012"
     content = bytearray((newest / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -102,9 +94,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_reason_told(
     assert newest_sound(run / "checkpoints", bool)[1:] == (newest, [])
 
 
-def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(run, command, capsys):
     for weights in run.glob("checkpoints/*/model.safetensors"):
         weights.write_bytes(b"")
     before = contents(run)
@@ -116,9 +106,7 @@ def test_when_all_are_damaged_nothing_is_changed_and_the_exit_code_is_3(
     assert contents(run) == before
 
 
-def test_a_run_without_a_checkpoint_begins_again(
-    run: Path, command: Command, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_checkpoint_begins_again(run, command, finished, capsys):
     shutil.rmtree(run / "checkpoints")
     assert command(*AUTO) == 0
     assert "r has no checkpoint yet: starting again from step 1" in capsys.readouterr().out
@@ -126,9 +114,7 @@ def test_a_run_without_a_checkpoint_begins_again(
 
 
 @pytest.mark.parametrize("cut", [b'{"step": 13, "lo', b'{"step"', b"\x00\x00\x00", b"\n"])
-def test_a_line_of_metrics_that_was_cut_short_is_made_anew(
-    cut: bytes, run: Path, command: Command, finished: Path
-) -> None:
+def test_a_line_of_metrics_that_was_cut_short_is_made_anew(cut, run, command, finished):
     shutil.rmtree(run / "checkpoints/step-000012")
     with (run / "metrics.jsonl").open("ab") as stream:
         stream.write(cut)
@@ -137,9 +123,7 @@ def test_a_line_of_metrics_that_was_cut_short_is_made_anew(
 
 
 @pytest.mark.parametrize("edit", ["lr = 0.1", "lr = "])
-def test_run_toml_is_not_needed_where_there_is_a_checkpoint(
-    edit: str, run: Path, command: Command, finished: Path
-) -> None:
+def test_run_toml_is_not_needed_where_there_is_a_checkpoint(edit, run, command, finished):
     shutil.rmtree(run / "checkpoints/step-000012")
     file = run / "run.toml"
     file.write_text(file.read_text().replace("lr = 0.003", edit))
@@ -148,9 +132,7 @@ def test_run_toml_is_not_needed_where_there_is_a_checkpoint(
     assert "lr = 0.003" in file.read_text()
 
 
-def test_an_edited_run_toml_of_a_run_without_a_checkpoint_counts(
-    run: Path, command: Command
-) -> None:
+def test_an_edited_run_toml_of_a_run_without_a_checkpoint_counts(run, command):
     shutil.rmtree(run / "checkpoints")
     text = (run / "run.toml").read_text()
     (run / "run.toml").write_text(text.replace("lr = 0.003", "lr = 0.001"))
@@ -161,9 +143,7 @@ def test_an_edited_run_toml_of_a_run_without_a_checkpoint_counts(
     assert command(*AUTO) == 2
 
 
-def test_a_folder_that_another_process_trains_in_is_left_alone(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_another_process_trains_in_is_left_alone(run, command, capsys):
     other = RunFolder(run)
     other.claim()
     before = contents(run)
@@ -176,9 +156,7 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(
     assert command(*AUTO, "--steps", "14") == 0
 
 
-def test_a_file_system_without_locks_can_be_trained_on(
-    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_can_be_trained_on(run, command, monkeypatch):
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -199,9 +177,7 @@ def _as_nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_a_folder_that_cannot_be_written_ends_with_exit_code_4(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_ends_with_exit_code_4(finished, capsys):
     with tempfile.TemporaryDirectory() as name:  # unlike pytest's, others may look into it
         folder = Path(name)
         folder.chmod(0o755)
@@ -226,13 +202,8 @@ def test_a_folder_that_cannot_be_written_ends_with_exit_code_4(
 
 
 def test_what_torchrun_starts_again_goes_on_by_itself(
-    run: Path,
-    new: list[str],
-    command: Command,
-    finished: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    run, new, command, finished, monkeypatch, capsys
+):
     assert command(*new, "--out", "r") == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert command(*new, "--out", "r") == 2
@@ -249,18 +220,14 @@ def test_what_torchrun_starts_again_goes_on_by_itself(
     assert saved(run) == ["step-000012", "step-000008"]
 
 
-def test_the_data_may_have_moved_if_its_contents_are_the_same(
-    command: Command, tmp_path: Path
-) -> None:
+def test_the_data_may_have_moved_if_its_contents_are_the_same(command, tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be\n" * 500)
     assert command("pretrain", "--recipe", "fp32", "--data", "a.txt", "--out", "r", *TINY) == 0
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     assert command("pretrain", "--resume", "r", "--data", "b.txt", "--steps", "13") == 0
 
 
-def test_a_named_checkpoint_is_the_one_that_is_used(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_named_checkpoint_is_the_one_that_is_used(run, command, capsys):
     whole = losses(run)
     assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 0
     assert "resumed from r/checkpoints/step-000008\n" in capsys.readouterr().out
@@ -269,9 +236,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(
     assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 3
 
 
-def test_the_same_command_goes_on_with_a_run_that_was_cut(
-    run: Path, new: list[str], command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_goes_on_with_a_run_that_was_cut(run, new, command, capsys):
     whole = losses(run)
     shutil.rmtree(run / "checkpoints" / "step-000012")
     same = [*new, "--out", "r"]
@@ -283,9 +248,7 @@ def test_the_same_command_goes_on_with_a_run_that_was_cut(
     assert losses(run) == whole
 
 
-def test_without_a_folder_the_run_that_was_cut_last_goes_on(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_folder_the_run_that_was_cut_last_goes_on(command, tmp_path, capsys):
     begin = ["pretrain", *TINY, "--set", "sample_tokens=0"]
     assert command(*begin, "--recipe", "fp32") == 0
     assert command(*begin, "--recipe", "bf16") == 0
@@ -303,16 +266,14 @@ def test_without_a_folder_the_run_that_was_cut_last_goes_on(
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_a_longer_run_says_that_the_schedule_follows(
-    run: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_says_that_the_schedule_follows(run, command, capsys):
     assert command("pretrain", "--resume", "r", "--steps", "14") == 0
     assert "steps 12 -> 14: the learning rate follows the new" in capsys.readouterr().out
     assert losses(run)[-1][0] == 14
     assert command("pretrain", "--resume", "r", "--steps", "3") == 2
 
 
-def test_a_checkpoint_moves_between_backends_and_recipes_with_its_weights(run: Path) -> None:
+def test_a_checkpoint_moves_between_backends_and_recipes_with_its_weights(run):
     tokens = torch.randint(256, (2, 32))
     plain = fp8stack.load(str(run))
     quantized = fp8stack.load(str(run / "checkpoints" / "step-000012"), recipe="mxfp8")
@@ -323,9 +284,7 @@ def test_a_checkpoint_moves_between_backends_and_recipes_with_its_weights(run: P
     assert 0 < difference < 0.1
 
 
-def test_going_back_to_an_older_checkpoint_abandons_the_later_ones(
-    run: Path, command: Command
-) -> None:
+def test_going_back_to_an_older_checkpoint_abandons_the_later_ones(run, command):
     whole = losses(run)
     resume = ["pretrain", "--resume", "r/checkpoints/step-000008", "--save-every", "100"]
     assert command(*resume, "--steps", "10") == 0
@@ -335,18 +294,18 @@ def test_going_back_to_an_older_checkpoint_abandons_the_later_ones(
     assert losses(run)[:8] == whole[:8]
 
 
-def test_damaged_newer_checkpoints_do_not_crowd_out_good_ones(run: Path, command: Command) -> None:
+def test_damaged_newer_checkpoints_do_not_crowd_out_good_ones(run, command):
     (run / "checkpoints" / "step-000012" / "checkpoint.json").write_text("{")
     assert command("pretrain", "--resume", "r", "--save-every", "2") == 0
     assert newest_sound(run / "checkpoints", bool)[2] == []
     assert reader.load(run / "checkpoints" / "step-000010").step == 10
 
 
-def test_a_run_shortened_to_where_it_stands_ends_well(run: Path, command: Command) -> None:
+def test_a_run_shortened_to_where_it_stands_ends_well(run, command):
     assert command("pretrain", "--resume", "r/checkpoints/step-000008", "--steps", "8") == 0
 
 
-def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on() -> None:
+def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on():
     """FP8 does not pay for some layers on one machine: another is to have the same in FP8."""
     config = GPTConfig(vocabulary=512, context=64, layers=2, width=384, heads=6)
     machine = Hardware("cuda", (9, 0), name="NVIDIA H200")
@@ -360,7 +319,7 @@ def test_layers_that_a_run_left_out_stay_out_wherever_it_goes_on() -> None:
         assert [layer.reason for layer in there.layers] == [layer.reason for layer in made.layers]
 
 
-def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path: Path) -> None:
+def test_resuming_after_a_roll_back_keeps_the_events_that_came_before(tmp_path):
     folder = RunFolder(tmp_path)
     rows = [
         *({"step": step, "loss": 1.0} for step in range(1, 9)),
