@@ -24,18 +24,15 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 class Saver:
-    """Writes the checkpoints of one run.
+    """Writes the checkpoints of one run into `folder`, and keeps `keep` good ones and those of each
+    `keep_every`-th step, see `retain`; `good` are known to be whole.
 
     As a context it waits at the end for what is being written, unless the user interrupted, and
     lets go of the host memory.
 
     Args:
-        folder: of the checkpoints.
-        keep: how many good ones to keep, and
-        keep_every: of which steps to keep all (multiples of it; 0: none); see `retain`.
         in_background: whether `save` returns as soon as the tensors are copied.
         before: is called before each checkpoint is written, by whoever writes it.
-        good: checkpoints that are known to be whole.
         first_rows: of a model that ranks share out; see `writer.write`.
         ranks: if so, who writes, and by a process group of their own, since a thread of each may.
     """

@@ -75,15 +75,8 @@ def write_rows(file: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[st
 
 
 class SharedGroup(Mapping[str, Tensor]):
-    """The named tensors of a folder that ranks wrote, read one at a time when asked for.
-
-    Args:
-        folder: of their files.
-        files: the names of all of them.
-
-    Raises:
-        UserError: the files are not what ranks write, or there are others.
-    """
+    """The named tensors of the `files` in a folder that ranks wrote, read one at a time when asked
+    for. Raises a UserError if the files are not what ranks write, or there are others."""
 
     def __init__(self, folder: Path, files: Set[str]) -> None:
         self.folder = folder

@@ -24,14 +24,10 @@ def capture(
     model: GPT, optimizer: Optimizer, random: Group | None = None, *, fp8_model: GPT | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Weights, moments, FP8 state and random state, by name; of tensors that ranks share out, the
-    rows that are here.
-
-    The rows that pad the vocabulary are left out: they are zero, and how many there are depends on
-    the recipe.
+    rows that are here. The rows that pad the vocabulary are left out: they are zero, and how many
+    there are depends on the recipe.
 
     Args:
-        model: the model.
-        optimizer: of its parameters.
         random: what `random_states` gave, on several ranks.
         fp8_model: the variant of the model whose FP8 state it is, if that is another one.
     """
@@ -112,13 +108,8 @@ def restore_random_state(state: Group, rank: int = 0) -> None:
 @torch.no_grad()
 def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
     """The largest norm of a weight or moment that is here: float32, 0-dim; not finite if an element
-    is not.
-
-    Args:
-        optimizer: of the weights.
-        order: infinity gives the largest element. 2 is faster on a CPU and at least as large, but
-            infinite from elements of 2^64 on.
-    """
+    is not. With `order` infinity that is the largest element; 2 is faster on a CPU and at least as
+    large, but infinite from elements of 2^64 on."""
     tensors = [weight for group in optimizer.param_groups for weight in group["params"]]
     tensors += [value for kept in optimizer.state.values() for value in plain(kept).values()]
     # Codes of 8 bits are bounded; where what they stood for was not, their scale is not finite.

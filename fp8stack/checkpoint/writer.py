@@ -38,17 +38,11 @@ def write(
     first_rows: Mapping[str, int] | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Write `checkpoint` to `folder/step-000200` and return that path.
+    """Write what this rank has of `checkpoint` to `folder/step-000200`, on a file system that all
+    ranks share, and return that path. All `ranks` call this.
 
-    Of a model that ranks share out, each rank writes its rows of the groups `SHARED`, and the main
-    one the rest.
-
-    Args:
-        folder: on a file system that all ranks share.
-        checkpoint: what this rank has of it.
-        first_rows: at which row of the whole this rank's begin, of tensors that are shared out;
-            the main rank writes the others. None if the model is whole here.
-        ranks: all of them call this.
+    Of a model that ranks share out, each rank writes its rows of the groups `SHARED`, which begin
+    at `first_rows` of the whole, and the main one the rest; None if the model is whole here.
 
     Raises:
         StorageError: the disk is full or cannot be written; older checkpoints are untouched.

@@ -33,16 +33,11 @@ class ElsewhereError(UserError):
 
 
 class Ranks:
-    """The ranks of a run; alone unless several were started.
+    """The ranks of a run, of which this is `index`; alone unless several were started. Hosts
+    exchange words through `group`; None is torch's default one.
 
     All exchanges below are made by all ranks, in the same order. A rank that failed says so in its
     next one, and all others raise `ElsewhereError` there: so nobody waits for who will not come.
-
-    Args:
-        index: of this rank, from 0.
-        count: how many there are.
-        group: through which hosts exchange words; None is torch's default one.
-        timeout_s: of a group of their own, after which a rank that does not answer counts as lost.
     """
 
     def __init__(
@@ -176,11 +171,8 @@ def started() -> int:
 
 
 def join(device: str, timeout_s: float) -> Ranks:
-    """Meet the other ranks, if any were started.
-
-    Args:
-        device: cpu or cuda, where tensors will be.
-        timeout_s: after which a rank that does not answer counts as lost.
+    """Meet the other ranks, if any were started, with tensors on `device`, cpu or cuda. One that
+    does not answer for `timeout_s` counts as lost.
 
     Raises:
         UserError: the launcher's environment is incomplete.

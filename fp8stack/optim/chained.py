@@ -11,14 +11,11 @@ from torch.optim import SGD, Muon, Optimizer
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps all of `optimizers`. Groups and state are theirs, not copies.
+    """Steps all of `optimizers`, which share no parameter. Groups and state are theirs, not copies.
 
     One that does not skip a step by itself while its `found_inf` is a 1, as torch's fused ones do,
     is left out then: for such ones the host reads a number in each step, for which a GPU is waited
     for.
-
-    Args:
-        optimizers: none of them shares a parameter with another.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

@@ -23,12 +23,7 @@ FEWEST = 10
 
 
 class Norms:
-    """The gradient norms of the last good steps, on the device.
-
-    Args:
-        size: how many are kept, the newest.
-        device: where.
-    """
+    """The gradient norms of the last good steps, the newest `size` of them, on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._window = torch.full((size,), torch.nan, dtype=torch.float64, device=device)
@@ -75,10 +70,8 @@ def clip_gradients(
     gradients are bounded as if that one had none.
 
     Args:
-        optimizer: whose parameters' gradients are meant.
         limit: of the global norm, or, in mode "value", of the magnitude of each entry; 0 is none.
             For "adaptive" a float32 tensor, 0-dim, on the device: what `adaptive_limit` gives.
-        mode: see `limit`.
         scaler: of the loss, if there is one; its `unscale_` must have been called before.
         order: the parameters in the order in which their norms are added up, such as a model's;
             the optimizer's own if left out.

@@ -110,12 +110,9 @@ class LossScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale follow the step, within its bounds, and count the step. A scale that is
-        none, which nothing would bring down or up again, is begun anew.
-
-        Args:
-            new_scale: sets the scale to it, within its bounds; no step is counted.
-        """
+        """Let the scale follow the step, within its bounds, and count the step; or set it to
+        `new_scale`, within its bounds, and count none. A scale that is none, which nothing would
+        bring down or up again, is begun anew."""
         if not self.is_enabled():
             return
         if new_scale is None:

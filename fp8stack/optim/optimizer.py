@@ -41,18 +41,12 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     """The optimizer that `config` names; weights and the update are float32 in every recipe.
 
     Matrices and embeddings decay, vectors (norms, biases) do not. `sgd` is torch's, with momentum;
-    its decay is part of the gradient. `muon`, `adamw8bit` and
-    `adamwfp8` are for the matrices of the blocks; the rest has fused AdamW, with float32 moments.
-    Muon's steps are scaled to AdamW's size (Liu et al. 2025, arXiv:2502.16982), so that one
-    learning rate and one weight decay serve both.
+    its decay is part of the gradient. `muon`, `adamw8bit` and `adamwfp8` are for the matrices of
+    the blocks; the rest has fused AdamW, with float32 moments. Muon's steps are scaled to AdamW's
+    size (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve
+    both. Without `fused`, AdamW is for a look at its groups alone, as for a model without memory.
 
-    Args:
-        model: whose parameters are trained.
-        config: of the run.
-        fused: without it AdamW is for a look at its groups alone, as for a model without memory.
-
-    Raises:
-        UserError: torchao is missing, or no matrix is large enough for moments of 8 bits.
+    Raises a UserError if torchao is missing, or no matrix is large enough for moments of 8 bits.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if config.optimizer == "adamw":

@@ -47,11 +47,8 @@ def tokens_of(run: Run, step: int) -> Tensor:
 
 def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
     """What a model's loss takes: inputs and targets, int64 [n, context] each, and with documents
-    the number of each input's.
-
-    Args:
-        windows: int64 [n, context + 1]; with documents [n, 2, context + 1], see `StepBatches`.
-    """
+    the number of each input's. The windows are int64 [n, context + 1]; with documents [n, 2,
+    context + 1], see `StepBatches`."""
     if windows.ndim == 2:
         return windows[:, :-1], windows[:, 1:]
     return windows[:, 0, :-1], windows[:, 0, 1:], windows[:, 1, :-1]

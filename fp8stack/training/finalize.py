@@ -12,13 +12,8 @@ from fp8stack.training.run import Run
 
 
 def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> None:
-    """Draw the loss, show a sample, and say where everything is. All ranks of a run call it.
-
-    Args:
-        run: at its end.
-        display: where to say it.
-        evaluate: gives the validation loss, if the run has none yet.
-    """
+    """Draw the loss, show a sample, and say where everything is. All ranks of a run call it at its
+    end; `evaluate` gives the validation loss, if the run has none yet."""
     folder, is_main = run.folder, run.ranks.is_main
     with run.ranks.together():
         metrics = folder.read_metrics() if is_main else []

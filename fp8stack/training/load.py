@@ -62,19 +62,9 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
 def model_in(
     recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
 ) -> GPT:
-    """The model of `checkpoint` in eval mode, on the device of `hardware`.
-
-    Args:
-        recipe: the precision that it is to be run in, whatever it was trained in.
-        checkpoint: see `find_checkpoint`.
-        path: where it was found.
-        hardware: this machine.
-        backend: who computes, see `resolve`.
-
-    Raises:
-        UserError: delayed scaling is asked of a checkpoint without its scales, or what `resolve`
-            raises.
-    """
+    """The model of `checkpoint`, found at `path`, in eval mode, to be run in `recipe` whatever it
+    was trained in, on the device of `hardware`. Raises what `resolve` raises, and a UserError if
+    delayed scaling is asked of a checkpoint without its scales."""
     identity = checkpoint.info["identity"]
     config = model_of(checkpoint)
     asked = _as_in_the_run(recipe, checkpoint, path)

@@ -21,11 +21,8 @@ CONSERVATIVE = "conservative"
 
 
 class Phases:
-    """Says which variant of a run's model trains, and when the phases end early.
-
-    Args:
-        announce: is called with each event, a row of `metrics.jsonl`.
-    """
+    """Says which variant of a run's model trains, and when the phases end early; `announce` is
+    called with each event, a row of `metrics.jsonl`."""
 
     def __init__(self, run: Run, announce: Callable[[dict[str, Any]], None]) -> None:
         self.run = run
@@ -99,12 +96,8 @@ class Phases:
 
     def judge(self, step: int, loss: Callable[[Variant], float | None]) -> None:
         """Compare a validation loss with that of the same weights in float32; if it is by more than
-        `guard.quality` worse, end the phases: the rest of the run is in float32.
-
-        Args:
-            step: the last one.
-            loss: gives the validation loss of a variant; None if a stop was asked for.
-        """
+        `guard.quality` worse, end the phases after `step`: the rest of the run is in float32.
+        `loss` gives the validation loss of a variant; None if a stop was asked for."""
         run = self.run
         place, limit = run.schedule.reference, run.config.guard.quality
         if self.judged_at == step or place is None or run.variants[place] is run.active:

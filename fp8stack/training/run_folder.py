@@ -25,11 +25,8 @@ BESIDES = (
 
 
 class RunFolder:
-    """The files of one run. A folder that holds a run is never written over by another.
-
-    Args:
-        path: the folder.
-    """
+    """The files of one run in the folder `path`. One that holds a run is never written over by
+    another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -34,13 +34,8 @@ def nothing_judged(like: Tensor) -> Verdict:
 
 
 class Amaxes:
-    """Judges and mends the FP8 state of a model.
-
-    Args:
-        delayed: the state.
-        config: what counts as a spike. If it is not enabled, nothing is judged or mended.
-        passes: micro-batches per step: how many amaxes a slot gets.
-    """
+    """Judges and mends the FP8 state of a model, if `config` is enabled. Each slot gets `passes`
+    amaxes per step: the number of micro-batches."""
 
     def __init__(self, delayed: DelayedScaling, config: GuardConfig, passes: int) -> None:
         self.delayed = delayed

@@ -44,14 +44,8 @@ Seen = list[tuple[str, str, Tensor]]
 
 def diagnose(run: Run, bad: int, good: int) -> Diagnosis | None:
     """The first operand that is not finite in the step `bad`, or as good as infinite, or, if there
-    is none, the first that is much larger than in a good step; None if the step does not go wrong
-    again.
-
-    Args:
-        run: its state is that before the bad step.
-        bad: the number of the step.
-        good: that of a step that went well.
-    """
+    is none, the first that is much larger than in the step `good`, which went well; None if the
+    step does not go wrong again. The run is as before the bad step."""
     seen = _try(run, bad)
     amaxes = _to_host(seen)
     for (layer, operand, _), amax in zip(seen, amaxes, strict=True):

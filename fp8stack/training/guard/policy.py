@@ -64,12 +64,9 @@ class Outcome:
 
 
 class Guard:
-    """Decides what is to be done about what the monitor saw.
-
-    Args:
-        run: the run, as it stands. If it was resumed, its guard goes on where it was.
-        monitor: what judges its steps.
-        settle: is called before checkpoints are read: all that was saved is then on the disk.
+    """Decides what is to be done about what `monitor` saw of `run`; if that was resumed, goes on
+    where it was. `settle` is called before checkpoints are read: all that was saved is then on the
+    disk.
 
     Attributes:
         left_out: steps whose batches are not trained on.

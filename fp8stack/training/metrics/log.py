@@ -15,12 +15,7 @@ from fp8stack.training.run import Run
 
 
 class MetricsLog:
-    """Writes down what a run does.
-
-    Args:
-        display: where its progress is shown.
-        peak: of a rank's device, for the MFU.
-    """
+    """Writes down what a run does, and shows it. The MFU refers to `peak`, a rank's."""
 
     def __init__(self, run: Run, display: Display, peak: Peak) -> None:
         self.run = run

@@ -100,12 +100,8 @@ def recording(
     device: torch.device, *, shapes: bool = False, memory: bool = False
 ) -> Iterator[Recording]:
     """Profile what runs within, on `device` all of it: the work that was under way before is waited
-    for, and so is that which was begun.
-
-    Args:
-        shapes: record the shapes of operands.
-        memory: record each allocation of a GPU too; those of a CPU always are.
-    """
+    for, and so is that which was begun. With `shapes`, record those of operands; with `memory`,
+    each allocation of a GPU too: those of a CPU always are."""
     activities = [ProfilerActivity.CPU]
     on_cuda = device.type == "cuda"
     before: dict[str, int] = {}
@@ -170,14 +166,9 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def table(recorded: Recording, *steps: int) -> str:
-    """The operators with the most time of their own, without what they call: a Markdown table.
-
-    Time is a GPU's where one worked, the CPU's otherwise; shares are of all of it.
-
-    Args:
-        recorded: what ran; with shapes, an operator has a row for each.
-        steps: their numbers.
-    """
+    """The operators with the most time of their own, without what they call, in the steps of these
+    numbers: a Markdown table. With shapes, an operator has a row for each. Time is a GPU's where
+    one worked, the CPU's otherwise; shares are of all of it."""
     shapes = recorded.record_shapes
     events = recorded.key_averages(group_by_input_shape=shapes)
     operators = [

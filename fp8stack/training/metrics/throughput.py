@@ -82,13 +82,9 @@ def measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
 def best_tflops(
     burst: Callable[[int], float], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """The best rate of matmuls over `BURSTS_S`, in TFLOP/s. They are as large as it takes for the
-    threads to be busy, and short enough for some of them to have the cores for themselves.
-
-    Args:
-        burst: how many seconds a product of two matrices [size, size] takes.
-        clock: seconds, from any start.
-    """
+    """The best rate of matmuls over `BURSTS_S`, in TFLOP/s, where `burst` says how many seconds a
+    product of two matrices [size, size] takes. They are as large as it takes for the threads to be
+    busy, and short enough for some of them to have the cores for themselves."""
     began, size, best = clock(), 256, 0.0
     while True:
         taken = min(burst(size) for _ in range(3))

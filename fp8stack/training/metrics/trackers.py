@@ -35,15 +35,9 @@ def build_trackers(config: RunConfig, folder: Path) -> list[GeneralTracker]:
 
 
 def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False) -> None:
-    """Start the trackers that `accelerator` was made with.
-
-    Args:
-        folder: of the run.
-        resumed: the run goes on, and so do its curves.
-
-    Raises:
-        UserError: a tracker refuses, such as Weights & Biases without a login.
-    """
+    """Start the trackers that `accelerator` was made with; `resumed` if the run in `folder` goes
+    on, and so do its curves. Raises a UserError if a tracker refuses, such as Weights & Biases
+    without a login."""
     if not resumed and (folder / IDS).exists():  # of another run, which was here before
         (folder / IDS).unlink()
     if not accelerator.log_with:

@@ -27,15 +27,12 @@ class Reading:
 
 
 def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> Reading:
-    """Find the data of a run. Text becomes tokens of the tokenizer that `config` names, else that
-    of the first weights, else the model's; of bytes for a model with about as many tokens.
+    """Find the data of a run, whose sequences have `context` tokens. Text becomes tokens of the
+    tokenizer that `config` names, else that of the first weights, a `tokenizer.json` named
+    `source`, else the model's; of bytes for a model with about as many tokens.
 
-    Args:
-        context: tokens per sequence.
-        source: the `tokenizer.json` of the weights that it begins with, if they have one.
-
-    Raises:
-        UserError: the data cannot be used, or are not of the tokenizer that they should be of.
+    Raises a UserError if the data cannot be used, or are not of the tokenizer that they should be
+    of.
     """
     texts = _for_texts(config, vocabulary, source) if data.holds_text(config.data) else None
     tokenizer = _tokenizer(config, vocabulary, texts, source)

@@ -151,12 +151,8 @@ def begin_with(model: GPT, source: Source) -> str:
 
 
 def with_tokenizer(source: Source, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """What is to be told of the tokenizer of a run's data beside that of the first weights.
-
-    Args:
-        source: of the weights; one without a tokenizer has nothing to tell.
-        tokenizer: of the data, if it is known.
-    """
+    """What is to be told of the tokenizer of a run's data, if it is known, beside that of the first
+    weights, if they have one."""
     if source.tokenizer is None or tokenizer is not None:
         return ()
     return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)

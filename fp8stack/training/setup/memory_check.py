@@ -28,13 +28,9 @@ class Footprint:
     ranks: int
 
     def estimates(self, plans: Sequence[Plan], kind: Recompute, sequences: int) -> list[Estimate]:
-        """The estimates of phases that run `plans`, in order. A plan's FP8 weights and amax history
-        stay while a later one trains.
-
-        Args:
-            kind: the activation checkpointing.
-            sequences: of a micro-batch on one rank.
-        """
+        """The estimates of phases that run `plans`, in order, with this kind of activation
+        checkpointing and so many sequences in a rank's micro-batch. A plan's FP8 weights and amax
+        history stay while a later one trains."""
         made: list[Estimate] = []
         lasting: dict[int, Estimate] = {}  # of the plans met so far
         for plan in plans:
@@ -70,15 +66,9 @@ class Footprint:
 def require_memory(
     of: Footprint, plans: Sequence[Plan], hardware: Hardware, left: int | None
 ) -> None:
-    """See that a run may fit into the memory that is left; a close call is let through.
-
-    Args:
-        of: the run.
-        left: in bytes, for this rank or, on a CPU, for all that run here; None if not known.
-
-    Raises:
-        UserError: it cannot; the message names the largest batch that fits.
-    """
+    """See that a run may fit into the memory that is left; a close call is let through. `left` is
+    in bytes, for this rank or, on a CPU, for all that run here; None if not known. Raises a
+    UserError that names the largest batch that fits."""
     if left is None or not of.config.check_memory:
         return
     if hardware.device == "cpu":  # one memory for all

@@ -35,15 +35,11 @@ class Decided:
 def plan_phases(
     config: RunConfig, model: GPTConfig, hardware: Hardware, decided: Decided, tokens: int
 ) -> tuple[list[Plan], Schedule]:
-    """The plans of a run, each once, and which of them runs when.
+    """The plans of a run, each once, and which of them runs when. `decided` is what was decided
+    when it began; a micro-batch has `tokens` on each rank.
 
-    Args:
-        decided: what was decided when the run began.
-        tokens: of a micro-batch and rank.
-
-    Raises:
-        UserError: what `plan_for` and `phases_of` raise; two phases in different delayed scaling;
-            phases with --parallel fsdp.
+    Raises what `plan_for` and `phases_of` raise, and a UserError for two phases in different
+    delayed scaling, or phases with --parallel fsdp.
     """
     for name in {config.recipe, *(one.recipe for one in config.phases if one.recipe)}:
         if name != "auto":  # whether or not a phase has steps
@@ -173,15 +169,10 @@ def plan_recipe(
     vocabulary_multiple: int = 1,
     overrides: Mapping[str, Override] | None = None,
 ) -> Plan:
-    """The plan of one recipe that a run asks for. Raises what `plan_for` raises.
-
-    Args:
-        recipe: by name or path; the run's own has the run's overrides.
-        tokens: of a micro-batch and rank.
-        left_out: the layers that are not in FP8, if that was decided before.
-        vocabulary_multiple: see `plan_for`.
-        overrides: what a phase sets otherwise.
-    """
+    """The plan of one recipe that a run asks for, by name or path; the run's own has the run's
+    overrides, and `overrides` are what a phase sets otherwise. A micro-batch has `tokens` on each
+    rank; `left_out` are the layers that are not in FP8, if that was decided before. Raises what
+    `plan_for` raises."""
     is_own = recipe == config.recipe
     changed = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
     if changed and recipe == "auto":
