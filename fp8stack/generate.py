@@ -122,12 +122,7 @@ REMEMBERED = 64  # tokens of the prompt that may decide about the first characte
 
 
 class _Speed:
-    """How fast a prompt is read and tokens are written; told when it is closed.
-
-    Args:
-        read: tokens of the prompt.
-        model: what writes.
-    """
+    """How fast a prompt of `read` tokens is read and tokens are written; told when it is closed."""
 
     def __init__(self, read: int, model: GPT) -> None:
         self._read, self._model = read, model

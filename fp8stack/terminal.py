@@ -19,16 +19,8 @@ def say(*lines: str) -> None:
 
 class Bar(Progress):
     """A bar that keeps its width, and below it `line`, which goes on in the next row between two of
-    its parts where the terminal ends; None: no such line. Then `urgent`.
-
-    Args:
-        what: is counted, in a word.
-        count: the column that shows how much was done.
-        total: how much there is; None where that is not known.
-        done: of that, before this begins.
-        console: where it is shown.
-        transient: whether it goes once it is stopped.
-    """
+    its parts where the terminal ends; None: no such line. Then `urgent`. The column `count` shows
+    how much of `what` was done; `total` is None where it is not known."""
 
     line: str | None = None
     urgent: str | None = None

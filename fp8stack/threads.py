@@ -55,12 +55,8 @@ def use_threads(count: int | None) -> None:
 
 
 def waited_s(thread: str = "thread-self") -> float | None:
-    """For how many seconds of its life a thread was ready to run and had no core, as Linux counts
-    it; None where it does not, and for a thread that ended.
-
-    Args:
-        thread: its folder in /proc; the calling thread's if left out.
-    """
+    """For how many seconds of its life a thread, by its folder in /proc, was ready to run and had
+    no core, as Linux counts it; None where it does not, and for a thread that ended."""
     try:
         return int(Path("/proc", thread, "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -68,12 +64,7 @@ def waited_s(thread: str = "thread-self") -> float | None:
 
 
 class BusySteps:
-    """Finds out whether the steps of a run wait for cores that other processes have.
-
-    Args:
-        clock: seconds, from any start.
-        waited: see `waited_s`.
-    """
+    """Finds out whether the steps of a run wait for cores that other processes have."""
 
     LONG_S = 10.0
     """How much time of steps is looked at together."""
@@ -96,11 +87,7 @@ class BusySteps:
         self._waited_s += (self._waited() or 0.0) - (before or 0.0)
 
     def note(self, threads: int) -> str | None:
-        """A line for the user, once: the steps of the last `LONG_S` seconds waited for cores.
-
-        Args:
-            threads: how many compute.
-        """
+        """A line for the user, once: the steps of the last `LONG_S` seconds waited for cores."""
         if self._told or self._taken_s < self.LONG_S:
             return None
         share = self._waited_s / self._taken_s
@@ -148,11 +135,8 @@ class Judge:
         self._left = 0  # of those looks; when spinning, until all is forgotten
 
     def look(self, share: float) -> bool:
-        """Whether to spin from now on.
-
-        Args:
-            share: of the time since the last look, that the thread waited which waited longest.
-        """
+        """Whether to spin from now on, where the thread that waited longest did so for this share
+        of the time since the last look."""
         self._left -= 1
         if not self.spins:
             self.spins = self._left <= 0

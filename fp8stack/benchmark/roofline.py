@@ -157,17 +157,10 @@ def predict(
     rates: Rates | None = None,
     free_casts: bool = False,
 ) -> Prediction:
-    """The step of `batch` sequences of `context` tokens, as `plan` has it, layer by layer.
-
-    Args:
-        config: the model.
-        plan: what runs, its layers decided; native FP8, or none.
-        gpu: the GPU; MFU divides by its peak.
-        batch: sequences.
-        context: tokens of each.
-        rates: what the GPU is assumed to reach, by default `Efficiency` of its peaks.
-        free_casts: leave out all casts, for a bound that no implementation passes.
-    """
+    """The step of `batch` sequences of `context` tokens, as `plan` has it, layer by layer: its
+    layers are decided, in native FP8 or none. `rates` are what the GPU is assumed to reach, by
+    default `Efficiency` of its peaks; MFU divides by its peak. `free_casts` leaves out all casts,
+    for a bound that no implementation passes."""
     rates = rates or achievable(gpu, Efficiency())
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)

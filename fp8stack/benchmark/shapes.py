@@ -64,17 +64,10 @@ def measure_shapes(
     compiled: bool = True,
     measure: Measure = interleaved,
 ) -> list[Measured]:
-    """Every distinct linear of the model that `plan`'s backend can run in FP8, beside bf16.
-
-    Args:
-        config: the model; its head is measured too, whether the recipe has it in FP8 or not.
-        plan: an FP8 plan without layers.
-        hardware: where this runs, for the plan in bf16.
-        tokens: rows of the GEMMs.
-        rounds: how often each is timed.
-        compiled: measure what torch.compile makes of a layer, Transformer Engine's excepted.
-        measure: what times the arms.
-    """
+    """Every distinct linear of the model that `plan`'s backend can run in FP8, beside bf16; the
+    head too, whether the recipe has it in FP8 or not. The GEMMs have `tokens` rows and are timed
+    `rounds` times by `measure`. If `compiled`, what torch.compile makes of a layer is measured,
+    Transformer Engine's excepted."""
     vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
     names: dict[tuple[int, int], list[str]] = {}
     for name, sizes in config.linear_shapes(vocabulary).items():

@@ -102,7 +102,6 @@ def interleaved(
         budget_s: stop before `rounds`, but not before `LEAST_ROUNDS`, where one more would end
             later than this after the first round of the warm-up, which compiles; warming up stops
             after a tenth of it, but not before two rounds.
-        clock: seconds, from any start.
     """
     if device == "cpu":
         allocator()
@@ -190,12 +189,8 @@ def allocator(device: str = "cpu") -> str:
 
 def machine(*packages: str, device: str = "auto") -> dict[str, Any]:
     """What a result was measured on: the machine, its threads, the allocator, the driver, and the
-    versions of fp8stack, torch and `packages`; None for what is not there.
-
-    Args:
-        packages: names of distributions.
-        device: "auto", "cpu" or "cuda", see `probe`.
-    """
+    versions of fp8stack, torch and `packages` (distributions); None for what is not there. For
+    `device` see `probe`."""
     hardware = probe(device)
     facts: dict[str, Any] = {
         "machine": str(hardware),

@@ -64,17 +64,9 @@ def read_run(
     exit: int | None,
     error: str = "",
 ) -> RunFigures:
-    """The figures of the run in `folder`.
-
-    Args:
-        folder: may be missing, or hold a run that was cut.
-        recipe: the name it goes by.
-        seed: the run's.
-        steps: how many it was to take.
-        vocabulary: the number of tokens that the model knows.
-        exit: the exit code; None if the run has not ended.
-        error: the line that it ended with, if it failed.
-    """
+    """The figures of the run in `folder`, which may be missing, or hold a run that was cut. It was
+    to take so many `steps`; `exit` is the exit code, None if it has not ended, and `error` the line
+    that it ended with, if it failed."""
     rows = folder.read_metrics()
     taken = valid_steps(rows)
     curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]

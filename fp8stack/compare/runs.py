@@ -68,16 +68,11 @@ def train(
     requested: Callable[[], bool],
     show: Callable[[str, float], None],
 ) -> Ended:
-    """Train one run, or go on with it where it was cut.
+    """Train one run, or go on with it where it was cut. `requested` says whether all is to stop;
+    `show` is told the run's progress, a line and the share of its steps that are done.
 
     The process has a session of its own, so that a Ctrl-C reaches it once, from here: after the
     first it saves and ends, after the second it ends at once.
-
-    Args:
-        comparison: what the run is part of.
-        job: the run.
-        requested: whether all is to stop.
-        show: is told the run's progress, a line and the share of its steps that are done.
     """
     folder, log = comparison.folder(job), comparison.out / "logs" / f"{job.name}.txt"
     command = [

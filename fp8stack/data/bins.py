@@ -36,16 +36,9 @@ def is_bin(path: Path) -> bool:
 
 
 def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Part:
-    """The tokens of a `.bin` file, memory-mapped: Megatron's, llm.c's or nanoGPT's.
-
-    Args:
-        path: a file of little-endian uint16; or one with llm.c's header; or one beside an `.idx`.
-        vocabulary: how many tokens the model knows.
-        end_of_text: the token that ends documents in a file that does not say.
-
-    Raises:
-        UserError: the file is of another format, damaged, or does not fit the vocabulary.
-    """
+    """The tokens of a `.bin` file, memory-mapped: little-endian uint16 as nanoGPT's, where
+    `end_of_text` ends documents; llm.c's, by its header; Megatron's, beside an `.idx`. Raises a
+    UserError if the file is of another format, damaged, or does not fit the vocabulary."""
     if megatron.index_of(path).exists():
         return megatron.part(path)
     head, size = head_and_size(path)

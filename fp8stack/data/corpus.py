@@ -169,12 +169,9 @@ class Corpus:
         return part.path, part.start + offset
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """The `length` tokens from `start` on, across the borders of parts: int64 [length].
-
-        Raises:
-            IndexError: the window leaves the corpus.
-            DataError: a file of it is gone or has shrunk.
-        """
+        """The `length` tokens from `start` on, across the borders of parts: int64 [length]. Raises
+        an IndexError if they leave the corpus, a DataError if a file of it is gone or has
+        shrunk."""
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(
                 f"Tokens {start} to {start + length} of {self.name}, which has {len(self)}."

@@ -16,17 +16,10 @@ MOST_BYTES = 128 * 2**20
 
 
 def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Part, ...]:
-    """Parts of text, uint8 [bytes], as tokens: uint16 or uint32, with the end-of-text token after
-    each document, as `fp8stack prepare` has them. A file is a document, or a row of a table.
-
-    Args:
-        name: of the data, for messages.
-        parts: of one file each.
-        tokenizer: what encodes them.
-
-    Raises:
-        UserError: there is more text than is read at each start.
-    """
+    """Parts of text, uint8 [bytes], each of one file of the data called `name`, as tokens: uint16
+    or uint32, with the end-of-text token after each document, as `fp8stack prepare` has them. A
+    file is a document, or a row of a table. Raises a UserError if there is more text than is read
+    at each start."""
     size = sum(map(len, parts))
     if size > MOST_BYTES:
         raise UserError(

@@ -77,12 +77,8 @@ def shares(weights: tuple[float, ...], total: int) -> tuple[int, ...]:
 
 def sources_of(rows: Ints, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
     """Which source each row of a run is of, and how many of that source were before it: int64 [n].
-
-    Args:
-        rows: numbers of rows; those below 0 are before the run's first.
-        counts: how many of every `BLOCK` rows are of each source.
-        seed: what the order within each block depends on.
-    """
+    Rows below 0 are before the run's first. Of every `BLOCK` rows, each source has its `counts`, in
+    an order that depends on `seed`."""
     if len(counts) == 1:
         return np.zeros_like(rows), rows
     blocks, places = np.divmod(rows, BLOCK)
@@ -110,18 +106,12 @@ def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
 
 
 def epoch_starts(numbers: Ints, length: int, context: int, seed: int, source: int) -> Ints:
-    """Where the windows with these numbers begin, if all are seen once an epoch: int64 [n].
+    """Where the windows with these numbers, from 0 on, begin in the source of this number in a
+    mixture, if all are seen once an epoch: int64 [n].
 
     Windows of `context` tokens (and the label of the last) lie side by side. Each epoch has its own
     order, and its own place for the first window, so that the tokens that are left over at the end
-    are not always the same.
-
-    Args:
-        numbers: of the windows that the run takes from this source, from 0 on.
-        length: how many tokens the source has.
-        context: how many tokens a window trains on.
-        seed: what the orders depend on.
-        source: its number in a mixture; two sources of one length get different orders.
+    are not always the same. Two sources of one length get different orders.
     """
     windows = windows_of_epoch(length, context)
     spare = (length - 1) % context

@@ -152,13 +152,9 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
 
 
 def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:
-    """The loss of each label, in nats: float64 [N, T], on the CPU.
-
-    Args:
-        model: left in the mode that it is in.
-        windows: int64 [N, T + 1], or with documents [N, 2, T + 1].
-        batch: how many at a time; their logits, [batch, T, V] in float32, are in memory at once.
-    """
+    """The loss of each label, in nats: float64 [N, T], on the CPU, for windows int64 [N, T + 1], or
+    with documents [N, 2, T + 1]. The logits of `batch` of them, [batch, T, V] in float32, are in
+    memory at once."""
     device = model.embedding.weight.device
     found = []
     with eval_mode(model):
@@ -173,15 +169,9 @@ def nats_of(model: GPT, windows: Tensor, batch: int) -> Tensor:
 
 
 def bits_per_byte(nats_NT: Tensor, text_bytes: Tensor | None) -> float | None:
-    """Bits of loss per byte of text: comparable between tokenizers, as nats per token are not.
-
-    Tokens that stand for no text, such as the end of a document, count neither above nor below,
-    where it is known of each token.
-
-    Args:
-        nats_NT: float64 [N, T].
-        text_bytes: see `Windows.text_bytes`.
-    """
+    """Bits of loss per byte of text: comparable between tokenizers, as nats per token, float64 [N,
+    T], are not. Tokens that stand for no text, such as the end of a document, count neither above
+    nor below, where it is known of each token: see `Windows.text_bytes`."""
     if text_bytes is None or not int(text_bytes.sum()):
         return None
     nats = (nats_NT * (text_bytes > 0)).sum()

@@ -41,13 +41,10 @@ def windows_for(
     count: int | None,
     context: int | None,
 ) -> Windows:
-    """The windows for one run: evenly spaced, as those of its own evaluations, unless asked
-    otherwise.
+    """The windows for the run that the user calls `run`: evenly spaced, as those of its own
+    evaluations, unless asked otherwise.
 
     Args:
-        run: what the user calls it.
-        config: of the run.
-        model: its shape.
         tokenizer: what its tokens are of, if that is known.
         data_path: None for the run's own held-out part. Other data are taken as `--data` of a run
             is, their held-out part; but a single file as a whole, if the run was not trained on it.

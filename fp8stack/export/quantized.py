@@ -27,15 +27,11 @@ def quantized_files(
     """`hf_files` with FP8 weights and their scales for the layers that the run had in FP8; of a run
     without FP8, those of all blocks.
 
-    Args:
-        source: the model.
-        tokenizer: see `hf_files`.
-        strategy: what has a scale of its own. None casts as the run's recipe does; another one
-            casts the float32 masters anew, and activations are then scaled when they come.
+    `strategy` is what has a scale of its own. None casts as the run's recipe does; another one
+    casts the float32 masters anew, and activations are then scaled when they come.
 
-    Raises:
-        UserError: what `hf_files` raises; GPT-2's layout; the recipe's forward format is not E4M3;
-            blocks do not divide a weight.
+    Raises a UserError for what `hf_files` does, for GPT-2's layout, a recipe whose forward format
+    is not E4M3, and blocks that do not divide a weight.
     """
     plain = hf_files(source, tokenizer)
     layout = layout_of(source.config)

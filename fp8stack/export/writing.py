@@ -51,16 +51,9 @@ def require_room(out: Path, overwrite: bool) -> None:
 
 
 def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None:
-    """Write the files into the folder `out`, in place of what is there.
-
-    Args:
-        out: see `require_room`.
-        files: what is to be in it.
-        largest: bytes of tensors in a file.
-
-    Raises:
-        StorageError: the disk is full or cannot be written; then `out` is as it was.
-    """
+    """Write the files into the folder `out`, see `require_room`, in place of what is there, with at
+    most `largest` bytes of tensors in a file. Raises a StorageError if the disk is full or cannot
+    be written; then `out` is as it was."""
     fresh = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}")
     old = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}-old")
     with storage_errors(out):

@@ -82,16 +82,8 @@ def _require(config: GPTConfig, key: str, holds: bool, why: str) -> None:
 
 
 def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """The `config.json` of a model of this shape, for transformers 4.56 and later.
-
-    Args:
-        config: the shape.
-        dtype: of the tensors: float32 or bfloat16.
-        end_of_text: the tokenizer's, if known.
-
-    Raises:
-        UserError: what `layout_of` raises.
-    """
+    """The `config.json` of a model of this shape, for transformers 4.56 and later. Its tensors are
+    of `dtype`, float32 or bfloat16. Raises what `layout_of` raises."""
     layout = layout_of(config)
     values = dict(config) | {"mlp_width": config.hidden, "kv_heads": config.query_groups}
     table: dict[str, Any] = {

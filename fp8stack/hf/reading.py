@@ -89,15 +89,8 @@ class Found:
 
 
 def found_in(table: Mapping[str, Any], where: str) -> Found:
-    """The model that a `config.json` describes.
-
-    Args:
-        table: its contents.
-        where: its path, for messages.
-
-    Raises:
-        UserError: a GPT of ours cannot be that; the message names the key.
-    """
+    """The model that a `config.json` with these contents, at the path `where`, describes. Raises a
+    UserError if a GPT of ours cannot be that; the message names the key."""
     kind = table.get("model_type")
     if kind not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))

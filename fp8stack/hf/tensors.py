@@ -87,13 +87,8 @@ def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights as transformers' `state_dict` has them, tied ones once, in the same dtype.
-
-    Args:
-        config: the shape.
-        layout: what `layout_of` gave.
-        weights: of every parameter, by our name, the vocabulary not padded.
-    """
+    """Our weights, of every parameter and the vocabulary not padded, as transformers' `state_dict`
+    has them, tied ones once, in the same dtype."""
     made: dict[str, Tensor] = {}
     gpt2 = layout.model_type == "gpt2"
     for ours, theirs in _others(config, layout):
@@ -120,18 +115,10 @@ def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> d
 def from_hf(
     config: GPTConfig, layout: Layout, tensors: Mapping[str, Tensor], where: str
 ) -> dict[str, Tensor]:
-    """The tensors of a folder as our weights: float32, of every parameter.
-
-    Args:
-        config: the shape.
-        layout: what they are in.
-        tensors: by transformers' names, with or without what its base model leaves out before them;
-            float32, bfloat16 or float16.
-        where: the folder, for messages.
-
-    Raises:
-        UserError: one is missing, left over, of another shape or dtype, or not finite.
-    """
+    """The tensors of the folder `where` as our weights: float32, of every parameter. They go by
+    transformers' names, with or without what its base model leaves out before them, and are
+    float32, bfloat16 or float16. Raises a UserError if one is missing, left over, of another shape
+    or dtype, or not finite."""
     source = _Source(layout, tensors, where)
     gpt2 = layout.model_type == "gpt2"
     shapes = config.parameter_shapes()

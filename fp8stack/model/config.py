@@ -80,10 +80,7 @@ class GPTConfig(BaseModel):
 
     def parameter_shapes(self, vocabulary: int | None = None) -> dict[str, tuple[int, ...]]:
         """`{name: shape}` of every parameter of a `GPT`, tied ones once; all of them are float32.
-
-        Args:
-            vocabulary: as it is padded; the model's own if left out.
-        """
+        The vocabulary is the model's own, or as it is padded."""
         rows = vocabulary or self.vocabulary
         shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (rows, self.width)}
         if self.positions == "learned":

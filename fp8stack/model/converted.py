@@ -36,13 +36,8 @@ class _Place(NamedTuple):
 
 
 class PlanFollower:
-    """Keeps `model.fp8_plan` true from pass to pass; a model that is compiled as a whole is not
-    followed.
-
-    Args:
-        model: what was converted, with its `fp8_plan`.
-        linears: its linears, converted or not, by their names in the plan.
-    """
+    """Keeps `model.fp8_plan` true from pass to pass, with the model's linears, converted or not, by
+    their names in the plan. A model that is compiled as a whole is not followed."""
 
     def __init__(self, model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
         self._linears = dict(linears)

@@ -296,13 +296,9 @@ class GPT(nn.Module):
         return x_BTD
 
     def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
-        """An empty cache on the model's device, of 2 x layers x batch x G x tokens x E elements of
-        the dtype that attention computes in.
-
-        Args:
-            batch: how many sequences.
-            tokens: how many of each it is to hold; a context if left out.
-        """
+        """An empty cache on the model's device for so many sequences and tokens of each, a context
+        if left out: 2 x layers x batch x G x tokens x E elements of the dtype that attention
+        computes in."""
         config, device = self.config, self.embedding.weight.device
         shape = (batch, config.query_groups, tokens or config.context, config.head_width)
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)

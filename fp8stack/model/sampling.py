@@ -85,18 +85,13 @@ def generate(
     """Up to `count` tokens that `model` continues `prompt` with, each as soon as it is known.
 
     The draw depends on `seed` alone; torch's random state is not touched. A compiled model runs
-    uncompiled. Of a prompt longer than the context, the end is read. Where the context is full, the
-    last half of it is kept and read again.
+    uncompiled, and its mode is left as it was. Of a prompt longer than the context, the end is
+    read. Where the context is full, `when_full` is called, and the last half of it is kept and read
+    again.
 
     Args:
-        model: in any mode; it is left as it was.
-        prompt: one token or more.
-        count: how many.
-        sampling: how each is chosen.
-        seed: of the draw, 0 to 2**64 - 1.
         stop: tokens that end the text; they are not given.
         vocabulary: only tokens below this are drawn; the model's if left out.
-        when_full: called each time that the context is full.
 
     Raises:
         ValueError: an empty prompt.

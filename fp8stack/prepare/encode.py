@@ -40,12 +40,9 @@ class Encoded:
 def encode_all(
     items: Iterator[Item], tokenizer: Tokenizer, text_key: str, workers: int
 ) -> Generator[tuple[Item, Encoded], None, None]:
-    """Each item with its tokens, in the order of the items, whatever the number of workers.
-
-    Raises:
-        UserError: an item cannot be read or tokenized; all before it were given.
-        RankLost: a process died.
-    """
+    """Each item with its tokens, in the order of the items, whatever the number of workers. Raises
+    a UserError if an item cannot be read or tokenized, after all before it were given, and a
+    RankLost if a process died."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     if workers == 1:
         for item in items:

@@ -74,12 +74,8 @@ class Folder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Within, no other command writes here.
-
-        Raises:
-            UserError: another one does, or there is a file in its place.
-            StorageError: it cannot be made.
-        """
+        """Within, no other command writes here. Raises a UserError if another one does, or there is
+        a file in its place, and a StorageError if it cannot be made."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{quoted(str(self.path))} is a file. Give a folder as --out.")
         with storage_errors(self.path):
@@ -99,12 +95,8 @@ class Folder:
 
     def clear(self) -> bool:
         """Remove what a preparation wrote, finished or not, if there is one; other files stay.
-        Whether there was.
-
-        Raises:
-            UserError: what is there is another program's.
-            StorageError: a file cannot be removed.
-        """
+        Whether there was. Raises a UserError if what is there is another program's, and a
+        StorageError if a file cannot be removed."""
         if not (self.journal_path.exists() or self.manifest_path.exists()):
             return False
         for path in (self.manifest_path, self.journal_path):

@@ -62,14 +62,9 @@ class SplitWriter:
         lengths: npt.NDArray[np.int64],
         text_bytes: int,
     ) -> None:
-        """Write documents.
-
-        Args:
-            tokens: of all, one after the other: [tokens].
-            lengths: of each, at least 1: [documents]; what comes after them is a piece of one that
-                goes on with the next call.
-            text_bytes: bytes of their text as UTF-8.
-        """
+        """Write documents: the tokens of all, [tokens], one after the other, and the length of
+        each, at least 1: [documents]. What comes after them is a piece of one that goes on with the
+        next call. Their text has so many bytes as UTF-8."""
         ends = np.cumsum(lengths)
         begin = first = 0
         while first < len(ends):

@@ -23,16 +23,11 @@ def train_bpe(
 
     It is trained on all the text, or, of more than 256 MiB, on the beginning of every source in
     proportion to its size; of more than 4096 sources, on every so-manyth. That depends on the
-    sources alone, and so does the tokenizer.
+    sources alone, and so does the tokenizer. Its `vocabulary` includes `<|endoftext|>` and the 256
+    bytes; it is smaller where the text gives no more pairs. `report` is told how much was done so
+    far of all that is read, as bytes of its files.
 
-    Args:
-        sources: all of the corpus, read as `how` says.
-        vocabulary: how many tokens it shall have, `<|endoftext|>` and the 256 bytes included; it
-            has fewer where the text gives no more pairs.
-        report: is told how much was done so far of all that is read, as bytes of its files.
-
-    Raises:
-        UserError: a source cannot be read, or there is no text.
+    Raises a UserError if a source cannot be read, or there is no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -54,15 +54,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_from_json(text: str, name: str = TOKENIZER_FILE) -> Tokenizer:
-    """The tokenizer of the contents of a `tokenizer.json`.
-
-    Args:
-        text: as `Tokenizer.to_json` gives it, or as the tokenizers library saves it.
-        name: what to call it; one that is `bytes` is called so.
-
-    Raises:
-        UserError: it is not a `tokenizer.json`.
-    """
+    """The tokenizer of the contents of a `tokenizer.json`, as `Tokenizer.to_json` gives it, or as
+    the tokenizers library saves it. It is called `name`; one that is `bytes` is called so. Raises a
+    UserError if it is not a `tokenizer.json`."""
     bytes_alone = ByteTokenizer()
     if text == bytes_alone.to_json():
         return bytes_alone

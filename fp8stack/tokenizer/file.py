@@ -25,15 +25,8 @@ MOST_IDS = 2**24
 
 
 class FileTokenizer(Tokenizer):
-    """A `tokenizer.json`. Truncation and padding that it may ask for are left out.
-
-    Args:
-        text: the contents of the file.
-        name: what it is called.
-
-    Raises:
-        UserError: it is not a `tokenizer.json`, or has ids beyond 16 million.
-    """
+    """The contents of a `tokenizer.json`. Truncation and padding that it may ask for are left out.
+    Raises a UserError if it is none, or has ids beyond 16 million."""
 
     def __init__(self, text: str, name: str) -> None:
         self.name = name

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's byte-level BPE, 50,257 ids.
-
-    Args:
-        encoding: tiktoken's, which must split words as GPT-2's does.
-    """
+    """GPT-2's byte-level BPE, 50,257 ids, by an encoding of tiktoken's."""
 
     name = "gpt2"
 
