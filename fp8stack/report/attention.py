@@ -1,6 +1,7 @@
 """What needs attention in a run, as sentences: the worst first."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -56,9 +57,11 @@ def judge(run: Run) -> Judged:
         *_stand_out_sentences(standing_out),
         *_clipped(operands),
         *_low_sqnr(operands, standing_out),
-        *(Finding(level="note", text=note) for note in run.notes),
+        *(Finding("note", note) for note in run.notes),
     ]
     rank = {"alarm": 0, "warning": 1, "note": 2}
+    state = "done" if total is not None and done >= total else "unfinished"
+    state = state if run.rows else "no step yet"
     return Judged(
         run=run,
         findings=sorted(findings, key=lambda finding: rank[finding.level]),
@@ -67,17 +70,16 @@ def judge(run: Run) -> Judged:
         extremes=_extremes(operands),
         total=total,
         done=done,
-        state=_state(run, done, total),
+        state="failed" if failure(run) is not None else state,
     )
 
 
 def verdict(judged: Judged) -> str:
     """The sentence above the findings."""
-    alarms = sum(finding.level == "alarm" for finding in judged.findings)
-    warnings = sum(finding.level == "warning" for finding in judged.findings)
-    if alarms or warnings:
-        parts = [f"{count} {word}{'s' * (count > 1)}" for count, word in
-                 ((alarms, "alarm"), (warnings, "warning")) if count]  # fmt: skip
+    counts = Counter(finding.level for finding in judged.findings)
+    words = ("alarm", "warning")
+    parts = [times(counts[word], word, f"{word}s") for word in words if counts[word]]
+    if parts:
         return f"Needs attention: {' and '.join(parts)}."
     if judged.findings:
         return f"Nothing alarming: {times(len(judged.findings), 'note', 'notes')}."
@@ -88,28 +90,18 @@ def verdict(judged: Judged) -> str:
     return "Nothing stands out in the metrics; there is no telemetry of operands to look at."
 
 
-def _state(run: Run, done: int, total: int | None) -> str:
-    if failure(run) is not None:
-        return "failed"
-    if not run.rows:
-        return "no step yet"
-    if total is not None and done >= total:
-        return "done"
-    return "unfinished"
-
-
 def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
     for operand in operands:
         share = operand.figures["nonfinite"]
         bad = np.flatnonzero(share > 0)
         if len(bad):
             first, worst = bad[0], bad[np.argmax(share[bad])]
-            text = (
+            yield Finding(
+                "alarm",
                 f"{operand.name}: values that are not finite at {in_steps(operand.steps[bad])}, "
                 f"first at step {operand.steps[first]}, at most {percent(share[worst])} of them "
-                f"(step {operand.steps[worst]}). Its amax is infinite there."
+                f"(step {operand.steps[worst]}). Its amax is infinite there.",
             )
-            yield Finding(level="alarm", text=text)
 
 
 def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
@@ -125,14 +117,11 @@ def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
             + ("" if before is None else f", itself {shown(figure, before)} before")
             for figure, (value, peers, before) in out.values.items()
         )
-        text = f"{out.operand.name} {where} {figures}."
-        yield Finding(level=_level(out), text=text)
-    if len(standing_out) > MOST:
-        rest = ", ".join(out.operand.name.replace(", ", " ") for out in standing_out[MOST:][:20])
-        text = f"{len(standing_out) - MOST} more stand out less: {rest}" + (
-            " and others." if len(standing_out) > MOST + 20 else "."
-        )
-        yield Finding(level=_level(standing_out[MOST]), text=text)
+        yield Finding(_level(out), f"{out.operand.name} {where} {figures}.")
+    if more := standing_out[MOST:]:
+        rest = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
+        others = " and others" if len(more) > 20 else ""
+        yield Finding(_level(more[0]), f"{len(more)} more stand out less: {rest}{others}.")
 
 
 def _level(out: StandOut) -> Level:
@@ -168,7 +157,7 @@ def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
         f"{-bits_over:.2g} bits{share}."
     )
     bad = -bits_over >= CLIPPED_BITS or most >= CLIPPED_SHARE
-    yield Finding(level="warning" if bad else "note", text=text)
+    yield Finding("warning" if bad else "note", text)
 
 
 def _low_sqnr(operands: Sequence[Operand], named: Sequence[StandOut]) -> Iterable[Finding]:
@@ -181,11 +170,11 @@ def _low_sqnr(operands: Sequence[Operand], named: Sequence[StandOut]) -> Iterabl
             low.append((float(np.median(sqnr)), operand))
     if low:
         value, operand = min(low, key=lambda pair: pair[0])
-        text = (
+        yield Finding(
+            "warning",
             f"{times(len(low), 'operand keeps', 'operands keep')} less than {LOW_SQNR_DB:.0f} dB "
-            f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median)."
+            f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median).",
         )
-        yield Finding(level="warning", text=text)
 
 
 def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
@@ -206,6 +195,6 @@ def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
                     best = (float(values[at]), operand, at)
         if best is not None:
             value, operand, at = best
-            text = shown(figure, sign * value)
-            found.append((label, operand.name, int(operand.steps[at]), text))
+            step = int(operand.steps[at])
+            found.append((label, operand.name, step, shown(figure, sign * value)))
     return found

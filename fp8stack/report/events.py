@@ -9,12 +9,10 @@ from fp8stack.report.read import Run, number
 from fp8stack.report.words import Finding, in_steps, times
 
 FAILURES = ("stop", "non-finite")
-_OF_ROWS = frozenset(
-    {
-        *("loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "mfu", "memory_gib", "fp8_gemms"),
-        *("val_loss", "loss_scale", "skipped"),
-    }
-)
+_KNOWN = {  # what a line of the table shows by itself, or a row of metrics has
+    *("step", "event", "why", "layer", "operand", "fp16", "val_loss", "loss_scale", "skipped"),
+    *("loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "mfu", "memory_gib", "fp8_gemms"),
+}
 
 
 def failure(run: Run) -> dict[str, Any] | None:
@@ -33,11 +31,10 @@ def ending(run: Run) -> Iterable[Finding]:
     failed = failure(run)
     if failed is not None:
         why = failed.get("why") or "the loss or a gradient is not finite"
-        yield Finding(level="alarm", text=f"The run stopped at step {failed.get('step')}: {why}")
+        yield Finding("alarm", f"The run stopped at step {failed.get('step')}: {why}")
     lost = [row["step"] for row in run.rows if "loss" in row and row["loss"] is None]
     if lost:
-        text = f"The loss is not finite at {in_steps(lost)}."
-        yield Finding(level="alarm", text=text)
+        yield Finding("alarm", f"The loss is not finite at {in_steps(lost)}.")
 
 
 def from_events(run: Run) -> Iterable[Finding]:
@@ -46,47 +43,37 @@ def from_events(run: Run) -> Iterable[Finding]:
     overflows = sum("fp16" in event for event in run.events)
     skips = counts["skip"] - overflows
     if skips:
-        whys = [str(event.get("why")) for event in run.events
-                if event.get("event") == "skip" and "fp16" not in event]  # fmt: skip
-        steps = [event["step"] for event in run.events if event.get("event") == "skip"]
-        text = f"{times(skips, 'step was', 'steps were')} skipped ({in_steps(steps)}): {whys[0]}."
-        yield Finding(level="warning", text=text)
+        skipped = [event for event in run.events if event.get("event") == "skip"]
+        why = next(str(event.get("why")) for event in skipped if "fp16" not in event)
+        steps = in_steps(event["step"] for event in skipped)
+        text = f"{times(skips, 'step was', 'steps were')} skipped ({steps}): {why}."
+        yield Finding("warning", text)
     if overflows:
         text = (
             f"{times(overflows, 'step was', 'steps were')} skipped because the gradient "
             "overflowed in fp16; a few are usual while the loss scale finds its place."
         )
         much = overflows > 0.05 * max(len(run.rows), 20)
-        yield Finding(level="warning" if much else "note", text=text)
+        yield Finding("warning" if much else "note", text)
     for event in run.events:
-        kind = event.get("event")
+        kind, begins = event.get("event"), f"Step {event.get('step')}:"
+        why = event.get("why", "of trouble")
         if kind == "rollback":
-            text = (
-                f"Step {event.get('step')}: the run went back to step {event.get('to_step')}, "
-                f"because {event.get('why', 'of trouble')}."
-            )
-            yield Finding(level="alarm", text=text)
+            back = f"the run went back to step {event.get('to_step')}"
+            yield Finding("alarm", f"{begins} {back}, because {why}.")
         elif kind == "demote":
-            yield Finding(level="alarm", text=_demotion(event))
+            layer = str(event.get("layer", "a layer"))
+            who = "the whole model" if layer == "*" else layer
+            operand = f" ({event['operand']})" if event.get("operand") else ""
+            precision, until = event.get("precision", "a wider format"), event.get("until_step")
+            how = f"{precision} {'for good' if until is None else f'until step {until}'}"
+            text = f"{begins} {who}{operand} was taken out of FP8 to {how}, because {why}."
+            yield Finding("alarm", text)
         elif kind in ("precision", "loss_scale"):
-            text = f"Step {event.get('step')}: {event.get('why', kind)}."
-            yield Finding(level="warning", text=text)
+            yield Finding("warning", f"{begins} {event.get('why', kind)}.")
     if counts["clear_amax"]:
-        text = f"{times(counts['clear_amax'], 'amax history was', 'amax histories were')} cleared."
-        yield Finding(level="warning", text=text)
-
-
-def _demotion(event: dict[str, Any]) -> str:
-    layer = str(event.get("layer", "a layer"))
-    who = "the whole model" if layer == "*" else layer
-    operand = f" ({event['operand']})" if event.get("operand") else ""
-    until = event.get("until_step")
-    how_long = "for good" if until is None else f"until step {until}"
-    return (
-        f"Step {event.get('step')}: {who}{operand} was taken out of FP8 to "
-        f"{event.get('precision', 'a wider format')} {how_long}, "
-        f"because {event.get('why', 'of trouble')}."
-    )
+        cleared = times(counts["clear_amax"], "amax history was", "amax histories were")
+        yield Finding("warning", f"{cleared} cleared.")
 
 
 def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -95,7 +82,7 @@ def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     Each has `steps`, `event`, `where`, `why` and `more`, all text.
     """
     lines: list[dict[str, str]] = []
-    marks: list[tuple[str, str, str]] = []
+    last: tuple[str, str, str] | None = None
     runs: list[list[int]] = []
     for event in events:
         where = " ".join(str(event[key]) for key in ("layer", "operand") if event.get(key))
@@ -103,22 +90,18 @@ def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         kind = str(event.get("event"))
         # 'loss is 7.1' and 'loss is 7.3' are the same why.
         mark = (kind, where, re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", why))
-        if marks and marks[-1] == mark and kind not in ("rollback", "demote", "restore", "phase"):
+        if last == mark and kind not in ("rollback", "demote", "restore", "phase"):
             runs[-1].append(event["step"])
             continue
-        marks.append(mark)
+        last = mark
         runs.append([event["step"]])
-        known = {"step", "event", "why", "layer", "operand", "fp16", *_OF_ROWS}
-        more = ", ".join(
-            f"{key} {'none' if value is None else value}"
-            for key, value in event.items()
-            if key not in known
-        )
+        others = {key: value for key, value in event.items() if key not in _KNOWN}
+        more = ", ".join(f"{k} {'none' if v is None else v}" for k, v in others.items())
         where = "the whole model" if where == "*" else where
         lines.append({"event": kind, "where": where, "why": why, "more": more})
     for line, steps in zip(lines, runs, strict=True):
-        first, last = min(steps), max(steps)
-        line["steps"] = str(first) if first == last else f"{first} to {last}"
+        begin, end = min(steps), max(steps)
+        line["steps"] = str(begin) if begin == end else f"{begin} to {end}"
         if len(steps) > 1:
             line["event"] += f" ({len(steps)} times)"
     return lines

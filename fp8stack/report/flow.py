@@ -17,8 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8stack.report.grids import grid
-from fp8stack.report.read import Figures, Gradient
+from fp8stack.report.read import Figures, Gradient, grid
 from fp8stack.report.standouts import PEERS, role
 from fp8stack.report.words import Finding, times
 
@@ -112,7 +111,7 @@ def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
             f"Dead: no gradient reaches {_list(_merged(which, parts))}; it was exactly zero at "
             f"{_when(samples, steps)}. {end}"
         )
-        yield Finding(level="alarm" if lasts else "warning", text=text)
+        yield Finding("alarm" if lasts else "warning", text)
     for what, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
         same = [fault for fault in found if fault.what == what]
         same.sort(key=lambda one: -abs(np.log10(one.norm / one.peers)))
@@ -122,10 +121,10 @@ def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
                 f"{fault.worst}, its peers {fault.peers:.3g}; so at "
                 f"{_when(fault.samples, fault.steps)}."
             )
-            yield Finding(level="warning", text=text)
+            yield Finding("warning", text)
         if len(same) > MOST:
             rest = _list(_merged([one.part for one in same[MOST:]], parts))
-            yield Finding(level="warning", text=f"{word} as well: the gradient of {rest}.")
+            yield Finding("warning", f"{word} as well: the gradient of {rest}.")
 
 
 def _peers(parts: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
@@ -156,10 +155,9 @@ def _last(values: Figures) -> Figures:
 
 def _longest(flags: NDArray[np.bool_]) -> tuple[int, int]:
     """The longest run of true flags, the last of equals: from, up to."""
-    best = start = 0
-    end = 0
-    for at in range(len(flags) + 1):
-        if at == len(flags) or not flags[at]:
+    best = end = start = 0
+    for at, flag in enumerate([*flags, False]):
+        if not flag:
             if at - start >= end - best and at > start:
                 best, end = start, at
             start = at + 1

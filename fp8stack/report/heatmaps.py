@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, plain_log_ticks, style
 from fp8stack.report.flow import leaves
-from fp8stack.report.grids import grid, joined, kinds_of, layers_by_steps
-from fp8stack.report.read import Figures, Run
+from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by_steps
 from fp8stack.report.standouts import role
 
 MOST_SAMPLES = 240  # columns; more are joined, the worst of each shown

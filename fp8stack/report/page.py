@@ -48,7 +48,13 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
     if os.path.lexists(page) and not _is_ours(page):
         raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
     plots = _plots_of(page)
-    if os.path.lexists(plots) and not _holds_plots(plots):
+    try:
+        foreign = os.path.lexists(plots) and any(
+            not _OURS.fullmatch(entry.name) for entry in plots.iterdir()
+        )
+    except OSError:
+        foreign = True
+    if foreign:
         raise UserError(
             f"{quoted(str(plots))} is where the plots belong and holds other things. "
             "Give another --out."
@@ -67,14 +73,6 @@ def _is_ours(page: Path) -> bool:
     try:
         with page.open("rb") as stream:
             return MARK.encode() in stream.read(2000)
-    except OSError:
-        return False
-
-
-def _holds_plots(folder: Path) -> bool:
-    """Whether `folder` is a folder of plots of ours, and nothing else."""
-    try:
-        return all(_OURS.fullmatch(entry.name) for entry in folder.iterdir())
     except OSError:
         return False
 

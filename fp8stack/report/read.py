@@ -8,7 +8,8 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -150,13 +151,14 @@ def read_run(path: Path) -> Run:
     notes: list[str] = []
     rows, events = _metrics(metrics, notes)
     written = datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.exists() else None
+    plan = path / "plan.json"
     text = _tried(lambda: config.read_text(encoding="utf-8", errors="replace"), config, "", notes)
     run = Run(
         path=path,
         name=path.resolve().name or str(path),
         config=_tried(lambda: read_toml(config), config, {}, notes),
         config_text=text,
-        plan=_tried(lambda: table(_json(path / "plan.json")), path / "plan.json", {}, notes),
+        plan=_tried(lambda: table(json.loads(plan.read_text("utf-8"))), plan, {}, notes),
         rows=rows,
         events=events,
         written=written,
@@ -168,23 +170,16 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
     """What `read` gives; what it cannot give is noted, and no reason to show nothing."""
     if not path.exists():
         notes.append(f"{path.name} is missing.")
         return otherwise
-    if not path.is_file() or path.stat().st_size > LARGEST_BYTES:  # a pipe would wait for ever
-        notes.append(f"{path.name} cannot be read.")
-        return otherwise
-    try:
-        return read()
-    except (OSError, ValueError, RecursionError):
-        notes.append(f"{path.name} cannot be read.")
-        return otherwise
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size <= LARGEST_BYTES:  # a pipe would wait for ever
+            return read()
+    notes.append(f"{path.name} cannot be read.")
+    return otherwise
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -332,3 +327,47 @@ class _Rows:
         values = np.array([self.rows[step] for step in steps], dtype=np.float64)
         figures = {key: values[:, at] for at, key in enumerate(self.figures)}
         return {"steps": np.array(steps, dtype=np.int64), "figures": figures}
+
+
+# As grids: operands, layers or parts of the model by samples
+
+
+def kinds_of(operands: Sequence[Operand]) -> list[str]:
+    """The operand kinds that occur, the known ones first."""
+    found = {operand.kind: None for operand in operands}
+    return [kind for kind in KINDS if kind in found] + [k for k in found if k not in KINDS]
+
+
+def grid(series: Sequence[Series], figure: str) -> tuple[NDArray[np.int64], Figures]:
+    """The steps [samples] and `figure` as [series, samples], NaN where there is none."""
+    steps = np.unique(np.concatenate([one.steps for one in series]))
+    values = np.full((len(series), len(steps)), np.nan)
+    for row, one in zip(values, series, strict=True):
+        row[np.searchsorted(steps, one.steps)] = one.figures[figure]
+    return steps, values
+
+
+def layers_by_steps(
+    run: Run, kind: str, figure: str
+) -> tuple[list[str], NDArray[np.int64], Figures]:
+    """The layers, the steps [samples] and `figure` as [layers, samples] of one operand kind."""
+    names = list(dict.fromkeys(operand.layer for operand in run.operands))
+    operands = [operand for operand in run.operands if operand.kind == kind]
+    steps = np.unique(np.concatenate([operand.steps for operand in run.operands]))
+    values = np.full((len(names), len(steps)), np.nan)
+    own_steps, own = grid(operands, figure)
+    rows = [names.index(operand.layer) for operand in operands]
+    values[np.array(rows)[:, None], np.searchsorted(steps, own_steps)] = own
+    return names, steps, values
+
+
+def joined(
+    steps: NDArray[np.int64], values: Figures, worst_is_high: bool, most: int
+) -> tuple[NDArray[np.int64], Figures]:
+    """At most `most` samples: neighbours become one with the worst of their figures."""
+    if len(steps) <= most:
+        return steps, values
+    worst = np.fmax.reduce if worst_is_high else np.fmin.reduce
+    parts = np.array_split(np.arange(len(steps)), most)
+    columns = [worst(values[:, part], axis=1) for part in parts]
+    return steps[[part[0] for part in parts]], np.stack(columns, axis=1)

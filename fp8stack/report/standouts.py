@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8stack.report.grids import grid
-from fp8stack.report.read import Figures, Operand
+from fp8stack.report.read import Figures, Operand, grid
 
 SPREADS = 8.0
 PEERS = 4  # fewer have no median worth the name

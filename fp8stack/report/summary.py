@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8stack.report.attention import Judged
-from fp8stack.report.grids import kinds_of
-from fp8stack.report.read import Operand, Run, column, layers, table
+from fp8stack.report.read import Operand, Run, column, kinds_of, layers, table
 
 ALIKE_DB = 0.5  # recipes that differ by less are called alike
 

@@ -10,8 +10,7 @@ from rich.text import Text
 from fp8stack.report import summary
 from fp8stack.report.attention import Judged, verdict
 from fp8stack.report.events import folded
-from fp8stack.report.grids import joined, kinds_of, layers_by_steps
-from fp8stack.report.read import Figures, Run, column
+from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps
 
 BARS = "▁▂▃▄▅▆▇█"
 SHADES = "·░▒▓█"  # of signal lost to quantization, from none to much
@@ -54,14 +53,16 @@ def _run(judged: Judged, console: Console) -> None:
         if values:
             ends = f"{values[0]:.3g} → {values[-1]:.3g}"
             console.print(_text(f"{label:14} {sparkline(values, width)} {ends}"))
-    missing = summary.without_telemetry(run)
-    if missing:
+    if missing := summary.without_telemetry(run):
         console.print(_text(missing, style="dim"))
     else:
         console.print(_map(run, console.width))
-    tried = summary.what_if(judged)
-    if tried is not None:
-        _what_if(tried, console)
+    if (tried := summary.what_if(judged)) is not None:
+        table = _table(["median SQNR, dB", *tried.kinds])
+        for name, cells, own in tried.rows:
+            table.add_row(_text(f"{name} (this run)" if own else name), *map(_cell, cells))
+        console.print(table)
+        console.print(_text(tried.sentence))
     for one in run.sessions[1:] and run.sessions:
         to = "" if one.last is None else f" to {one.last}"
         console.print(_text(f"session: {one.began} UTC, after step {one.first}{to}: {one.how}"))
@@ -70,24 +71,16 @@ def _run(judged: Judged, console: Console) -> None:
     for layer, why in summary.not_fp8(run)[:MOST_LAYERS]:
         console.print(_text(f"not in FP8: {layer}: {why}"))
     if run.events:
-        table = _table(["steps", "event", "where", "why", "more"])
+        heads = ["steps", "event", "where", "why", "more"]
+        table = _table(heads)
         for event in folded(run.events):
-            table.add_row(
-                *(_text(event[key]) for key in ("steps", "event", "where", "why", "more"))
-            )
+            table.add_row(*(_text(event[key]) for key in heads))
         console.print(table)
 
 
-def _what_if(tried: summary.WhatIf, console: Console) -> None:
-    table = _table(["median SQNR, dB", *tried.kinds])
-    for name, cells, own in tried.rows:
-        shown = [
-            "-" if value is None else f"{value:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
-            for value, gain in cells
-        ]
-        table.add_row(_text(f"{name} (this run)" if own else name), *shown)
-    console.print(table)
-    console.print(_text(tried.sentence))
+def _cell(cell: tuple[float | None, float | None]) -> str:
+    value, gain = cell
+    return "-" if value is None else f"{value:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
 
 
 def _map(run: Run, width: int) -> Table:

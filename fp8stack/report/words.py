@@ -10,7 +10,7 @@ from fp8stack.report.read import Run
 Level = Literal["alarm", "warning", "note"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One sentence, and how much it matters."""
 

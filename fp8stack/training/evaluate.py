@@ -1,6 +1,6 @@
-"""Validation loss and text samples. Nothing here changes the model or its FP8 state."""
+"""Validation loss. Nothing here changes the model or its FP8 state."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.distributed.process_group import ALONE, Ranks, losing_ranks
-from fp8stack.model.gpt import GPT
-from fp8stack.model.sampling import Sampling, generate
 from fp8stack.training.dataloader import inputs_of
 
 
@@ -56,10 +54,3 @@ def validation_loss(
         with losing_ranks():
             dist.all_reduce(total)
     return float(total) / len(windows)
-
-
-def sample(
-    model: GPT, prompt: Sequence[int], count: int, *, temperature: float, seed: int
-) -> list[int]:
-    """`count` tokens that the model continues `prompt` with, see `sampling.generate`."""
-    return list(generate(model, prompt, count, Sampling(temperature=temperature), seed=seed))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.io import write_atomically
-from fp8stack.training.evaluate import sample
+from fp8stack.model.sampling import Sampling, generate
 from fp8stack.training.metrics.console import Display
 from fp8stack.training.metrics.plot import loss_plot
 from fp8stack.training.run import Run
@@ -28,18 +28,15 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     with run.ranks.together():
         if text and is_main:
             write_atomically(folder.sample, text.encode())
-            display.note(f"sample:\n{_shown(text)}")
+            # Without what a terminal would act on.
+            shown = (char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+            display.note(f"sample:\n{''.join(shown)}")
     if run.loss_scaler is not None:
         display.note(str(run.loss_scaler.statistics()))
     display.note(
         f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
         f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
     )
-
-
-def _shown(text: str) -> str:
-    """`text` without what a terminal would act on."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _sample(run: Run) -> str:
@@ -52,11 +49,6 @@ def _sample(run: Run) -> str:
     encoded = tokenizer.begin(prompt)
     if not encoded:  # it drops white space, and ends no document
         return ""
-    tokens = sample(
-        (run.evaluation or run.active).model,
-        encoded,
-        config.sample_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-    )
-    return prompt + tokenizer.decode(tokens)
+    model, chosen = (run.evaluation or run.active).model, Sampling(temperature=config.temperature)
+    tokens = generate(model, encoded, config.sample_tokens, chosen, seed=config.seed)
+    return prompt + tokenizer.decode(list(tokens))

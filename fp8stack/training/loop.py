@@ -28,7 +28,7 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
-from fp8stack.training.metrics.throughput import Peak, peak_rate
+from fp8stack.training.metrics.throughput import peak_rate
 from fp8stack.training.phases import Phases
 from fp8stack.training.run import Run, Variant
 from fp8stack.training.setup.build import versions
@@ -57,7 +57,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     config = run.config
     with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
         peak = peak_rate(run.hardware, run.plan)
-    display = Display(peak)
+    display = Display(peak)  # of several ranks the main one speaks
     if run.ranks.is_main:
         say(*describe_run(run))
         if run.step == config.steps:
@@ -65,7 +65,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         display = open_display(config.steps, peak, run.step)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
-    loop = _Loop(run, display, peak, requested)
+    loop = _Loop(run, display, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
     compiles = config.compile and run.step < config.steps and alone
@@ -97,7 +97,8 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             with requested.at_once(at_end) if alone else nullcontext():
                 finish(run, display, loop.evaluate)
     finally:
-        loop.close()
+        if loop.profiler is not None:  # a run that ends before its last step may have left it on
+            loop.profiler.close()
         display.close()
         for tracker in run.accelerator.trackers:  # `end_training` would free the ranks' groups too
             tracker.finish()
@@ -109,13 +110,11 @@ class _Loop:
     """The parts of a run that repeat. It alone moves the run on, from step to step."""
 
     def __init__(
-        self, run: Run, display: Display, peak: Peak, stops: Callable[[], bool] = lambda: False
+        self, run: Run, display: Display, stops: Callable[[], bool] = lambda: False
     ) -> None:
-        self.run = run
-        self.stops = stops
+        self.run, self.display, self.stops = run, display, stops
         self.config = config = run.config
-        self.display = display
-        self.metrics = MetricsLog(run, display, peak)
+        self.metrics = MetricsLog(run, display)
         self.monitor = Monitor(
             run.optimizer,
             config.guard,
@@ -222,8 +221,8 @@ class _Loop:
         if (evaluates or self.save_due) and self.check(step):
             return True
         if evaluates and (loss := self.evaluate()) is not None:
-            self.metrics.log_validation(step, loss)
-            if self.judge(step, loss):
+            self.metrics.log(row := {"step": step, "val_loss": loss})
+            if self.judge(step, row["val_loss"]):
                 return True
         return self.save_if_due(step)
 
@@ -236,7 +235,7 @@ class _Loop:
     def refer_to_peak(self) -> None:
         """Have the MFU refer to the peak of what trains now."""
         began = time.perf_counter()
-        self.metrics.divide_by(peak_rate(self.run.hardware, self.run.plan))
+        self.display.peak = peak_rate(self.run.hardware, self.run.plan)
         self.metrics.pause(time.perf_counter() - began)  # measuring is not training
 
     def check(self, step: int) -> bool:
@@ -311,11 +310,6 @@ class _Loop:
             self.display.note(f"{text}profile: {self.run.folder.profile}")
         self.metrics.pause(time.perf_counter() - done)  # writing is not training
         return result
-
-    def close(self) -> None:
-        """Stop what a run that ends before its last step may have left on."""
-        if self.profiler is not None:
-            self.profiler.close()
 
     def session(self) -> AbstractContextManager[dict[str, str]]:
         """See `RunFolder.session`; of several ranks the main one tells, if steps are left to do."""

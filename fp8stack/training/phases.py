@@ -25,14 +25,11 @@ class Phases:
     called with each event, a row of `metrics.jsonl`."""
 
     def __init__(self, run: Run, announce: Callable[[dict[str, Any]], None]) -> None:
-        self.run = run
-        self.announce = announce
+        self.run, self.announce = run, announce
         state = (run.resumed or {}).get("phases") or {}
-        # The step after which all is in the reference; the last step whose validation loss was
-        # compared; the phase that was announced last.
-        self.ended_at: int | None = state.get("ended_at")
-        self.judged_at: int = state.get("judged_at", 0)
-        self.entered: str | None = state.get("entered")
+        self.ended_at: int | None = state.get("ended_at")  # after it all is in the reference
+        self.judged_at: int = state.get("judged_at", 0)  # the step that was compared last
+        self.entered: str | None = state.get("entered")  # the phase that was announced last
 
     def variant(self, step: int) -> int:
         """The place of the variant that trains in `step`."""
@@ -64,11 +61,10 @@ class Phases:
             left = min(-step % config.eval_every, config.steps - step)
             if left < config.calibration_steps:
                 return True
-        starts = zip(schedule.phases, schedule.variants, strict=True)
         return any(
             run.variants[place] is run.main
             and step < phase.first <= step + config.calibration_steps
-            for phase, place in starts
+            for phase, place in zip(schedule.phases, schedule.variants, strict=True)
         )
 
     @contextmanager

@@ -145,8 +145,7 @@ class Run:
 
     def use(self, place: int) -> None:
         """Train with the variant at this place from now on."""
-        self.state.active = place
-        self.telemetry.plan = self.plan
+        self.state.active, self.telemetry.plan = place, self.variants[place].plan
         if self.switch is not None:
             self.switch.active = place
 

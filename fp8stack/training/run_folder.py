@@ -304,11 +304,12 @@ def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
     if resume and (found := next(cut, None)):
         return found
     stem = f"{Path(config.model).stem}-{Path(config.recipe).stem}"
-    used, folder, number = None, RunFolder(Path("runs") / stem), 1
-    while folder.path.exists() and (resume or not folder.is_vacant):
+    used = None
+    for number in itertools.count(1):
+        folder = RunFolder(Path("runs") / (f"{stem}-{number}" if number > 1 else stem))
+        if not folder.path.exists() or (not resume and folder.is_vacant):
+            break
         used = folder if folder.holds_run else used
-        number += 1
-        folder = RunFolder(Path("runs") / f"{stem}-{number}")
     return used if resume and used else folder
 
 

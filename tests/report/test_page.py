@@ -19,8 +19,7 @@ from fp8stack.report import text as terminal
 from fp8stack.report.attention import Judged, judge, verdict
 from fp8stack.report.drawing import MOST_POINTS, thinned
 from fp8stack.report.events import folded
-from fp8stack.report.grids import joined
-from fp8stack.report.read import read_run
+from fp8stack.report.read import joined, read_run
 from fp8stack.report.summary import headline, what_if
 from fp8stack.training.metrics.plot import view_range
 from tests.support.made_runs import (

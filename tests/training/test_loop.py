@@ -19,9 +19,10 @@ from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.model.sampling import Sampling, generate
 from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import Hardware, resolve
-from fp8stack.training.evaluate import sample, validation_loss
+from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.metrics import console, throughput
 from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
 from fp8stack.training.metrics.plot import loss_plot
@@ -33,6 +34,12 @@ from tests.support.small_loop import SmallLoop
 
 CPU = Hardware("cpu")
 SMALL = GPTConfig(vocabulary=61, context=16, layers=1, width=32, heads=2, dropout=0.1)
+
+
+def sample(
+    model: GPT, prompt: list[int], count: int, *, temperature: float, seed: int
+) -> list[int]:
+    return list(generate(model, prompt, count, Sampling(temperature=temperature), seed=seed))
 
 
 def _model(recipe: str) -> GPT:

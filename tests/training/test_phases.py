@@ -420,7 +420,7 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeyp
     seen = []
     for _ in range(7):
         small.advance(1)
-        seen.append(small.loop.metrics.peak.tflops)
+        seen.append(small.loop.display.peak.tflops)
     assert seen[3:] == [1979] * 3 + [989]
 
 

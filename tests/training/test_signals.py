@@ -96,7 +96,7 @@ def test_a_signal_before_the_first_step_is_done_ends_at_once(
     assert losses(tmp_path / "r") == losses(finished / "r")
 
 
-@pytest.mark.parametrize("where", ["loss_plot", "sample"])
+@pytest.mark.parametrize("where", ["loss_plot", "generate"])
 def test_a_signal_at_the_end_is_heeded_at_once_and_the_end_is_made_up_for(
     where, new, command, refused, finished, tmp_path, monkeypatch
 ):

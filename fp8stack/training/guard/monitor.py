@@ -63,10 +63,11 @@ class BadStep:
         """The causes, in a sentence."""
         if self.said:
             return self.said
+        amax = "infinite" if self.amax == math.inf else f"{self.amax:.4g}"
         said = {
             Cause.LOSS: f"the loss is {self.loss:.4g}",
             Cause.GRADIENT: f"the gradient norm is {self.norm:.4g}",
-            Cause.AMAX: f"the amax of {self.slot} is {_named(self.amax)}",
+            Cause.AMAX: f"the amax of {self.slot} is {amax}",
             Cause.LOSS_SPIKE: f"the loss {self.loss:.4g} is above its limit {self.loss_limit:.4g}",
             Cause.GRADIENT_SPIKE: f"the gradient norm {self.norm:.4g} is above its limit "
             f"{self.norm_limit:.4g}",
@@ -178,7 +179,7 @@ class Monitor:
         now, amax_infinite, amax_spike = _agreed(now, amaxes.infinite, amaxes.spikes, largest)
         finite = now.abs() < largest
         limits = spike_limit(self._window, self.config, self._factors)
-        spikes = now > limits if self.config.enabled else torch.zeros_like(finite)
+        spikes = (now > limits) & self.config.enabled
         causes = torch.stack([*~finite, amax_infinite, *(spikes & finite), amax_spike])
         overflow = torch.zeros_like(amax_infinite)
         if excused is not None:
@@ -188,7 +189,10 @@ class Monitor:
         not_taken = bad if self.config.enabled else bad | (self._count > 0)
         skip = not_taken | overflow
         said = torch.stack([(causes * self._powers).sum(), amaxes.column, amaxes.worst])
-        self._note(step, torch.cat([now, said, limits]), bad)
+        row = torch.cat([torch.full_like(now[:1], step), now, said, limits])
+        here = bad & (self._places == self._count % KEPT)
+        self._log.copy_(torch.where(here[:, None], row, self._log))
+        self._count += bad
         self._streak.copy_(torch.where(bad, self._streak + 1, torch.where(skip, self._streak, 0)))
         self._recent.copy_(torch.cat([self._recent[1:], bad.double()[None]]))
         more = torch.where(skip, self._overflows, 0)
@@ -209,13 +213,6 @@ class Monitor:
             return torch.ones_like(self.skips, dtype=torch.bool)
         found = ~(norms.abs() < largest)
         return found | ~found.any()
-
-    def _note(self, step: int, row: Tensor, bad: Tensor) -> None:
-        """Write a bad step into the log."""
-        row = torch.cat([torch.full_like(row[:1], step), row])
-        here = bad & (self._places == self._count % KEPT)
-        self._log.copy_(torch.where(here[:, None], row, self._log))
-        self._count += bad
 
     def poll(self) -> Findings:
         """What happened since the last poll. This waits for the device."""
@@ -308,11 +305,6 @@ class Monitor:
 
 
 _COLUMNS = 8  # of the log: a step, and what `_bad_step` takes
-
-
-def _named(amax: float) -> str:
-    """The word or the number for an amax that is no amax."""
-    return "infinite" if amax == math.inf else f"{amax:.4g}"
 
 
 def _agreed(

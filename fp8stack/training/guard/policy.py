@@ -74,10 +74,8 @@ class Guard:
     """
 
     def __init__(self, run: Run, monitor: Monitor, settle: Callable[[], None]) -> None:
-        self.run = run
-        self.config = run.config.guard
-        self.monitor = monitor
-        self.settle = settle
+        self.run, self.config = run, run.config.guard
+        self.monitor, self.settle = monitor, settle
         self.left_out: set[int] = set()
         self.demoted: dict[str, int | None] = {}
         self._incidents = 0
@@ -145,11 +143,10 @@ class Guard:
             told = {key: value if abs(value) < math.inf else None for key, value in finite.items()}
             self._tell(bad.step, "skip", bad.why, **told)
         if not self.config.enabled:
-            if seen.bad:
-                first = seen.bad[0]
-                why = f"Step {first.step}: {first.why}. "
-                why += "The step was not taken; weights are as before."
-                found = self._give_up(found, first.step, [why], finite=False)
+            for bad in seen.bad[:1]:
+                kept = "The step was not taken; weights are as before."
+                why = [f"Step {bad.step}: {bad.why}.", kept]
+                found = self._give_up(found, bad.step, why, finite=False)
             return self._with_events(found)
         oldest = step - max(self.monitor.reach, seen.streak)
         self._recent = [bad for bad in [*self._recent, *seen.bad] if bad.step > oldest]
@@ -174,12 +171,14 @@ class Guard:
         plan = self.run.plan
         if not self.demoted:
             return plan
-        layers = [
-            replace(layer, fp8=False, precision=plan.compute_dtype, reason=_out(self.demoted[name]))
-            if layer.fp8 and (name := layer.name) in self.demoted
-            else layer
-            for layer in plan.layers
-        ]
+        layers = []
+        for layer in plan.layers:
+            if layer.fp8 and layer.name in self.demoted:
+                last = self.demoted[layer.name]
+                until = "" if last is None else f" until step {last}"
+                why = f"the guard took it out of FP8{until}"
+                layer = replace(layer, fp8=False, precision=plan.compute_dtype, reason=why)
+            layers.append(layer)
         return replace(plan, layers=tuple(layers))
 
     def _tell(self, step: int, event: str, why: str, **details: Any) -> None:
@@ -371,10 +370,6 @@ class Guard:
         if self.run.plan.recipe.name == "fp32":
             return f"{remedy}."
         return f"{remedy}; --recipe fp32 shows whether precision is the cause."
-
-
-def _out(last: int | None) -> str:
-    return "the guard took it out of FP8" + (f" until step {last}" if last is not None else "")
 
 
 def _span(bad: Sequence[BadStep]) -> int:

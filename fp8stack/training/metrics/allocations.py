@@ -75,16 +75,11 @@ def changes_in(recorded: profile) -> list[int]:
     return [size for _, size in sorted(found, key=lambda pair: pair[0])]
 
 
-_MALLINFO2 = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-
-
 class _Mallinfo2(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def heap_bytes() -> tuple[int, int] | None:
@@ -113,12 +108,10 @@ def words(found: Allocations, steps: int = 1) -> str:
             f" The allocator holds {_mib(found.held_bytes)}, of which {_mib(found.unused_bytes)} "
             f"({share:.1f} %) lie unused between blocks in use."
         )
-    if found.fresh is not None:
-        text += (
-            " No new segment was asked of the GPU."
-            if not found.fresh
-            else f" Segments newly asked of the GPU: {found.fresh}."
-        )
+    if found.fresh == 0:
+        text += " No new segment was asked of the GPU."
+    elif found.fresh is not None:
+        text += f" Segments newly asked of the GPU: {found.fresh}."
     if found.retries:
         text += (
             f" Memory ran out {found.retries} times and caches were emptied: lower --batch or use "

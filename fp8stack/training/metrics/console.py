@@ -15,11 +15,7 @@ from fp8stack.training.run import Run
 
 
 class Display:
-    """Where a run's progress is shown. This one stays silent: of several ranks the main one speaks.
-
-    Attributes:
-        peak: what the MFU refers to.
-    """
+    """Where a run's progress is shown; the MFU refers to `peak`. This one stays silent."""
 
     def __init__(self, peak: Peak) -> None:
         self.peak = peak
@@ -36,23 +32,23 @@ class Display:
 
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
     """The log line of a step, without the time left."""
-    parts = [f"step {row['step']}/{steps}"]
-    loss = row["loss"]
-    parts.append("loss non-finite" if loss is None else f"loss {loss:.4f}")
-    parts.append(f"lr {row['lr']:.2e}")
-    norm = row["grad_norm"]
-    parts.append("grad norm non-finite" if norm is None else f"grad norm {norm:.2f}")
+    loss, norm, mfu = row["loss"], row["grad_norm"], row["mfu"]
+    parts = [
+        f"step {row['step']}/{steps}",
+        "loss non-finite" if loss is None else f"loss {loss:.4f}",
+        f"lr {row['lr']:.2e}",
+        "grad norm non-finite" if norm is None else f"grad norm {norm:.2f}",
+    ]
     if "loss_scale" in row:
         skipped = ", skipped" if row["skipped"] else ""
         parts.append(f"loss scale {row['loss_scale']:.0f}{skipped}")
-    parts.append(f"{row['step_ms']:.0f} ms")
-    parts.append(f"{row['tokens_per_s'] / 1000:.1f}k tok/s")
-    mfu = row["mfu"]
-    parts.append(
-        f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}"
-    )
-    parts.append(f"{row['memory_gib']:.2f} GiB")
-    parts.append(row["precision"])
+    parts += [
+        f"{row['step_ms']:.0f} ms",
+        f"{row['tokens_per_s'] / 1000:.1f}k tok/s",
+        f"MFU n/a ({peak.name})" if mfu is None else f"MFU {100 * mfu:.0f}% of {peak.name}",
+        f"{row['memory_gib']:.2f} GiB",
+        row["precision"],
+    ]
     return " | ".join(parts)
 
 
@@ -102,31 +98,22 @@ def describe_run(run: Run) -> list[str]:
 def _data(run: Run) -> list[str]:
     """What is read, and how, where that was asked for."""
     config, train = run.config, run.train
-    lines = [
-        f"data: {train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"
-    ]
+    told = [f"{train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"]
     if config.data_order == "epochs" or isinstance(train, data.Mixture):
-        told = data.describe(
-            train,
-            batch=config.batch,
-            context=run.context,
-            steps=config.steps,
-            order=config.data_order,
-        )
-        lines += [f"data: {line}" for line in told]
+        how = {"batch": config.batch, "context": run.context, "steps": config.steps}
+        told += data.describe(train, **how, order=config.data_order)
     if config.document_mask:
-        lines.append("data: attention stays within documents")
-    return lines
+        told.append("attention stays within documents")
+    return [f"data: {line}" for line in told]
 
 
 def _phases(run: Run) -> list[str]:
     """Which recipe runs when, if there are several."""
     if len(run.schedule.phases) == 1 and run.evaluation is None:
         return []
-    pairs = zip(run.schedule.phases, run.schedule.variants, strict=True)
     told = [
         f"{phase.name} {phase.first} to {phase.last} in {run.variants[place].plan.precision}"
-        for phase, place in pairs
+        for phase, place in zip(run.schedule.phases, run.schedule.variants, strict=True)
     ]
     there = {phase.name for phase in run.schedule.phases} | {EVALUATION}
     told += [f"{one.name} has no steps" for one in run.config.phases if one.name not in there]

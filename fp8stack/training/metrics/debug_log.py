@@ -59,29 +59,27 @@ class DebugLog(NoDebugLog):
 
     def _more(self, event: str) -> dict[str, Any]:
         """Dtypes, and what the optimizers made of the verdict."""
-        parameters = parameters_of(self.run.optimizer)
+        optimizer = self.run.optimizer
+        parameters = parameters_of(optimizer)
         if event == "forward":
             weights = _dtypes(parameters)
             return {"weights": weights, "computes_in": self.run.plan.compute_dtype}
         if event == "backward":
             return {"gradients": _dtypes(one.grad for one in parameters if one.grad is not None)}
-        if event == "optimizer":
-            state = [plain(kept) for kept in self.run.optimizer.state.values()]
-            moments = (value for kept in state for key, value in kept.items() if key != "step")
-            return {"moments": _dtypes(moments)} | self._skipped()
-        return {}
-
-    def _skipped(self) -> dict[str, Any]:
-        """Which optimizers did not take the step, if any."""
-        parts = optimizers_in(self.run.optimizer)
-        flags = [bool(getattr(part, "found_inf", False)) for part in parts]
-        names = [type(part).__name__ for part, skips in zip(parts, flags, strict=True) if skips]
-        return {"skipped": f"{' and '.join(names)}: the step was judged bad"} if names else {}
+        if event != "optimizer":
+            return {}
+        state = [plain(kept) for kept in optimizer.state.values()]
+        moments = (value for kept in state for key, value in kept.items() if key != "step")
+        skip = [part for part in optimizers_in(optimizer) if getattr(part, "found_inf", False)]
+        names = " and ".join(type(part).__name__ for part in skip)
+        told = {"skipped": f"{names}: the step was judged bad"} if skip else {}
+        return {"moments": _dtypes(moments)} | told
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:
-    found = sorted({str(local_shard(one).dtype).removeprefix("torch.") for one in tensors})
-    return ", ".join(found)
+    return ", ".join(
+        sorted({str(local_shard(one).dtype).removeprefix("torch.") for one in tensors})
+    )
 
 
 def _read(value: object) -> object:

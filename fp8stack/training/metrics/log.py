@@ -10,25 +10,19 @@ from typing import Any
 from fp8stack.optim.optimizer import learning_rate
 from fp8stack.precision import Plan
 from fp8stack.training.metrics.console import Display, describe_event
-from fp8stack.training.metrics.throughput import Peak, peak_memory_gib
+from fp8stack.training.metrics.throughput import peak_memory_gib
 from fp8stack.training.run import Run
 
 
 class MetricsLog:
-    """Writes down what a run does, and shows it. The MFU refers to `peak`, a rank's."""
+    """Writes down what a run does, and shows it. The MFU refers to the display's peak, a rank's."""
 
-    def __init__(self, run: Run, display: Display, peak: Peak) -> None:
-        self.run = run
-        self.display = display
-        self.peak = peak
+    def __init__(self, run: Run, display: Display) -> None:
+        self.run, self.display = run, display
         self._tokens_per_step = run.config.batch * run.context
         self._ready = time.perf_counter()  # the steps to be timed began
         self._timed = 0  # how many of them there were
         self._pace: tuple[int, float] | None = None  # the first step of this start, and its end
-
-    def divide_by(self, peak: Peak) -> None:
-        """Have the MFU refer to another peak: another recipe trains from now on."""
-        self.peak = self.display.peak = peak
 
     def step_done(self) -> None:
         """Count a step that was handed to the device."""
@@ -58,9 +52,8 @@ class MetricsLog:
         seconds = (time.perf_counter() - self._ready) / self._timed
         rate = self._tokens_per_step / seconds if seconds else 0.0
         tflops = rate * run.model.config.flops_per_token(run.context) / 1e12 / run.ranks.count
-        if (peak := self.peak.at_least(tflops)) is not self.peak:
-            self.divide_by(peak)
-        mfu = self.peak.mfu(tflops)
+        self.display.peak = self.display.peak.at_least(tflops)
+        mfu = self.display.peak.mfu(tflops)
         row = {
             "step": step,
             "loss": loss if math.isfinite(loss) else None,
@@ -81,30 +74,25 @@ class MetricsLog:
 
     def log(self, row: dict[str, Any]) -> None:
         """Write a row to the metrics, show it, and hand it to the trackers. A validation loss that
-        is not finite becomes None."""
-        _mark(row)
+        is not finite stands out, and becomes None. Of a step that was not trained, the row has
+        nothing else."""
+        step, val_loss, trained = row["step"], row.get("val_loss"), "loss" in row
+        if val_loss is not None and not math.isfinite(val_loss):
+            why = "the validation loss is not finite"
+            val_loss = None
+            row |= {"val_loss": None, "event": "non-finite", "why": why}
         if not self.run.ranks.is_main:
             return
         self.run.folder.append_metrics(row)
-        self.display.step(row, self.seconds_left())
-        self._tell_validation(row)
+        if trained:
+            self.display.step(row, self.seconds_left())
+        if val_loss is not None:
+            self.display.note(f"step {step}: validation loss {val_loss:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        self.run.accelerator.log(numbers, step=row["step"])
-
-    def log_validation(self, step: int, loss: float) -> None:
-        """Write and show the validation loss of a step that was not trained."""
-        row = {"step": step, "val_loss": loss}
-        _mark(row)
-        if not self.run.ranks.is_main:
-            return
-        self.run.folder.append_metrics(row)
-        if row["val_loss"] is not None:
-            self.run.accelerator.log({"val_loss": row["val_loss"]}, step=step)
-        self._tell_validation(row)
-
-    def _tell_validation(self, row: dict[str, Any]) -> None:
-        if row.get("val_loss") is not None:
-            self.display.note(f"step {row['step']}: validation loss {row['val_loss']:.4f}")
+        if trained:
+            self.run.accelerator.log(numbers, step=step)
+        elif val_loss is not None:
+            self.run.accelerator.log({"val_loss": val_loss}, step=step)
 
     def announce(self, event: dict[str, Any]) -> None:
         """Write an event to the metrics and show it."""
@@ -130,10 +118,3 @@ class MetricsLog:
             return None if left else 0.0
         first, ended = self._pace
         return (time.perf_counter() - ended) / (self.run.step - first) * left
-
-
-def _mark(row: dict[str, Any]) -> None:
-    """Have a validation loss that is not finite stand out."""
-    if not math.isfinite(row.get("val_loss", 0.0)):
-        why = "the validation loss is not finite"
-        row |= {"val_loss": None, "event": "non-finite", "why": why}

@@ -1,7 +1,7 @@
 """What steps spend their time on, by torch's profiler."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fp8stack.config import RunConfig
 from fp8stack.io import storage_errors, write_atomically
-from fp8stack.training.metrics.allocations import (
-    Allocations,
-    changes_in,
-    heap_bytes,
-    on_cpu,
-    on_gpu,
-    words,
-)
+from fp8stack.training.metrics import allocations
+from fp8stack.training.metrics.allocations import Allocations
 
 WARM_UP = 4
 """Steps before the first that is profiled: they compile, tune and fill caches."""
@@ -121,9 +115,10 @@ def recording(
             torch.cuda.synchronize(device)
         wall_s = time.perf_counter() - began
     if on_cuda:
-        recorded.allocations = on_gpu(before, torch.cuda.memory_stats(device))
+        recorded.allocations = allocations.on_gpu(before, torch.cuda.memory_stats(device))
     else:
-        recorded.allocations = on_cpu(changes_in(recorded), heap_bytes())
+        changes = allocations.changes_in(recorded)
+        recorded.allocations = allocations.on_cpu(changes, allocations.heap_bytes())
     recorded.wall_s = wall_s
 
 
@@ -134,7 +129,7 @@ def write(recorded: Recording, folder: Path, *steps: int) -> str:
     if (share := busy(recorded)) is not None:
         text += f"\nThe GPU was busy {100 * share:.1f} % of the time.\n"
     if recorded.allocations is not None:
-        text += f"\n{words(recorded.allocations, len(steps))}\n"
+        text += f"\n{allocations.words(recorded.allocations, len(steps))}\n"
     with storage_errors(folder):
         folder.mkdir(exist_ok=True)
         recorded.export_chrome_trace(str(folder / TRACE))
@@ -153,16 +148,11 @@ def busy(recorded: Recording) -> float | None:
     )
     if not spans or not recorded.wall_s:
         return None
-    return min(1.0, _covered(spans) / (recorded.wall_s * 1e6))
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what spans cover together, in order of their beginnings."""
-    total, until = 0.0, float("-inf")
+    covered, until = 0.0, float("-inf")
     for start, end in spans:
-        total += max(0.0, end - max(start, until))
+        covered += max(0.0, end - max(start, until))
         until = max(until, end)
-    return total
+    return min(1.0, covered / (recorded.wall_s * 1e6))
 
 
 def table(recorded: Recording, *steps: int) -> str:
@@ -202,16 +192,12 @@ def table(recorded: Recording, *steps: int) -> str:
     if shapes:
         columns.append(("shapes", [_shown(event.input_shapes) for event in found]))
     where = "the GPU" if kernels_us else "the CPU"
-    heading = f"{_named(steps)}: {total_us / 1000:.2f} ms on {where}."
+    named, each = f"Step {steps[0]}", ""
     if len(steps) > 1:
-        heading = f"{heading[:-1]}, {total_us / 1000 / len(steps):.2f} ms per step."
-    heading += " The operators that took the longest, without what they call:"
-    return f"{heading}\n\n{_markdown(columns)}"
-
-
-def _named(steps: Sequence[int]) -> str:
-    first, last = steps[0], steps[-1]
-    return f"Step {first}" if first == last else f"Steps {first} to {last}"
+        named = f"Steps {steps[0]} to {steps[-1]}"
+        each = f", {total_us / 1000 / len(steps):.2f} ms per step"
+    heading = f"{named}: {total_us / 1000:.2f} ms on {where}{each}. The operators that took the "
+    return f"{heading}longest, without what they call:\n\n{_markdown(columns)}"
 
 
 def _shown(shapes: Sequence[Any]) -> str:
@@ -224,11 +210,7 @@ def _markdown(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
     made = []
     for name, cells in columns:
         width = max(map(len, (name, *cells)))
-        if name in ("operator", "shapes"):
-            made.append(
-                [f" {name:{width}} ", "-" * (width + 2), *(f" {c:{width}} " for c in cells)]
-            )
-        else:
-            rule = "-" * (width + 1) + ":"
-            made.append([f" {name:>{width}} ", rule, *(f" {c:>{width}} " for c in cells)])
+        side, end = ("<", "-") if name in ("operator", "shapes") else (">", ":")
+        head, *rest = (f" {cell:{side}{width}} " for cell in (name, *cells))
+        made.append([head, "-" * (width + 1) + end, *rest])
     return "".join(f"|{'|'.join(row)}|\n" for row in zip(*made, strict=True))

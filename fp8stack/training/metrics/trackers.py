@@ -102,7 +102,9 @@ class _WandB(WandBTracker):  # type: ignore[misc]
         known = _known(self.folder).get("wandb") if self.resumed else None
         if known and not os.environ.get("WANDB_RUN_ID"):
             self.init_kwargs["id"] = known
-        if known and not os.environ.get("WANDB_RESUME") and not _offline():
+        # Offline, Weights & Biases only writes files: there it cannot ask what it has already.
+        offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+        if known and not os.environ.get("WANDB_RESUME") and not offline:
             self.init_kwargs["resume"] = "allow"
         try:
             super().start()
@@ -111,7 +113,8 @@ class _WandB(WandBTracker):  # type: ignore[misc]
             raise UserError(
                 f"--wandb: {what} Log in by `wandb login`, or set WANDB_MODE=offline."
             ) from error
-        _remember(self.folder, "wandb", self.run.id)
+        known_now = _known(self.folder) | {"wandb": self.run.id}
+        write_atomically(self.folder / IDS, (json.dumps(known_now) + "\n").encode())
 
 
 class _Trackio(TrackioTracker):  # type: ignore[misc]
@@ -153,11 +156,6 @@ def _import_trackio(folder: Path) -> None:
         del os.environ["TRACKIO_DIR"]
 
 
-def _offline() -> bool:
-    """Whether Weights & Biases only writes files: there it cannot ask what it has already."""
-    return os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-
-
 def _known(folder: Path) -> dict[str, str]:
     """By which names trackers know the run in `folder`; none if that cannot be read."""
     try:
@@ -165,8 +163,3 @@ def _known(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
-
-
-def _remember(folder: Path, tracker: str, name: str) -> None:
-    known = _known(folder) | {tracker: name}
-    write_atomically(folder / IDS, (json.dumps(known) + "\n").encode())

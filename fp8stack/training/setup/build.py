@@ -140,15 +140,13 @@ def build(
 
 def without_effect(config: RunConfig, in_fp16: bool, ranks: int) -> tuple[str, ...]:
     """A note on each key that was set and changes nothing in a run of so many ranks."""
-    known = RunConfig.model_fields
+    known, adaptive = RunConfig.model_fields, config.clip_mode == "adaptive"
     scaler = tuple(key for key in known if "loss_scale" in key)
     profile = tuple(key for key in known if key.startswith("profile_"))
     reasons = {
         "no phase is in fp16": () if in_fp16 else scaler,
         "the run has no phases": () if config.phases else ("calibration_steps",),
-        "clip_mode is not adaptive": ()
-        if config.clip_mode == "adaptive"
-        else ("clip_percentile", "clip_window"),
+        "clip_mode is not adaptive": () if adaptive else ("clip_percentile", "clip_window"),
         "optimizer is not sgd": () if config.optimizer == "sgd" else ("momentum",),
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
         "the run is not compiled": () if config.compile else ("compile_mode",),

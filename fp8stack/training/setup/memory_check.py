@@ -79,7 +79,7 @@ def require_memory(
     needed = of.peak(plans, kind, share // config.accumulate)
     if needed * (1 - uncertain) <= left:
         return
-    told = f"{_gib(left)} {'are left for each rank' if of.ranks > 1 else 'are left'}"
+    told = f"{_gib(left)} are left{' for each rank' if of.ranks > 1 else ''}"
     fits = of.largest(plans, kind, left)
     if not fits:
         least = max(of.estimates(plans, kind, 1), key=lambda one: one.floor)

@@ -47,11 +47,11 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
             return None
         found = find_resumption(config, "auto")
         return None if found is None else replace(found, unasked=True)
+    named = None
     if resume == "auto":
         folder = choose_folder(config, resume=True)
         if not folder.holds_run:
             return None
-        named = None
     else:
         folder, named = _locate(Path(resume))
         if config.out and Path(config.out).resolve() != folder.path.resolve():
@@ -62,9 +62,8 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
         try:
             return _from_checkpoint(folder, load_sound(named, can_go_on), named, [])
         except NoUsableCheckpoint as error:
-            raise NoUsableCheckpoint(
-                f"{error} Give another checkpoint or the run's folder."
-            ) from error
+            hint = "Give another checkpoint or the run's folder."
+            raise NoUsableCheckpoint(f"{error} {hint}") from error
     if checkpoints.exists(folder.checkpoints):
         return _from_checkpoint(folder, *newest_sound(folder.checkpoints, can_go_on))
     note = f"{folder.path} has no checkpoint yet: starting again from step 1"
@@ -112,9 +111,8 @@ def _from_checkpoint(
 
 def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     """The run folder that `path` names, and the checkpoint in it if it names one."""
-    for folder, named in ((path, None), (path.parent.parent, path)):
-        if named is not None and path.parent.name != "checkpoints":
-            break
+    places = [(path, None), (path.parent.parent, path)]
+    for folder, named in places if path.parent.name == "checkpoints" else places[:1]:
         if os.path.isfile(folder / "run.toml") or checkpoints.exists(folder / "checkpoints"):
             return RunFolder(folder), named
     raise UserError(
@@ -127,14 +125,9 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
     phases, plans = info["phases"], info["plans"]
     if phases is None or len(plans) < 2:
         return Decided(left_out={ANY: layers_left_out(info["plan"])})
-    return Decided(
-        left_out={
-            name: layers_left_out(plans[place])
-            for name, place in phases["places"].items()
-            if place < len(plans)
-        },
-        needs_reference=phases["ended_at"] is not None,
-    )
+    places = {name: place for name, place in phases["places"].items() if place < len(plans)}
+    left_out = {name: layers_left_out(plans[place]) for name, place in places.items()}
+    return Decided(left_out=left_out, needs_reference=phases["ended_at"] is not None)
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:
@@ -178,8 +171,7 @@ def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
 
 def refuse_differences(found: Resumption, differing: list[str]) -> None:
     """Raise a UserError that names the first of the `differing` things, if there is one."""
-    if differing:
-        what = differing[0]
+    for what in differing[:1]:
         if what.startswith("data."):
             what = "the data are not those that the run was trained on"
         if found.unasked:

@@ -55,12 +55,13 @@ def set_up(
     expand_segments(config.device)  # before anything asks CUDA
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
-    if started_again() and resume is not None and Path(resume).parent.name == "checkpoints":
+    # Whether torchrun started this process after another one had failed.
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and resume is not None and Path(resume).parent.name == "checkpoints":
         resume = str(Path(resume).parent.parent)  # it has gone on from that one already
-    again = resume is None and started_again()
+    again = resume is None and restarted
     overwrite = overwrite and not again
-    source = None
-    old: list[Path] = []
+    source, old = None, list[Path]()
     with ranks.together():
         if overwrite:
             _refuse_overwriting(config.out, resume, config.init_from)
@@ -68,7 +69,14 @@ def set_up(
         found = None if overwrite else find_together(config, asked, ranks)
         if found is None:
             config = for_ranks(config, ranks.count)
-            folder = RunFolder(Path(ranks.from_main(lambda: _new_folder(config, not overwrite))))
+
+            def choose() -> str:
+                chosen = choose_folder(config, resume=False)
+                if not overwrite:
+                    chosen.require_free()
+                return str(chosen.path)
+
+            folder = RunFolder(Path(ranks.from_main(choose)))
             old = folder.files() if overwrite else []
         else:
             folder = found.folder
@@ -78,12 +86,15 @@ def set_up(
             source = find_source(config.init_from)
             config = with_source(config, source)
     checkpoint = found.checkpoint if found else None
-    decided = decided_in(checkpoint.info) if checkpoint else Decided()
     tokenizer = folder.tokenizer if found and folder.tokenizer.is_file() else None
-    if source is not None:
-        tokenizer = source.tokenizer
     run = build(
-        config, folder, decided, hardware=hardware, ranks=ranks, source=source, tokenizer=tokenizer
+        config,
+        folder,
+        decided_in(checkpoint.info) if checkpoint else Decided(),
+        hardware=hardware,
+        ranks=ranks,
+        source=source,
+        tokenizer=source.tokenizer if source else tokenizer,
     )
     notes = run.notes
     with ranks.together(), folder.released_on_error():
@@ -150,19 +161,6 @@ def _cut_note(config: RunConfig) -> str | None:
     )
 
 
-def _new_folder(config: RunConfig, free: bool) -> str:
-    """Where a new run goes, which is to be `free`."""
-    folder = choose_folder(config, resume=False)
-    if free:
-        folder.require_free()
-    return str(folder.path)
-
-
-def started_again() -> bool:
-    """Whether torchrun started this process after another one had failed."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with files named from the root, so that the run can be resumed from anywhere."""
     config = with_files(config, os.path.realpath)
@@ -177,12 +175,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
     """Put `run` where the checkpoint left off, and return what is to be told of it."""
     checkpoint, config, saved = found.checkpoint, run.config, found.saved
-    notes: list[str] = []
     if checkpoint is None:
         if run.ranks.is_main:
             run.folder.forget_after(0)
         return ()
-    info = checkpoint.info
+    notes, info = list[str](), checkpoint.info
     refuse_differences(found, list(differences(info["identity"], dict(run.identity))))
     if checkpoint.step > config.steps:
         raise UserError(
@@ -190,18 +187,16 @@ def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
             "Give at least as many."
         )
     if config.steps != saved.steps:
-        follows = "the learning rate follows"
-        if len(run.schedule.phases) > 1:
-            follows = "the learning rate and the phases follow"
-        notes.append(f"steps {saved.steps} -> {config.steps}: {follows} the new")
+        several = len(run.schedule.phases) > 1
+        follows = "and the phases follow" if several else "follows"
+        notes.append(f"steps {saved.steps} -> {config.steps}: the learning rate {follows} the new")
     if config.threads != saved.threads:
         before, now = (one.threads or "torch's choice" for one in (saved, config))
         notes.append(f"threads {before} -> {now}: sums may round differently")
     if (then := info["versions"].get("torch")) != torch.__version__:
         notes.append(f"torch {then} -> {torch.__version__}: losses may differ")
     put_back(run, checkpoint)
-    guard = info["guard"]
-    if guard is not None:
+    if (guard := info["guard"]) is not None:
         for layer in guard["demoted"]:
             run.set_fp8(layer, False)
         if guard["left_fp16"]:

@@ -46,8 +46,8 @@ def plan_phases(
             load_recipe(name)
     phases = phases_in(config)
     evaluation = evaluation_in(config.phases, config.recipe, config.steps)
-    compares = bool(config.phases and config.guard.enabled and config.guard.quality)
-    compares = compares or decided.needs_reference
+    guarded = bool(config.phases and config.guard.enabled and config.guard.quality)
+    compares = guarded or decided.needs_reference
     reference = Phase(name="reference", recipe="fp32", first=1, last=config.steps)
     wanted = [*phases, *([evaluation] if evaluation else []), *([reference] if compares else [])]
 
@@ -68,14 +68,13 @@ def plan_phases(
     if len(plans) > 1:
         _require_possible(plans, places, phases, evaluation, config)
         plans, places = made(max(plan.vocabulary_multiple for plan in plans))
-    schedule = Schedule(
+    return plans, Schedule(
         phases=phases,
         variants=tuple(places[phase.asked] for phase in phases),
         places=places,
         evaluation=None if evaluation is None else places[evaluation.asked],
         reference=places[reference.asked] if compares else None,
     )
-    return plans, schedule
 
 
 def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
@@ -220,11 +219,8 @@ def _require_possible(
 ) -> None:
     begins_with = plans[places[phases[0].asked]]
     evaluates = begins_with if evaluation is None else plans[places[evaluation.asked]]
-    if (
-        evaluates.scaling == "delayed"
-        and begins_with.scaling != "delayed"
-        and not config.calibration_steps
-    ):
+    switches = evaluates.scaling == "delayed" != begins_with.scaling
+    if switches and not config.calibration_steps:
         raise UserError(
             "phases: validation losses in delayed scaling before a phase trains in it need the "
             "amaxes of a calibration. Set calibration_steps to 1 or more."
