@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import resource
-import signal
-from pathlib import Path
-
 import pytest
 import torch
 
 from fp8stack.checkpoint import reader, writer
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.validation import newest_sound
-from fp8stack.errors import NoUsableCheckpoint, StorageError, UserError
+from fp8stack.errors import UserError
+from tests.conftest import refusal
+from tests.faults.inputs.input_corruptions import rewrite
 
 INFO = {
     "identity": {"a": [1, "ü"]}, "config": {}, "plan": {}, "scaler": None,
@@ -46,37 +43,7 @@ def test_only_the_newest_are_kept_and_numbers_sort_as_numbers(tmp_path):
     assert newest_sound(tmp_path, bool)[0].step == 1_000_000
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
-def _rewrite(path: Path, **changes: object) -> None:
-    """Change the manifest at `path` and state its new checksum, as a stranger could."""
-    body = json.loads(path.read_text()) | changes
-    del body["sha256"]
-    for key in [key for key, value in body.items() if value is ...]:
-        del body[key]
-    body["sha256"] = reader.sha256_of(reader.canonical(body))
-    path.write_text(json.dumps(body))
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "checkpoint.json"])
-@pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink, lambda p: p.write_bytes(b"")])
-def test_damage_is_found_and_the_file_named(file, damage, tmp_path):
-    path = writer.write(tmp_path, _checkpoint(3))
-    damage(path / file)
-    with pytest.raises(UserError, match=file):
-        reader.load(path)
-    with pytest.raises(NoUsableCheckpoint, match=file):
-        newest_sound(tmp_path, bool)
-
-
+# Damage to files, full disks and what a dead save leaves: tests/faults, rows R2, R4 and R5.
 @pytest.mark.parametrize(
     "changes",
     [
@@ -84,51 +51,29 @@ def test_damage_is_found_and_the_file_named(file, damage, tmp_path):
         {"files": {"model.safetensors": {"sha256": ""}}},
         {"files": {"model.safetensors": "x"}},
         {"files": []},
-        {"step": ...},
+        {"step": None},
         {"step": "x"},
         {"info": []},
-        {"info": ...},
+        {"info": None},
         {"format": 2},
         {"more": 1},
     ],
 )
 def test_a_manifest_that_is_none_is_refused_though_its_checksum_is_right(changes, tmp_path):
     path = writer.write(tmp_path, _checkpoint(3))
-    _rewrite(path / "checkpoint.json", **changes)
-    with pytest.raises(UserError, match=r"checkpoint\.json") as error:
-        reader.load(path)
-    assert "\n" not in str(error.value)
+
+    def change(body: dict) -> None:
+        body |= changes
+        for key in [key for key, value in body.items() if value is None]:
+            del body[key]
+
+    rewrite(path, change)
+    assert "checkpoint.json" in refusal(reader.load, path)
 
 
-@pytest.mark.parametrize("text", ["[1]", "null", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "null"])
 def test_json_that_is_no_manifest_is_refused(text, tmp_path):
     path = writer.write(tmp_path, _checkpoint(3))
     (path / "checkpoint.json").write_text(text)
     with pytest.raises(UserError, match=r"checkpoint\.json"):
         reader.load(path)
-
-
-@pytest.mark.parametrize("room", [0, 100, 4000])
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(room, tmp_path):
-    writer.write(tmp_path, _checkpoint(1))
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
-        with pytest.raises(StorageError, match="disk is full"):
-            writer.write(tmp_path, _checkpoint(2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-    assert newest_sound(tmp_path, bool)[0].step == 1
-
-
-def test_what_a_dead_save_left_is_no_checkpoint_and_is_swept(tmp_path):
-    writer.write(tmp_path, _checkpoint(1))
-    litter = tmp_path / ".tmp-step-000002-123"
-    litter.mkdir()
-    (litter / "model.safetensors").write_bytes(b"half")
-    assert newest_sound(tmp_path, bool)[0].step == 1
-    writer.forget_after(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

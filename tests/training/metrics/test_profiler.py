@@ -26,15 +26,15 @@ def traced(run: Path) -> list[str]:
     return [event["name"] for event in content["traceEvents"]]
 
 
-def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(command, tmp_path, capsys):
-    flags = ["--recipe", "fp32", *TINY]
-    assert command("pretrain", "--out", "plain", *flags) == 0
-    assert not (tmp_path / "plain" / "profile").exists()
-    capsys.readouterr()
-    assert command("pretrain", "--out", "r", "--profile", *flags) == 0
+def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(
+    command, finished, new, tmp_path, capsys
+):
+    assert not (finished / "r" / "profile").exists()
+    assert command(*new, "--out", "r", "--profile") == 0
     printed = capsys.readouterr().out
-    assert losses(tmp_path / "r") == losses(tmp_path / "plain")
-    table = (tmp_path / "r" / "profile" / "profile.md").read_text()
+    assert losses(tmp_path / "r") == losses(finished / "r")
+    file = tmp_path / "r" / "profile" / "profile.md"
+    table = file.read_text()
     assert table in printed
     assert "profile: r/profile" in printed
     assert table.startswith("Step 5: ")
@@ -45,11 +45,10 @@ def test_the_fifth_step_is_profiled_and_the_losses_are_the_same(command, tmp_pat
     assert "aten::embedding" in names
     assert any("Backward" in name for name in names)
     # A run with a profile goes on, and may be profiled again or not.
-    assert command("pretrain", "--resume", "r", "--steps", "14", "--no-profile") == 0
-    assert (tmp_path / "r" / "profile" / "profile.md").read_text() == table
-    assert command("pretrain", "--resume", "r", "--steps", "16", "--profile") == 0
-    again = (tmp_path / "r" / "profile" / "profile.md").read_text()
-    assert again.startswith("Step 16: ")  # the last, since there is no fifth
+    assert command("pretrain", "--resume", "r", "--steps", "13", "--no-profile") == 0
+    assert file.read_text() == table
+    assert command("pretrain", "--resume", "r", "--steps", "14", "--profile") == 0
+    assert file.read_text().startswith("Step 14: ")  # the last, since there is no fifth
 
 
 def test_the_table_has_the_largest_own_times_in_order_with_shares_of_all():
@@ -130,12 +129,13 @@ def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path):
     assert "Memory in these 3 steps: " in text
 
 
-def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(command, tmp_path, capsys):
-    flags = ["--recipe", "fp32", "--profile", *TINY]
-    assert command("pretrain", "--out", "r", *flags, "--set", "profile_step=99") == 2
-    assert "profile_step 99 is after the last step, 12. Choose" in capsys.readouterr().err
-    sets = ["--set", "profile_step=11", "--set", "profile_steps=5"]
-    assert command("pretrain", "--out", "r", *flags, *sets) == 0
+def test_a_profile_ends_with_the_run_and_one_that_is_over_is_told(
+    command, refused, tmp_path, capsys
+):
+    flags = ["pretrain", "--recipe", "fp32", "--profile", *TINY, "--out", "r"]
+    told = "profile_step 99 is after the last step, 12. Choose"
+    refused(*flags, "--set", "profile_step=99", said=told)
+    assert command(*flags, "--set", "profile_step=11", "--set", "profile_steps=5") == 0
     table = (tmp_path / "r" / "profile" / "profile.md").read_text()
     assert table.startswith("Steps 11 to 12: ")
     capsys.readouterr()
@@ -188,7 +188,6 @@ def test_the_time_of_the_profiled_step_is_without_what_writing_takes(tmp_path, m
     assert now[0] == 104
 
 
-def test_a_folder_with_a_profile_of_something_else_is_not_written_into(command, tmp_path, capsys):
+def test_a_folder_with_a_profile_of_something_else_is_not_written_into(refused, tmp_path):
     (tmp_path / "r" / "profile").mkdir(parents=True)
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", *TINY) == 2
-    assert "r/profile is in the way" in capsys.readouterr().err
+    refused("pretrain", "--recipe", "fp32", "--out", "r", *TINY, said="r/profile is in the way")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+import fp8stack
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.training.metrics import trackers
-from tests.conftest import TINY, metrics
+from tests.conftest import TINY, metrics, refusal
 
-PRETRAIN = [sys.executable, "-m", "fp8stack", "pretrain"]
-KEYS = ("loss", "lr", "grad_norm")
+KEYS = ("loss", "lr", "grad_norm", "val_loss")
 
 
 @pytest.fixture(autouse=True)
@@ -36,39 +37,54 @@ def wanted(run: Path, key: str) -> list[tuple[int, Any]]:
 
 
 def in_a_process(*words: str, cwd: Path, **environment: str) -> str:
-    """What a command prints."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    done = subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True)
+    """What a command prints, in a process without settings of its user's."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))}
+    ours |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **environment}
+    done = subprocess.run(words, cwd=cwd, env=ours, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run `r` that all trackers were told of, Weights & Biases in `elsewhere`, and what it
+    printed. In a process of its own: at its end all is written, wandb reads its settings once, and
+    trackio settles when imported where it writes."""
+    folder = tmp_path_factory.mktemp("tracked")
+    (folder / "elsewhere").mkdir()
+    own = {"WANDB_PROJECT": "mine", "WANDB_NAME": "first try", "WANDB_DIR": "elsewhere"}
+    words = ["pretrain", "--recipe", "delayed", "--out", "r", *TINY]
+    words += ["--tensorboard", "--wandb", "--trackio"]
+    return folder / "r", in_a_process(sys.executable, "-m", "fp8stack", *words, cwd=folder, **own)
 
 
 # TensorBoard
 
 
-def tensorboard(run: Path, key: str) -> list[tuple[int, float]]:
+def _events(run: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    seen = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in seen.Scalars(key)]
+    return EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+
+
+def tensorboard(run: Path, key: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in _events(run).Scalars(key)]
 
 
 def test_tensorboard_has_the_settings_and_every_metric_once_also_when_a_run_goes_on(
-    command, tmp_path
+    tracked, command, tmp_path
 ):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert command("pretrain", "--recipe", "delayed", "--out", "r", "--tensorboard", *TINY) == 0
-    for key in (*KEYS, "val_loss"):
-        assert tensorboard(tmp_path / "r", key) == wanted(tmp_path / "r", key)
-    assert [step for step, _ in tensorboard(tmp_path / "r", "val_loss")] == [6, 12]
-    seen = EventAccumulator(str(tmp_path / "r" / "tensorboard")).Reload()
-    (text,) = seen.Tensors("run.toml/text_summary")
+    run = tmp_path / "r"
+    shutil.copytree(tracked[0], run)
+    for key in KEYS:
+        assert tensorboard(run, key) == wanted(run, key)
+    assert [step for step, _ in tensorboard(run, "val_loss")] == [6, 12]
+    (text,) = _events(run).Tensors("run.toml/text_summary")
     assert 'recipe = "delayed"' in text.tensor_proto.string_val[0].decode()
-    earlier = "r/checkpoints/step-000008"
-    assert command("pretrain", "--resume", earlier, "--steps", "14", "--save-every", "4") == 0
-    assert tensorboard(tmp_path / "r", "loss") == wanted(tmp_path / "r", "loss")
-    assert [step for step, _ in tensorboard(tmp_path / "r", "loss")] == list(range(1, 15))
+    earlier = ["pretrain", "--resume", "r/checkpoints/step-000008", "--steps", "14"]
+    assert command(*earlier, "--no-wandb", "--no-trackio", "--save-every", "4") == 0
+    assert tensorboard(run, "loss") == wanted(run, "loss")
+    assert [step for step, _ in tensorboard(run, "loss")] == list(range(1, 15))
 
 
 def test_tensorboard_drops_steps_that_a_rollback_undid(tmp_path):
@@ -109,41 +125,27 @@ def wandb_records(run: Path) -> Iterator[Any]:
             whole = b""
 
 
-def wandb_rows(run: Path) -> list[dict[str, Any]]:
-    found = []
-    for record in wandb_records(run):
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
-            found.append(row)
-    return found
+def of_kind(run: Path, kind: str) -> list[Any]:
+    records = wandb_records(run)
+    return [getattr(one, kind) for one in records if one.WhichOneof("record_type") == kind]
 
 
-def wandb_run(run: Path) -> Any:
-    """Name, project, id and settings of an offline run."""
-    records = (r for r in wandb_records(run) if r.WhichOneof("record_type") == "run")
-    return next(records).run
-
-
-def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    own = {"WANDB_NAME": "first try", "WANDB_DIR": str(tmp_path / "elsewhere")}
-    words = [*PRETRAIN, "--recipe", "delayed", "--out", "r", "--wandb", *TINY]
-    # At the end of a process all is written; the project is read once a process.
-    in_a_process(*words, cwd=tmp_path, WANDB_PROJECT="mine", **own)
-    assert not wandb_runs(tmp_path / "r")
-    (offline,) = wandb_runs(tmp_path / "elsewhere")
-    rows = wandb_rows(offline)
-    for key in (*KEYS, "val_loss"):
-        found = [(row["_step"], row[key]) for row in rows if key in row]
-        assert found == wanted(tmp_path / "r", key)
-    told = wandb_run(offline)
+def test_wandb_has_every_metric_at_its_step_where_the_environment_says(tracked):
+    run, _ = tracked
+    assert not wandb_runs(run)
+    (offline,) = wandb_runs(run.parent / "elsewhere")
+    rows = [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in history.item}
+        for history in of_kind(offline, "history")
+    ]
+    for key in KEYS:
+        assert [(row["_step"], row[key]) for row in rows if key in row] == wanted(run, key)
+    told = of_kind(offline, "run")[0]
     assert (told.project, told.display_name) == ("mine", "first try")
     settings = {item.key: json.loads(item.value_json) for item in told.config.update}
     assert settings["recipe"] == "delayed"
     assert settings["model_overrides"] == {"layers": 1, "width": 32, "heads": 2}
-    kinds = [record.WhichOneof("record_type") for record in wandb_records(offline)]
-    assert "exit" in kinds, "the run was not finished"
+    assert of_kind(offline, "exit"), "the run was not finished"
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path):
@@ -157,11 +159,11 @@ def test_wandb_goes_on_with_the_same_run(tmp_path):
         ids.append(accelerator.trackers[0].run.id)
         accelerator.trackers[0].finish()
     assert ids[0] == ids[1] != ids[2]
-    told = wandb_run(wandb_runs(tmp_path)[0])
+    told = of_kind(wandb_runs(tmp_path)[0], "run")[0]
     assert (told.project, told.display_name) == ("fp8stack", tmp_path.name)
 
 
-# Trackio: in a process of its own, for it settles when imported where it writes
+# Trackio
 
 READ = """
 import json, sys, trackio
@@ -181,17 +183,16 @@ def trackio_runs(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_trackio_has_every_metric_in_the_runs_folder(tmp_path):
-    words = [*PRETRAIN, "--recipe", "delayed", "--out", "r", "--trackio", *TINY]
-    said = in_a_process(*words, cwd=tmp_path)
+def test_trackio_has_every_metric_in_the_runs_folder(tracked):
+    folder, said = tracked
     assert "\033" not in said
     assert "trackio show" not in said
-    (run,) = trackio_runs(tmp_path / "r" / "trackio")
+    (run,) = trackio_runs(folder / "trackio")
     assert run["name"] == "r"
     assert run["config"]["recipe"] == "delayed"
-    for key in (*KEYS, "val_loss"):
+    for key in KEYS:
         seen = [(row["step"], row[key]) for row in run["rows"] if key in row]
-        assert seen == wanted(tmp_path / "r", key)
+        assert seen == wanted(folder, key)
 
 
 LOG = """
@@ -231,9 +232,7 @@ def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
         trackers.build_trackers(RunConfig(**{package: True}), tmp_path)
 
 
-def test_trackio_with_a_server_and_no_token_is_one_line(command, monkeypatch, capsys):
+def test_trackio_with_a_server_and_no_token_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
-    assert command("pretrain", "--recipe", "fp32", "--out", "r", "--trackio", *TINY) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("fp8stack: --trackio: Self-hosted logging requires a write token")
-    assert error.count("\n") == 1
+    message = refusal(fp8stack.pretrain, out=tmp_path / "r", trackio=True, steps=1)
+    assert message.startswith("--trackio: Self-hosted logging requires a write token")

@@ -18,9 +18,9 @@ from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
 from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.step import Step
 from tests.conftest import TINY, metrics
 from tests.support.made_tokenizers import trained
+from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,17 +70,15 @@ def test_a_run_keeps_the_tokenizer_of_its_data_and_writes_its_sample_with_it(
     assert ours.name == "bytes"
 
 
-def test_a_tokenizer_that_is_not_the_datas_is_refused(command, tokens, capsys):
-    assert command("pretrain", "--data", tokens, "--tokenizer", "bytes", *TINY, *VOCABULARY) == 2
-    assert "is not that of the data" in capsys.readouterr().err
-    assert command("pretrain", "--data", tokens, *TINY) == 2
-    assert "--set model.vocabulary=300" in capsys.readouterr().err
+def test_a_tokenizer_that_is_not_the_datas_is_refused(refused, tokens):
+    words = ["pretrain", "--data", tokens, *TINY]
+    refused(*words, "--tokenizer", "bytes", *VOCABULARY, said="is not that of the data")
+    refused(*words, said="--set model.vocabulary=300")
 
 
-def test_a_folder_of_tokens_is_no_place_for_a_run(command, tokens, tmp_path, capsys):
+def test_a_folder_of_tokens_is_no_place_for_a_run(refused, tokens, tmp_path):
     before = (tmp_path / "tokens/tokenizer.json").read_text()
-    assert command("pretrain", "--out", tokens, *TINY) == 2
-    assert "tokenizer.json is in the way" in capsys.readouterr().err
+    refused("pretrain", "--out", tokens, *TINY, said="tokenizer.json is in the way")
     assert (tmp_path / "tokens/tokenizer.json").read_text() == before
 
 
@@ -95,33 +93,37 @@ def test_a_tokenizer_named_for_bin_files_is_kept_and_ends_their_documents(
     assert kept == (tmp_path / "tokens/tokenizer.json").read_text()
 
 
+def cut_short(run: Path) -> Path:
+    """A copy of a run, which goes on from step 8."""
+    copy = Path(shutil.copytree(run, run.with_name("cut")))
+    (copy / "checkpoints/step-000012/checkpoint.json").unlink()
+    return copy
+
+
 @pytest.mark.parametrize("more", [[], ["--phases", "default", "--recipe", "delayed"]])
 def test_document_masks_reach_every_pass_and_a_resumed_run_is_the_same(
     command, tokens, tmp_path, monkeypatch, more
 ):
     asked = ["--data", tokens, "--data-order", "epochs", *TINY, *VOCABULARY, *more]
     assert command("pretrain", *asked, "--out", "plain") == 0
-    asked.append("--document-mask")
     passes: list[Tensor] = []
     forward = fp8stack.GPT.forward
 
-    def see(self, tokens_BT, targets_BT=None, documents_BT=None, **cache):  # type: ignore
+    def see(self, tokens_BT, targets_BT=None, documents_BT=None, **cache):
         if targets_BT is not None:
             passes.append(documents_BT)
         return forward(self, tokens_BT, targets_BT, documents_BT, **cache)
 
-    monkeypatch.setattr(fp8stack.GPT, "forward", see)
-    assert command("pretrain", *asked, "--out", "whole") == 0
+    with monkeypatch.context() as seeing:
+        seeing.setattr(fp8stack.GPT, "forward", see)
+        assert command("pretrain", *asked, "--document-mask", "--out", "whole") == 0
     assert len(passes) > 12
     assert all(documents is not None for documents in passes)
     assert max(int(documents.max()) for documents in passes) >= 1
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    assert command("pretrain", *asked, "--out", "cut") == 0
-    (tmp_path / "cut/checkpoints/step-000012/checkpoint.json").unlink()  # on from step 8
-    assert command("pretrain", "--resume", "cut") == 0
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert losses(tmp_path / "whole") != losses(tmp_path / "plain")
+    cut = cut_short(tmp_path / "whole")
+    assert command("pretrain", "--resume", "cut") == 0
+    assert losses(cut) == losses(tmp_path / "whole")
 
 
 def test_rank_shares_of_windows_with_documents_are_rows():
@@ -134,49 +136,39 @@ def test_rank_shares_of_windows_with_documents_are_rows():
     assert [part[:, 0, 0].tolist() for part in parts] == [[0, 20], [10, 30]]
 
 
-def test_epochs_and_mixtures_are_told_and_resumed(command, tokens, tmp_path, capsys):
+def test_epochs_and_mixtures_are_told_and_resumed(command, refused, tmp_path, capsys):
     for name, text in (("a.txt", "abc " * 900), ("b.txt", "xyz " * 700)):
         (tmp_path / name).write_text(text)
-    asked = ["--data", "0.75:a.txt,0.25:b.txt", "--data-order", "epochs", *TINY]
+    mixture = "0.75:a.txt,0.25:b.txt"
+    asked = ["--data", mixture, "--data-order", "epochs", *TINY]
     assert command("pretrain", *asked, "--out", "whole") == 0
-    said = capsys.readouterr().out
-    assert "75.00% of the rows, 101 windows of 32 an epoch" in said
-    assert command("pretrain", *asked, "--out", "cut") == 0
-    (tmp_path / "cut/checkpoints/step-000012/checkpoint.json").unlink()
-    assert command("pretrain", "--resume", "cut", "--data", "0.75:a.txt,0.25:b.txt") == 0
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    saved = (tmp_path / "cut/run.toml").read_text()
+    assert "75.00% of the rows, 101 windows of 32 an epoch" in capsys.readouterr().out
+    cut = cut_short(tmp_path / "whole")
+    assert command("pretrain", "--resume", "cut", "--data", mixture) == 0
+    assert losses(cut) == losses(tmp_path / "whole")
+    saved = (cut / "run.toml").read_text()
     assert f'data = "0.75:{tmp_path}/a.txt,0.25:{tmp_path}/b.txt"' in saved
-    assert command("pretrain", "--resume", "cut", "--data", "0.7:a.txt,0.3:b.txt") == 2
-    assert "the data are not those" in capsys.readouterr().err
-    assert command("pretrain", "--resume", "cut", "--set", "data_order=random") == 2
-    assert "data_order" in capsys.readouterr().err
+    again = ["pretrain", "--resume", "cut"]
+    refused(*again, "--data", "0.7:a.txt,0.3:b.txt", said="the data are not those")
+    refused(*again, "--set", "data_order=random", said="data_order")
 
 
-def test_a_step_that_goes_bad_is_looked_into_with_its_documents(
-    command, tokens, tmp_path, monkeypatch
-):
-    plain = Step.pass_of
-
-    def spoilt(self: Step, step: int, part: Tensor, place: int) -> Tensor:
-        loss = plain(self, step, part, place)
-        return loss * float("nan") if step in (5, 6, 7) else loss
-
-    monkeypatch.setattr(Step, "pass_of", spoilt)
-    asked = ["--data", tokens, "--document-mask", "--recipe", "delayed", *TINY, *VOCABULARY]
-    assert command("pretrain", *asked, "--out", "run") == 0
-    rows = (tmp_path / "run/metrics.jsonl").read_text()
-    assert "skip" in rows
+def test_a_step_that_goes_bad_is_looked_into_with_its_documents(tokens, tmp_path):
+    keys = {"data": str(tmp_path / tokens), "document_mask": True, "steps": 10}
+    keys["model_overrides"] = {"vocabulary": 300}
+    small = SmallLoop(tmp_path / "run", "delayed", **keys)
+    small.spoil("", {5, 6, 7})
+    assert small.go() == 0
+    assert small.told()[:3] == [(5, "skip"), (6, "skip"), (7, "skip")]
 
 
 def test_a_recipe_that_leaves_no_layer_in_fp8_trains_and_resumes(command, tmp_path):
     none = ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["*"]']
-    assert command("pretrain", *none, "--out", "run", *TINY) == 0
-    (tmp_path / "run/checkpoints/step-000012/checkpoint.json").unlink()
-    assert command("pretrain", "--resume", "run") == 0
     assert command("pretrain", *none, "--out", "whole", *TINY, "--no-guard") == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert len(losses(tmp_path / "run")) == 12
+    cut = cut_short(tmp_path / "whole")
+    assert command("pretrain", "--resume", "cut", "--guard") == 0
+    assert losses(cut) == losses(tmp_path / "whole")
+    assert len(losses(cut)) == 12
 
 
 def test_a_tokenizer_that_drops_white_space_samples_from_an_end_of_text(command, tmp_path):
@@ -227,15 +219,11 @@ def test_a_run_that_begins_with_other_weights_reads_text_as_their_tokens(command
     assert command("eval", "on", "--data", "text.txt", "--recipes", "fp32") == 0
 
 
-def test_text_is_no_bytes_to_a_model_with_many_tokens(command, tmp_path, capsys):
+def test_text_is_no_bytes_to_a_model_with_many_tokens(command, refused, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     asked = ["pretrain", "--data", "text.txt", "--out", "r", *TINY, "--steps", "1"]
     many = [*asked, "--set", "model.vocabulary=5000"]
-    assert command(*many) == 2
-    error = capsys.readouterr().err
-    assert "fp8stack prepare" in error
-    assert "--tokenizer bytes" in error
-    assert not (tmp_path / "r").exists()
+    assert "--tokenizer bytes" in refused(*many, said="fp8stack prepare")
     assert command(*many, "--tokenizer", "bytes") == 0
 
 

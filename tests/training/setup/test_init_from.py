@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +18,11 @@ from fp8stack.training.dataloader import batches
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, losses, metrics
+from tests.support.small_loop import changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE = [
-    "model_overrides.layers=1", "model_overrides.width=32", "model_overrides.heads=2",
-]  # fmt: skip
+SHAPE = [f"model_overrides.{key}" for key in ("layers=1", "width=32", "heads=2")]
 FREE = [word for word in TINY[10:] if word not in ("--set", *SHAPE)]
 
 
@@ -31,42 +32,46 @@ def source(run: Path) -> Path:
     return run.rename(run.with_name("source"))
 
 
-def begun(out: str, init_from: str | Path | None, *sets: str, **flags: object) -> Run:
-    """A run as it is before its first step."""
-    small = {"recipe": "delayed", "steps": 6, "batch": 4, "context": 32, "out": out}
-    return set_up(
-        small | {"init_from": init_from and str(init_from)} | flags, None, [*FREE, *sets], None
-    )
+@pytest.fixture
+def begun() -> Iterator[Callable[..., Run]]:
+    """Runs as they are before their first step."""
+    runs: list[Run] = []
+
+    def begin(out: str, init_from: str | Path | None, *sets: str, **flags: object) -> Run:
+        keys = {"recipe": "delayed", "steps": 6, "batch": 4, "context": 32, "out": out} | flags
+        keys["init_from"] = init_from and str(init_from)
+        runs.append(set_up(keys, None, [*FREE, *sets], None))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.folder.release()
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
     return capture(run.model, run.optimizer)["model"]
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "delayed", "mxfp8"])
-@pytest.mark.parametrize(("where", "step"), [("", 12), ("checkpoints/step-000008", 8)])
-def test_a_new_run_begins_with_the_weights_and_nothing_else(recipe, where, step, source):
+@pytest.mark.parametrize(
+    ("recipe", "where", "step"),
+    [("fp32", "", 12), ("delayed", "checkpoints/step-000008", 8), ("mxfp8", "", 12)],
+)
+def test_a_new_run_begins_with_the_weights_and_nothing_else(recipe, where, step, source, begun):
     run = begun("new", source / where, recipe=recipe)
     saved = checkpoints.load(source / "checkpoints" / f"step-{step:06d}").tensors["model"]
-    found = weights(run)
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert changed(weights(run), saved) == []
     assert run.step == 0
     assert not run.optimizer.state
     assert f"step-{step:06d}" in run.notes[-1]
-    run.folder.release()
 
 
-def test_weights_of_a_padded_vocabulary_are_padded_anew(command, tmp_path):
-    import numpy as np
-
+def test_weights_of_a_padded_vocabulary_are_padded_anew(command, begun, tmp_path):
     np.tile(np.arange(250, dtype="<u2"), 40).tofile(tmp_path / "t.bin")
-    odd = ["--data", "t.bin", "--set", "model_overrides.vocabulary=250"]
+    odd = ["--data", "t.bin", "--set", "model_overrides.vocabulary=250", "--steps", "2"]
     assert command("pretrain", "--recipe", "mxfp8", "--out", "a", *TINY, *odd) == 0
     run = begun("b", "a", recipe="fp32", data="t.bin")
     saved = newest_sound(tmp_path / "a" / "checkpoints", bool)[0].tensors["model"]
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(run).items())
-    run.folder.release()
+    assert changed(weights(run), saved) == []
 
 
 def test_the_first_loss_is_that_of_the_weights(command, source, new):
@@ -76,7 +81,7 @@ def test_the_first_loss_is_that_of_the_weights(command, source, new):
     )
 
 
-def test_batches_and_their_order_are_those_of_the_seed(source):
+def test_batches_and_their_order_are_those_of_the_seed(source, begun):
     plain = begun("a", None, *SHAPE)
     forked, other = begun("b", source), begun("c", source, seed=1)
     first, second, third = (
@@ -85,17 +90,14 @@ def test_batches_and_their_order_are_those_of_the_seed(source):
     assert len(first) == 6
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
-    for run in (plain, forked, other):
-        run.folder.release()
 
 
-def test_without_a_model_it_is_the_checkpoints_model(source):
+def test_without_a_model_it_is_the_checkpoints_model(source, begun):
     run = begun("new", source)
     assert (run.model.config.layers, run.model.config.width) == (1, 32)
     assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000012")
     saved = parse_config(str(run.folder.config), {})
     assert (saved.model, saved.model_overrides["width"]) == ("gpt-nano", 32)
-    run.folder.release()
 
 
 def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, command):
@@ -108,29 +110,20 @@ def test_the_run_file_repeats_the_run_though_its_source_has_trained_on(source, c
 @pytest.mark.parametrize(
     ("sets", "difference"),
     [
-        (["--set", "model_overrides.width=64"], "width is 64 here and 32"),
-        (["--model", "gpt-nano"], "context is"),
-        (["--set", "model_overrides.activation=gelu"], "activation is 'gelu' here and"),
+        (["model_overrides.width=64"], "width is 64 here and 32"),
+        (["model=gpt-nano", "model_overrides.context=64", *SHAPE], "context is"),
+        (["model_overrides.activation=gelu"], "activation is 'gelu' here and"),
     ],
 )
-def test_another_shape_is_refused_by_name_and_nothing_is_written(
-    sets, difference, source, command, capsys
-):
-    flags = ["--init-from", "source", "--out", "new", *sets]
-    if "--model" in sets:
-        flags += ["--set", "model_overrides.context=64", *(w for s in SHAPE for w in ("--set", s))]
-    assert command("pretrain", "--steps", "3", *flags) == 2
-    error = capsys.readouterr().err
+def test_another_shape_is_refused_by_name_and_nothing_is_written(sets, difference, source, refused):
+    flags = ["--init-from", "source", "--out", "new", "--steps", "3"]
+    error = refused("pretrain", *flags, *(w for s in sets for w in ("--set", s)), said=difference)
     assert "Cannot begin with the weights of" in error
-    assert difference in error
-    assert error.count("\n") == 1
-    assert not Path("new").exists()
 
 
-def test_dropout_is_no_shape(source):
+def test_dropout_is_no_shape(source, begun):
     run = begun("new", source, "model_overrides.dropout=0.1")
     assert (run.model.config.dropout, run.model.config.width) == (0.1, 32)
-    run.folder.release()
 
 
 def _damage(path: Path) -> None:
@@ -148,23 +141,18 @@ def _damage(path: Path) -> None:
         ("source", 3, "model.safetensors is damaged"),
     ],
 )
-def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(
-    name, code, expected, source, command, capsys
-):
+def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(name, code, expected, source, refused):
     for path in (source / "checkpoints").iterdir():
         _damage(path)
-    assert command("pretrain", "--init-from", name, "--out", "new", *TINY) == code
-    error = capsys.readouterr().err
-    assert expected in error
-    assert error.count("\n") == 1
+    words = ["pretrain", "--init-from", name, "--out", "new", *TINY]
+    refused(*words, code=code, said=expected)
     assert not Path("new").exists()
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source):
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(source, begun):
     _damage(source / "checkpoints" / "step-000012")
     run = begun("new", source)
     assert run.config.init_from == str(source.resolve() / "checkpoints" / "step-000008")
-    run.folder.release()
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
@@ -197,13 +185,11 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_weights(
     assert losses(tmp_path / "new") == whole
 
 
-def test_on_resume_the_same_source_is_accepted_and_another_is_not(source, command, capsys):
+def test_on_resume_the_same_source_is_accepted_and_another_is_not(source, command, refused):
     flags = ["--recipe", "fp32", *TINY]
     assert command("pretrain", "--out", "new", *flags, "--init-from", "source") == 0
     resume = ["pretrain", "--resume", "auto", "--out", "new", "--steps", "13"]
     assert command(*resume, "--init-from", "source") == 0
     assert command(*resume, "--init-from", "source/checkpoints/step-000012") == 0
-    capsys.readouterr()
-    assert command(*resume, "--init-from", "source/checkpoints/step-000008") == 2
-    assert "init_from is" in capsys.readouterr().err
-    assert command("pretrain", "--resume", "source", "--init-from", "new") == 2
+    refused(*resume, "--init-from", "source/checkpoints/step-000008", said="init_from is")
+    refused("pretrain", "--resume", "source", "--init-from", "new")

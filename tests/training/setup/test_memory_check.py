@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -70,51 +69,39 @@ def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
         require_memory(of, plans, CPU, peak)
 
 
-def test_the_command_refuses_in_one_line_and_writes_nothing(command, tmp_path, monkeypatch, capsys):
+def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
     monkeypatch.setattr(build, "available_memory", lambda device: 3 * 2**19)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
-    assert command(*flags) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "enough for 1. Give --batch 4 --accumulate 4, or --batch 1." in error
-    assert not list(tmp_path.iterdir())
+    refused(*flags, said="enough for 1. Give --batch 4 --accumulate 4, or --batch 1.")
     assert command(*flags, "--set", "check_memory=false") == 0
 
 
-GROUPS = {
-    "version 2": ("0::/job/step\n", {"job/memory.max": "max", "job/step/memory.max": "1000000"}),
-    "a container": ("0::/gone\n", {"memory.max": "1000000"}),
-}
+MEMORY = "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 5 kB\n"
+OF_GROUP = {"memory.current": "700000", "memory.stat": "anon 600000\ninactive_file 100000"}
+OF_GROUP_1 = {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400"}
+OF_GROUP_1["memory.stat"] = "total_inactive_file 30"
 
 
-def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 5 kB\n")
-    (root / "proc/self/cgroup").write_text(groups)
-    for name, text in files.items():
-        path = root / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return root
+@pytest.mark.parametrize(
+    ("groups", "folder", "files", "left"),
+    [
+        ("0::/job/step\n", "job/step/", OF_GROUP | {"memory.max": "1000000"}, 400000),
+        ("0::/gone\n", "", OF_GROUP | {"memory.max": "1000000"}, 400000),  # in a container
+        ("5:cpu:/a\n4:memory:/a/b\n", "memory/a/", OF_GROUP_1, 630),  # version 1
+        ("0::/\n", "", {}, 8000 * 1024),
+    ],
+)
+def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(
+    groups, folder, files, left, tmp_path
+):
+    system = {f"sys/fs/cgroup/{folder}{name}": text for name, text in files.items()}
+    system |= {"proc/meminfo": MEMORY, "proc/self/cgroup": groups}
+    system |= {"sys/fs/cgroup/job/memory.max": "max\n"}
+    for name, text in system.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory("cpu", tmp_path) == left + 5 * 1024
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_control_groups_limit_counts_and_its_droppable_pages_do_not(name, tmp_path):
-    groups, files = GROUPS[name]
-    folder = next(file for file, text in files.items() if text != "max").rpartition("memory")[0]
-    files |= {f"{folder}memory.current": "700000"}
-    files |= {f"{folder}memory.stat": "anon 600000\ninactive_file 100000"}
-    root = system(tmp_path, groups, files)
-    assert available_memory("cpu", root) == 1000000 - 700000 + 100000 + 5 * 1024
-
-
-def test_groups_of_version_1_count_too(tmp_path):
-    files = {"memory/a/memory.limit_in_bytes": "1000", "memory/a/memory.usage_in_bytes": "400"}
-    files["memory/a/memory.stat"] = "total_inactive_file 30"
-    root = system(tmp_path, "5:cpu:/a\n4:memory:/a/b\n", files)
-    assert available_memory("cpu", root) == 630 + 5 * 1024
-
-
-def test_without_a_limit_it_is_what_the_system_has(tmp_path):
-    assert available_memory("cpu", system(tmp_path, "0::/\n", {})) == 8005 * 1024
+def test_where_the_system_tells_nothing_nothing_is_known(tmp_path):
     assert available_memory("cpu", tmp_path / "none") is None

@@ -57,23 +57,10 @@ def test_overwriting_where_nothing_is_says_nothing(new, command, capsys):
         (["--out", "t.txt"], "is a file"),
     ],
 )
-def test_what_cannot_be_built_overwrites_nothing(flags, told, run, new, command, capsys):
+def test_what_cannot_be_built_overwrites_nothing(flags, told, run, new, refused):
     Path("t.txt").write_text("x")
     before = contents(run)
-    assert command(*new, "--overwrite", *flags) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert error.count("\n") == 1
-    assert contents(run) == before
-
-
-def test_a_run_under_way_is_not_overwritten(run, new, command, capsys):
-    other = RunFolder(run)
-    other.claim()
-    before = contents(run)
-    assert command(*new, "--out", "r", "--overwrite") == 2
-    assert "Another process trains in r" in capsys.readouterr().err
-    other.release()
+    refused(*new, "--overwrite", *flags, said=told)
     assert contents(run) == before
 
 
