@@ -58,8 +58,7 @@ def names(kind: Kind) -> list[str]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in the TOML file at `path`. Raises a UserError if the file cannot be read or is not
-    TOML."""
+    """The table in a TOML file. Raises a UserError if it cannot be read or is not TOML."""
     try:
         if path.exists() and not path.is_file():  # /dev/zero has no end
             raise UserError(f"{quoted(str(path))} is no regular file. Give a TOML file.")

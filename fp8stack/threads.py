@@ -135,8 +135,8 @@ class Judge:
         self._left = 0  # of those looks; when spinning, until all is forgotten
 
     def look(self, share: float) -> bool:
-        """Whether to spin from now on, where the thread that waited longest did so for this share
-        of the time since the last look."""
+        """Whether to spin, where the thread that waited longest did so for this share of the
+        time."""
         self._left -= 1
         if not self.spins:
             self.spins = self._left <= 0
@@ -204,8 +204,7 @@ class _Sleeping:
 
 
 def _be_many(library: ctypes.CDLL, over: threading.Event) -> None:
-    """Have a team of OpenMP threads, one more than cores, until it is `over`: they end with the
-    thread that began the team."""
+    """Have one OpenMP thread more than cores until it is `over`: they end with this thread."""
     import ctypes
 
     nothing = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)  # run once by each

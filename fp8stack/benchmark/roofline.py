@@ -216,8 +216,7 @@ class Roofline:
 
 def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:
     """The GPU to predict for, and a machine that has it: by name, by capability, or this one.
-    Raises a UserError for an unknown GPU or capability, two that contradict each other, or no GPU
-    here."""
+    Raises a UserError for one that is unknown, two that contradict each other, or no GPU here."""
     if gpu is None and capability is None:
         here = probe()
         found = find_gpu(here.name)

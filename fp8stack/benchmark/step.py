@@ -53,8 +53,8 @@ SMALL = GPTConfig(vocabulary=256, context=256, layers=6, width=384, heads=6)
 
 
 def works(device: str) -> dict[str, Work]:
-    """The models that steps are measured of, by name: one small one on a CPU; on a GPU GPT-2's and
-    two layers of Llama 3 8B."""
+    """The models to measure, by name: a small one on a CPU; GPT-2's and two Llama 8B layers on a
+    GPU."""
     if device == "cpu":
         return {"small": Work(model="small", config=SMALL, batch=8, context=256)}
     batches = {"gpt2-124m": 32, "gpt2-350m": 16, "gpt2-1.5b": 8}
@@ -136,8 +136,7 @@ class Built:
 
 
 def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
-    """The plan that an arm runs by. Raises a UserError if this machine would run something else
-    than `arm` says."""
+    """The plan of an arm. Raises a UserError if this machine would run something else."""
     plan = plan_for(work.config, arm.recipe, hardware, arm.backend, tokens=work.tokens)
     if plan.backend != arm.backend or plan.recipe.name != arm.recipe:
         raise UserError(f"'{arm.name}' does not run here: {'; '.join(plan.reasons)}.")
@@ -145,8 +144,8 @@ def plan_of(arm: StepArm, work: Work, hardware: Hardware) -> Plan:
 
 
 def build(arm: StepArm, work: Work, hardware: Hardware) -> Built:
-    """The model, its optimizer and its batch, on the device; nothing has run yet. Raises what
-    `plan_of` raises."""
+    """Model, optimizer and batch on the device; nothing has run yet. Raises what `plan_of`
+    raises."""
     plan = plan_of(arm, work, hardware)
     backend = build_backend(plan)
     model = GPT(work.config, backend).to(hardware.device)
@@ -226,8 +225,7 @@ def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, A
 
 
 def chosen(names: Sequence[str], device: str) -> list[Work]:
-    """The works called `names`, all if there are none. Raises a UserError if there is none of such
-    a name for this device."""
+    """The works called `names`, all if there are none. Raises a UserError for an unknown name."""
     known = works(device)
     for name in names:
         if name not in known:

@@ -115,8 +115,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def _verify(file: Path, expected: FileSum) -> None:
-    """See that a file is as it was written, without holding it in memory. Raises a UserError if it
-    is not, or cannot be read."""
+    """See that a file is as it was written, without holding it in memory, or raise a UserError."""
     try:
         _require_size(file, expected.bytes)
         with file.open("rb") as stream:

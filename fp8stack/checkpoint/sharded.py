@@ -103,8 +103,7 @@ class SharedGroup(Mapping[str, Tensor]):
         return self._read(name, torch.empty(of.size, dtype=of.properties.dtype))
 
     def like(self, name: str, like: Tensor) -> Tensor:
-        """A tensor, as `like` is shared out if it has the same shape; else the whole. Raises what
-        `[]` does."""
+        """A tensor, shared out as `like` if it has the same shape; else the whole, as by `[]`."""
         if isinstance(like, DTensor) and like.shape == self._tensors[name].size:
             return self._read(name, torch.empty_like(like, device=like.to_local().device))
         return self[name]

@@ -41,8 +41,8 @@ def capture(
 
 
 def first_rows(model: GPT) -> dict[str, int]:
-    """At which row of the whole the rows begin that `capture` finds here, for each tensor that
-    ranks share out."""
+    """Where the rows that `capture` finds begin in the whole, for each tensor that is shared
+    out."""
     return {
         f"{name}{of}": first_row(parameter)
         for name, parameter in model.named_parameters()
@@ -121,8 +121,8 @@ def largest_of_state(optimizer: Optimizer, order: float = math.inf) -> Tensor:
 @torch.no_grad()
 def restore_weights(model: GPT, weights: Group) -> None:
     """Put the weights of a checkpoint into a model, padded as the model wants it. Raises a
-    UserError if a tensor is missing, left over, or of another shape or dtype, or not finite; then
-    all weights are as they were."""
+    UserError if one is missing, left over, of another shape or dtype, or not finite; then all are
+    as they were."""
     parameters = dict(model.named_parameters())
     _check(parameters, weights, model)
     for name, parameter in parameters.items():

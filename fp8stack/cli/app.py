@@ -131,8 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _completed(arguments: list[str]) -> list[str]:
-    """The arguments, with what is left out said: `--resume` alone is `--resume auto`, and `help
-    plan` is `plan --help`."""
+    """The arguments with `--resume` alone as `--resume auto`, and `help plan` as `plan --help`."""
     if arguments[:1] == ["help"]:
         return [*arguments[1:], "--help"]
     words: list[str] = []

@@ -15,8 +15,8 @@ ROOM = 0.06
 
 
 def comparison_plot(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
-    """A PNG of two panels: validation loss by step, mean and range over seeds, and each recipe's
-    gap to `baseline` in percent."""
+    """A PNG of the validation losses by step, mean and range over seeds, and of the gaps in
+    percent."""
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     figure.suptitle(title)
     losses, gaps = figure.subplots(1, 2, width_ratios=(1.25, 1))

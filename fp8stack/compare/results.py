@@ -137,8 +137,7 @@ def _number(row: Row, key: str) -> bool:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """What ran, from `plan.json`: the recipe, the backend, which layers are not in FP8, and why it
-    is not what was asked for."""
+    """What ran, from `plan.json`, which layers are not in FP8, and why it is not what was asked."""
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         layers = plan["layers"]

@@ -29,8 +29,7 @@ EVALUATIONS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: a recipe, by the name it goes by in tables and as `--recipe` takes it, and a
-    seed."""
+    """One run: a recipe, by its name in tables and as `--recipe` takes it, and a seed."""
 
     recipe: str
     source: str
@@ -211,8 +210,7 @@ def _require_place(comparison: Comparison) -> None:
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Where the comparison that was begun differs from the one that is asked for now, in what may
-    not change."""
+    """Where the comparison that is asked for differs from the one begun, in what may not change."""
     asked, before = now["asked"], saved["asked"]
     for name in before["recipes"]:
         if name not in asked["recipes"]:

@@ -65,8 +65,7 @@ class StepBatches(Dataset[torch.Tensor]):
 
     def __getitem__(self, step: int) -> torch.Tensor:
         """The batch of `step`, 0 or more: int64 [batch, context + 1], or [batch, 2, context + 1].
-        Raises a DataError for a token outside the vocabulary, or a file that is gone or has
-        shrunk."""
+        Raises a DataError for a token outside the vocabulary, or a file that is gone or shrank."""
         assert step >= 0, step
         starts = self._starts(int(step))
         return _windows(self.corpus, starts, self.context, self.vocabulary, self.documents)

@@ -150,8 +150,7 @@ class Corpus:
         return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[Part, int, slice]]:
-        """The parts that hold the `length` tokens from `start` on, each with where in it they begin
-        and which of the tokens it holds."""
+        """The parts with the tokens, where in each they begin, and which of the tokens it holds."""
         filled = 0
         while filled < length:
             index = int(np.searchsorted(self._ends, start + filled, side="right"))

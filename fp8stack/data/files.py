@@ -23,8 +23,8 @@ def unreadable(path: Path | str, error: OSError) -> NoReturn:
 def status_of(
     name: str, refuse: Callable[[str, OSError], NoReturn] = unreadable
 ) -> os.stat_result | None:
-    """What the system says of a file or folder; None where there is nothing of that name. Where it
-    says nothing, `refuse` raises."""
+    """The status of a file or folder; None if there is none. Where it is refused, `refuse`
+    raises."""
     try:
         if name:  # Path("") would be the current folder
             return Path(name).stat()

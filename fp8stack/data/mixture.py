@@ -80,8 +80,7 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
 
 
 def absolute(data: str) -> str:
-    """`data` with its path, or each path of a mixture, named from the root. Raises what `weighted`
-    raises."""
+    """`data`, or each path of a mixture, named from the root. Raises what `weighted` raises."""
     pieces = weighted(data)
     if pieces is None:
         return os.path.realpath(data)

@@ -95,9 +95,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The training and the validation shards, memory-mapped; either may be empty. Raises a
-    UserError if the vocabulary of the tokenizer is larger than the model's, or a file is not as the
-    manifest says."""
+    """The training and the validation shards, memory-mapped; the latter may be empty. Raises a
+    UserError if the model's vocabulary is too small, or a file is not as the manifest says."""
     manifest = read_manifest(folder)
     made_for = manifest.tokenizer
     if made_for.vocabulary > vocabulary:

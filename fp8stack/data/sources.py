@@ -71,8 +71,7 @@ def load_corpora(
 
 
 def holds_text(data: str | None) -> bool:
-    """Whether `data`, or a source of the mixture, is text and not tokens. Raises a UserError if
-    there are no such data."""
+    """Whether `data`, or a source of the mixture, is text. Raises a UserError if there are none."""
     return any(_is_text(path) for path in _paths(data))
 
 

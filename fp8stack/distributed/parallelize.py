@@ -34,8 +34,7 @@ TE_SHARDED = "--parallel fsdp cannot share out Transformer Engine's layers"
 
 
 def require_divisible(config: RunConfig, ranks: int) -> None:
-    """See that each rank gets as much of a batch as any other. Raises a UserError if it does
-    not."""
+    """Raise a UserError unless each rank gets as much of a batch as any other."""
     if config.batch % (config.accumulate * ranks):
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         raise UserError(
@@ -66,8 +65,7 @@ def nothing_to_compress(config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 
 def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
-    """What one rank trains on of a batch [batch, ...]: its share of each micro-batch, in order:
-    [batch / ranks, ...]."""
+    """A rank's share of each micro-batch, in order: [batch, ...] -> [batch / ranks, ...]."""
     if ranks == 1:
         return tokens
     share = len(tokens) // (accumulate * ranks)
@@ -94,8 +92,7 @@ def spread(
 
 
 def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled: bool) -> None:
-    """FSDP2, block by block. (accelerate has it on GPUs alone, and would put FP8 layers on a path
-    of its own.)"""
+    """FSDP2, block by block. (accelerate has it on GPUs alone, with an FP8 path of its own.)"""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     rest = [part for part in model.children() if part is not model.blocks]
     for part in (*rest, *model.blocks, model):

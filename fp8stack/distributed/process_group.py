@@ -75,8 +75,8 @@ class Ranks:
         self.any(False)
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives on the main rank, plain JSON data; it is called there alone. Raises
-        what `make` raised, on every rank."""
+        """What `make` gives, plain JSON data, or raises: called on the main rank alone, given to
+        all."""
         if self.count == 1:
             return make()
         text = ""
@@ -213,8 +213,7 @@ _PAIR = "timeout caused pair closure"  # gloo's, without its name
 
 @contextmanager
 def losing_ranks() -> Iterator[None]:
-    """Turn torch's error about a rank that is gone, or silent, into one line. Raises a RankLost
-    then."""
+    """Raise a RankLost, one line, for torch's error about a rank that is gone, or silent."""
     try:
         yield
     except RuntimeError as error:

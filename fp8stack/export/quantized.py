@@ -96,8 +96,8 @@ def _chosen(source: Source, parts: Mapping[str, object], notes: list[str]) -> li
 
 
 def _strategy(source: Source, odd: int | None, notes: list[str]) -> Strategy:
-    """What has a scale of its own: as in the run, where readers can do that. `odd` is a size that
-    blocks do not divide."""
+    """What has a scale, as in the run where readers can do that; blocks do not divide the size
+    `odd`."""
     scaling = source.plan["recipe"]["scaling"]
     if scaling == "delayed" and not source.fp8:
         notes.append("the checkpoint has no scales: weights are cast with their own amax")

@@ -44,8 +44,8 @@ class Source:
 
 
 def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
-    """The model of a run's newest good checkpoint, or of one checkpoint. Raises what
-    `find_checkpoint` raises."""
+    """The model of a run's newest good checkpoint, or of one. Raises what `find_checkpoint`
+    does."""
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     return Source(
         path=path,

@@ -42,7 +42,7 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """The folder at `path`. Raises a UserError if it is none, or a file in it is missing or
+    """The folder at `path`. Raises a UserError if there is none, or a file is missing or
     damaged."""
     try:
         there = path.is_dir()

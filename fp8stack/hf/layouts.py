@@ -52,8 +52,8 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(config: GPTConfig) -> Layout:
-    """The layout that computes what `config` does. Raises a UserError if there is none; the message
-    names the key."""
+    """The layout that computes what `config` does. Raises a UserError that names the key if none
+    does."""
     if config.positions == "learned":
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
         _require(config, "activation", config.activation != "swiglu", "GPT-2's MLP has no gate")

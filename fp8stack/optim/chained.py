@@ -56,16 +56,15 @@ def _is_left_out(optimizer: Optimizer) -> bool:
 
 
 def _begin(optimizer: Optimizer) -> None:
-    """Give it the state that it begins with, as torch's fused ones have after a skipped step, so
-    that a run may be saved then."""
+    """Give it its first state, as torch's fused ones have after a skipped step, for a run to
+    save."""
     for parameter in parameters_of(optimizer):
         if parameter.grad is not None and not optimizer.state.get(parameter):
             optimizer.state[parameter] = first_state(optimizer, parameter)
 
 
 def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What the optimizer keeps of a parameter before its first step: AdamW, SGD, Muon,
-    torchao's."""
+    """What AdamW, SGD, Muon or torchao's keeps of a parameter before its first step."""
     if isinstance(optimizer, SGD) and not optimizer.defaults["momentum"]:
         return {}
     if isinstance(optimizer, SGD | Muon):

@@ -154,8 +154,7 @@ class LossScaler(torch.amp.GradScaler):
         return super().state_dict() | {"steps": seen.steps, "overflows": seen.overflows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, or torch's own, which counted nothing. A static scale
-        stays that of this object."""
+        """Put back what `state_dict` gave, or torch's own, without counts. A static scale stays."""
         super().load_state_dict(state_dict)
         if self.static is not None:
             self._init_scale = self.static

@@ -130,8 +130,8 @@ def encode_in_worker(item: Item) -> Encoded:
 
 
 def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
-    """The tokens of an item, by a tokenizer that has an end-of-text token. Raises what `texts_of`
-    raises."""
+    """The tokens of an item, by a tokenizer with an end-of-text token. Raises what `texts_of`
+    does."""
     found = list(texts_of(item, text_key))
     texts = [text for text, _ in found]
     ids = tokenizer.encode_batch(texts)

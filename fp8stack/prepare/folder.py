@@ -149,8 +149,7 @@ class Folder:
         write_atomically(self.journal_path, (json.dumps(journal.model_dump()) + "\n").encode())
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest; with it the folder is finished, and the journal goes. Raises a
-        StorageError if that fails."""
+        """Write the manifest, and with it finish the folder; or raise a StorageError."""
         write_atomically(self.manifest_path, (json.dumps(manifest, indent=1) + "\n").encode())
         self.drop_journal()
 
@@ -161,8 +160,8 @@ class Folder:
             sync_folder(self.path)
 
     def require_settings(self, found: dict[str, Any], settings: Settings) -> None:
-        """Raise a UserError, which names the first difference, unless what was found here was asked
-        for by the same settings."""
+        """Raise a UserError that names the first difference between the settings, if there is
+        one."""
         output = settings.of_output()
         # A tokenizer that was trained is told by its size: nobody named one.
         for key, asked in sorted(output.items(), key=lambda item: item[0] == "tokenizer"):

@@ -138,8 +138,7 @@ def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture 
 
 
 def amaxes(judged: Judged, name: str) -> Picture | None:
-    """Amax histories of the worst operands, with the largest magnitude that their scale can hold;
-    None without telemetry."""
+    """Amaxes of the worst operands beside what their scales can hold; None without telemetry."""
     chosen = worst(judged)
     if not chosen:
         return None

@@ -128,7 +128,7 @@ def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
 
 
 def _peers(parts: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
-    """For each part what its peers have, log10 [parts, samples], and how far from that is too far,
+    """What each part's peers have, log10 [parts, samples], and how far from it is too far,
     [parts]."""
     roles: dict[str, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):

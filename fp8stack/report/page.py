@@ -78,8 +78,7 @@ def _is_ours(page: Path) -> bool:
 
 
 def write(runs: Sequence[Judged], page: Path) -> None:
-    """Write the page and its plots. Raises a StorageError if the disk is full or cannot be
-    written."""
+    """Write the page and its plots. Raises a StorageError if that is not possible."""
     plots = _plots_of(page)
     html, pictures = render(runs, plots.name)
     with storage_errors(page):
@@ -126,8 +125,7 @@ def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
 
 
 def visible(text: str) -> str:
-    """`text` from files with what acts on a reader unseen, such as marks that turn the direction of
-    the text after them, written out."""
+    """`text` with what acts on a reader unseen, such as marks of its direction, written out."""
     return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 

@@ -140,8 +140,7 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
 
 
 def read_run(path: Path) -> Run:
-    """The run in the folder `path`. Raises a UserError if it is no run's folder, or a file in it
-    cannot be read."""
+    """The run in a folder. Raises a UserError if it is none, or a file in it cannot be read."""
     config, metrics = path / "run.toml", path / "metrics.jsonl"
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(
@@ -306,7 +305,7 @@ def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Rows:
-    """The rows of one operand or gradient; the last one of a step counts. Compact: a long run has
+    """The rows of one operand or gradient, the last of each step. Compact: a long run has
     millions."""
 
     def __init__(self, figures: tuple[str, ...]) -> None:

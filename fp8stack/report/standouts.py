@@ -58,8 +58,7 @@ class StandOut:
 
 
 def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
-    """The operands without the samples that say nothing yet: in delayed scaling a scale is 1 until
-    it has seen an amax."""
+    """The operands without samples of delayed scaling whose scale, 1 at first, saw no amax yet."""
     if not delayed:
         return list(operands)
     kept = []
@@ -127,8 +126,8 @@ def _past(values: Figures) -> Figures:
 def _changed(
     values: Figures, past: Figures, figure: str
 ) -> list[tuple[int, float, int, int, bool]]:
-    """Rule 1: operand, score, first sample, worst sample, and whether it lasts, of each that
-    changed by itself."""
+    """Rule 1: operand, score, first and worst sample, and whether it lasts, of each that
+    changed."""
     sign, bound, _, _ = BOUNDS[figure]
     change = sign * (values - past)
     distance = change - np.nanmedian(change, axis=0)
@@ -147,8 +146,8 @@ def _changed(
 
 
 def _peers(operands: list[Operand], values: Figures) -> list[tuple[Figures, Figures, bool]]:
-    """For each operand the median and the spread of its peers per sample, and whether those are the
-    same linear in other blocks."""
+    """The median and spread of each operand's peers, and whether those are its role in other
+    blocks."""
     roles: dict[str, list[int]] = defaultdict(list)
     for at, operand in enumerate(operands):
         roles[role(operand.layer)].append(at)

@@ -66,8 +66,7 @@ def tokenizer_from_json(text: str, name: str = TOKENIZER_FILE) -> Tokenizer:
 
 
 def alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether ids stand for the same texts in both. Programs that save a tokenizer may change the
-    rest of its file."""
+    """Whether ids stand for the same texts in both; the rest of their files may differ."""
     if one.sha256 == other.sha256:
         return True
     first, second = (json.loads(each.to_json())["model"].get("vocab") for each in (one, other))

@@ -86,8 +86,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def sha256(self) -> str:
-        """The SHA-256 of `to_json()` in UTF-8, in hexadecimal: alike for those that encode alike
-        because they are the same."""
+        """The SHA-256 of `to_json()` in UTF-8, in hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @cached_property

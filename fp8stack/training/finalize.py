@@ -40,8 +40,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
 
 
 def _sample(run: Run) -> str:
-    """Text that the model writes now; empty where none is asked for, or nothing says what text
-    tokens are."""
+    """Text that the model writes now; empty if none is asked for, or no tokenizer is known."""
     config, tokenizer = run.config, run.tokenizer
     if not config.sample_tokens or tokenizer is None:
         return ""

@@ -215,8 +215,7 @@ class _Loop:
         return False
 
     def pass_over(self, step: int, evaluates: bool) -> bool:
-        """Have a step be done without its batch, which went wrong before. Returns what `advance`
-        does."""
+        """Do a step without its batch, which went wrong before. Returns what `advance` does."""
         self.run.state.step = step
         if (evaluates or self.save_due) and self.check(step):
             return True
@@ -239,8 +238,7 @@ class _Loop:
         self.metrics.pause(time.perf_counter() - began)  # measuring is not training
 
     def check(self, step: int) -> bool:
-        """Have the guard judge the steps since the last check, `step` the last of them. Returns and
-        raises what `carry_out` does."""
+        """Have the guard judge the steps up to `step`. Returns and raises what `carry_out` does."""
         outcome = self.guard.check(step)
         self.streak = outcome.streak
         return self.carry_out(outcome)
@@ -281,8 +279,8 @@ class _Loop:
         self.metrics.forget_pace()
 
     def judge(self, step: int, val_loss: float | None) -> bool:
-        """Act on a validation loss, where it is not finite or the recipe does harm; returns whether
-        the run went back."""
+        """Act on a validation loss that is not finite, or harm by the recipe; whether it went
+        back."""
         if val_loss is None or not math.isfinite(val_loss):
             return self.mend(step, "the validation loss is not finite")
         self.phases.judge(step, self.loss_in)
@@ -332,8 +330,7 @@ class _Loop:
         self.phases.judge(run.step, self.loss_in)
 
     def evaluate(self) -> float | None:
-        """The validation loss now; None if a stop was asked for. Its GEMMs are not counted among
-        the training's."""
+        """The validation loss; None if a stop was asked for. Its GEMMs are not counted."""
         return self.loss_in(self.run.evaluation)
 
     def loss_in(self, variant: Variant | None) -> float | None:
@@ -360,8 +357,7 @@ class _Loop:
             self.saver.wait()
 
     def save_if_due(self, step: int) -> bool:
-        """Save, if it is time; not while steps are bad, unless this is the last. Returns what
-        `save` does."""
+        """Save, if due; not amid bad steps, unless this is the last. Returns what `save` does."""
         if not self.save_due or (self.streak and step != self.config.steps):
             return False
         went_back = self.save()

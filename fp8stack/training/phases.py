@@ -50,8 +50,8 @@ class Phases:
         return CONSERVATIVE if self._has_ended(step) else self._at(step)[0].name
 
     def calibrates(self, step: int) -> bool:
-        """Whether `step` is one of the last before delayed scaling begins, or before an evaluation
-        in it."""
+        """Whether `step` is one of the last before delayed scaling, or an evaluation in it,
+        begins."""
         run, schedule, config = self.run, self.run.schedule, self.run.config
         if run.main.backend.delayed is None or self._has_ended(step):
             return False

@@ -25,8 +25,7 @@ BESIDES = (
 
 
 class RunFolder:
-    """The files of one run in the folder `path`. One that holds a run is never written over by
-    another."""
+    """The files of one run in the folder `path`. Another run never writes over them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,8 +52,8 @@ class RunFolder:
 
     @property
     def cut_at(self) -> tuple[int, int] | None:
-        """The step that a run which was not trained to its end goes on from, and its last one; None
-        if there is no such run."""
+        """Where a run that was not trained to its end goes on from, and its last step; else
+        None."""
         if not self.config.exists():
             return None
         try:
@@ -66,8 +65,8 @@ class RunFolder:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether this is a folder without anything, but for what a start leaves that was cut
-        before there was a `run.toml`."""
+        """Whether this is a folder with nothing in it but what a start leaves that was cut
+        early."""
         if not self.path.is_dir():
             return False
         names = {p.name for p in self.path.iterdir() if not p.name.startswith(TEMPORARY)}
@@ -81,8 +80,7 @@ class RunFolder:
         return all(path.name.startswith(TEMPORARY) for path in self.checkpoints.iterdir())
 
     def require_free(self) -> None:
-        """See that a new run can be made here. Raises a UserError if there is a run, or a file, in
-        its place."""
+        """Raise a UserError unless a new run can be made here: there is no run, and no file."""
         if self.holds_run:
             raise UserError(
                 f"{self.path} holds a run already. Go on with it by --resume auto, give another "
@@ -100,8 +98,8 @@ class RunFolder:
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
 
     def files(self) -> list[Path]:
-        """The files here that a run wrote, checkpoints apart. Raises a UserError if there is a file
-        in the folder's place."""
+        """The files here that a run wrote, checkpoints apart. Raises what `require_folder`
+        raises."""
         self.require_folder()
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
         # Those that make it a run come last: cut short, it still is one, without checkpoints.
@@ -246,8 +244,7 @@ class RunFolder:
         write_atomically(self.metrics, _lines(rows))
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and checkpoints of the steps after `step`, which are about to be done
-        again."""
+        """Drop metrics and checkpoints after `step`: those steps are about to be done again."""
         forget_after(self.checkpoints, step)
         write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
         if self.telemetry.exists():
@@ -270,8 +267,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of a file of lines, up to the first that is cut short or has no step, which
-    `defaults` may give."""
+    """The objects of a file of lines, up to one that is cut or has no step, nor by `defaults`."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows

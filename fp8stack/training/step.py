@@ -105,8 +105,7 @@ class Step:
 
     @contextmanager
     def _observed(self, step: int) -> Iterator[None]:
-        """Have telemetry and the calibration of a later phase see a micro-batch, where one is
-        due."""
+        """Have telemetry and calibration see a micro-batch, where one is due."""
         run = self.run
         telemetry = run.telemetry
         looks = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)

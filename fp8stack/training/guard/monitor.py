@@ -144,8 +144,7 @@ class Monitor:
 
     @torch.no_grad()
     def begin(self, records_amaxes: bool = True) -> None:
-        """Mend the FP8 state if it is broken and remember it, before the first pass of a step that
-        records amaxes."""
+        """Mend the FP8 state if it is broken and remember it, before a step that records amaxes."""
         self._judged = self.amaxes if records_amaxes else None
         if self._judged is not None:
             self._judged.begin(self.device)
@@ -207,8 +206,7 @@ class Monitor:
         return now
 
     def _overflowed(self, norms: Tensor | None, largest: float) -> Tensor:
-        """Whose gradients are not finite, if any are: bool [optimizers]; all, if it is not clear
-        whose."""
+        """Whose gradients are not finite: bool [optimizers]; all, if it is not clear whose."""
         if norms is None:
             return torch.ones_like(self.skips, dtype=torch.bool)
         found = ~(norms.abs() < largest)

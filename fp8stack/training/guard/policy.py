@@ -117,8 +117,7 @@ class Guard:
         }
 
     def begin(self, step: int) -> Outcome:
-        """What is to be done before `step`: its batch may be left out, and the time of layers
-        without FP8 be over."""
+        """What to do before `step`: leave out its batch, or put layers back to FP8."""
         if step in self.left_out:
             self._tell(step, "skip", "its batch went wrong before the roll-back")
             return self._with_events(Outcome(leave_out=True))
@@ -129,8 +128,8 @@ class Guard:
         return self._with_events(Outcome(enter_fp8=tuple(over)))
 
     def check(self, step: int) -> Outcome:
-        """What is to be done about the steps since the last check, `step` the last of them. This
-        waits for the device."""
+        """What to do about the steps since the last check, up to `step`. This waits for the
+        device."""
         seen = self.monitor.poll()
         found = Outcome(streak=seen.streak, skipped=seen.skipped)
         for slot in seen.cleared:
@@ -162,8 +161,7 @@ class Guard:
         return self._with_events(found)
 
     def weights_failed(self, step: int, why: str) -> Outcome:
-        """What is to be done about weights that `step` or one before it broke, though it looked
-        good."""
+        """What to do about weights that a step broke, though it looked good."""
         return self._with_events(self._mend(Outcome(), step, why))
 
     def plan_now(self) -> Plan:

@@ -83,8 +83,8 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> tuple[int, int] | None:
-    """What malloc holds of the system, and what of it is free; None where that is not told: it
-    takes glibc 2.33 or later."""
+    """What malloc holds of the system, and what of it is free; None before glibc 2.33 and
+    elsewhere."""
     if sys.platform != "linux":
         return None
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # not in every C library

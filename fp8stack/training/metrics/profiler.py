@@ -138,8 +138,8 @@ def write(recorded: Recording, folder: Path, *steps: int) -> str:
 
 
 def busy(recorded: Recording) -> float | None:
-    """The share of the recorded time in which a GPU ran at least one kernel or copy: 0 to 1; None
-    where none did."""
+    """The share of the recorded time in which a GPU ran a kernel or copy: 0 to 1; None if none
+    did."""
     events: Any = recorded.events  # it has no types
     spans = sorted(
         (event.time_range.start, event.time_range.end)

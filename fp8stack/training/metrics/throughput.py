@@ -44,8 +44,8 @@ class Peak:
 
 
 def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
-    """The peak of the units that the plan's GEMMs run on: a data sheet's for a GPU known here,
-    measured for a CPU."""
+    """The peak of the units that the plan's GEMMs run on: a GPU's data sheet's, measured of a
+    CPU."""
     if hardware.device == "cpu":
         # Emulated FP8 multiplies in fp32 there, whatever the other layers compute in.
         used: set[ComputeDtype] = {plan.compute_dtype}

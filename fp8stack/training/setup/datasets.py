@@ -71,10 +71,9 @@ def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Token
 def _tokenizer(
     config: RunConfig, vocabulary: int, texts: Tokenizer | None, source: Path | None
 ) -> Tokenizer | None:
-    """What the run's data are tokens of; None where neither they nor `config` say. Text becomes
-    tokens of `texts`. Raises a UserError if `config` names another than the data's, or one that
-    cannot be loaded; or the first weights are of another, and `config` names none; or the model's
-    vocabulary is smaller."""
+    """What the run's data are tokens of, text of `texts`; None where neither they nor `config` say.
+    Raises a UserError if `config` names another than the data's, or names none and the first
+    weights are of another, if it cannot be loaded, or the model's vocabulary is smaller."""
     found = data.tokenizer_of(config.data, texts)
     if config.tokenizer is not None:
         asked = load_tokenizer(config.tokenizer)
@@ -101,9 +100,8 @@ def _tokenizer(
 
 
 def tokenizer_of_run(run_or_checkpoint: str | Path, name: str | None = None) -> Tokenizer | None:
-    """What the run of a folder, or of a checkpoint in it, was trained with, if it is known; else
-    the tokenizer called `name`. Raises a UserError if it cannot be loaded, or `name` is another
-    than the run's."""
+    """The tokenizer of a run or checkpoint, if it is known; else the one called `name`. Raises a
+    UserError if it cannot be loaded, or `name` is another than the run's."""
     path = Path(run_or_checkpoint)
     folder = path.parent.parent if path.parent.name == "checkpoints" else path
     file = RunFolder(folder).tokenizer

@@ -143,16 +143,14 @@ def same_source(asked: str, saved: str | None) -> bool:
 
 
 def begin_with(model: GPT, source: Source) -> str:
-    """Put the weights of `source` into `model`, and say so in a line. Raises a UserError if they do
-    not fit."""
+    """Put `source`'s weights into `model`, and say so. Raises a UserError if they do not fit."""
     restore_weights(model, source.weights)
     why = "".join(f"; {note}" for note in source.notes)
     return f"weights of {source.name}; optimizer, scales and schedule are new{why}"
 
 
 def with_tokenizer(source: Source, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """What is to be told of the tokenizer of a run's data, if it is known, beside that of the first
-    weights, if they have one."""
+    """What to tell of the first weights' tokenizer where the data do not say which they are of."""
     if source.tokenizer is None or tokenizer is not None:
         return ()
     return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)

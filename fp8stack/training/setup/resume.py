@@ -72,8 +72,7 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
 
 
 def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resumption | None:
-    """`find_resumption` for all ranks: the main one finds, and all read the same checkpoint, on a
-    file system that they share."""
+    """`find_resumption` by the main rank; all read the same checkpoint, on a shared file system."""
     if ranks.count == 1:
         return find_resumption(config, resume)
     found: Resumption | None = None
@@ -96,8 +95,7 @@ def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resump
 def _from_checkpoint(
     folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
 ) -> Resumption:
-    """Going on from the checkpoint at `path`, with what the run was made with then: run.toml may
-    have been edited or damaged since."""
+    """Going on from a checkpoint, as the run was made then: run.toml may have been edited since."""
     table = at_home(checkpoint.info["config"], folder.path)
     saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
     why = "".join(f"; passed over: {reason}" for reason in passed_over)
@@ -131,8 +129,7 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:
-    """Have the weights, moments, scales, random state and step of `checkpoint`. Raises what
-    `restore` raises."""
+    """Have all that `checkpoint` holds, and its step. Raises what `restore` raises."""
     restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index, fp8_model=run.main.model)
     for variant in run.variants:
         variant.backend.weights.mark()

@@ -123,8 +123,7 @@ def set_up(
 
 
 def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | None) -> None:
-    """See that what `--overwrite` asks for makes sense. Raises a UserError if nothing says what to
-    overwrite, or it is needed."""
+    """Raise a UserError if nothing says what to overwrite, or it is needed."""
     if resume is not None:
         raise UserError(
             "--overwrite removes a run and --resume goes on with one. Give one of them."

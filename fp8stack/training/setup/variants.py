@@ -235,8 +235,7 @@ def _require_possible(
 
 
 def plan_of(run: Run) -> dict[str, Any]:
-    """The plan of a run as JSON data: that of its FP8 layers, what the run asked for and, if it has
-    phases, which recipe runs when."""
+    """The plan of a run's FP8 layers as JSON data, what was asked for, and its phases if any."""
     recipe = run.config.recipe
     asked = recipe if recipe == "auto" else load_recipe(recipe).name
     made = run.main.plan.to_json() | {"asked": asked}
