@@ -1,6 +1,7 @@
 """Files written whole or not at all, and the system's errors in one line. No torch here."""
 
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -57,9 +58,18 @@ def write_flushed(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def share_mode(file: Path, folder: Path) -> None:
-    """Have whoever may read `folder` read `file`, which safetensors wrote for its owner alone."""
-    file.chmod(folder.stat().st_mode & 0o666)
+def settle(file: Path) -> None:
+    """Have whoever may read its folder read a file, which safetensors wrote for its owner alone,
+    and flush it to the disk."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sha256_of_file(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def lock(descriptor: int) -> bool:

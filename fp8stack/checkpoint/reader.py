@@ -20,6 +20,7 @@ from torch import Tensor
 from fp8stack import presets
 from fp8stack.checkpoint.sharded import SharedGroup
 from fp8stack.errors import UserError, quoted
+from fp8stack.io import sha256_of_file
 
 FORMAT = 1
 SHARED = ("model", "optimizer")
@@ -118,8 +119,7 @@ def _verify(file: Path, expected: FileSum) -> None:
     """See that a file is as it was written, without holding it in memory, or raise a UserError."""
     try:
         _require_size(file, expected.bytes)
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = sha256_of_file(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     if digest != expected.sha256:
@@ -129,11 +129,6 @@ def _verify(file: Path, expected: FileSum) -> None:
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is, or would be."""
     return folder / f"step-{step:06d}"
-
-
-def exists(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint, good or damaged."""
-    return bool(candidates(folder))
 
 
 def candidates(folder: Path) -> list[Path]:

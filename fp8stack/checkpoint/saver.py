@@ -49,11 +49,8 @@ class Saver:
         first_rows: Mapping[str, int] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.folder = folder
-        self.keep, self.keep_every = keep, keep_every
-        self.in_background = in_background
-        self.before = before
-        self.good = set(good)
+        self.folder, self.in_background, self.before = folder, in_background, before
+        self.keep, self.keep_every, self.good = keep, keep_every, set(good)
         self.first_rows = first_rows
         self._ranks = ALONE if first_rows is None else ranks
         self._host = HostCopy()

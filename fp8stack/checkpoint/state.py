@@ -134,14 +134,13 @@ def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dic
     likes: dict[str, Tensor] = {}
     owners = _owners(optimizer)
     for name, parameter in parameters.items():
-        kept: dict[str, Tensor]
-        match owners[parameter]:
-            case AdamW():
-                kept = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
-            case SGD() | Muon():
-                kept = dict.fromkeys(first_state(owners[parameter], parameter), parameter)
-            case other:
-                kept = plain(first_state(other, parameter))
+        owner = owners[parameter]
+        if isinstance(owner, AdamW):
+            kept = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+        else:
+            kept = plain(first_state(owner, parameter))
+            if isinstance(owner, SGD | Muon):
+                kept = dict.fromkeys(kept, parameter)
         likes |= {f"{name}.{key}": like for key, like in kept.items()}
     return likes
 

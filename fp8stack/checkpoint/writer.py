@@ -4,9 +4,7 @@ A checkpoint is written to `.tmp-...`, every file is flushed to the disk, a mani
 sums goes last, and one rename makes it visible.
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -29,7 +27,14 @@ from fp8stack.checkpoint.reader import (
 )
 from fp8stack.checkpoint.sharded import file_of, write_rows
 from fp8stack.distributed.process_group import ALONE, Ranks
-from fp8stack.io import TEMPORARY, share_mode, storage_errors, sync_folder, write_flushed
+from fp8stack.io import (
+    TEMPORARY,
+    settle,
+    sha256_of_file,
+    storage_errors,
+    sync_folder,
+    write_flushed,
+)
 
 
 def write(
@@ -88,12 +93,9 @@ def _write_tensors(
             save_file({name: of.detach().cpu().contiguous() for name, of in tensors.items()}, file)
         else:
             continue
-        share_mode(file, temporary)
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            os.fsync(stream.fileno())
-            size = os.fstat(stream.fileno()).st_size
-        sums[file.relative_to(temporary).as_posix()] = {"bytes": size, "sha256": digest}
+        settle(file)
+        told = {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
+        sums[file.relative_to(temporary).as_posix()] = told
         if file.parent != temporary:
             sync_folder(file.parent)
     return sums
@@ -139,5 +141,5 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint: by one rename it is none any more, whenever this is cut short."""
     gone = path.with_name(f"{TEMPORARY}old-{path.name}")
     with suppress(OSError):
-        gone = path.rename(gone)
+        path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -127,26 +127,17 @@ def _figures(comparison: Comparison, job: Job, ended: Ended | None) -> RunFigure
 def _write(comparison: Comparison, outcomes: Outcomes, facts: Mapping[str, Any]) -> str:
     """Write `compare.json`, `.md` and `.png` of what there is, and return the table as text."""
     runs = [_figures(comparison, job, outcomes.get(job.name)) for job in comparison.jobs]
-    recipes, baseline, config = list(comparison.recipes), comparison.baseline, comparison.config
-    rows = summarize(runs, recipes, baseline)
+    baseline, config, out = comparison.baseline, comparison.config, comparison.out
+    rows = summarize(runs, list(comparison.recipes), baseline)
     report = as_saved(comparison) | {
         "machine": facts,
         "recipes": [asdict(row) for row in rows],
         "runs": [run.model_dump(mode="json") for run in runs],
     }
-    markdown = as_markdown(
-        rows,
-        baseline,
-        command=comparison.command,
-        seeds=comparison.seeds,
-        config=config.model_dump(mode="json"),
-        machine=facts,
-    )
-    seeds = "one seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds"
-    title = f"{config.model}, {config.steps} steps, {seeds}"
-    out = comparison.out
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     write_atomically(comparison.report, text.encode())
-    write_atomically(out / "compare.md", markdown.encode())
+    write_atomically(out / "compare.md", as_markdown(rows, comparison, facts).encode())
+    seeds = "one seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds"
+    title = f"{config.model}, {config.steps} steps, {seeds}"
     write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
     return as_text(rows, baseline)

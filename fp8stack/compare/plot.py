@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -34,16 +35,10 @@ def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -
             continue
         steps, means, lows, highs = zip(*row.curve, strict=True)
         axes.fill_between(steps, lows, highs, color=colors[row.recipe], alpha=0.15, linewidth=0)
-        axes.plot(
-            steps,
-            means,
-            DASHES[index % len(DASHES)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=4,
-            linewidth=1.2,
-            color=colors[row.recipe],
-            label=row.recipe if row.done else f"{row.recipe} (not done)",
-        )
+        label = row.recipe if row.done else f"{row.recipe} (not done)"
+        marks = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "linewidth": 1.2}
+        dashes = DASHES[index % len(DASHES)]
+        axes.plot(steps, means, dashes, **marks, color=colors[row.recipe], label=label)
     # What diverged is not to press the others into one line.
     seen = [value for row in rows if row.done for point in row.curve for value in point[2:]]
     if seen:
@@ -63,23 +58,11 @@ def _gaps(axes: Axes, rows: Sequence[RecipeFigures], baseline: str, colors: dict
         if row.gap_percent is None:
             axes.annotate(f" {row.verdict}", (0, place), va="center", fontsize=8)
             continue
-        axes.errorbar(
-            row.gap_percent.mean,
-            place,
-            xerr=row.gap_percent.half_width,
-            fmt="o",
-            color=colors[row.recipe],
-            capsize=4,
-        )
+        mean, width = row.gap_percent.mean, row.gap_percent.half_width
+        axes.errorbar(mean, place, xerr=width, fmt="o", color=colors[row.recipe], capsize=4)
         # A verdict over its own line, where no interval lies.
-        axes.annotate(
-            row.verdict,
-            (row.gap_percent.mean, place),
-            (0, 7),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+        above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+        axes.annotate(row.verdict, (mean, place), (0, 7), **above)
     axes.set_yticks(range(len(others)), [row.recipe for row in others])
     axes.set_ylim(len(others) - 0.5, -0.7)
     axes.margins(x=0.25)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -97,7 +98,10 @@ def train(
             process.kill()
             process.wait()
             raise
-    return Ended(exit=process.returncode, error=_last_line(log) if process.returncode else "")
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    error = last.removeprefix("fp8stack: ") if process.returncode else ""
+    return Ended(exit=process.returncode, error=error)
 
 
 def _wait(
@@ -106,11 +110,10 @@ def _wait(
     """Wait for the process to end; ask it to, once, if that is requested."""
     asked = False
     while True:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
             return
-        except subprocess.TimeoutExpired:
-            look()
+        look()
         if requested() and not asked:
             asked = True
             process.terminate()
@@ -149,16 +152,7 @@ def _last_step(metrics: Path) -> tuple[int, float | None]:
     except OSError:
         return 0, None
     for line in reversed(lines[:-1]):  # what follows the last newline is not whole
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
             return int(row["step"]), row.get("loss")
-        except (ValueError, KeyError, TypeError):
-            continue
     return 0, None
-
-
-def _last_line(log: Path) -> str:
-    """The line that a failed run ended with."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    written = [line.strip() for line in lines if line.strip()]
-    return written[-1].removeprefix("fp8stack: ") if written else ""

@@ -158,20 +158,18 @@ def _contents(config: RunConfig, recipes: Mapping[str, str]) -> dict[str, Any]:
     """What the model, the data and the recipes are, once every plan was found to be possible."""
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
-    found = {name: _recipe(config, name, source, model) for name, source in recipes.items()}
+    found = {name: _recipe(config, source, model) for name, source in recipes.items()}
     source = find_source(config.init_from).tokenizer if config.init_from else None
-    found_data = read(config, model.vocabulary, context, source)
+    reading = read(config, model.vocabulary, context, source)
+    parts = {"train": reading.train, "validation": reading.validation}
     return {
         "model": model.model_dump(mode="json"),
-        "data": {
-            "train": found_data.train.fingerprint(),
-            "validation": found_data.validation.fingerprint(),
-        },
+        "data": {name: part.fingerprint() for name, part in parts.items()},
         "recipes": found,
     }
 
 
-def _recipe(config: RunConfig, name: str, source: str, model: GPTConfig) -> dict[str, Any]:
+def _recipe(config: RunConfig, source: str, model: GPTConfig) -> dict[str, Any]:
     """The recipe that runs where `source` is asked for."""
     if config.recipe_overrides and source == "auto":
         raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
@@ -196,10 +194,9 @@ def _require_place(comparison: Comparison) -> None:
     if RunFolder(out).holds_run:
         raise UserError(f"{out} holds a single run. Give another --out.")
     if not comparison.report.exists():
-        for own in ("runs", "logs", "base.toml", "compare.md", "compare.png"):
-            if (out / own).exists():
-                raise UserError(f"{out / own} is in the way: it is no comparison's. Give another "
-                                "--out.")  # fmt: skip
+        for name in ("runs", "logs", "base.toml", "compare.md", "compare.png"):
+            if (own := out / name).exists():
+                raise UserError(f"{own} is in the way: it is no comparison's. Give another --out.")
         return
     saved = read_report(comparison.report)
     for difference in _changes(saved, as_saved(comparison)):
@@ -270,11 +267,9 @@ def _command(
     """The command that asks for this."""
     words = ["fp8stack", "compare", "--recipes", recipes]
     for key, value in flags.items():
-        flag = "--from" if key == "init_from" else f"--{key}"
-        if value is True:
-            words.append(flag)
-        elif value not in (None, False):
-            words += [flag, str(value)]
+        if value not in (None, False):
+            flag = "--from" if key == "init_from" else f"--{key}"
+            words += [flag] if value is True else [flag, str(value)]
     words += ["--seeds", str(seeds), *(["--baseline", baseline] if baseline else [])]
     for item in sets:
         words += ["--set", item]

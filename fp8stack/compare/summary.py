@@ -54,13 +54,12 @@ class RecipeFigures:
     `val_loss` is the mean over the runs that are done, in nats per token, `standard_error` that of
     the mean. `gap_percent` is the mean of the differences to the baseline, seed by seed, in percent
     of the baseline's loss, with its interval. `relative_speed` is tokens per second / the
-    baseline's.
-    `curve` has step, mean, lowest and highest validation loss.
+    baseline's. `curve` has step, mean, lowest and highest validation loss.
     """
 
     recipe: str
     plan: dict[str, Any]
-    ran: str
+    ran: str  # the precisions that were active, in order, and who computed
     seeds: int
     done: int
     val_loss: float | None
@@ -95,10 +94,12 @@ def _recipe(
         _of(of, lambda run: run.tokens_per_s, statistics.median) for of in (runs, base)
     )
     plan = next((run.plan for run in runs if run.plan), {})
+    ran = " then ".join(dict.fromkeys(which for run in runs for which in run.precisions))
+    seen = [run.worst_sqnr.model_dump() | {"seed": run.seed} for run in runs if run.worst_sqnr]
     return RecipeFigures(
         recipe=name,
         plan=plan,
-        ran=_ran(runs, plan),
+        ran=f"{ran} ({plan['backend']})" if ran and plan else "",
         seeds=len(runs),
         done=len(losses),
         val_loss=statistics.fmean(losses) if losses else None,
@@ -111,7 +112,7 @@ def _recipe(
         skips=sum(run.skips for run in runs),
         events=dict(sum((Counter(run.events) for run in runs), Counter())),
         fp8_gemms=_of(runs, lambda run: run.fp8_gemms, max),
-        worst_sqnr=_worst(runs),
+        worst_sqnr=min(seen, key=lambda worst: worst["db"], default=None),
         curve=_curve(runs),
         errors=tuple(f"seed {run.seed}: {run.error}" for run in runs if run.error),
     )
@@ -162,12 +163,6 @@ def _judged(gap: Interval) -> str:
     return f"{better} by {abs(gap.mean):.2f} ± {gap.half_width:.2f} %"
 
 
-def _ran(runs: Sequence[RunFigures], plan: dict[str, Any]) -> str:
-    """The precisions that were active, in order, and who computed."""
-    seen = dict.fromkeys(precision for run in runs for precision in run.precisions)
-    return f"{' then '.join(seen)} ({plan['backend']})" if seen and plan else ""
-
-
 def _of(
     runs: Sequence[RunFigures],
     figure: Callable[[RunFigures], Any],
@@ -176,12 +171,6 @@ def _of(
     """What `choose` makes of a figure of all runs that have it; None if none has."""
     found = [value for run in runs if (value := figure(run)) is not None]
     return choose(found) if found else None
-
-
-def _worst(runs: Sequence[RunFigures]) -> dict[str, Any] | None:
-    """The worst SQNR of all seeds."""
-    seen = [run.worst_sqnr.model_dump() | {"seed": run.seed} for run in runs if run.worst_sqnr]
-    return min(seen, key=lambda worst: worst["db"], default=None)
 
 
 def _curve(runs: Sequence[RunFigures]) -> tuple[tuple[int, float, float, float], ...]:

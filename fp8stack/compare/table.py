@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8stack.compare.results import HOPELESS, WARM_UP
+from fp8stack.compare.settings import Comparison
 from fp8stack.compare.summary import RecipeFigures
 from fp8stack.tables import aligned, markdown
 
@@ -18,21 +19,20 @@ def header(baseline: str) -> list[str]:
 
 def cells(row: RecipeFigures) -> list[str]:
     """A recipe's line."""
-    plan = row.plan
+    plan, gap, worst = row.plan, row.gap_percent, row.worst_sqnr
+    relative = "" if row.relative_speed is None else f" ({row.relative_speed:.2f})"
     return [
         row.recipe,
         row.ran,
         f"{plan['fp8_layers']}/{plan['layers']}" if plan else "",
         "" if row.fp8_gemms is None else str(row.fp8_gemms),
         _with_error(row.val_loss, row.standard_error, "{:.4f}"),
-        ""
-        if row.gap_percent is None
-        else f"{_with_error(row.gap_percent.mean, row.gap_percent.half_width, '{:+.2f}')} %",
+        f"{_with_error(gap.mean, gap.half_width, '{:+.2f}')} %" if gap else "",
         row.verdict,
-        _speed(row),
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}{relative}",
         "" if row.peak_memory_gib is None else f"{row.peak_memory_gib:.2f}",
         str(row.skips),
-        _sqnr(row),
+        f"{worst['db']:.1f} dB, {worst['layer']} {worst['operand']}" if worst else "",
     ]
 
 
@@ -42,58 +42,40 @@ def _with_error(value: float | None, error: float | None, form: str) -> str:
     return form.format(value) + ("" if error is None else f" ± {form.format(error).lstrip('+')}")
 
 
-def _speed(row: RecipeFigures) -> str:
-    if row.tokens_per_s is None:
-        return ""
-    relative = "" if row.relative_speed is None else f" ({row.relative_speed:.2f})"
-    return f"{row.tokens_per_s:,.0f}{relative}"
-
-
-def _sqnr(row: RecipeFigures) -> str:
-    worst = row.worst_sqnr
-    return "" if worst is None else f"{worst['db']:.1f} dB, {worst['layer']} {worst['operand']}"
-
-
 def as_text(rows: Sequence[RecipeFigures], baseline: str) -> str:
     """The table with its columns aligned, for a terminal or a log."""
     return "\n".join([*aligned([header(baseline), *map(cells, rows)]), *notes(rows)])
 
 
 def as_markdown(
-    rows: Sequence[RecipeFigures],
-    baseline: str,
-    *,
-    command: str,
-    seeds: int,
-    config: Mapping[str, Any],
-    machine: Mapping[str, Any],
+    rows: Sequence[RecipeFigures], comparison: Comparison, machine: Mapping[str, Any]
 ) -> str:
     """`compare.md`: the command, the table, what its columns are, and what is to be known."""
-    model = f"{config['model']}, {config['steps']} steps of {config['batch']} sequences"
+    config, baseline, seeds = comparison.config, comparison.baseline, comparison.seeds
+    model = f"{config.model}, {config.steps} steps of {config.batch} sequences"
     facts = ", ".join(
         f"{name} {value}"
         for name, value in machine.items()
         if value is not None and name not in ("machine", "slug")
     )
-    begun = f", begun with the weights of {config['init_from']}" if config["init_from"] else ""
-    return "\n".join(
-        [
-            f"`{command}`",
-            "",
-            f"made this: {model}, {'one seed' if seeds == 1 else f'{seeds} seeds'}{begun}, on "
-            f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
-            "same first weights and the same order.",
-            "",
-            *markdown(header(baseline), map(cells, rows)),
-            "",
-            _explanation(baseline, seeds),
-            "",
-            *(f"- {note}" for note in notes(rows)),
-            "",
-            "![Validation loss by step, and the gap at the end](compare.png)",
-            "",
-        ]
-    )
+    begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
+    lines = [
+        f"`{comparison.command}`",
+        "",
+        f"made this: {model}, {'one seed' if seeds == 1 else f'{seeds} seeds'}{begun}, on "
+        f"{machine['machine']} ({facts}). For one seed all recipes have the same data, the "
+        "same first weights and the same order.",
+        "",
+        *markdown(header(baseline), map(cells, rows)),
+        "",
+        _explanation(baseline, seeds),
+        "",
+        *(f"- {note}" for note in notes(rows)),
+        "",
+        "![Validation loss by step, and the gap at the end](compare.png)",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _explanation(baseline: str, seeds: int) -> str:
@@ -123,14 +105,11 @@ def notes(rows: Sequence[RecipeFigures]) -> list[str]:
         left_out = row.plan.get("not_fp8", {})
         if left_out and row.plan["fp8_layers"]:
             reasons = "; ".join(dict.fromkeys(f"{reason}" for reason in left_out.values()))
-            found.append(f"{row.recipe}: not in FP8: {_some(list(left_out))} ({reasons})")
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            some = ", ".join(list(left_out)[:3]) + more
+            found.append(f"{row.recipe}: not in FP8: {some} ({reasons})")
         events = ", ".join(f"{name} {count}" for name, count in row.events.items())
         if events:
             found.append(f"{row.recipe}: events: {events}")
         found += [f"{row.recipe}, {error}" for error in row.errors]
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -50,11 +50,8 @@ def hf_files(source: Source, tokenizer: str | None) -> Files:
     found = source.tokenizer(tokenizer)
     notes = reader_notes(config)
     if found is None:
-        notes.insert(
-            0,
-            "the run does not know its tokenizer, so the folder has none; --tokenizer NAME|PATH "
-            "gives it one",
-        )
+        unknown = "the run does not know its tokenizer, so the folder has none"
+        notes = [f"{unknown}; --tokenizer NAME|PATH gives it one", *notes]
     dtype = "float32" if source.dtype == torch.float32 else "bfloat16"
     table = config_json(config, dtype, found.end_of_text if found else None)
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8stack.errors import UserError
 from fp8stack.export.files import Files
 from fp8stack.hf.folder import INDEX, WEIGHTS
-from fp8stack.io import TEMPORARY, share_mode, storage_errors, sync_folder, write_flushed
+from fp8stack.io import TEMPORARY, settle, storage_errors, sync_folder, write_flushed
 from fp8stack.tokenizer import TOKENIZER_FILE
 
 LARGEST_FILE = 5_000_000_000  # bytes of tensors; more are shared out over several, with an index
@@ -84,9 +84,7 @@ def _write_tensors(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = WEIGHTS if len(shards) == 1 else file
         save_file({name: tensors[name] for name in names}, folder / file, dict(metadata))
-        share_mode(folder / file, folder)
-        with (folder / file).open("rb+") as stream:
-            os.fsync(stream.fileno())
+        settle(folder / file)
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in tensors.values())

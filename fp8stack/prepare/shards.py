@@ -3,7 +3,6 @@
 A state says how long the files are; whatever they have beyond it, a process that died wrote.
 """
 
-import hashlib
 import os
 import re
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from fp8stack.data.prepared import Shard
 from fp8stack.errors import UserError, quoted
-from fp8stack.io import storage_errors, sync_folder
+from fp8stack.io import sha256_of_file, storage_errors, sync_folder
 
 OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
 
@@ -145,8 +144,7 @@ class SplitWriter:
             sync_folder(self._folder)
             for path, size in self._sizes().items():
                 _require_bytes(path, size)
-                with path.open("rb") as file:
-                    sums.append(hashlib.file_digest(file, "sha256").hexdigest())
+                sums.append(sha256_of_file(path))
         shard = Shard(
             file=next(iter(self._sizes())).name,
             tokens=self.state.tokens,

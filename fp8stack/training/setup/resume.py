@@ -64,7 +64,7 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
         except NoUsableCheckpoint as error:
             hint = "Give another checkpoint or the run's folder."
             raise NoUsableCheckpoint(f"{error} {hint}") from error
-    if checkpoints.exists(folder.checkpoints):
+    if checkpoints.candidates(folder.checkpoints):
         return _from_checkpoint(folder, *newest_sound(folder.checkpoints, can_go_on))
     note = f"{folder.path} has no checkpoint yet: starting again from step 1"
     saved = parse_config(str(folder.config), {})
@@ -111,7 +111,7 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
     """The run folder that `path` names, and the checkpoint in it if it names one."""
     places = [(path, None), (path.parent.parent, path)]
     for folder, named in places if path.parent.name == "checkpoints" else places[:1]:
-        if os.path.isfile(folder / "run.toml") or checkpoints.exists(folder / "checkpoints"):
+        if os.path.isfile(folder / "run.toml") or checkpoints.candidates(folder / "checkpoints"):
             return RunFolder(folder), named
     raise UserError(
         f"--resume {quoted(str(path))}: there is no run and no checkpoint. Give a run's folder."
