@@ -6,17 +6,15 @@ import html
 import io
 import json
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from fp8stack.report import report, text
 from fp8stack.report.attention import judge
-from fp8stack.report.page import render
+from fp8stack.report.page import render, visible
 from fp8stack.report.read import LONGEST_LINE, read_run
 from tests.faults.bounded import bounded
 from tests.support.made_runs import make_run, metric_rows, operand_rows, write_lines
@@ -64,11 +62,11 @@ def _poisoned(value: Any, evil: str, key: str = "") -> Any:
 @pytest.mark.parametrize(
     "evil",
     [
-        # Tags, an attribute, and what a terminal obeys; the others in the long form.
-        evil if number in (0, 1, 6) else pytest.param(evil, marks=pytest.mark.slow)
-        for number, evil in enumerate(EVIL)
+        # Tags and an attribute, and what a terminal obeys; all by themselves in the long form.
+        *(EVIL[0] + EVIL[1], EVIL[6]),
+        *(pytest.param(evil, marks=pytest.mark.slow) for evil in EVIL),
     ],
-    ids=range(len(EVIL)),
+    ids=range(len(EVIL) + 2),
 )
 def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_path):
     name = "".join(c for c in evil if c not in "/\0\ud800")
@@ -101,23 +99,16 @@ def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_p
     page.encode("utf-8", "replace")
 
 
-def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed(tmp_path):
-    evil = "abc\u202etxt.exe\u2066"
-    rows = [*metric_rows(5), {"step": 5, "event": "stop", "why": evil}]
-    judged = judge(read_run(make_run(tmp_path / "r", metrics=rows, every=0)))
-    page, _ = render([judged], "f")
-    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", page)
-    assert "abc\\u202etxt.exe" in page
+def test_marks_that_turn_the_direction_of_text_are_shown_and_not_obeyed():
+    shown = visible("abc\u202etxt.exe\u2066")
+    assert shown == "abc\\u202etxt.exe\\u2066"
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", shown)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm(tmp_path_factory) -> Iterator[None]:
+def _warm(tmp_path_factory, one_thread) -> None:
     """Import here what the children need, and fork without threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    report([make_run(tmp_path_factory.mktemp("warm") / "r", steps=10, every=5)])
-    yield
-    torch.set_num_threads(threads)
+    report([make_run(tmp_path_factory.mktemp("warm") / "r", steps=10, every=5)], None, True)
 
 
 ABSURD = {
@@ -159,16 +150,12 @@ def test_an_absurd_file_takes_bounded_memory_and_time(what, file, tmp_path):
         assert f"{file} is damaged: line " in ended.stdout
 
 
-@pytest.mark.parametrize("file", ["plan.json", "run.toml"])
-def test_a_file_that_is_read_whole_has_a_limit(file, tmp_path):
-    run = make_run(tmp_path / "r", steps=20, blocks=1, every=10)
-    with (run / file).open("r+b") as stream:
-        stream.truncate(2**40)  # a hole, which takes no room
-    assert f"{file} cannot be read." in read_run(run).notes
-
-
-def test_a_long_line_that_is_no_absurdity_is_read(tmp_path):
+def test_a_file_that_is_read_whole_has_a_limit_and_a_long_line_is_no_absurdity(tmp_path):
     rows = [*metric_rows(5), {"step": 5, "event": "stop", "why": "x" * (LONGEST_LINE // 4)}]
-    run = read_run(make_run(tmp_path / "r", metrics=rows, every=0))
-    assert run.notes == []
-    assert len(run.events[0]["why"]) == LONGEST_LINE // 4
+    run = make_run(tmp_path / "r", metrics=rows, every=0)
+    assert read_run(run).notes == []
+    assert len(read_run(run).events[0]["why"]) == LONGEST_LINE // 4
+    for file in ("plan.json", "run.toml"):
+        with (run / file).open("r+b") as stream:
+            stream.truncate(2**40)  # a hole, which takes no room
+        assert f"{file} cannot be read." in read_run(run).notes
