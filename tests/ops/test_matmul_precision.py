@@ -15,7 +15,6 @@ from fp8stack import GPT, GPTConfig, Hardware, build_backend, convert, plan_for,
 
 AMPERE = Hardware("cuda", (8, 0))
 CONFIG = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2)
-AMBIENT = ["highest", "high"]
 
 
 @pytest.fixture(autouse=True)
@@ -72,30 +71,19 @@ def gpt(recipe: str, seen: Seen) -> GPT:
     return model
 
 
-class Other(nn.Module):
-    """A plain model of another kind."""
-
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-        seen.around(self.layers, "other")
-
-    def forward(self) -> Tensor:
-        return self.layers(torch.ones(3, 16)).sum()
-
-
 TOKENS = torch.arange(16).view(2, 8)
 
 
-@pytest.mark.parametrize("ambient", AMBIENT)
+@pytest.mark.parametrize("ambient", ["highest", "high"])
 @pytest.mark.parametrize(("recipe", "wanted"), [("tf32", "high"), ("fp32", "highest")])
 @pytest.mark.parametrize("first", ["ours", "other"])
 def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(recipe, wanted, ambient, first):
     torch.set_float32_matmul_precision(ambient)
     seen = Seen()
-    model, other = gpt(recipe, seen), Other(seen)
+    model, layers = gpt(recipe, seen), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    seen.around(layers, "other")
+    losses = [lambda: model(TOKENS, TOKENS), lambda: layers(torch.ones(3, 16)).sum()]
     for _ in range(2):
-        losses = [lambda: model(TOKENS, TOKENS), other]
         total = sum(make() for make in (losses if first == "ours" else losses[::-1]))
         assert torch.get_float32_matmul_precision() == ambient
         total.backward()
@@ -103,17 +91,19 @@ def test_a_model_has_its_own_precision_and_other_layers_keep_theirs(recipe, want
     seen.check(ours=wanted, other=ambient)
 
 
-def test_layers_before_and_after_a_converted_model_keep_their_precision():
+@pytest.mark.parametrize("again", [False, True])
+def test_layers_around_a_converted_model_keep_their_precision_also_where_it_is_run_again(again):
     seen = Seen()
     inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    seen.around(inner[0], "ours")
-    seen.around(inner[2], "ours")
-    convert(inner, resolve("tf32", AMPERE))
     before, after = nn.Linear(16, 16), nn.Linear(16, 16)
-    seen.around(before, "others")
-    seen.around(after, "others")
-    after(inner(before(torch.ones(3, 16)))).sum().backward()
-    seen.check(ours="high", others="highest")
+    for part, name in ((inner[0], "ours"), (inner[2], "ours"), (before, "other"), (after, "other")):
+        seen.around(part, name)
+    convert(inner, resolve("tf32", AMPERE))
+    x = before(torch.ones(3, 16))
+    y = checkpoint(inner, x, use_reentrant=False) if again else inner(x)
+    after(y).sum().backward()
+    seen.check(ours="high", other="highest")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("recompute", ["selective", "block"])
@@ -126,26 +116,15 @@ def test_what_the_backward_pass_runs_again_has_the_models_precision(recompute):
     assert len(seen["ours forward"]) > 6  # some were run again
 
 
-def test_a_model_that_is_run_again_as_a_whole_has_its_precision_and_no_more():
+def test_passes_that_end_early_or_fail_give_the_precision_back():
     seen = Seen()
-    inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    seen.around(inner[2], "ours")
-    other = nn.Linear(16, 16)
-    seen.around(other, "other")
-    convert(inner, resolve("tf32", AMPERE))
-    checkpoint(inner, other(torch.ones(3, 16)), use_reentrant=False).sum().backward()
-    seen.check(ours="high", other="highest")
+    model = gpt("tf32", seen)
+    torch.autograd.grad(model(TOKENS, TOKENS), [model.lm_head.weight])  # ends within the model
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_backward_pass_that_ends_within_the_model_gives_the_precision_back():
-    model = gpt("tf32", Seen())
-    (_,) = torch.autograd.grad(model(TOKENS, TOKENS), [model.lm_head.weight])
+    with torch.no_grad():
+        model(TOKENS)
+    assert set(seen["ours forward"]) == {"high"}
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_forward_pass_that_fails_gives_the_precision_back():
-    model = gpt("tf32", Seen())
 
     def fail(*_: object) -> None:
         raise RuntimeError("on purpose")
@@ -153,15 +132,6 @@ def test_a_forward_pass_that_fails_gives_the_precision_back():
     model.lm_head.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         model(TOKENS, TOKENS)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_without_gradients_only_the_forward_pass_switches():
-    seen = Seen()
-    model = gpt("tf32", seen)
-    with torch.no_grad():
-        model(TOKENS)
-    assert set(seen["ours forward"]) == {"high"}
     assert torch.get_float32_matmul_precision() == "highest"
 
 

@@ -58,45 +58,37 @@ def undrawn(monkeypatch) -> None:
 # Reading
 
 
-def test_of_several_rows_of_a_step_the_last_counts_and_all_events_are_kept(tmp_path):
-    rows = metric_rows(40)
+def test_of_a_step_that_is_done_again_the_last_row_and_sample_count_and_all_events(tmp_path):
+    rows, samples = metric_rows(40), operand_rows(4, [10, 20, 30])
     back = {"step": 40, "event": "rollback", "why": "a spike", "to_step": 30}
-    again = [row | {"loss": 9.0} for row in rows[30:35]]
-    run = read_run(make_run(tmp_path / "r", metrics=[*rows, back, *again]))
+    rows += [back, *(row | {"loss": 9.0} for row in rows[30:35])]
+    samples += [
+        row | {"amax": 7.0} if "amax" in row else row for row in samples if row["step"] == 20
+    ]
+    run = read_run(make_run(tmp_path / "r", metrics=rows, telemetry=samples))
     assert [row["step"] for row in run.rows] == list(range(1, 36))
-    assert [row["loss"] for row in run.rows[28:32]] == [
-        *(row["loss"] for row in rows[28:30]), 9.0, 9.0,
-    ]  # fmt: skip
+    kept = [*(row["loss"] for row in rows[28:30]), 9.0, 9.0]
+    assert [row["loss"] for row in run.rows[28:32]] == kept
     assert run.events == [back]
-
-
-def test_samples_after_a_step_that_is_done_again_do_not_count(tmp_path):
-    rows = operand_rows(4, [10, 20, 30])
-    again = [row | {"amax": 7.0} if "amax" in row else row for row in rows if row["step"] == 20]
-    run = read_run(make_run(tmp_path / "r", telemetry=[*rows, *again]))
     assert [row["step"] for row in run.models] == [10, 20]
     for operand in run.operands:
         assert operand.steps.tolist() == [10, 20]
         assert operand.figures["amax"][-1] == 7.0
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
-def test_a_line_that_is_being_written_is_left_out_in_silence(tmp_path, name):
-    path = make_run(tmp_path / "r") / name
-    whole = read_run(path.parent)
-    with path.open("a") as stream:
-        stream.write('{"step": 201, "lo')
-    run = read_run(path.parent)
+def test_a_line_that_is_being_written_is_left_out_in_silence_and_a_damaged_one_is_said(tmp_path):
+    path = make_run(tmp_path / "r")
+    whole = read_run(path)
+    for name in ("metrics.jsonl", "telemetry.jsonl"):
+        with (path / name).open("a") as stream:
+            stream.write('{"step": 201, "lo')
+    run = read_run(path)
     assert run.notes == []
     assert len(run.rows) == len(whole.rows) == 200
     assert len(run.models) == len(whole.models)
-
-
-def test_a_damaged_line_is_said_and_ends_what_is_read(tmp_path):
-    path = make_run(tmp_path / "r", every=0) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:50], "\x00\x00\n", *lines[50:]]))
-    run = read_run(path.parent)
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join([*lines[:50], "\x00\x00\n", *lines[50:]]))
+    run = read_run(path)
     assert len(run.rows) == 50
     assert run.notes == ["metrics.jsonl is damaged: line 51 and on are left out."]
 
@@ -158,12 +150,6 @@ def test_what_is_missing_is_noted_and_telemetry_that_holds_nothing_is_not_missin
     assert summary.without_telemetry(read_run(run)) == said
     (run / "telemetry.jsonl").unlink()
     assert "there is no telemetry.jsonl" in summary.without_telemetry(read_run(run))
-
-
-def test_the_axis_of_the_loss_holds_every_step_that_is_no_spike():
-    low, high = view_range([3.0, 2.0], [4.0, 3.9, 1.5, 40.0, 0.1])
-    assert low < 1.5 < 4.0 < high < 5.0
-    assert low > 1.0
 
 
 def test_no_plot_has_formulas_for_numbers_and_the_same_run_gives_the_same_page(tmp_path):
@@ -279,6 +265,9 @@ def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
     said = "blocks.0.mlp.down, grad_output: values that are not finite at step 160"
     assert alarm.startswith(said)
     assert "2 % of them" in alarm
+    change = at("blocks.0.mlp.up", "weight", lambda step: {"sqnr_db": 22.4} if step == 60 else {})
+    extremes = judged(make_run(tmp_path / "s", change=change)).extremes
+    assert ("lowest SQNR", "blocks.0.mlp.up, weight", 60, "22.4 dB") in extremes
 
 
 @pytest.mark.parametrize(("bits", "level"), [(3.5, "warning"), (0.6, "note")])
@@ -289,12 +278,6 @@ def test_an_amax_beyond_its_scale_is_named_and_a_slight_one_is_only_noted(tmp_pa
     run = make_run(tmp_path / "r", change=change)
     assert len(told(run)) == (level == "warning")
     assert f"blocks.3.mlp.up, weight at step 80, by {bits} bits" in told(run, level)[0]
-
-
-def test_the_extremes_name_the_worst_settled_sample(tmp_path):
-    change = at("blocks.0.mlp.up", "weight", lambda step: {"sqnr_db": 22.4} if step == 60 else {})
-    extremes = judged(make_run(tmp_path / "r", change=change)).extremes
-    assert ("lowest SQNR", "blocks.0.mlp.up, weight", 60, "22.4 dB") in extremes
 
 
 # Events
@@ -392,38 +375,24 @@ class Page(HTMLParser):
     """What a page refers to and holds; fails where tags do not match."""
 
     VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
+    RESOURCES = ("src", "href", "xlink:href", "data", "poster", "srcset", "action")
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.resources: list[str] = []
-        self.tags: list[str] = []
-        self.images: list[str | None] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.words: list[str] = []
         self.feed(html)
         self.close()
         assert self.open == []
+        self.said = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
-        values = dict(attrs)
-        self.tags.append(tag)
-        self.ids += [values["id"]] if values.get("id") else []
-        if tag == "a":
-            self.links.append(values["href"] or "")
-        else:
-            names = ("src", "href", "xlink:href", "data", "poster", "srcset", "action")
-            self.resources += [value for name in names if (value := values.get(name))]
-        if values.get("role") == "img":
-            self.images.append(values.get("aria-label"))
-        if tag not in self.VOID:
-            self.open.append(tag)
+        self.tags.append((tag, {key: value or "" for key, value in attrs}))
+        self.open += [tag] if tag not in self.VOID else []
 
     def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
+        self.tags.append((tag, {key: value or "" for key, value in attrs}))
 
     def handle_endtag(self, tag):
         assert self.open, f"</{tag}> closes nothing"
@@ -431,10 +400,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
-
-    @property
-    def said(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 SECTIONS = ("attention", "training", "fp8", "plan", "events", "configuration")
@@ -446,19 +411,24 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
     html = html_of(one, make_run(tmp_path / "b", blocks=2, recipe="mxfp8"))
     assert html.startswith("<!DOCTYPE html>")
     seen = Page(html)
-    assert len(set(seen.ids)) == len(seen.ids)
+    ids = [values["id"] for _, values in seen.tags if values.get("id")]
+    assert len(set(ids)) == len(ids)
     wanted = {f"run{at}-{section}" for at in (1, 2) for section in SECTIONS}
-    assert wanted | {"overview", "compared", "run1-what-if"} <= set(seen.ids)
-    assert all(link.startswith("#") and link[1:] in seen.ids for link in seen.links)
-    for resource in seen.resources:
-        assert resource.startswith(("data:", "#")), resource
-        assert resource[0] != "#" or resource[1:] in seen.ids
+    assert wanted | {"overview", "compared", "run1-what-if"} <= set(ids)
+    links = [values.get("href", "") for tag, values in seen.tags if tag == "a"]
+    assert all(link.startswith("#") and link[1:] in ids for link in links)
+    for tag, values in seen.tags:
+        for resource in (values[name] for name in Page.RESOURCES if values.get(name)):
+            assert tag == "a" or resource.startswith(("data:", "#")), resource
+            assert resource[0] != "#" or resource[1:] in ids
     assert not re.search(r"https?://|@import|<script", html)
     assert set(re.findall(r"url\((.)", html)) <= {"#"}
-    assert {"script", "iframe", "object"} & set(seen.tags) == set()
-    assert len(seen.images) == 2 + 2 * 7
-    assert all(alt and len(alt) > 30 for alt in seen.images)
-    assert seen.tags.count("h1") == 1
+    tags = [tag for tag, _ in seen.tags]
+    assert {"script", "iframe", "object"} & set(tags) == set()
+    assert tags.count("h1") == 1
+    images = [v.get("aria-label", "") for _, v in seen.tags if v.get("role") == "img"]
+    assert len(images) == 2 + 2 * 7
+    assert all(len(alt) > 30 for alt in images)
     assert "blocks.1.mlp.up, input stands out from step 100 on." in seen.said
 
 
@@ -489,7 +459,9 @@ def test_a_long_run_makes_no_large_page(tmp_path):
     assert len(html_of(run)) < 3_000_000
 
 
-def test_a_long_line_keeps_its_extremes_when_it_is_thinned():
+def test_a_long_line_keeps_its_extremes_and_spikes_do_not_set_the_axis():
+    low, high = view_range([3.0, 2.0], [4.0, 3.9, 1.5, 40.0, 0.1])
+    assert 1.0 < low < 1.5 < 4.0 < high < 5.0
     values = np.zeros(100_000)
     values[[777, 60_001]] = [9.0, -9.0]
     steps, kept = thinned(list(range(100_000)), list(values))
@@ -499,7 +471,10 @@ def test_a_long_line_keeps_its_extremes_when_it_is_thinned():
     assert (np.diff(steps) > 0).all()
 
 
-def test_samples_that_are_joined_show_the_worst():
+def test_samples_that_are_joined_show_the_worst_and_a_terminals_map_bad_ones_dark():
+    assert terminal.shades(np.array([31.0, 25.0, 17.0, 5.0, np.nan, -3.0])) == "·░▓█ █"
+    assert terminal.sparkline([0.0, 1.0, 0.5], 10) == "▁█▅"
+    assert terminal.sparkline([2.0] * 50, 4) == "▁▁▁▁"
     values = np.full((2, 100), 30.0)
     values[1, 57] = 4.0
     values[0, 3] = np.nan
@@ -584,12 +559,6 @@ def test_text_prints_the_essentials_and_writes_nothing(tmp_path, command, capsys
     assert sorted(tmp_path.rglob("*")) == before
     assert command("report", "a", "--text", "--out", "page.html") == 0
     assert (tmp_path / "page.html").exists()
-
-
-def test_the_map_of_a_terminal_shows_bad_samples_dark():
-    assert terminal.shades(np.array([31.0, 25.0, 17.0, 5.0, np.nan, -3.0])) == "·░▓█ █"
-    assert terminal.sparkline([0.0, 1.0, 0.5], 10) == "▁█▅"
-    assert terminal.sparkline([2.0] * 50, 4) == "▁▁▁▁"
 
 
 # A browser

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fp8stack.errors import UserError
 from fp8stack.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from fp8stack.tokenizer.gpt2 import merges_of
+from tests.conftest import refusal
 from tests.support.made_tokenizers import (
     CORPUS,
     byte_characters,
@@ -26,16 +26,8 @@ from tests.support.made_tokenizers import (
     trained,
 )
 
-TEXTS = [
-    *CORPUS[:3],
-    "",
-    " ",
-    "x",
-    "<|endoftext|>",
-    "a<|endoftext|>b",
-    "\n\n \t ",
-    "\x00\x7f\u0085",
-]
+TEXTS = [*CORPUS[:3], "", " ", "x", "<|endoftext|>", "a<|endoftext|>b", "\n\n \t "]
+TEXTS += ["\x00\x7f\u0085"]
 
 
 @pytest.fixture
@@ -85,12 +77,9 @@ def test_a_file_encodes_as_the_library_does(tmp_path):
     assert mine.name == "mine.json"
 
 
-def test_a_special_token_in_a_text_is_ordinary_text(tokenizer):
+def test_a_special_token_in_a_text_is_ordinary_and_a_batch_is_its_texts_one_by_one(tokenizer):
     for text in ("<|endoftext|>", "<s>", "</s>"):
         assert tokenizer.end_of_text not in tokenizer.encode(text)
-
-
-def test_a_batch_is_its_texts_one_by_one(tokenizer):
     batch = tokenizer.encode_batch(TEXTS)
     assert all(tokens.dtype == np.uint32 for tokens in batch)
     assert [tokens.tolist() for tokens in batch] == [tokenizer.encode(text) for text in TEXTS]
@@ -124,16 +113,11 @@ def test_any_text_comes_back(text):
 _FILE = tokenizer_from_json(trained().to_str())
 
 
-def test_texts_come_back_and_special_tokens_are_left_out(tokenizer):
+def test_texts_come_back_without_special_tokens_and_ids_that_are_not_known(tokenizer):
+    assert tokenizer.end_of_text is not None
     for text in ("Hello there, hello world.", "Grüße 😀 x"):
-        tokens = tokenizer.encode(text)
-        assert tokenizer.end_of_text is not None
-        assert tokenizer.decode([*tokens, tokenizer.end_of_text]) == text
-
-
-def test_ids_that_the_tokenizer_does_not_know_are_left_out(tokenizer):
-    tokens = tokenizer.encode("hello")
-    assert tokenizer.decode([*tokens, tokenizer.vocabulary, 10**6, -1]) == "hello"
+        more = [tokenizer.end_of_text, tokenizer.vocabulary, 10**6, -1]
+        assert tokenizer.decode([*tokenizer.encode(text), *more]) == text
 
 
 def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer):
@@ -144,11 +128,7 @@ def test_a_stream_gives_whole_characters_that_join_to_the_text(tokenizer):
     assert stream.finish() == ""
     assert "\ufffd" not in "".join(pieces)
     assert len([piece for piece in pieces if piece]) > 3  # not all of it at the end
-
-
-def test_a_character_that_is_cut_ends_as_a_replacement():
-    bytes_ = load_tokenizer("bytes")
-    stream = bytes_.stream()
+    stream = load_tokenizer("bytes").stream()  # a character that is cut ends as a replacement
     assert [stream.step(token) for token in "é😀".encode()[:-1]] == ["", "é", "", "", ""]
     assert stream.finish() == "\ufffd"
 
@@ -239,20 +219,9 @@ def test_the_end_of_text_is_found_by_its_usual_names_and_need_not_be(name, end):
 # What is refused
 
 
-def refusal(name: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_tokenizer(name)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["", "gpt-2", "nowhere/tokenizer.json", "a\0b", "x" * 5000])
 def test_an_unknown_name_is_refused_with_what_there_is(name):
-    assert "Give bytes, gpt2, or the path" in refusal(name)
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    assert f"folder {tmp_path} has no tokenizer.json" in refusal(str(tmp_path))
+    assert "Give bytes, gpt2, or the path" in refusal(load_tokenizer, name)
 
 
 @pytest.mark.parametrize(
@@ -264,16 +233,18 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 )
 def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
-    message = refusal(str(tmp_path / "tokenizer.json"))
+    message = refusal(load_tokenizer, str(tmp_path / "tokenizer.json"))
     assert "is not a tokenizer.json" in message
     assert "saved." in message
 
 
-def test_ids_beyond_reason_are_refused(tmp_path):
+def test_ids_beyond_reason_and_a_folder_without_a_tokenizer_are_refused(tmp_path):
+    message = refusal(load_tokenizer, str(tmp_path))
+    assert f"folder {tmp_path} has no tokenizer.json" in message
     content = json.loads(trained().to_str())
     content["model"]["vocab"]["far"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert "2147483648" in refusal(str(tmp_path))
+    assert "2147483648" in refusal(load_tokenizer, str(tmp_path))
 
 
 def test_gpt2_without_a_network_or_tiktoken_says_what_to_do(monkeypatch):
@@ -281,8 +252,8 @@ def test_gpt2_without_a_network_or_tiktoken_says_what_to_do(monkeypatch):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    message = refusal("gpt2")
+    message = refusal(load_tokenizer, "gpt2")
     assert "TIKTOKEN_CACHE_DIR" in message
     assert "tokenizer.json" in message
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert "pip install tiktoken" in refusal("gpt2")
+    assert "pip install tiktoken" in refusal(load_tokenizer, "gpt2")
