@@ -44,6 +44,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "gpu" and others else None
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _quick_runs() -> Iterator[None]:
+    from tests.support.quick_runs import quick_runs
+
+    with quick_runs():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_random_state() -> None:
     torch.manual_seed(0)

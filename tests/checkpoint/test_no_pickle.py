@@ -1,7 +1,5 @@
 """Nothing that a user hands us is ever executed, and the code has no way to."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 from collections.abc import Iterator

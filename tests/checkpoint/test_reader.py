@@ -1,7 +1,5 @@
 """Checkpoints come back as they were written, or what is wrong with them is named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

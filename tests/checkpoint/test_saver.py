@@ -1,7 +1,5 @@
 """Checkpoints that are written in the background, and which ones are kept."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """What ranks share out is read by others, and when a run of other ranks counts as the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

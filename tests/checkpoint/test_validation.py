@@ -1,7 +1,5 @@
 """Right checksums are not enough: a run goes on only from tensors that fit it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

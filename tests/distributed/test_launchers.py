@@ -1,7 +1,5 @@
 """What launchers start, and start again; what they leave in the environment changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Training in several ranks comes to the numbers of one, and how ranks agree with each other."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,8 +1,6 @@
 """A child process with bounds: what it printed, how it ended. For faults that could hang or eat
 memory; a fork, since starting Python and torch takes seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -20,8 +20,6 @@ Without N it happens each time. +SECONDS: so much later than that. R is the envi
 The product has no line for this. It must not know how a step is trained or a checkpoint is written.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -3,8 +3,6 @@
 What must come out is known without asking the product: a run like it that was left alone.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

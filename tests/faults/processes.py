@@ -5,8 +5,6 @@ and has computed nothing, so that it is like a fresh interpreter. Each computes 
 rank ends or is killed: nothing here waits for ever.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -16,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +32,7 @@ from fp8stack.checkpoint import reader
 from fp8stack.training import finalize, loop
 from fp8stack.training.run import Run
 from tests.faults.harness import injected, parse
+from tests.support.quick_runs import quick_runs
 
 _PRELOADED = [
     "pytest", "tests.faults.processes", "bench.__main__", "fp8stack.training.setup.start",
@@ -291,7 +290,8 @@ def _work(
     os.chdir(folder)
     torch.set_num_threads(1)
     sys.argv = ["fp8stack", *words]
-    with change(rank), injected(parse(faults)):
+    within_pytest = "PYTEST_VERSION" in os.environ
+    with quick_runs() if within_pytest else nullcontext(), change(rank), injected(parse(faults)):
         cli.main(words)
 
 

@@ -3,8 +3,6 @@
 What must come out is known without asking the product: a run like it that was left alone.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +78,7 @@ def _lost(action: str, place: str, main: bool, twin: Twin, run: Path) -> str:
     return twin.finish(run)[1]
 
 
-def _preempted(twin: Twin, run: Path) -> str:
+def preempted(twin: Twin, run: Path) -> str:
     """SIGTERM to one rank alone."""
     ended = twin.go_all(run, f"term@backward:{BEGUN}/rank={twin.ranks - 1}")
     said = "".join(each.stderr for each in ended).strip().splitlines()
@@ -165,7 +163,7 @@ KINDS = (
     Kind(name="kill in forward", parallel="ddp", inflict=partial(_lost, "kill", "forward", False)),
     Kind(name="stop in a save", parallel="fsdp", inflict=partial(_lost, "stop", "save", False)),
     Kind(name="NaN on one rank", parallel="ddp", inflict=not_finite),
-    Kind(name="SIGTERM to one rank", parallel="fsdp", inflict=_preempted),
+    Kind(name="SIGTERM to one rank", parallel="fsdp", inflict=preempted),
     Kind(name="disk full, main rank", parallel="ddp", inflict=partial(_full, True)),
     Kind(name="disk full", parallel="fsdp", inflict=partial(_full, False)),
     Kind(name="kill at an all-reduce, main rank", parallel="fsdp",

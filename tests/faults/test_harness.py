@@ -1,7 +1,5 @@
 """The tool that puts faults into a run: what it reads, and where its faults happen."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -21,10 +19,7 @@ from tests.faults.harness import Fault, injected, parse
         ("kill@step:7", Fault(action="kill", place="step", number=7)),
         ("note@save", Fault(action="note", place="save")),
         ("full:4096@save:3", Fault(action="full", bytes=4096, place="save", number=3)),
-        (
-            "stop@all-reduce:3/rank=1",
-            Fault(action="stop", place="all-reduce", number=3, rank=1),
-        ),
+        ("stop@all-reduce:3/rank=1", Fault(action="stop", place="all-reduce", number=3, rank=1)),
         ("term@time:0.5", Fault(action="term", place="time", delay_s=0.5)),
         ("usr1@forward:2+0.25", Fault(action="usr1", place="forward", number=2, delay_s=0.25)),
     ],

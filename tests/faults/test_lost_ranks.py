@@ -1,7 +1,5 @@
 """Ranks that are lost, more than in test_rows.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -14,16 +12,14 @@ from tests.faults.processes import (
     rows,
     run_ranks,
 )
-from tests.faults.rank_rows import BEGUN, KINDS, not_finite, rank_twin
+from tests.faults.rank_rows import BEGUN, not_finite, preempted, rank_twin
 from tests.faults.twins import SMALL, Twin
 
 
 def test_more_than_two_ranks_repeat_to_the_bit_as_well(tmp_path):
     """A sum of three numbers depends on their order, which DDP's buckets must not decide."""
-    kind = KINDS[0]
-    assert (kind.name, kind.parallel) == ("kill in forward", "ddp")
     twin = rank_twin(tmp_path / "3-ddp", 3, "ddp", ["--batch", "6"])
-    assert kind.inflict(twin, twin.new()) == ""
+    assert preempted(twin, twin.new()) == ""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """`python -m bench reliability`: rows are run, kept, shown and judged; what is committed holds."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -17,11 +15,12 @@ from tests.faults.case import Case, Outcome
 COMMITTED = RESULTS / "cpu" / "reliability.json"
 
 
-def _case(outcome: Outcome | None = None, **facts: bool) -> Case:
+def _case(outcome: Outcome | None = None, fails: str = "", **facts: bool) -> Case:
     def run(folder: Path, count: int) -> Outcome:
-        assert folder.is_dir()
         assert not list(folder.iterdir())
         (folder / "trace").write_text(str(count))
+        if fails:
+            raise RuntimeError(fails)
         return outcome or Outcome(injected=count, survived=count)
 
     return Case(what="sparks", passes="nothing burns", run=run, short=2, long=20, **facts)
@@ -88,10 +87,7 @@ def test_what_was_lost_is_shown_and_the_exit_code_is_1(cases, tmp_path, capsys):
 
 
 def test_a_row_that_fails_by_itself_counts_as_lost(cases, tmp_path):
-    def fail(folder: Path, count: int) -> Outcome:
-        raise RuntimeError("no sparks here")
-
-    cases["R2"] = Case(what="sparks", passes="never", run=fail, short=1, long=1)
+    cases["R2"] = _case(fails="no sparks here")
     with pytest.raises(SystemExit):
         _run(tmp_path)
     found = _results(tmp_path)
@@ -113,16 +109,14 @@ def test_a_short_run_leaves_the_committed_table_alone(cases, capsys, monkeypatch
     assert "nothing is written" in capsys.readouterr().out
 
 
-def test_runs_are_kept_where_asked_and_not_written_over(cases, tmp_path):
-    _run(tmp_path / "out", "--keep", str(tmp_path / "runs"), "--only", "R2")
+def test_runs_are_kept_where_asked_and_not_written_over_and_rows_are_known(cases, tmp_path):
+    keep = ["--keep", str(tmp_path / "runs"), "--only"]
+    _run(tmp_path / "out", *keep, "R2")
     assert (tmp_path / "runs" / "R2" / "trace").read_text() == "20"
     with pytest.raises(UserError, match="is there already"):
-        _run(tmp_path / "out", "--keep", str(tmp_path / "runs"), "--only", "R2")
-
-
-def test_an_unknown_row_is_refused_by_name(cases, tmp_path):
+        _run(tmp_path / "out", *keep, "R2")
     with pytest.raises(UserError, match="No row 'R3'"):
-        _run(tmp_path, "--only", "R3")
+        _run(tmp_path / "out", *keep, "R3")
 
 
 def test_the_rows_of_all_themes_are_found_in_order():

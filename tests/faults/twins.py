@@ -1,7 +1,5 @@
 """Runs that faults are put into, beside a twin that none disturbs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

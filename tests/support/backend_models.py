@@ -1,7 +1,5 @@
 """Small layers and models of every backend, and what tests look at in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A clock that only arms move, for tests of what is timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, cycle, repeat
 

@@ -1,7 +1,5 @@
 """What each of two ranks does with converted models; a module that is quick to import."""
 
-from __future__ import annotations
-
 import copy
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Writers of the data formats of others, by their published layouts; nothing of fp8stack's."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

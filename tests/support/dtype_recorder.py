@@ -4,8 +4,6 @@ An operation of the backward pass belongs to the module whose forward pass made 
 nodes are numbered in the order in which they are made. It must not know a plan.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a quantized linear must compute: float64 GEMMs on the bytes that the casts give."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

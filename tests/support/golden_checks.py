@@ -3,8 +3,6 @@
 Bytes, scales and histories to the bit; what went through a GEMM by signal to noise, in dB.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

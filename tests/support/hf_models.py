@@ -1,7 +1,5 @@
 """Models for the tests of Hugging Face folders: ours and transformers', small and random."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run folders made up for the tests of reports: the files alone, in the format of real ones."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

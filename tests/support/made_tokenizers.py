@@ -1,7 +1,5 @@
 """Small tokenizers, made by the libraries themselves."""
 
-from __future__ import annotations
-
 import json
 
 import tiktoken

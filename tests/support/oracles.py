@@ -1,7 +1,5 @@
 """References that share no code with fp8stack: numpy float32, ml_dtypes and exact fractions."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 which imports all that they import. PRETEND_WITHOUT names modules, by commas, that are then not
 installed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A run that tests of going on, of overwriting and of signals begin from: trained once."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@ users have on their disks. A new recipe adds a folder of its own. `went_on.json`
 with which that version itself went on from the folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What `deterministic` asks of torch, and that no step calls what torch then refuses on a GPU."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation between steps: no graph, no FP8 state moved, and the training goes on to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

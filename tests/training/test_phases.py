@@ -1,7 +1,5 @@
 """Runs whose recipe changes with the step: switched when they should be, and resumed to the bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

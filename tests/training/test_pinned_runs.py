@@ -1,7 +1,5 @@
 """Run folders that an earlier version wrote (`pin_runs.py`): this one reads them and goes on."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

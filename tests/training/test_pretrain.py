@@ -1,7 +1,5 @@
 """Whole runs through the command: what they print, write, repeat, and go on from."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

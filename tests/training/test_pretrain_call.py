@@ -1,7 +1,5 @@
 """`fp8stack.pretrain`: the command as a function."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """How a run gives way: signals before, in and after its steps."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

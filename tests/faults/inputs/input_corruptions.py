@@ -1,7 +1,5 @@
 """Forty ways in which a run on the disk is damaged or made up, and what must become of it (R5)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

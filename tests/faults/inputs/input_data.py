@@ -1,7 +1,5 @@
 """Data that are bad, or go bad while they are read, and what must be said of them (R9)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

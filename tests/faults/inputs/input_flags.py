@@ -1,7 +1,5 @@
 """Over a hundred bad configurations, flags and data files, and what must be said of each (R7)."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

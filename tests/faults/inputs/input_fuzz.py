@@ -3,8 +3,6 @@
 hypothesis makes them, the same ones each time.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Fifteen files that run a program when they are unpickled, and every place where a user may hand
 us a file (R6). The program makes a file; if that is there afterwards, something was executed."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Rows of the reliability matrix: what comes from outside is bad, made up or malicious."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterable

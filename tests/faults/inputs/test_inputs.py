@@ -1,7 +1,6 @@
 """What comes from outside is bad, made up or goes bad: it is named, and what is good is used."""
 
-from __future__ import annotations
-
+import os
 import shutil
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from tests.faults.inputs.input_corruptions import (
     replace,
     rewrite,
 )
+from tests.faults.processes import last_step
+from tests.support.small_loop import changed
 
 # Children are forked, and threads are not.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,37 +47,31 @@ def test_the_file_is_named_and_the_last_good_checkpoint_used(what, pristine, tmp
     assert problem(pristine, tmp_path / "copy", CORRUPTIONS[what]) == ""
 
 
-def _nan_weights(checkpoint_folder: Path) -> None:
-    CORRUPTIONS["NaN weight"].damage(checkpoint_folder)
+BAD = ["NaN weight", "model.safetensors flipped"]
 
 
-def _flipped(checkpoint_folder: Path) -> None:
-    CORRUPTIONS["model.safetensors flipped"].damage(checkpoint_folder)
-
-
-@pytest.mark.parametrize("damage", [_nan_weights, _flipped])
-def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(damage, run):
+@pytest.mark.parametrize("what", BAD)
+def test_a_named_checkpoint_that_is_bad_is_refused_and_no_other_taken(what, run, refused):
     bad = run / "checkpoints" / NEWEST
-    damage(bad)
+    CORRUPTIONS[what].damage(bad)
     for words in (["--resume", str(bad)], ["--init-from", str(bad), "--out", "o"]):
-        ended = in_child(["pretrain", *words], run.parent)
-        assert (ended.code, ended.is_one_line) == (3, True)
-        assert f"{NEWEST}" in ended.stderr
+        refused("pretrain", *words, code=3, said=NEWEST)
     with pytest.raises(NoUsableCheckpoint, match=NEWEST):
         fp8stack.load(bad)
 
 
-@pytest.mark.parametrize("damage", [_nan_weights, _flipped])
-def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(damage, run):
-    damage(run / "checkpoints" / NEWEST)
+@pytest.mark.parametrize("what", BAD)
+def test_weights_come_from_the_last_good_checkpoint_and_it_is_said(what, run, command, capsys):
+    CORRUPTIONS[what].damage(run / "checkpoints" / NEWEST)
     with pytest.warns(UserWarning, match=f"{OLDER} is used, an older checkpoint.*{NEWEST}"):
         model = fp8stack.load(run)
     good = reader.load(run / "checkpoints" / OLDER).tensors["model"]
-    assert all(torch.equal(p, good[name]) for name, p in model.named_parameters())
+    assert changed(dict(model.named_parameters()), good) == []
     short = ["--data", str(run / "run.toml"), "--steps", "1", "--context", "8"]
-    ended = in_child(["pretrain", "--init-from", str(run), "--out", "o", *short], run.parent)
-    assert ended.code == 0, ended.stderr
-    assert f"{OLDER}; optimizer, scales and schedule are new; passed over: " in ended.stdout
+    short += ["--set", "eval_windows=1", "--set", "sample_tokens=0"]
+    assert command("pretrain", "--init-from", str(run), "--out", "o", *short) == 0
+    told = f"{OLDER}; optimizer, scales and schedule are new; passed over: "
+    assert told in capsys.readouterr().out
 
 
 def test_a_run_without_run_toml_goes_on_by_its_path_too(run, command, capsys):
@@ -97,15 +92,6 @@ def test_a_checkpoint_in_the_place_of_another_is_named(run):
         shutil.copytree(run / "checkpoints" / NEWEST, path, dirs_exist_ok=True)
     with pytest.warns(UserWarning, match="step-000009 cannot be used: it is of step 4"):
         fp8stack.load(run)
-
-
-@pytest.mark.parametrize("name", [f"{NEWEST}/model.safetensors", f"{NEWEST}/checkpoint.json"])
-def test_looking_for_a_bad_checkpoint_changes_nothing(name, run):
-    (run / "checkpoints" / name).write_bytes(b"")
-    (run / "checkpoints" / OLDER / "checkpoint.json").write_text("[]")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert in_child(["pretrain", "--resume", "auto", "--out", str(run)], run.parent).code == 3
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_file_that_is_far_too_large_is_not_read(run):
@@ -133,14 +119,12 @@ def test_a_stranger_can_state_right_sums(run):
 # Data
 
 
-@pytest.mark.parametrize("fault", input_data.FAULTS)
-def test_the_file_and_the_place_are_named(fault, tmp_path):
-    assert input_data.problem(tmp_path, fault) == ""
-
-
-@pytest.mark.parametrize("fault", input_data.MEANWHILE)
-def test_they_are_named_by_processes_that_read_ahead_too(fault, tmp_path):
-    assert input_data.problem(tmp_path, fault, workers=2) == ""
+@pytest.mark.parametrize(
+    ("fault", "workers"),
+    [*((fault, 0) for fault in input_data.FAULTS), *((fault, 2) for fault in input_data.MEANWHILE)],
+)
+def test_the_file_and_the_place_are_named(fault, workers, tmp_path):
+    assert input_data.problem(tmp_path, fault, workers) == ""
 
 
 def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, command, monkeypatch):
@@ -150,16 +134,16 @@ def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, comman
     def then_shrink(self: loop._Loop, step: int, tokens_BT: torch.Tensor) -> None:
         advance(self, step, tokens_BT)
         if step == 6:
-            with path.open("r+b") as stream:
-                stream.truncate(100)
+            os.truncate(path, 100)
 
-    monkeypatch.setattr(loop._Loop, "advance", then_shrink)
     words = ["--data", "a.bin", "--recipe", "fp32", "--set", "model_overrides.vocabulary=300"]
-    ended = in_child(["pretrain", "--out", "r", *TINY, *words], tmp_path)
+    with monkeypatch.context() as shrinking:
+        shrinking.setattr(loop._Loop, "advance", then_shrink)
+        ended = in_child(["pretrain", "--out", "r", *TINY, *words], tmp_path)
     assert (ended.code, ended.is_one_line) == (2, True), ended.stderr
     assert "a.bin shrank while in use" in ended.stderr
     assert [row["step"] for row in metrics(tmp_path / "r")] == [1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "r" / "checkpoints" / "step-000006").is_dir()
+    assert last_step(tmp_path / "r") == 6
     input_data.good(path)
     assert command("pretrain", "--resume", "r") == 0
     assert metrics(tmp_path / "r")[-1]["step"] == 12
@@ -183,12 +167,12 @@ RUN_FILES = ("metrics.jsonl", "telemetry.jsonl", "plan.json", "run.toml", "rows"
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_configuration_is_taken_or_refused_in_one_line(name, tmp_path):
-    assert input_fuzz.fuzz(tmp_path, *CONFIGS[name], 50) >= 45
+    assert input_fuzz.fuzz(tmp_path, *CONFIGS[name], 30) >= 25
 
 
 @pytest.mark.parametrize("name", DATA_FILES)
 def test_any_data_are_taken_or_refused_in_one_line(name, tmp_path):
-    assert input_fuzz.fuzz(tmp_path, *DATA_FILES[name], 200) >= 150
+    assert input_fuzz.fuzz(tmp_path, *DATA_FILES[name], 100) >= 75
 
 
 @pytest.mark.parametrize("name", RUN_FILES)

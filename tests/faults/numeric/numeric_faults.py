@@ -1,7 +1,5 @@
 """Values that break numbers, put into a run by hooks: what, into which place, at which steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Rows of the matrix about numbers: faults in them, spikes, and the wrong run resumed; and what is
 to become of a fault by what the arithmetic makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A saved run, resumed as another than it is: what is refused, and with which words."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

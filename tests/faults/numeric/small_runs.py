@@ -1,7 +1,5 @@
 """Whole runs of a tiny model in this process, and what they look like from step to step."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,8 +1,7 @@
 """Numbers that break: a step is skipped to the bit, broken state goes back, a layer is named."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,26 @@ from fp8stack.errors import NumericFailure
 from fp8stack.training.guard.policy import Guard
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
-from tests.faults.numeric import numeric_rows, small_runs
+from tests.faults.numeric import numeric_rows
 from tests.faults.numeric.numeric_faults import VALUES, Fault, places
 from tests.faults.numeric.numeric_rows import FP8, RECIPES, transient
+from tests.faults.numeric.small_runs import Recorder, digest_of, events, small_run, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
 
 
-def small(folder: Path, recipe: str, *sets: str, **keys: Any) -> Run:
-    return small_runs.small_run(folder, "r", recipe, sets, **keys)
+def spoilt(folder: Path, recipe: str, faults: Sequence[Fault], *sets: str, **keys: Any) -> Run:
+    """A run that these faults were put into, trained to its end."""
+    run = small_run(folder, "r", recipe, sets, **keys)
+    for fault in faults:
+        fault.put(run)
+    trained(run)
+    return run
 
 
 def told(run: Run) -> list[tuple[int, str]]:
-    return [(row["step"], row["event"]) for row in small_runs.events(run)]
+    return [(row["step"], row["event"]) for row in events(run)]
 
 
 SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("bf16", "block", "mxfp8")]
@@ -57,16 +62,15 @@ def test_without_the_guard_the_same_check_finds_every_fault_lost(tmp_path, monke
 def test_a_step_skipped_in_its_second_micro_batch_gives_back_what_dropout_drew(recipe, tmp_path):
     runs = []
     for name in ("spoilt", "left out"):
-        keys = {"steps": 8, "accumulate": 2}
         sets = ["model_overrides.dropout=0.1"]
-        run = small_runs.small_run(tmp_path, name, recipe, sets, **keys)
-        recorder = small_runs.Recorder(run)
+        run = small_run(tmp_path, name, recipe, sets, steps=8, accumulate=2)
+        recorder = Recorder(run)
         fault = Fault(place="activation", value=NAN, steps={5}, micro_batch=1)
         if name == "spoilt":
             fault.put(run)
         else:
             run = replace(run, resumed={"guard": left_out(5), "phases": None})
-        small_runs.trained(run)
+        trained(run)
         assert fault.injected == (name == "spoilt")
         runs.append({step: digest for step, digest in recorder.starts if step != 5})
     assert list(runs[0]) == [1, 2, 3, 4, 6, 7, 8]
@@ -83,15 +87,20 @@ def left_out(step: int) -> dict[str, Any]:
     return state | {"tried": [], "bad": [], "left_fp16": False}
 
 
-@pytest.mark.parametrize("step", [1, 4, 8])
-@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
+@pytest.mark.parametrize(
+    ("recipe", "step", "sets"),
+    [
+        *((recipe, step, []) for recipe in ("fp32", "delayed") for step in (1, 4, 8)),
+        ("delayed", 5, ["recipe_overrides.history_length=1"]),
+    ],
+)
 def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
-    recipe, step, tmp_path
+    recipe, step, sets, tmp_path
 ):
-    run = small(tmp_path, recipe, steps=8, save_every=4)
-    recorder = small_runs.Recorder(run)
+    run = small_run(tmp_path, "r", recipe, sets, steps=8, save_every=4)
+    recorder = Recorder(run)
     Fault(place="wgrad", value=INF, steps={step}).put(run)
-    small_runs.trained(run)
+    trained(run)
     assert told(run) == [(step, "skip")]
     saved = sorted(path.name for path in run.folder.checkpoints.iterdir())
     assert saved == ["step-000005" if step == 4 else "step-000004", "step-000008"]
@@ -102,50 +111,43 @@ def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
 
 @pytest.mark.parametrize("place", ["wgrad", "weight"])
 def test_a_fault_right_after_a_resumption_is_met_like_any_other(place, tmp_path):
-    small_runs.trained(small(tmp_path, "current", steps=4))
+    spoilt(tmp_path, "current", [], steps=4)
     run = set_up({"steps": 8}, None, [], str(tmp_path / "r"))
     Fault(place=place, value=NAN, steps={5}).put(run)
-    small_runs.trained(run)
+    trained(run)
     expected = [(5, "skip")] if place == "wgrad" else [(5, "skip"), (5, "rollback"), (5, "skip")]
     assert told(run) == expected
     assert run.step == 8
 
 
 def test_weights_that_break_in_the_last_step_do_not_end_the_run(tmp_path):
-    run = small(tmp_path, "mxfp8", steps=8)
-    Fault(place="moment", value=INF, steps={9}).put(run)
-    small_runs.trained(run)
+    run = spoilt(tmp_path, "mxfp8", [Fault(place="moment", value=INF, steps={9})], steps=8)
     assert told(run) == [(8, "rollback"), (8, "skip")]
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
 def test_weights_that_break_again_go_back_again_if_there_was_progress(tmp_path):
-    run = small(tmp_path, "fp32", steps=20)
     faults = [Fault(place="weight", value=NAN, steps={step}) for step in (6, 10, 16)]
-    for fault in faults:
-        fault.put(run)
-    small_runs.trained(run)
-    back = [row["to_step"] for row in small_runs.events(run) if row["event"] == "rollback"]
+    run = spoilt(tmp_path, "fp32", faults, steps=20)
+    back = [row["to_step"] for row in events(run) if row["event"] == "rollback"]
     assert back == [4, 8, 14]
     assert [fault.injected for fault in faults] == [1, 1, 1]
 
 
 def test_a_learning_rate_that_breaks_the_weights_in_a_finite_step_is_told_at_once(tmp_path):
-    run = small(tmp_path, "delayed", steps=8, lr=1e30)
     with pytest.raises(NumericFailure, match=r"^Step 1: .*weight contains .*Lower --lr"):
-        small_runs.trained(run)
+        spoilt(tmp_path, "delayed", [], steps=8, lr=1e30)
+
+
+def alternating(place: str, **more: Any) -> Fault:
+    return Fault(place=place, value=NAN, steps=range(11, 100, 2), most=INF, **more)
 
 
 @pytest.mark.parametrize("log_every", [1, 10])
 def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_every, tmp_path):
-    keys = {"save_every": 8, "log_every": log_every, "guard": {"patience": 2}}
-    run = small(tmp_path, "delayed", steps=80, **keys)
-    fault = Fault(
-        place="input", value=NAN, steps=range(11, 100, 2), most=math.inf, only_in_fp8=True
-    )
-    fault.put(run)
-    small_runs.trained(run)
-    rungs = [row for row in small_runs.events(run) if row["event"] in ("rollback", "demote")]
+    keys = {"steps": 80, "save_every": 8, "log_every": log_every, "guard": {"patience": 2}}
+    run = spoilt(tmp_path, "delayed", [alternating("input", only_in_fp8=True)], **keys)
+    rungs = [row for row in events(run) if row["event"] in ("rollback", "demote")]
     assert [row["event"] for row in rungs] == ["rollback", "demote"]
     assert rungs[0]["to_step"] == 32
     assert rungs[1]["layer"] == "blocks.0.mlp.down"
@@ -155,22 +157,13 @@ def test_bad_steps_that_never_come_in_a_row_are_an_incident_all_the_same(log_eve
 
 
 def test_the_bad_steps_so_far_are_counted_on_after_a_resumption(tmp_path):
-    found = []
-    for stop in (None, 20):
-        keys = {"steps": stop or 40, "guard": {"patience": 2}, "save_every": 8}
-        run = small_runs.small_run(tmp_path, f"r{stop}", "fp32", **keys)
-        alternating(run)
-        small_runs.trained(run)
-        if stop:
-            run = set_up({"steps": 40}, None, [], str(run.folder.path))
-            alternating(run)
-            small_runs.trained(run)
-        found.append([row for row in told(run) if row[1] == "rollback"])
-    assert found[0] == found[1] == [(37, "rollback")]
-
-
-def alternating(run: Run) -> None:
-    Fault(place="loss", value=INF, steps=range(11, 100, 2), most=math.inf).put(run)
+    keys = {"guard": {"patience": 2}, "save_every": 8}
+    run = spoilt(tmp_path, "fp32", [alternating("loss")], steps=20, **keys)
+    assert "rollback" not in dict(told(run)).values()
+    run = set_up({"steps": 40}, None, [], str(run.folder.path))
+    alternating("loss").put(run)
+    trained(run)
+    assert [row for row in told(run) if row[1] == "rollback"] == [(37, "rollback")]  # as above
 
 
 @pytest.mark.parametrize(
@@ -194,31 +187,18 @@ def test_trouble_that_fp8_alone_has_ends_when_its_layer_leaves_fp8(recipe, place
 
 @pytest.mark.parametrize("place", ["history", "scale"])
 def test_an_amax_history_that_breaks_in_every_step_is_mended_in_every_step(place, tmp_path):
-    runs = []
-    for most in (0, math.inf):
-        run = small_runs.small_run(tmp_path, f"r{most}", "delayed", steps=10)
+    losses = []
+    for most in (0, INF):
         fault = Fault(place=place, value=1e38, steps=range(5, 11), most=most)
-        fault.put(run)
-        rows = small_runs.trained(run)
-        assert [row["step"] for row in rows] == (list(range(5, 11)) if most else [])
-        runs.append([row["loss"] for row in run.folder.read_metrics() if "loss" in row])
+        run = spoilt(tmp_path, "delayed", [fault], steps=10)
+        assert [step for step, _ in told(run)] == (list(range(5, 11)) if most else [])
+        losses.append([row["loss"] for row in run.folder.read_metrics() if "loss" in row])
     assert fault.injected == 6
-    assert runs[0] == runs[1]
-
-
-def test_a_history_of_one_amax_trains_and_skips_like_any_other(tmp_path):
-    run = small(tmp_path, "delayed", "recipe_overrides.history_length=1", steps=8)
-    recorder = small_runs.Recorder(run)
-    Fault(place="wgrad", value=NAN, steps={5}).put(run)
-    small_runs.trained(run)
-    assert told(run) == [(5, "skip")]
-    assert recorder.at(5) == recorder.at(6)
+    assert losses[0] == losses[1]
 
 
 def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
-    run = small(tmp_path, "fp16", steps=8)
-    Fault(place="loss_scale", value=NAN, steps={5}).put(run)
-    small_runs.trained(run)
+    run = spoilt(tmp_path, "fp16", [Fault(place="loss_scale", value=NAN, steps={5})], steps=8)
     scales = {r["step"]: r["loss_scale"] for r in run.folder.read_metrics() if "loss_scale" in r}
     assert math.isfinite(scales[6])
     assert scales[6] > 1024
@@ -232,9 +212,9 @@ def test_the_long_form_of_the_row_has_every_fault():
 
 def test_a_digest_tells_any_single_change():
     x = torch.zeros(1000)
-    digests = {small_runs.digest_of(x)}
+    digests = {digest_of(x)}
     for place in (0, 1, 999):
         for value in (1.0, -1.0, 1e-45, NAN):
             x.zero_()[place] = value
-            digests.add(small_runs.digest_of(x))
+            digests.add(digest_of(x))
     assert len(digests) == 13

@@ -4,8 +4,6 @@ They compute by the oracles and share no code with fp8stack. Results lie in memo
 padded, transposed, scales in the order that its GEMMs want.
 """
 
-from __future__ import annotations
-
 import enum
 import sys
 from collections.abc import Iterator

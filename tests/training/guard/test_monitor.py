@@ -1,7 +1,5 @@
 """A bad step changes nothing; robust statistics find what is bad; nobody waits for the verdict."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the guard does about steps that go wrong: roll back, leave FP8, leave fp16, stop."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses that spike are caught; clean steps are left alone; what is as good as infinite is one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

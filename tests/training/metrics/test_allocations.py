@@ -1,7 +1,5 @@
 """What a step allocates, told by `--profile`, and how allocators are set."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

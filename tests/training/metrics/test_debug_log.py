@@ -1,7 +1,5 @@
 """The events of a step, in `debug.jsonl`: their order and values, and that they change nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

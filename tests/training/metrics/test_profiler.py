@@ -1,7 +1,5 @@
 """`--profile`: one step after warm-up, as a trace and as a table."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

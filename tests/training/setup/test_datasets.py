@@ -1,7 +1,5 @@
 """Runs on prepared data: their tokenizer, documents, order and mixtures, also when resumed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

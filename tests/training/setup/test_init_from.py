@@ -1,7 +1,5 @@
 """A run that begins with the weights of another: what it takes, and what it does not."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that cannot fit into the memory that is left is refused before its first step."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

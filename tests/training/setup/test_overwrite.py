@@ -1,7 +1,5 @@
 """`--overwrite` removes what a run wrote, nothing else, and only for what can be built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

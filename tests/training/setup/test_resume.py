@@ -4,8 +4,6 @@ What it may not be resumed as is in tests/faults/numeric/test_other_run.py; othe
 test_inputs.py there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
