@@ -58,8 +58,8 @@ def prepare(
     from pathlib import Path
 
     from fp8stack.errors import UserError
+    from fp8stack.prepare.inputs import Settings
     from fp8stack.prepare.run import prepare
-    from fp8stack.prepare.settings import Settings
     from fp8stack.training.signals import stop_requests
 
     if tokenizer is not None and train_bpe is not None:

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from fp8stack.data.corpus import Corpus, DataError
-from fp8stack.data.documents import require_documents
+from fp8stack.data.corpus import Corpus, DataError, require_documents
 from fp8stack.data.mixture import parts_of
 from fp8stack.data.order import epoch_starts, shares, sources_of, windows_of_epoch
 from fp8stack.errors import UserError, unknown
@@ -155,11 +154,7 @@ def _require_windows(corpus: Corpus, context: int) -> None:
 
 
 def _windows(
-    corpus: Corpus,
-    starts: npt.NDArray[np.int64],
-    context: int,
-    vocabulary: int,
-    documents: bool = False,
+    corpus: Corpus, starts: npt.NDArray[np.int64], context: int, vocabulary: int, documents: bool
 ) -> torch.Tensor:
     """The windows from `starts` [n] on, each token checked, as `StepBatches` has them."""
     rows = np.empty((len(starts), 2 if documents else 1, context + 1), dtype=np.int64)

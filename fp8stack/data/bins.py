@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8stack.data import megatron
-from fp8stack.data.corpus import Part, map_tokens
-from fp8stack.data.documents import Separator
+from fp8stack.data.corpus import Part, Separator, map_tokens
 from fp8stack.data.files import head_and_size
 from fp8stack.errors import UserError
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.data.corpus import Begins, Part, map_tokens
-from fp8stack.data.documents import CHECKED_AT_ONCE, ascends, begun
+from fp8stack.data.corpus import CHECKED_AT_ONCE, Begins, Part, ascends, begun, map_tokens
 from fp8stack.data.files import head_and_size
 from fp8stack.errors import UserError
 

@@ -34,22 +34,20 @@ class Mixture(Corpus):
         return digest.hexdigest()
 
 
-def mixture_of(name: str, sources: Sequence[tuple[float, Corpus]]) -> Corpus:
+def mixture_of(name: str, weights: Sequence[float], corpora: Sequence[Corpus]) -> Corpus:
     """The corpora with their weights as one; of a single one, that corpus. Raises a UserError if a
     weight is less than one row in 4096."""
-    if len(sources) == 1:
-        return sources[0][1]
-    weights = tuple(weight for weight, _ in sources)
-    counts = shares(weights, BLOCK)
-    for (weight, corpus), count in zip(sources, counts, strict=True):
+    if len(corpora) == 1:
+        return corpora[0]
+    counts = shares(tuple(weights), BLOCK)
+    for weight, corpus, count in zip(weights, corpora, counts, strict=True):
         if not count:
             raise UserError(
                 f"The weight {weight:g} of {corpus.name} is less than one row in {BLOCK}. "
                 "Give it more weight, or leave it out."
             )
-    corpora = tuple(corpus for _, corpus in sources)
     parts = tuple(part for corpus in corpora for part in corpus.parts)
-    return Mixture(name=name, parts=parts, sources=corpora, counts=counts)
+    return Mixture(name=name, parts=parts, sources=tuple(corpora), counts=counts)
 
 
 def parts_of(corpus: Corpus) -> tuple[tuple[Corpus, ...], tuple[int, ...]]:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8stack.data.corpus import Part
-from fp8stack.data.documents import Separator
+from fp8stack.data.corpus import Part, Separator
 from fp8stack.errors import UserError, quoted
 
 MOST_BYTES = 2 * 2**30
@@ -73,27 +72,24 @@ def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
     """
     parts: list[Part] = []
     for path in paths:
+        tokens = bytearray()
         with open_parquet(path) as file:
-            parts.append(_part(path, file, MOST_BYTES - sum(map(len, parts))))
+            column = _text_column(path, file.schema_arrow)
+            for texts in read_column(file, column, 0, ROWS_AT_ONCE):
+                tokens += _documents(texts).data
+                if len(tokens) + sum(map(len, parts)) > MOST_BYTES:
+                    raise UserError(
+                        f"{path} holds too much text to be read into memory: "
+                        f"{MOST_BYTES / 2**30:g} GiB is the most. Make tokens of it with `fp8stack "
+                        f"prepare {path} --tokenizer bytes --out tokens` and give `--data tokens`."
+                    )
+            if tokens.count(END_OF_TEXT) == len(tokens):
+                raise UserError(
+                    f"{path} has no text in its column {column!r}. Give a file with text."
+                )
+        content = np.frombuffer(tokens, dtype=np.uint8)
+        parts.append(Part(path=path, tokens=content, documents=Separator(token=END_OF_TEXT)))
     return tuple(parts)
-
-
-def _part(path: Path, file: Any, most: int) -> Part:
-    """One file, at most `most` bytes of text."""
-    column = _text_column(path, file.schema_arrow)
-    tokens = bytearray()
-    for texts in read_column(file, column, 0, ROWS_AT_ONCE):
-        tokens += _documents(texts).data
-        if len(tokens) > most:
-            raise UserError(
-                f"{path} holds too much text to be read into memory: {MOST_BYTES / 2**30:g} GiB "
-                f"is the most. Make tokens of it with `fp8stack prepare {path} --tokenizer bytes "
-                "--out tokens` and give `--data tokens`."
-            )
-    if tokens.count(END_OF_TEXT) == len(tokens):
-        raise UserError(f"{path} has no text in its column {column!r}. Give a file with text.")
-    separator = Separator(token=END_OF_TEXT)
-    return Part(path=path, tokens=np.frombuffer(tokens, dtype=np.uint8), documents=separator)
 
 
 def is_text(kind: Any) -> bool:
@@ -112,12 +108,12 @@ def _text_column(path: Path, schema: Any) -> str:
     if len(texts) == 1:
         return str(texts[0])
     named = quoted(", ".join(texts or schema.names))
-    if texts:
-        raise UserError(
-            f"{path} has several columns of text ({named}) and none is called text. Rename the one "
-            "to train on."
-        )
-    raise UserError(f"{path} has no column of text, only {named}. Give a file with one.")
+    if not texts:
+        raise UserError(f"{path} has no column of text, only {named}. Give a file with one.")
+    raise UserError(
+        f"{path} has several columns of text ({named}) and none is called text. Rename the one to "
+        "train on."
+    )
 
 
 def _documents(texts: Any) -> npt.NDArray[np.uint8]:

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fp8stack.data.corpus import Part, map_tokens
-from fp8stack.data.documents import Ends, ascends
+from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_from_json

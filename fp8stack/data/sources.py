@@ -11,7 +11,6 @@ from pathlib import Path
 from fp8stack.data import megatron
 from fp8stack.data.bins import bin_part, is_bin, named_splits
 from fp8stack.data.corpus import Corpus, Part
-from fp8stack.data.encoded import encoded
 from fp8stack.data.files import is_empty, status_of, walk
 from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.parquet import is_parquet, parquet_parts
@@ -21,7 +20,14 @@ from fp8stack.data.prepared import (
     refuse_unfinished,
     tokenizer_of_prepared,
 )
-from fp8stack.data.texts import STANDARD_LIBRARY, joined, require_bytes_fit, standard_library, text
+from fp8stack.data.texts import (
+    STANDARD_LIBRARY,
+    encoded,
+    joined,
+    require_bytes_fit,
+    standard_library,
+    text,
+)
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
 from fp8stack.tokenizer.byte_level import ByteTokenizer
@@ -63,10 +69,11 @@ def load_corpora(
     if pieces is None:
         return loader.splits(data)
     tokenizer_of(data, texts)
-    found = [(weight, *loader.splits(path)) for weight, path in pieces]
+    weights = [weight for weight, _ in pieces]
+    train, val = zip(*(loader.splits(path) for _, path in pieces), strict=True)
     return (
-        mixture_of(f"{data} (training part)", [(weight, train) for weight, train, _ in found]),
-        mixture_of(f"{data} (held-out part)", [(weight, val) for weight, _, val in found]),
+        mixture_of(f"{data} (training part)", weights, train),
+        mixture_of(f"{data} (held-out part)", weights, val),
     )
 
 
@@ -113,12 +120,10 @@ def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | 
 
 
 def _is_text(data: str | None) -> bool:
-    if data is None:
-        return True
-    path = _found(data)
-    if path.is_dir():
-        return not is_prepared(path) and not any(is_bin(file) for file in walk(path))
-    return not is_bin(path)
+    path = None if data is None else _found(data)
+    if path is None or not path.is_dir():
+        return path is None or not is_bin(path)
+    return not is_prepared(path) and not any(is_bin(file) for file in walk(path))
 
 
 def _found(data: str) -> Path:
@@ -149,18 +154,20 @@ class _Loader:
             return self._cut(STANDARD_LIBRARY, parts)
         path = _found(data)
         if not path.is_dir():
-            return self._cut(data, self._file(path))
+            if is_bin(path):
+                parts = self._bins([path])
+            elif is_parquet(path):
+                parts = self._tables(str(path), [path])
+            else:
+                parts = self._text(str(path), [text(path, self.vocabulary)])
+            return self._cut(data, parts)
         if is_prepared(path):
-            train_parts, val_parts = prepared_parts(path, self.vocabulary)
-            return (
-                _named(data, train_parts, val_parts) if val_parts else self._cut(data, train_parts)
-            )
-        train, val = path / "train.bin", path / "val.bin"
-        if os.path.exists(train) and os.path.exists(val):
-            return (
-                Corpus(name=str(train), parts=self._bins([train])),
-                Corpus(name=str(val), parts=self._bins([val])),
-            )
+            train, val = prepared_parts(path, self.vocabulary)
+            return _named(data, train, val) if val else self._cut(data, train)
+        files = path / "train.bin", path / "val.bin"
+        if all(map(os.path.exists, files)):
+            first, second = (Corpus(name=str(file), parts=self._bins([file])) for file in files)
+            return first, second
         return self._folder(data)
 
     def _cut(self, name: str, parts: Parts) -> tuple[Corpus, Corpus]:
@@ -180,13 +187,6 @@ class _Loader:
         if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
             return encoded(name, parts, self.texts)
         return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
-
-    def _file(self, path: Path) -> Parts:
-        if is_bin(path):
-            return self._bins([path])
-        if is_parquet(path):
-            return self._tables(str(path), [path])
-        return self._text(str(path), [text(path, self.vocabulary)])
 
     def _folder(self, data: str) -> tuple[Corpus, Corpus]:
         """The splits of a folder whose files are all `.bin`, all parquet or all text."""

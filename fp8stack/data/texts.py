@@ -1,19 +1,23 @@
-"""Text, whose tokens are its bytes: files, several joined, Python's own source. No torch here."""
+"""Text, as bytes or as tokens: files, several joined, Python's own source. No torch here."""
 
 import hashlib
 import sys
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from fp8stack.data.corpus import Part, map_tokens
+from fp8stack.data.corpus import Part, Separator, map_tokens
 from fp8stack.data.files import head_and_size, is_empty, unreadable, walk
+from fp8stack.data.parquet import END_OF_TEXT
 from fp8stack.errors import UserError
+from fp8stack.tokenizer import Tokenizer
 
 BYTE_VALUES = 256
 MAPPED_FROM_BYTES = 8 * 2**20  # a map costs a file descriptor; smaller texts are read instead
+MOST_BYTES = 128 * 2**20  # that become tokens at a start; it takes a core about a minute
 STANDARD_LIBRARY = "the Python standard library"
 JSON_LINES = {".jsonl", ".ndjson"}
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -106,3 +110,30 @@ def standard_library(vocabulary: int) -> list[Part]:
     if not parts:
         raise UserError(f"No source of {STANDARD_LIBRARY} in {root}. Give text with --data.")
     return parts
+
+
+def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Part, ...]:
+    """Parts of text, uint8 [bytes], each of one file of the data called `name`, as tokens: uint16
+    or uint32, with the end-of-text token after each document, as `fp8stack prepare` has them. A
+    file is a document, or a row of a table. Raises a UserError if there is more text than is read
+    at each start."""
+    size = sum(map(len, parts))
+    if size > MOST_BYTES:
+        raise UserError(
+            f"{name} has {size / 2**20:,.0f} MiB of text; at most {MOST_BYTES / 2**20:g} become "
+            f"tokens when a run begins. Make them before: fp8stack prepare {name} --tokenizer "
+            f"{tokenizer.name} --out tokens, and give --data tokens."
+        )
+    return tuple(_tokens_of(part, tokenizer) for part in parts)
+
+
+def _tokens_of(part: Part, tokenizer: Tokenizer) -> Part:
+    content = part.read(0, len(part)).tobytes()
+    rows = [content] if part.documents is None else content.split(bytes([END_OF_TEXT]))
+    ids = tokenizer.encode_batch([row.decode(errors="replace") for row in rows if row])
+    end = tokenizer.end_of_text
+    if end is not None:
+        separator = np.array([end], dtype=np.uint32)
+        ids = [piece for document in ids for piece in (document, separator)]
+    documents = None if end is None else Separator(token=end)
+    return replace(part, tokens=np.concatenate(ids).astype(tokenizer.dtype), documents=documents)

@@ -6,9 +6,8 @@ from typing import Literal, cast, get_args
 import torch
 
 from fp8stack.errors import UserError, unknown
-from fp8stack.export.files import hf_files, safetensors_files
+from fp8stack.export.files import Dtype, hf_files, load_source, safetensors_files
 from fp8stack.export.quantized import Strategy, quantized_files
-from fp8stack.export.source import Dtype, load_source
 from fp8stack.export.writing import replace_folder, require_room
 
 __all__ = ["Format", "export"]

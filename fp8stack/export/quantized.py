@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.errors import UserError
-from fp8stack.export.files import Files, as_json, hf_files
-from fp8stack.export.source import Source
+from fp8stack.export.files import Files, Source, as_json, hf_files
 from fp8stack.hf import Part, layout_of, parts_of
 
 BLOCK = 128

@@ -62,13 +62,13 @@ def layout_of(config: GPTConfig) -> Layout:
         _require(config, "qk_norm", not config.qk_norm, "GPT-2 has none")
         return LAYOUTS["gpt2"]
     _require(config, "norm", config.norm == "rmsnorm", "models with RoPE have rmsnorm")
-    if not config.qk_norm:
-        return LAYOUTS["llama" if config.activation == "swiglu" else "arcee"]
-    why = "with qk_norm the layout is Qwen3's"
-    _require(config, "bias", not config.bias, f"{why}: no bias")
     gated = config.activation in GATED_ACTIVATIONS
-    _require(config, "activation", gated, f"{why}, whose MLP has a gate")
-    return LAYOUTS["qwen3"]
+    if config.qk_norm:
+        why = "with qk_norm the layout is Qwen3's"
+        _require(config, "bias", not config.bias, f"{why}: no bias")
+        _require(config, "activation", gated, f"{why}, whose MLP has a gate")
+        return LAYOUTS["qwen3"]
+    return LAYOUTS["llama" if config.activation == "swiglu" else "arcee"]
 
 
 def _require(config: GPTConfig, key: str, holds: bool, why: str) -> None:

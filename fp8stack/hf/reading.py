@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
@@ -30,19 +30,15 @@ _WITHOUT_EFFECT = {
 }
 
 
-class _Ours(BaseModel):
+class _Ours(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
     """What our own export adds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     bias: bool = True
     dropout: float | None = None
 
 
-class _Any(BaseModel):
+class _Any(BaseModel, frozen=True, extra="allow", strict=True, allow_inf_nan=False):
     """What all layouts have, with transformers' defaults of what may be missing."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     vocab_size: int
     initializer_range: float = 0.02
@@ -155,7 +151,14 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
         _refuse(where, "attention_bias", True, "a Qwen3 model has biases nowhere here")
     if not qwen3 and told.attention_bias != told.mlp_bias:
         _refuse(where, "mlp_bias", told.mlp_bias, "attention_bias must be the same")
-    _no_window(table, where)
+    kinds = table.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "full_attention":
+            _refuse(where, "layer_types", kind, "only full_attention can be read")
+    used = table.get("use_sliding_window")
+    key = "sliding_window" if used is None else "use_sliding_window"
+    if used or (used is None and table.get(key) is not None):
+        _refuse(where, key, table[key], "attention has no window here")
     notes = []
     dropout = told.fp8stack.dropout
     if dropout is None and told.attention_dropout:
@@ -202,18 +205,6 @@ def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
     _only(table, where, "partial_rotary_factor", 1.0)
     # JSON may have it as an integer.
     return float(theta) if type(theta) is int else 10_000.0 if theta is None else theta
-
-
-def _no_window(table: Mapping[str, Any], where: str) -> None:
-    """Refuse attention that does not see all that came before."""
-    kinds = table.get("layer_types") or []
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind != "full_attention":
-            _refuse(where, "layer_types", kind, "only full_attention can be read")
-    used = table.get("use_sliding_window")
-    key = "sliding_window" if used is None else "use_sliding_window"
-    if used or (used is None and table.get(key) is not None):
-        _refuse(where, key, table[key], "attention has no window here")
 
 
 def _only(table: Mapping[str, Any], where: str, key: str, value: Any, before: str = "") -> None:

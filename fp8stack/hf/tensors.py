@@ -123,11 +123,18 @@ def from_hf(
     gpt2 = layout.model_type == "gpt2"
     shapes = config.parameter_shapes()
     made: dict[str, Tensor] = {}
+
+    def keep_bias(name: str, bias: Tensor) -> None:
+        """Keep a bias, or see that a model without has zeros in its place."""
+        if config.bias:
+            made[name] = bias
+        elif bias.any():
+            raise UserError(f"{where}: the config says bias = false, and '{name}' is not zero.")
+
     for ours, theirs in _others(config, layout):
         made[f"{ours}.weight"] = source.take(f"{theirs}.weight", shapes[f"{ours}.weight"])
         if gpt2 and "norm" in ours:
-            bias = source.take(f"{theirs}.bias", (config.width,))
-            _keep_bias(made, f"{ours}.bias", bias, config, where)
+            keep_bias(f"{ours}.bias", source.take(f"{theirs}.bias", (config.width,)))
     for ours, parts in parts_of(config, layout).items():
         if ours == "lm_head" and config.tied:
             source.require_tied(made["embedding.weight"])
@@ -142,29 +149,18 @@ def from_hf(
             own = source.take(f"{part.module}.weight", shape)
             own = own.t() if turned else own
             own_bias = source.take(f"{part.module}.bias", (part.rows,)) if biased else bias[rows]
-            if number and not part.start:
-                same = torch.equal(weight[rows], own) and torch.equal(bias[rows], own_bias)
-                if not same:
-                    raise UserError(
-                        f"{where}: hidden_act = relu, and {part.module} is not the same as its "
-                        "gate_proj. Only relu(x)^2, where they are, can be read."
-                    )
+            again = number and not part.start
+            if again and not (torch.equal(weight[rows], own) and torch.equal(bias[rows], own_bias)):
+                raise UserError(
+                    f"{where}: hidden_act = relu, and {part.module} is not the same as its "
+                    "gate_proj. Only relu(x)^2, where they are, can be read."
+                )
             weight[rows], bias[rows] = own, own_bias
         made[f"{ours}.weight"] = weight
         if biased:
-            _keep_bias(made, f"{ours}.bias", bias, config, where)
+            keep_bias(f"{ours}.bias", bias)
     source.require_all_taken()
     return made
-
-
-def _keep_bias(
-    made: dict[str, Tensor], name: str, bias: Tensor, config: GPTConfig, where: str
-) -> None:
-    """Keep a bias, or see that a model without has zeros in its place."""
-    if config.bias:
-        made[name] = bias
-    elif bias.any():
-        raise UserError(f"{where}: the config says bias = false, and '{name}' is not zero.")
 
 
 class _Source:

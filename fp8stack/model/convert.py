@@ -151,7 +151,8 @@ def _left_out(
         owner = module.get_submodule(name.rpartition(".")[0])
         kind = type(part)
         plain = isinstance(part, also) or kind.forward is (_conv1d(part) or nn.Linear).forward
-        computed = [key for key in ("weight", "bias") if not _is_parameter(part, key)]
+        missing = [key for key in ("weight", "bias") if key not in part._parameters]
+        computed = [key for key in missing if key != "bias" or getattr(part, key, None) is not None]
         if matched:
             reasons[name] = f"excluded by the pattern '{matched[0]}'"
         elif isinstance(owner, nn.MultiheadAttention):
@@ -168,11 +169,6 @@ def _left_out(
         elif is_lazy(part.get_parameter("weight")):
             reasons[name] = "it has no size before its first pass"
     return reasons
-
-
-def _is_parameter(part: nn.Module, key: str) -> bool:
-    """Whether `key` is a parameter of the module itself; a bias may be missing."""
-    return key in part._parameters or (key == "bias" and getattr(part, key, None) is None)
 
 
 def _decided(
@@ -195,23 +191,18 @@ def _decided(
         fresh = replace(fresh, asked=plan.recipe.name)
     fresh = fresh.for_layers(shapes, _heads(module, linears), left_out, UNCHANGED)
     if fresh.is_fp8 and not fresh.runs_fp8:
-        why = "; ".join(_reasons(fresh.layers))
+        names: dict[str, list[str]] = {}  # by the reason why they are not in FP8
+        for layer in fresh.layers:
+            names.setdefault(layer.reason, []).append(layer.name)
+        why = "; ".join(
+            f"{first}{f' and {len(others)} more' if others else ''}: {reason}"
+            for reason, (first, *others) in names.items()
+        )
         raise UserError(f"Nothing to convert: no linear layer would be in FP8 ({why}).")
     if fresh.is_fp8 or fresh.compute_dtype in ("bf16", "fp16"):
         return fresh
     unchanged = (replace(layer, precision=UNCHANGED) for layer in fresh.layers)
     return replace(fresh, layers=tuple(unchanged))
-
-
-def _reasons(layers: Iterable[LayerPlan]) -> list[str]:
-    """Why layers are not in FP8, each reason once."""
-    names: dict[str, list[str]] = {}
-    for layer in layers:
-        names.setdefault(layer.reason, []).append(layer.name)
-    return [
-        f"{first}{f' and {len(others)} more' if others else ''}: {reason}"
-        for reason, (first, *others) in names.items()
-    ]
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:

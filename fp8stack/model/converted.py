@@ -117,12 +117,11 @@ class PlanFollower:
         if not (model.training and torch.is_grad_enabled()):
             return
         self._trained = True
-        idle = [
-            name
-            for name, part in self._linears.items()
-            if isinstance(part, LowPrecisionLinear) and not part.ran
-        ]
-        if idle and not _compiled_code_ran():
+        ours = self._linears.items()
+        idle = [name for name, one in ours if isinstance(one, LowPrecisionLinear) and not one.ran]
+        # If torch compiled anything in this process, which layers that calls is not known.
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if idle and not (dynamo is not None and dynamo.counters["frames"]):
             shown = ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else "")
             why = (
                 f"{len(idle)} converted layer(s) were not called in the first training pass: "
@@ -142,9 +141,3 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
     for key in path.split("."):
         part = None if part is None else part._modules.get(key)
     return part if hasattr(part, "weight") else None
-
-
-def _compiled_code_ran() -> bool:
-    """Whether torch compiled anything in this process: which layers that calls is not known."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])

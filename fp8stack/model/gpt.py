@@ -226,11 +226,9 @@ class GPT(nn.Module):
                 cache can hold; a cache in training or with documents.
         """
         start = 0 if cache is None else cache.length
-        T = tokens_BT.shape[1]
-        if self.config.context < start + T:
-            raise ValueError(
-                f"{start + T} tokens are more than the model's context, {self.config.context}."
-            )
+        T, context = tokens_BT.shape[1], self.config.context
+        if context < start + T:
+            raise ValueError(f"{start + T} tokens are more than the model's context, {context}.")
         if cache is not None and cache.room < start + T:
             raise ValueError(f"{start + T} tokens are more than the cache's {cache.room}.")
         mask = self._mask(T, documents_BT, cache, tokens_BT.device)

@@ -62,7 +62,8 @@ def head_loss(head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int) -> T
         module, inputs, at_once = head, x.flatten(0, -2), type(head) is nn.Linear
     else:
         module, inputs = nn.Identity(), head(x).flatten(0, -2)
-        at_once = inputs.dtype != torch.float16 and not _is_fp8(head)
+        is_fp8 = isinstance(head, LowPrecisionLinear) and not isinstance(head, CastLinear)
+        at_once = inputs.dtype != torch.float16 and not is_fp8
     parameters = list(module.parameters())
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (inputs, *parameters))
     if at_once and trains:
@@ -88,10 +89,6 @@ def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
     # Nothing that came in place of torch's own: its parameters may be no plain tensors.
     plain = type(head) is nn.Linear and head.weight.dtype == torch.float32
     return plain and not torch.is_autocast_enabled(x.device.type)
-
-
-def _is_fp8(head: nn.Module) -> bool:
-    return isinstance(head, LowPrecisionLinear) and not isinstance(head, CastLinear)
 
 
 def _loss(head: Callable[[Tensor], Tensor], vocabulary: int, x: Tensor, targets: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp8stack.errors import NumericFailure, UserError
 from fp8stack.model.gpt import GPT
-from fp8stack.ops.kv_cache import KVCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +108,15 @@ def generate(
             when_full()
             cache.length = 0
             new = tokens[-max(context // 2, 1) :]
-        token = draw(_next_logits(model, new, cache)[:vocabulary], sampling, generator)
+        with _inference(model):
+            window = torch.tensor([new], device=model.embedding.weight.device)
+            logits_V: Tensor = model(window, cache=cache)[0, -1]
+        token = draw(logits_V[:vocabulary], sampling, generator)
         if token in stop:
             return
         yield token
         tokens.append(token)
         new = [token]
-
-
-def _next_logits(model: GPT, tokens: Sequence[int], cache: KVCache) -> Tensor:
-    """The logits [V] of the token after `tokens`, which follow those in the cache."""
-    with _inference(model):
-        window = torch.tensor([tokens], device=model.embedding.weight.device)
-        logits_BTV: Tensor = model(window, cache=cache)
-    return logits_BTV[0, -1]
 
 
 @contextmanager

@@ -11,8 +11,12 @@ from fp8stack.backends.compiler import require_tools
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.optim.chained import ChainedOptimizer, first_state
-from fp8stack.optim.low_bit import BLOCK, SMALLEST, low_bit_adamw, low_bit_optimizers
 from fp8stack.precision import Hardware
+
+BLOCK = 256
+"""Elements that share a scale in torchao's moments."""
+SMALLEST = 4096
+"""Elements of a parameter below which torchao keeps float32 moments."""
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:
@@ -41,10 +45,12 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     """The optimizer that `config` names; weights and the update are float32 in every recipe.
 
     Matrices and embeddings decay, vectors (norms, biases) do not. `sgd` is torch's, with momentum;
-    its decay is part of the gradient. `muon`, `adamw8bit` and `adamwfp8` are for the matrices of
-    the blocks; the rest has fused AdamW, with float32 moments. Muon's steps are scaled to AdamW's
-    size (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve
-    both. Without `fused`, AdamW is for a look at its groups alone, as for a model without memory.
+    its decay is part of the gradient. `muon`, and `adamw8bit` and `adamwfp8`, which are torchao's,
+    are for the matrices of the blocks; the rest has fused AdamW, with float32 moments. Moments of 8
+    bits are codes of a table of 256 values, or E4M3, and a float32 scale for each 256. Muon's steps
+    are scaled to AdamW's size (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and
+    one weight decay serve both. Without `fused`, AdamW is for a look at its groups alone, as for a
+    model without memory.
 
     Raises a UserError if torchao is missing, or no matrix is large enough for moments of 8 bits.
     """
@@ -66,7 +72,14 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
             inner, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
     else:
-        first = low_bit_adamw(config.optimizer, inner, config)
+        first = low_bit_optimizers()[config.optimizer](
+            inner,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            block_size=BLOCK,
+        )
     return ChainedOptimizer([first, _adamw(rest, config, fused)])
 
 
@@ -138,3 +151,16 @@ def learning_rate(step: int, config: RunConfig) -> float:
 def _share(step: int, start: int, end: int) -> float:
     """How much of the way from `start` to `end` is behind `step`: 0 to 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))
+
+
+def low_bit_optimizers() -> dict[str, Any]:
+    """torchao's AdamW by our names; no other file imports it. Raises a UserError if it is missing
+    or old."""
+    try:
+        from torchao.optim import AdamW8bit, AdamWFp8
+    except ImportError as error:
+        raise UserError(
+            "The optimizers adamw8bit and adamwfp8 need torchao: pip install 'torchao>=0.18', or "
+            "choose --set optimizer=adamw."
+        ) from error
+    return {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}

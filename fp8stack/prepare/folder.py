@@ -18,9 +18,8 @@ import fp8stack
 from fp8stack.data.prepared import MANIFEST
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import TEMPORARY, lock, storage_errors, sync_folder, write_atomically
-from fp8stack.prepare.inputs import Source
+from fp8stack.prepare.inputs import Settings, Source
 from fp8stack.prepare.read import Position
-from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.shards import OWN_FILE, SplitState
 from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
 

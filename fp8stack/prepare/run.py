@@ -21,10 +21,9 @@ from fp8stack.prepare.folder import (
     manifest_of,
     summary,
 )
-from fp8stack.prepare.inputs import Source, find_sources
+from fp8stack.prepare.inputs import Settings, Source, find_sources
 from fp8stack.prepare.progress import Display
 from fp8stack.prepare.read import ITEM_BYTES, Item, Items, Position, Reading, may_be_cut, read_items
-from fp8stack.prepare.settings import Settings
 from fp8stack.prepare.shards import SplitWriter
 from fp8stack.prepare.train import sample_of, train_bpe
 from fp8stack.terminal import say

@@ -84,10 +84,8 @@ def _file(name: str) -> Path:
     except (OSError, ValueError):  # such as a NUL in the name
         pass
     if folder:
-        raise UserError(
-            f"The folder {quoted(name)} has no {TOKENIZER_FILE}. Give bytes, gpt2, or the path of "
-            "one."
-        )
+        what = f"The folder {quoted(name)} has no {TOKENIZER_FILE}"
+        raise UserError(f"{what}. Give bytes, gpt2, or the path of one.")
     raise UserError(
         f"No tokenizer {quoted(name)!r}. Give bytes, gpt2, or the path of a {TOKENIZER_FILE}."
     )

@@ -31,7 +31,11 @@ class FileTokenizer(Tokenizer):
     def __init__(self, text: str, name: str) -> None:
         self.name = name
         self._tokenizer, self._content = _parsed(text, name)
-        self._text = _whole_texts(text, self._content)
+        # The file's own text, unless it would make others cut or pad what they encode.
+        whole = {"truncation": None, "padding": None}
+        if any(self._content.get(key) is not None for key in whole):
+            text = json.dumps(self._content | whole, ensure_ascii=False, indent=2)
+        self._text = text
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocabulary = max(ids, default=-1) + 1
         if not 0 < self.vocabulary <= MOST_IDS:
@@ -39,11 +43,8 @@ class FileTokenizer(Tokenizer):
                 f"The ids of tokenizer {quoted(name)} go up to {self.vocabulary - 1}; there must "
                 f"be some, and at most {MOST_IDS:,}. Give another tokenizer."
             )
-        special = {
-            added.content: id
-            for id, added in self._tokenizer.get_added_tokens_decoder().items()
-            if added.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: id for id, token in added.items() if token.special}
         self.end_of_text = next((special[n] for n in ENDS_OF_TEXT if n in special), None)
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, str]]:
@@ -71,18 +72,12 @@ class FileTokenizer(Tokenizer):
             return None
         found = [b""] * self.vocabulary
         for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            found[id] = _bytes_written(token)
+            spelled = all(char in BYTE_OF_CHARACTER for char in token)  # else it is taken for text
+            written = bytes(BYTE_OF_CHARACTER[char] for char in token) if spelled else b""
+            found[id] = written if spelled else token.encode()
         for id, added in self._tokenizer.get_added_tokens_decoder().items():
             found[id] = b"" if added.special else added.content.encode()
         return found
-
-
-def _bytes_written(token: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary."""
-    try:
-        return bytes(BYTE_OF_CHARACTER[char] for char in token)
-    except KeyError:  # not spelled in bytes: the library takes it for text
-        return token.encode()
 
 
 def _parsed(text: str, name: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -103,10 +98,3 @@ def _parsed(text: str, name: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     parsed.no_padding()
     parsed.encode_special_tokens = True  # "<|endoftext|>" within a document does not end it
     return parsed, content
-
-
-def _whole_texts(text: str, content: dict[str, Any]) -> str:
-    """The file's own text, unless it would make others cut or pad what they encode."""
-    if content.get("truncation") is None and content.get("padding") is None:
-        return text
-    return json.dumps(content | {"truncation": None, "padding": None}, ensure_ascii=False, indent=2)

@@ -15,8 +15,8 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, UserError, cli, numerics, plan_for
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.state import restore_weights
+from fp8stack.export.files import Source
 from fp8stack.export.quantized import quantized_files
-from fp8stack.export.source import Source
 from fp8stack.export.writing import replace_folder
 from fp8stack.precision import Hardware, load_recipe
 from tests.support.hf_models import (

@@ -20,8 +20,8 @@ import zstandard
 
 from fp8stack.errors import UserError
 from fp8stack.prepare import inputs, read, run, tables, train
+from fp8stack.prepare.inputs import Settings
 from fp8stack.prepare.progress import Display
-from fp8stack.prepare.settings import Settings
 from fp8stack.tokenizer import load_tokenizer, tokenizer_from_json
 from tests.support.made_tokenizers import metaspace
 

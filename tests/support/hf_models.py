@@ -9,8 +9,7 @@ import transformers
 from torch import Tensor
 
 from fp8stack import GPT, GPTConfig
-from fp8stack.export.files import hf_files
-from fp8stack.export.source import Source
+from fp8stack.export.files import Source, hf_files
 from fp8stack.export.writing import replace_folder
 from fp8stack.model.gpt import PADDED
 
