@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
     """The plan of every recipe on `hardware`, "auto" first."""
-    # A recipe that is not in the order comes after those that are.
-    names = sorted(presets.names("recipes"), key=lambda name: [*_ORDER, name].index(name))
-    return {name: resolve(name, hardware) for name in ["auto", *names]}
-
-
-_ORDER = ["delayed", "current", "block", "mxfp8", "bf16", "fp16", "tf32", "fp32"]
+    order = ["auto", "delayed", "current", "block", "mxfp8", "bf16", "fp16", "tf32", "fp32"]
+    others = [name for name in presets.names("recipes") if name not in order]
+    known = {"auto", *presets.names("recipes")}
+    return {name: resolve(name, hardware) for name in [*order, *others] if name in known}
 
 
 def as_json(hardware: Hardware) -> dict[str, Any]:

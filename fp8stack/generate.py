@@ -62,10 +62,9 @@ def write(request: Request) -> None:
         _say(f"passed over: {reason}")
     _say(f"checkpoint: {path}")
     _say("\n".join(model.backend.plan.summary()) + why)
-    context = model.config.context
-    if len(prompt) > context:
-        reads = f"the model reads the last {context}, its context"
-        _say(f"the prompt has {len(prompt)} tokens: {reads}")
+    context, count = model.config.context, len(prompt)
+    if count > context:
+        _say(f"the prompt has {count} tokens: the model reads the last {context}, its context")
     full = f"the context of {context} tokens is full"
     stream = generate(
         model,
@@ -77,8 +76,7 @@ def write(request: Request) -> None:
         vocabulary=tokenizer.vocabulary,
         when_full=cache(lambda: _say(f"{full}: its last half is read again")),  # once
     )
-    read = min(len(prompt), context)
-    with closing(_Speed(read, model)) as speed:
+    with closing(_Speed(min(count, context), model)) as speed:
         _print(request.prompt, prompt, speed.watched(stream), tokenizer)
 
 

@@ -173,34 +173,20 @@ def adapting() -> Iterator[None]:
 
 
 def _adapt(over: threading.Event) -> None:
-    """Look at how long threads wait, until it is `over`, and act on it."""
-    judge, waits, sleeping = Judge(), Waits(), _Sleeping()
+    """Look at how long threads wait, until it is `over`, and have torch's OpenMP threads sleep
+    instead of spinning by more of them than cores; without effect where torch has no libgomp."""
+    judge, waits = Judge(), Waits()
+    enough: threading.Event | None = None  # ends the many threads, if there are
     while not over.wait(LOOK_S):
-        if judge.look(waits.longest_s() / LOOK_S):
-            sleeping.end()
-        else:
-            sleeping.begin()
-    sleeping.end()
-
-
-class _Sleeping:
-    """Has torch's OpenMP threads sleep instead of spinning, from `begin` to `end`."""
-
-    def __init__(self) -> None:
-        self._over: threading.Event | None = None
-
-    def begin(self) -> None:
-        """Have more OpenMP threads than cores; without effect where torch has no libgomp."""
-        if self._over is not None or (library := _libgomp()) is None:
-            return
-        self._over = threading.Event()
-        threading.Thread(target=_be_many, args=(library, self._over), daemon=True).start()
-
-    def end(self) -> None:
-        """Have as many as before."""
-        if self._over is not None:
-            self._over.set()
-            self._over = None
+        spins = judge.look(waits.longest_s() / LOOK_S)
+        if spins and enough is not None:
+            enough.set()
+            enough = None
+        elif not spins and enough is None and (library := _libgomp()) is not None:
+            enough = threading.Event()
+            threading.Thread(target=_be_many, args=(library, enough), daemon=True).start()
+    if enough is not None:
+        enough.set()
 
 
 def _be_many(library: ctypes.CDLL, over: threading.Event) -> None:

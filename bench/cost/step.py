@@ -28,7 +28,6 @@ from fp8stack.benchmark.step import (
     figures,
     free_memory,
     plan_of,
-    resident_gib,
 )
 from fp8stack.benchmark.timing import interleaved, slug
 from fp8stack.cli.options import words
@@ -154,6 +153,17 @@ def groups(names: list[str], hardware: Hardware) -> list[list[str]]:
     if not _gpu(hardware) or len(names) == 1:
         return [names]
     return [[names[0], name] for name in names[1:]]
+
+
+def resident_gib(builder: Callable[[], Step]) -> tuple[Step, float]:
+    """The step that `builder` builds, and the GPU memory that it keeps after it ran once: weights,
+    moments, FP8 state. Add a step's own peak to it for the peak of the whole."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    step = builder()
+    step()
+    torch.cuda.synchronize()
+    return step, (torch.cuda.memory_allocated() - before) / 2**30
 
 
 def _build(

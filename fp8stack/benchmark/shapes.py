@@ -82,7 +82,7 @@ def measure_shapes(
         arms = {name: _arm(made, shape, bias, compiled) for name, made in plans.items()}
         timings = measure(arms, rounds=rounds, device=plan.device)
         each = {name: _divided(timing, len(copies)) for name, timing in timings.items()}
-        results.append(Measured(shape=shape, layers=len(of), bf16=each["bf16"], fp8=each["fp8"]))
+        results.append(Measured(shape=shape, layers=len(of), **each))
     return results
 
 
@@ -104,13 +104,8 @@ def _copies(shape: Shape) -> int:
 
 
 def _divided(timing: Timing, copies: int) -> Timing:
-    return replace(
-        timing,
-        median_ms=timing.median_ms / copies,
-        low_ms=timing.low_ms / copies,
-        high_ms=timing.high_ms / copies,
-        fastest_ms=timing.fastest_ms / copies,
-    )
+    names = ("median_ms", "low_ms", "high_ms", "fastest_ms")
+    return replace(timing, **{name: getattr(timing, name) / copies for name in names})
 
 
 class _SideBySide(nn.Module):

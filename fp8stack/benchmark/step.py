@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8stack.backends import build_backend
-from fp8stack.benchmark.timing import Timing, interleaved, ratio, wait_for
+from fp8stack.benchmark.timing import Timing, interleaved, ratio
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config, plan_for
@@ -190,17 +190,6 @@ def free_memory(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-
-
-def resident_gib(builder: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], float]:
-    """The step that `builder` builds, and the GPU memory that it keeps after it ran once: weights,
-    moments, FP8 state. Add a step's own peak to it for the peak of the whole."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    step = builder()
-    step()
-    wait_for("cuda")
-    return step, (torch.cuda.memory_allocated() - before) / 2**30
 
 
 def figures(work: Work, timing: Timing, base: Timing, peak: Peak) -> dict[str, Any]:

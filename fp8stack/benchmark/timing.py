@@ -45,12 +45,9 @@ class Timing:
     def to_json(self) -> dict[str, float | int | None]:
         """The figures by name, milliseconds to 4 and GiB to 3 decimals; without the samples."""
         names = ("median_ms", "low_ms", "high_ms", "fastest_ms")
+        times = {name: round(getattr(self, name), 4) for name in names}
         peak = None if self.peak_memory_gib is None else round(self.peak_memory_gib, 3)
-        return {
-            **{name: round(getattr(self, name), 4) for name in names},
-            "rounds": self.rounds,
-            "peak_memory_gib": peak,
-        }
+        return {**times, "rounds": self.rounds, "peak_memory_gib": peak}
 
 
 def summarize(samples_ms: Sequence[float], peak_memory_gib: float | None = None) -> Timing:
@@ -105,8 +102,7 @@ def interleaved(
     """
     if device == "cpu":
         allocator()
-    budget = math.inf if budget_s is None else budget_s
-    begin = clock()
+    budget, begin = math.inf if budget_s is None else budget_s, clock()
     for number in range(warm_up):
         _round(arms, device, clock)
         if number == 0:
@@ -200,8 +196,8 @@ def machine(*packages: str, device: str = "auto") -> dict[str, Any]:
         "allocator": allocator(hardware.device),
     }
     if hardware.device == "cuda":
-        facts |= {"driver": _driver(), "cuda": torch.version.cuda}
-        facts["transformer-engine"] = hardware.te_version if hardware.has_te else None
+        te = hardware.te_version if hardware.has_te else None
+        facts |= {"driver": _driver(), "cuda": torch.version.cuda, "transformer-engine": te}
     facts |= {"fp8stack": fp8stack.__version__, "torch": torch.__version__}
     return facts | {package: version(package) for package in packages}
 

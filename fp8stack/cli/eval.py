@@ -44,14 +44,13 @@ def evaluate(
         device=device,
     )
     scores = evaluation.evaluate(request)
-    if json:
-        options.print_json(evaluation.as_json(scores))
-        return
     from rich.console import Console
 
     console = Console()
-    if not console.is_terminal:
+    if json:
+        options.print_json(evaluation.as_json(scores))
+    elif console.is_terminal:
+        console.print(evaluation.rich_table(scores))
+        console.print(*evaluation.notes(scores), sep="\n", markup=False, highlight=False)
+    else:
         print(*evaluation.text_lines(scores), sep="\n")
-        return
-    console.print(evaluation.rich_table(scores))
-    console.print(*evaluation.notes(scores), sep="\n", markup=False, highlight=False)

@@ -29,8 +29,8 @@ def export(
     """Write a trained model as a folder that transformers, vLLM or safetensors load."""
     from fp8stack.export import export as write
 
-    flags = {"tokenizer": tokenizer, "strategy": strategy}
-    line, notes = write(run, format, out, dtype=dtype, overwrite=overwrite, **flags)
+    more = {"tokenizer": tokenizer, "strategy": strategy}
+    line, notes = write(run, format, out, dtype=dtype, overwrite=overwrite, **more)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"export: {line}")

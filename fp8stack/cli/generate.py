@@ -42,19 +42,18 @@ def generate(
     from fp8stack.threads import use_threads
 
     use_threads(threads)
-    write(
-        Request(
-            run=run,
-            prompt=prompt or "",
-            tokens=tokens,
-            seed=seed,
-            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-            recipe=recipe,
-            tokenizer=tokenizer,
-            device=device,
-            backend=backend,
-        )
+    request = Request(
+        run=run,
+        prompt=prompt or "",
+        tokens=tokens,
+        seed=seed,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        recipe=recipe,
+        tokenizer=tokenizer,
+        device=device,
+        backend=backend,
     )
+    write(request)
 
 
 def _read(name: str) -> str:

@@ -84,12 +84,9 @@ def pretrain(
     ] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
-    flags = {
-        key: value
-        for key, value in locals().items()
-        if key not in ("config", "set", "resume", "overwrite")
-    }
-    flags["guard"] = None if guard is None else {"enabled": guard}
+    flags = locals() | {"guard": None if guard is None else {"enabled": guard}}
+    for other in ("config", "set", "resume", "overwrite"):
+        del flags[other]
     from fp8stack.training.signals import NOTHING_DONE, stop_requests
 
     try:

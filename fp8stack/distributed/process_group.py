@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fp8stack.errors import RankLost, UserError
@@ -188,27 +188,21 @@ def join(device: str, timeout_s: float) -> Ranks:
         )
     wait = timedelta(seconds=timeout_s)
     with losing_ranks():
-        store, index, count = _store(wait)
+        store, index, count = next(rendezvous("env://", timeout=wait))
+        # torchrun keeps its store when it starts ranks again, with the addresses of those before
+        # (torch 2.13, `_create_c10d_store`): to be left to torch when it keeps them apart.
+        store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         PartialState(cpu=device == "cpu", timeout=wait, store=store, rank=index, world_size=count)
         # Words go between hosts, whatever tensors go through.
         group = None if device == "cpu" else dist.new_group(backend="gloo", timeout=wait)
     return Ranks(dist.get_rank(), dist.get_world_size(), group, timeout_s)
 
 
-def _store(wait: timedelta) -> tuple[Store, int, int]:
-    """Where ranks find each other, and which of how many this one is."""
-    store, index, count = next(rendezvous("env://", timeout=wait))
-    # torchrun keeps its store when it starts ranks again, with the addresses of those before
-    # (torch 2.13, `_create_c10d_store`): to be left to torch when it keeps them apart.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"restart-{restarts}", store), index, count
-
-
+_BY = ("gloo", "nccl", "timeout caused pair closure")  # the last is gloo's, without its name
 _LOST = (
     *("connection closed", "connection reset", "connection refused", "broken pipe", "timed out"),
     *("remote process exited", "nccl watchdog", "peer", "timeout"),
 )
-_PAIR = "timeout caused pair closure"  # gloo's, without its name
 
 
 @contextmanager
@@ -218,9 +212,7 @@ def losing_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = str(error).lower()
-        of_ranks = isinstance(error, dist.DistError) or any(
-            name in said for name in ("gloo", "nccl", _PAIR)
-        )
+        of_ranks = isinstance(error, dist.DistError) or any(name in said for name in _BY)
         if not (of_ranks and any(sign in said for sign in _LOST)):
             raise
         index, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

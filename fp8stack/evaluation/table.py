@@ -17,36 +17,33 @@ HEADINGS = (
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
     """JSON data: `{"scores": [...]}`; what is not known or not finite is null."""
-    return {"scores": [_object(score) for score in scores]}
 
+    def finite(score: Score, name: str) -> float | None:
+        value: float | None = getattr(score, name)
+        return value if value is not None and math.isfinite(value) else None
 
-def _object(score: Score) -> dict[str, Any]:
-    layers = score.plan.layers
-    return {
-        "run": score.run,
-        "checkpoint": str(score.checkpoint),
-        "recipe": score.recipe,
-        "ran": score.plan.precision,
-        "backend": score.plan.backend,
-        "plan": score.plan.summary(),
-        "fp8_layers": sum(layer.fp8 for layer in layers),
-        "layers": len(layers),
-        "fp8_gemms": score.fp8_gemms,
-        "data": score.data,
-        "windows": len(score.losses_N),
-        "context": score.tokens // len(score.losses_N),
-        "loss": _finite(score.loss),
-        "perplexity": _finite(score.perplexity),
-        "bits_per_byte": _finite(score.bits_per_byte),
-        "difference": _finite(score.difference),
-        "standard_error": _finite(score.standard_error),
-        "baseline": None if score.baseline is None else score.baseline.recipe,
-        "tokens_per_s": score.tokens / score.seconds,
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    figures = ("loss", "perplexity", "bits_per_byte", "difference", "standard_error")
+    rows = [
+        {
+            "run": score.run,
+            "checkpoint": str(score.checkpoint),
+            "recipe": score.recipe,
+            "ran": score.plan.precision,
+            "backend": score.plan.backend,
+            "plan": score.plan.summary(),
+            "fp8_layers": sum(layer.fp8 for layer in score.plan.layers),
+            "layers": len(score.plan.layers),
+            "fp8_gemms": score.fp8_gemms,
+            "data": score.data,
+            "windows": len(score.losses_N),
+            "context": score.tokens // len(score.losses_N),
+            **{name: finite(score, name) for name in figures},
+            "baseline": None if score.baseline is None else score.baseline.recipe,
+            "tokens_per_s": score.tokens / score.seconds,
+        }
+        for score in scores
+    ]
+    return {"scores": rows}
 
 
 def text_lines(scores: Sequence[Score]) -> list[str]:

@@ -59,9 +59,9 @@ def windows_for(
             f"--context {context} is more than the {model.context} that the model takes. Lower it."
         )
     path = config.data if data_path is None else data_path
-    own = path == config.data or (
-        path is not None and config.data is not None and data.absolute(path) == config.data
-    )
+    own = path == config.data
+    if path is not None and config.data is not None:
+        own = own or data.absolute(path) == config.data
     texts = tokenizer if data.holds_text(path) else None
     found = data.tokenizer_of(path, texts)
     if found is not None and tokenizer is not None and found.sha256 != tokenizer.sha256:
@@ -87,13 +87,10 @@ def windows_for(
 
 def _text_bytes(tokens: Tensor, tokenizer: Tokenizer | None) -> Tensor | None:
     """See `Windows.text_bytes`."""
-    if tokenizer is None:
-        return None
     labels_NT = inputs_of(tokens)[1]
-    if int(labels_NT.max()) >= tokenizer.vocabulary:
-        return None  # it is of another tokenizer
-    lengths = tokenizer.byte_lengths()
-    if lengths is not None:
+    if tokenizer is None or int(labels_NT.max()) >= tokenizer.vocabulary:
+        return None  # they are of another tokenizer
+    if (lengths := tokenizer.byte_lengths()) is not None:
         return torch.from_numpy(lengths)[labels_NT]
     rows: Sequence[list[int]] = labels_NT.tolist()
     return torch.tensor([[len(tokenizer.decode(row).encode())] for row in rows])

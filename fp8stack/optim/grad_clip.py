@@ -94,8 +94,9 @@ def clip_gradients(
         parameters = [sorted(of, key=lambda one: ranked[id(one)]) for of in parameters]
     norms = [get_total_norm([one.grad for one in of if one.grad is not None]) for of in parameters]
     told = torch.stack([whole(norm) for norm in norms])
+    # Of several: the norm of all gradients but those of optimizers with one that is not finite.
+    norm = norms[0] if len(parts) == 1 else _norm(told.where(told.isfinite(), 0.0))
     for of in parameters:
-        norm = norms[0] if len(parts) == 1 else _healthy(told)
         if mode == "value":
             clip_grad_value_(of, float(limit) or math.inf)
         elif isinstance(limit, Tensor):  # torch's function would read it on the host
@@ -115,11 +116,6 @@ def adaptive_limit(norms: Norms, percentile: float, ceiling: float = 0.0) -> Ten
     ceiling, if that is not 0. float32, 0-dim, on the device."""
     smallest = torch.finfo(torch.float32).tiny  # nothing is divided by 0
     return norms.percentile(percentile).clamp(smallest, ceiling or math.inf)
-
-
-def _healthy(norms: Tensor) -> Tensor:
-    """The norm of all gradients but those of optimizers that have one that is not finite."""
-    return _norm(norms.where(norms.isfinite(), 0.0))
 
 
 def _norm(values: Tensor) -> Tensor:
