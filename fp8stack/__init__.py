@@ -1,7 +1,5 @@
-"""fp8stack: pretrain GPT-style models in FP8, with the same numerics on a laptop and on a GPU.
-
-The names below are public; they are imported when first used, so that `import fp8stack` is quick.
-"""
+"""fp8stack: pretrain GPT-style models in FP8, with the same numerics on a laptop and on a GPU. The
+names below are public; they are imported when first used, so that `import fp8stack` is quick."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Errors that a user can cause, each with the exit code it ends in. No torch here.
-
-`UserError` is a `ValueError`: its message is one line that names the thing, its value and the
-remedy, and the command prints it without a traceback. An `assert` marks our own bugs.
-"""
+"""Errors that a user can cause, each with the exit code it ends in. No torch here. `UserError` is a
+`ValueError`: its message is one line that names the thing, its value and the remedy, and the
+command prints it without a traceback. An `assert` marks our own bugs."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Number formats as data, read off their bits. No tensor here; torch only to name its types.
-
 Sources: IEEE 754 (fp32, fp16), "FP8 formats for deep learning" (arXiv 2209.05433) for E4M3 and
-E5M2, and the OCP Microscaling specification 1.0 for E8M0.
-"""
+E5M2, and the OCP Microscaling specification 1.0 for E8M0."""
 
 from __future__ import annotations
 

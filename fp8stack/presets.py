@@ -1,8 +1,6 @@
-"""Find a preset by name or path, and parse it strictly. No torch here.
-
-`models/*.toml` and `recipes/*.toml` hold data, no code. A wheel carries them as
-`fp8stack/_presets/...`; in a checkout they lie beside the package.
-"""
+"""Find a preset by name or path, and parse it strictly. No torch here. `models/*.toml` and
+`recipes/*.toml` hold data, no code. A wheel carries them as `fp8stack/_presets/...`; in a checkout
+they lie beside the package."""
 
 import os
 import tomllib
@@ -76,10 +74,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read(kind: Kind, name: str) -> tuple[str, dict[str, Any]]:
     """The name and the table of a preset: one that ships with fp8stack, or a user's own file.
-
     Anything that ends in `.toml` or holds a path separator is a path; the rest are names. Raises a
-    UserError if there is no such preset or file, or it is not TOML.
-    """
+    UserError if there is no such preset or file, or it is not TOML."""
     if name.endswith(".toml") or "/" in name or "\\" in name:
         path = Path(name)
         if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long

@@ -123,11 +123,9 @@ class Waits:
 
 
 class Judge:
-    """Decides, look by look, whether threads spin while they wait.
-
-    They stop when one had to wait for a core, and try again after 10 s, after twice as long each
-    time that it fails, up to a minute.
-    """
+    """Decides, look by look, whether threads spin while they wait. They stop when one had to wait
+    for a core, and try again after 10 s, after twice as long each time that it fails, up to a
+    minute."""
 
     def __init__(self) -> None:
         self.spins = True

@@ -29,11 +29,9 @@ PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "
 
 
 def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[int, int], rates: Rates) -> float:
-    """Seconds of one GEMM, [rows, inner] x [inner, columns].
-
-    `2 rows inner columns` operations, or reading both operands and writing the output once,
-    whichever takes longer. `sizes` is bytes per element of the operands and of the output.
-    """
+    """Seconds of one GEMM, [rows, inner] x [inner, columns]. `2 rows inner columns` operations, or
+    reading both operands and writing the output once, whichever takes longer. `sizes` is bytes per
+    element of the operands and of the output."""
     operand, output = sizes
     flops = 2 * rows * inner * columns
     moved = operand * (rows * inner + inner * columns) + output * rows * columns
@@ -41,10 +39,8 @@ def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[int, int], rates: R
 
 
 def linear_s(tokens: int, shape: tuple[int, int], fp8: bool, rates: Rates) -> float:
-    """Seconds of a linear's three GEMMs: y = x w^T, dx = dy w, dw = dy^T x.
-
-    Operands have 1 byte in FP8 and 2 in bf16, outputs 2 (bf16), dw of an FP8 GEMM 4 (float32).
-    """
+    """Seconds of a linear's three GEMMs: y = x w^T, dx = dy w, dw = dy^T x. Operands have 1 byte in
+    FP8 and 2 in bf16, outputs 2 (bf16), dw of an FP8 GEMM 4 (float32)."""
     inputs, outputs = shape
     size = 1 if fp8 else 2
     return (
@@ -77,9 +73,7 @@ PLAIN_CAST_BYTES = (4 + 2) + (2 + 4)
 
 def casts_s(tokens: int, shape: tuple[int, int], scaling: str | None, rates: Rates) -> float:
     """Seconds of a linear's casts: M K elements of x, M N of dy and K N of w, by `CAST_BYTES`.
-
-    `scaling` is None for a layer in bf16, whose x and dy are in bf16 as they come.
-    """
+    `scaling` is None for a layer in bf16, whose x and dy are in bf16 as they come."""
     inputs, outputs = shape
     if scaling is None:
         return PLAIN_CAST_BYTES * inputs * outputs / rates.memory
@@ -112,29 +106,23 @@ def elementwise_s(config: GPTConfig, tokens: int, rates: Rates) -> float:
 
 
 def loss_s(tokens: int, vocabulary: int, rates: Rates) -> float:
-    """Seconds of the cross-entropy on V bf16 logits per token.
-
-    They are read twice in the forward pass (the softmax's maximum, then its sum), and read and
-    their gradient written in the backward pass: 8 V bytes.
-    """
+    """Seconds of the cross-entropy on V bf16 logits per token. They are read twice in the forward
+    pass (the softmax's maximum, then its sum), and read and their gradient written in the backward
+    pass: 8 V bytes."""
     return 8 * vocabulary * tokens / rates.memory
 
 
 def optimizer_s(config: GPTConfig, rates: Rates) -> float:
-    """Seconds of AdamW with clipping, all float32, 40 bytes per parameter.
-
-    AdamW reads weight, gradient and two moments and writes all but the gradient: 28. Clipping reads
-    the gradients for their norm, reads them again and writes them: 12.
-    """
+    """Seconds of AdamW with clipping, all float32, 40 bytes per parameter. AdamW reads weight,
+    gradient and two moments and writes all but the gradient: 28. Clipping reads the gradients for
+    their norm, reads them again and writes them: 12."""
     return 40 * config.parameters() / rates.memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step's time by part, in milliseconds, and what follows from it.
-
-    `mfu` is useful operations per second over `peak_tflops`, which is `peak_of`'s.
-    """
+    """A step's time by part, in milliseconds, and what follows from it. `mfu` is useful operations
+    per second over `peak_tflops`, which is `peak_of`'s."""
 
     precision: str
     fp8_layers: int
@@ -197,11 +185,9 @@ def predict(
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """All predictions for a model on a GPU, the one without FP8 first.
-
-    `left_out` says of the other recipes why nothing is predicted; `measured_ms` is a step's median
-    time by recipe, from the file `measured_in`.
-    """
+    """All predictions for a model on a GPU, the one without FP8 first. `left_out` says of the other
+    recipes why nothing is predicted; `measured_ms` is a step's median time by recipe, from the file
+    `measured_in`."""
 
     model: str
     gpu: Gpu
@@ -241,10 +227,8 @@ def predict_all(
     ceiling: bool = False,
     measured: tuple[dict[tuple[str, str], float], str] = ({}, ""),
 ) -> Roofline:
-    """Predictions for bf16 and for every FP8 recipe that `hardware` runs natively.
-
-    With `ceiling`, the head is in FP8 too, and casts take no time.
-    """
+    """Predictions for bf16 and for every FP8 recipe that `hardware` runs natively. With `ceiling`,
+    the head is in FP8 too, and casts take no time."""
     if context > config.context:
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     predictions, left_out = [], {}

@@ -69,11 +69,9 @@ def works(device: str) -> dict[str, Work]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepArm:
-    """One way to compute the step.
-
-    The name is the recipe's; who computes and how is added where it is not the device's default,
-    which is the backend that `resolve` chooses, eager on a CPU, compiled on a GPU where it can be.
-    """
+    """One way to compute the step. The name is the recipe's; who computes and how is added where it
+    is not the device's default, which is the backend that `resolve` chooses, eager on a CPU,
+    compiled on a GPU where it can be."""
 
     name: str
     recipe: str
@@ -225,10 +223,8 @@ def chosen(names: Sequence[str], device: str) -> list[Work]:
 def measure(
     work: Work, hardware: Hardware, *, recipes: Sequence[str] = FP8, rounds: int, budget_s: float
 ) -> Iterator[dict[str, Any]]:
-    """The figures of each arm (see `figures`), the baseline without FP8 first.
-
-    Each arm takes turns with the baseline alone, so that no more than two models have to fit.
-    """
+    """The figures of each arm (see `figures`), the baseline without FP8 first. Each arm takes turns
+    with the baseline alone, so that no more than two models have to fit."""
     first, *others = arms(hardware, [baseline(hardware), *recipes], ())
     base = build(first, work, hardware)
     options: dict[str, Any] = {"rounds": rounds, "warm_up": 3, "device": hardware.device}

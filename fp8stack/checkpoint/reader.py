@@ -1,7 +1,5 @@
-"""Checkpoints found and read: safetensors and JSON in a folder, verified on load.
-
-Nothing is pickled. `writer` has the other half.
-"""
+"""Checkpoints found and read: safetensors and JSON in a folder, verified on load. Nothing is
+pickled. `writer` has the other half."""
 
 import hashlib
 import json

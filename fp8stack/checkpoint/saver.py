@@ -1,8 +1,6 @@
-"""When checkpoints are written: while the run waits, or by a thread while it goes on.
-
-In the background a step waits only until its tensors are copied to host memory; the thread then
-writes, flushes, verifies and removes as `writer` does. One is written at a time.
-"""
+"""When checkpoints are written: while the run waits, or by a thread while it goes on. In the
+background a step waits only until its tensors are copied to host memory; the thread then writes,
+flushes, verifies and removes as `writer` does. One is written at a time."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping

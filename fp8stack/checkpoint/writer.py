@@ -1,8 +1,6 @@
-"""Checkpoints written whole or not at all, and removed when newer ones take their place.
-
-A checkpoint is written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-256
-sums goes last, and one rename makes it visible.
-"""
+"""Checkpoints written whole or not at all, and removed when newer ones take their place. A
+checkpoint is written to `.tmp-...`, every file is flushed to the disk, a manifest with SHA-256 sums
+goes last, and one rename makes it visible."""
 
 import json
 import shutil
@@ -47,11 +45,9 @@ def write(
     ranks share, and return that path. All `ranks` call this.
 
     Of a model that ranks share out, each rank writes its rows of the groups `SHARED`, which begin
-    at `first_rows` of the whole, and the main one the rest; None if the model is whole here.
-
-    Raises:
-        StorageError: the disk is full or cannot be written; older checkpoints are untouched.
-        RankLost: a rank is gone.
+    at `first_rows` of the whole, and the main one the rest; None if the model is whole here. Raises
+    a RankLost if a rank is gone, and a StorageError if the disk is full or cannot be written; older
+    checkpoints are untouched.
     """
     final = path_of(folder, checkpoint.step)
     temporary = folder / f"{TEMPORARY}{final.name}"  # by the step alone: every rank knows it

@@ -28,12 +28,8 @@ Outcomes = dict[str, Ended]
 
 def compare(comparison: Comparison) -> int:
     """Train what is not trained yet, write the results, print the table; return the exit code: 0,
-    or 75 if it was stopped by a signal, the run under way saved.
-
-    Raises:
-        UserError: no run came to its end.
-        StorageError: the disk is full or cannot be written.
-    """
+    or 75 if it was stopped by a signal, the run under way saved. Raises a UserError if no run came
+    to its end, and a StorageError if the disk is full or cannot be written."""
     outcomes = _outcomes(comparison)
     with storage_errors(comparison.out):
         comparison.out.mkdir(parents=True, exist_ok=True)

@@ -159,11 +159,8 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def worst_sqnr(path: Path) -> WorstSqnr | None:
-    """The operand with the lowest SQNR, of the run's own recipe.
-
-    The first sampled step does not count: delayed scaling has every scale at 1 then, and recipes
-    are to be compared alike.
-    """
+    """The operand with the lowest SQNR, of the run's own recipe. The first sampled step does not
+    count: delayed scaling has every scale at 1 then, and recipes are to be compared alike."""
     rows = [
         row for row in read_rows(path, {"step": 0}) if "operand" in row and not row.get("what_if")
     ]

@@ -44,9 +44,7 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What is compared: `recipes` by the names they go by, and the configuration that all share.
-
-    `contents` is what names and paths stood for: JSON data, for a later start to be held to.
-    """
+    `contents` is what names and paths stood for: JSON data, for a later start to be held to."""
 
     out: Path
     recipes: dict[str, str]

@@ -34,11 +34,9 @@ def standard_error(samples: Sequence[float]) -> float | None:
 
 
 def mean_interval(samples: Sequence[float]) -> Interval:
-    """The mean with its interval by Student's t: t s / sqrt(n), t of n - 1 degrees of freedom.
-
-    For differences of pairs this is the paired t-test (NIST/SEMATECH e-Handbook of Statistical
-    Methods, 7.3.1.1, "Analysis of paired observations").
-    """
+    """The mean with its interval by Student's t: t s / sqrt(n), t of n - 1 degrees of freedom. For
+    differences of pairs this is the paired t-test (NIST/SEMATECH e-Handbook of Statistical Methods,
+    7.3.1.1, "Analysis of paired observations")."""
     from scipy import stats  # takes a second to import
 
     width = None
@@ -120,10 +118,8 @@ def _recipe(
 
 def paired_gap(runs: Sequence[RunFigures], base: Sequence[RunFigures]) -> Interval | None:
     """The mean of (loss - baseline's) / baseline's over the seeds that both have done, in percent.
-
     A seed's runs have data, order and first weights in common, so that what these do to a loss
-    cancels in its difference. None if there is no such seed.
-    """
+    cancels in its difference. None if there is no such seed."""
     losses = {run.seed: run.val_loss for run in base if run.val_loss is not None}
     gaps = [
         100 * (run.val_loss / losses[run.seed] - 1)

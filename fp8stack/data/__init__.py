@@ -1,7 +1,5 @@
-"""Token data: what is read, how it is split, and which windows make the batch of a step.
-
-What needs torch is imported when it is first used: processes that tokenize start without it.
-"""
+"""Token data: what is read, how it is split, and which windows make the batch of a step. What needs
+torch is imported when it is first used: processes that tokenize start without it."""
 
 from __future__ import annotations
 

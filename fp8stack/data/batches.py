@@ -98,12 +98,7 @@ def validation_windows(
 
     `n` is `count`, or as many windows as fit without a label standing in two of them. Of a mixture
     each source has its share of `count`. With `documents` int64 [n, 2, context + 1], as the items
-    of `StepBatches`.
-
-    Raises:
-        UserError: a count or context below 1, a source shorter than context + 1, documents of
-            data that do not say where those end.
-        DataError: a token outside the vocabulary, or a file that is gone or has shrunk.
+    of `StepBatches`. Raises what those do, and a UserError for a count below 1.
     """
     if count < 1:
         raise UserError(f"{count} validation windows measure nothing. Use 1 or more.")

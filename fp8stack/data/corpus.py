@@ -29,11 +29,9 @@ CHECKED_AT_ONCE = 2**20
 
 
 class DataError(UserError):
-    """Data that went bad after loading: a token that does not fit, a file that shrank.
-
-    The message stays one line when a DataLoader worker raises it: torch makes the error anew in
-    the main process, with the worker's whole traceback as its message.
-    """
+    """Data that went bad after loading: a token that does not fit, a file that shrank. The message
+    stays one line when a DataLoader worker raises it: torch makes the error anew in the main
+    process, with the worker's whole traceback as its message."""
 
     def __init__(self, message: str) -> None:
         if "\nOriginal Traceback" in message:
@@ -66,10 +64,8 @@ class Documents(Protocol):
         """The file that says it; None where the tokens themselves do."""
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of `count` tokens begin a document: bool [count].
-
-        They are `window[first : first + count]`, and the first of them is token `at` of the file.
-        """
+        """Which of `count` tokens begin a document: bool [count]. They are `window[first : first +
+        count]`, and the first of them is token `at` of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -254,10 +250,8 @@ class Separator:
         return None
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of `window[first : first + count]` begin a document: bool [count].
-
-        Where the separator ends documents, the window's own first token begins none.
-        """
+        """Which of `window[first : first + count]` begin a document: bool [count]. Where the
+        separator ends documents, the window's own first token begins none."""
         found = np.asarray(window[first : first + count] == self.token)
         if self.leads:
             return found

@@ -33,11 +33,9 @@ def index_of(path: Path) -> Path:
 
 
 def bin_of(data: str) -> Path | None:
-    """The `.bin` file that `data` means: an `.idx` file, or what both names have in common.
-
-    None where `data` means no files of Megatron's. Raises a UserError if one of the two files is
-    missing.
-    """
+    """The `.bin` file that `data` means: an `.idx` file, or what both names have in common. None
+    where `data` means no files of Megatron's. Raises a UserError if one of the two files is
+    missing."""
     is_index = data.lower().endswith(".idx")
     tokens, index = Path(data[:-4] + ".bin" if is_index else data + ".bin"), Path(data + ".idx")
     if is_index:

@@ -18,9 +18,7 @@ _WEIGHT = r"\s*[-+0-9.]+(?:[eE][-+]?[0-9]+)?\s*:"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixture(Corpus):
     """The tokens of several corpora, one after the other, and how often each is to be read.
-
-    `counts` says how many of every 4096 rows of a run are of each of the `sources`.
-    """
+    `counts` says how many of every 4096 rows of a run are of each of the `sources`."""
 
     sources: tuple[Corpus, ...]
     counts: tuple[int, ...]

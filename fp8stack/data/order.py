@@ -1,8 +1,6 @@
 """Orders that are functions of a seed: shuffles of any length, read at any place. No torch here.
-
 Nothing here draws from a stream: what stands at a place is computed from the seed and the place, by
-splitmix64's mixing and a Feistel network, so it stays the same whatever numpy makes of its own.
-"""
+splitmix64's mixing and a Feistel network, so it stays the same whatever numpy makes of its own."""
 
 from functools import lru_cache
 
@@ -20,11 +18,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mixed(words: Words) -> Words:
-    """Each word with its bits mixed, a permutation of all words: uint64, the same shape.
-
-    The output function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, OOPSLA 2014; https://prng.di.unimi.it/splitmix64.c).
-    """
+    """Each word with its bits mixed, a permutation of all words: uint64, the same shape. The output
+    function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+    OOPSLA 2014; https://prng.di.unimi.it/splitmix64.c)."""
     words = words + np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

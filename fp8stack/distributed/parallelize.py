@@ -1,8 +1,6 @@
 """How a model is spread over ranks: DDP, a whole one on each, or FSDP2, which shares it out.
-
 Gradients are summed over ranks, not averaged: each rank divides its loss by their number instead,
-so that the gradient of an output is the same for any number of ranks, and so are its FP8 codes.
-"""
+so that the gradient of an output is the same for any number of ranks, and so are its FP8 codes."""
 
 from typing import Any
 
@@ -76,11 +74,8 @@ def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
 def spread(
     model: nn.Module, backend: Backend, accelerator: Accelerator, config: RunConfig
 ) -> nn.Module:
-    """The model as all ranks train it together.
-
-    With FSDP2 the parameters of `model` become DTensors, each split by rows: optimizers are made
-    after.
-    """
+    """The model as all ranks train it together. With FSDP2 the parameters of `model` become
+    DTensors, each split by rows: optimizers are made after."""
     if config.parallel == "fsdp":
         assert isinstance(model, GPT)
         _share_out(model, backend, accelerator, compiled=config.compile)
@@ -112,11 +107,9 @@ def _share_out(model: GPT, backend: Backend, accelerator: Accelerator, compiled:
 
 
 class _BeforeGathering:
-    """A hook that makes ready for what FSDP2 gathers in a pass of the model.
-
-    A layer that left FP8, or came back to it, has its weight gathered in other memory from then on:
-    FSDP2 is made to forget what it has of it (private names of torch 2.11 to 2.13).
-    """
+    """A hook that makes ready for what FSDP2 gathers in a pass of the model. A layer that left FP8,
+    or came back to it, has its weight gathered in other memory from then on: FSDP2 is made to
+    forget what it has of it (private names of torch 2.11 to 2.13)."""
 
     def __init__(self, model: GPT, backend: Backend) -> None:
         self.backend = backend

@@ -1,8 +1,6 @@
-"""The processes that train one run together: which of them this is, and how they agree.
-
-torchrun and accelerate launch start one process per device, a rank. Here the ranks' hosts exchange
-words, through gloo, without waiting for a GPU.
-"""
+"""The processes that train one run together: which of them this is, and how they agree. torchrun
+and accelerate launch start one process per device, a rank. Here the ranks' hosts exchange words,
+through gloo, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -172,12 +170,8 @@ def started() -> int:
 
 def join(device: str, timeout_s: float) -> Ranks:
     """Meet the other ranks, if any were started, with tensors on `device`, cpu or cuda. One that
-    does not answer for `timeout_s` counts as lost.
-
-    Raises:
-        UserError: the launcher's environment is incomplete.
-        RankLost: they cannot be reached.
-    """
+    does not answer for `timeout_s` counts as lost. Raises a UserError if the launcher's environment
+    is incomplete, and a RankLost if they cannot be reached."""
     if started() == 1:
         return ALONE
     missing = [key for key in ("RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]

@@ -1,7 +1,4 @@
-"""Losses window by window, recipe by recipe.
-
-B sequences, T tokens, V vocabulary, N windows.
-"""
+"""Losses window by window, recipe by recipe. B sequences, T tokens, V vocabulary, N windows."""
 
 from __future__ import annotations
 
@@ -98,12 +95,8 @@ class Score:
 
 def evaluate(request: Request) -> list[Score]:
     """The scores of each run in each recipe, in the order asked; what goes on is told on stderr.
-
-    Raises:
-        UserError: no such run, recipe, data or tokenizer; or delayed scaling is asked of a
-            checkpoint without its scales.
-        NoUsableCheckpoint: a run's checkpoints are damaged.
-    """
+    Raises what `find_checkpoint` and `model_in` raise, and a UserError for data or a tokenizer that
+    cannot be used."""
     hardware = probe(request.device)
     return [score for run in request.runs for score in _scores(run, request, hardware)]
 

@@ -1,7 +1,5 @@
-"""The windows that runs are evaluated on, and how many bytes of text their labels stand for.
-
-N windows, T tokens.
-"""
+"""The windows that runs are evaluated on, and how many bytes of text their labels stand for. N
+windows, T tokens."""
 
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Folders of Hugging Face's transformers: what our models are called there, in both directions.
-
-Written from the files' formats; transformers itself is never imported.
-"""
+Written from the files' formats; transformers itself is never imported."""
 
 from fp8stack.hf.folder import HF, Folder, open_folder, path_in
 from fp8stack.hf.layouts import Layout, config_json, layout_of, reader_notes

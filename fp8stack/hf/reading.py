@@ -1,8 +1,5 @@
-"""The shape of a model from a `config.json` of transformers.
-
-What a GPT of ours cannot be is refused by the key's name; what is left out without an effect on
-the logits is told.
-"""
+"""The shape of a model from a `config.json` of transformers. What a GPT of ours cannot be is
+refused by the key's name; what is left out without an effect on the logits is told."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

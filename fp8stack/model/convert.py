@@ -1,8 +1,5 @@
-"""FP8 in any model: its linears become a backend's, in place.
-
-Modules and parameters stay the same objects under the same names: ties, optimizers, checkpoints,
-hooks and state dicts do not notice.
-"""
+"""FP8 in any model: its linears become a backend's, in place. Modules and parameters stay the same
+objects under the same names: ties, optimizers, checkpoints, hooks and state dicts do not notice."""
 
 import fnmatch
 import logging

@@ -1,7 +1,5 @@
-"""The GPT, of the shape that a `GPTConfig` has, built of layers of any precision.
-
-B batch, T tokens, D width, H query heads, G key/value heads, E head width, V vocabulary.
-"""
+"""The GPT, of the shape that a `GPTConfig` has, built of layers of any precision. B batch, T
+tokens, D width, H query heads, G key/value heads, E head width, V vocabulary."""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
-"""Tokens that a model continues others with: which are likely, and a draw that a seed repeats.
-
-V vocabulary.
-"""
+"""Tokens that a model continues others with: which are likely, and a draw that a seed repeats. V
+vocabulary."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What bounds gradients before an optimizer takes them: their norm, each entry, or what was usual.
-
-Nothing here waits for the device.
-"""
+Nothing here waits for the device."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The loss scale of fp16: torch's `GradScaler`, kept within bounds, and counting what it skipped.
-
-It serves any training loop.
-"""
+It serves any training loop."""
 
 import math
 from dataclasses import dataclass

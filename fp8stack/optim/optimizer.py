@@ -130,11 +130,9 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def learning_rate(step: int, config: RunConfig) -> float:
-    """The learning rate of `step` (1 is the first), a function of it alone: nothing to save.
-
-    Linear warm-up, then a cosine to `min_lr x lr` at the last step, or, for "wsd" (warm-up, stable,
-    decay), the full rate and a linear fall over the last `decay_fraction` of the steps.
-    """
+    """The learning rate of `step` (1 is the first), a function of it alone: nothing to save. Linear
+    warm-up, then a cosine to `min_lr x lr` at the last step, or, for "wsd" (warm-up, stable,
+    decay), the full rate and a linear fall over the last `decay_fraction` of the steps."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":

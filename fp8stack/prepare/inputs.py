@@ -22,11 +22,9 @@ MOST_BPE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One preparation.
-
-    Files of folders that are inputs are left out if they match none of the patterns `include`,
-    where there are some, or one of `exclude`; patterns are of names, or of paths in the folder.
-    """
+    """One preparation. Files of folders that are inputs are left out if they match none of the
+    patterns `include`, where there are some, or one of `exclude`; patterns are of names, or of
+    paths in the folder."""
 
     inputs: tuple[str, ...]  # files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order
     tokenizer: str  # "bytes", "gpt2" or a `tokenizer.json`; without effect with `train_bpe`

@@ -1,8 +1,6 @@
 """Sources as a stream of items that can be tokenized one by one, each with the place after it; and
-where a long text may be cut so that its pieces have the tokens of the whole.
-
-What an item holds is not looked into here: JSON is parsed where it is tokenized.
-"""
+where a long text may be cut so that its pieces have the tokens of the whole. What an item holds is
+not looked into here: JSON is parsed where it is tokenized."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -221,10 +219,8 @@ def _row_check(value: object) -> int:
 
 def cut_of(content: bytes) -> int:
     """How many bytes of UTF-8 come before the last place where a text may be cut; 0 if none does.
-
     That is before a space after what is not white space: no pattern that splits words as GPT-2's
-    does takes both into one word. Where there is no such place, before a newline after a letter.
-    """
+    does takes both into one word. Where there is no such place, before a newline after a letter."""
     for mark in (b" ", b"\n"):
         at = content.rfind(mark)
         while at > 0:

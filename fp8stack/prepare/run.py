@@ -267,10 +267,8 @@ class _Preparation:
 
 
 def held_out(places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
-    """Which documents are held out, by their places among the inputs, from 0; the first never is.
-
-    A place is hashed by SplitMix64, and a share of the hashes counts.
-    """
+    """Which documents are held out, by their places among the inputs, from 0; the first never is. A
+    place is hashed by SplitMix64, and a share of the hashes counts."""
     x = mixed(places.astype(np.uint64) * np.uint64(GOLDEN))
     below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53
     return below & (places > 0)

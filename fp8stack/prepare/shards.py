@@ -1,7 +1,5 @@
-"""Tokens on the disk: shards of each split, which can be taken back to an earlier state.
-
-A state says how long the files are; whatever they have beyond it, a process that died wrote.
-"""
+"""Tokens on the disk: shards of each split, which can be taken back to an earlier state. A state
+says how long the files are; whatever they have beyond it, a process that died wrote."""
 
 import os
 import re
@@ -32,12 +30,8 @@ class SplitState(BaseModel):
 
 class SplitWriter:
     """Writes the files of one split ("train" or "val") into `folder`, from `state` on. A shard ends
-    with the document that brings it to `shard_tokens`.
-
-    Raises:
-        UserError: the files are not those of the state.
-        StorageError: here and in every method: the disk is full or cannot be written.
-    """
+    with the document that brings it to `shard_tokens`. Raises a UserError if the files are not
+    those of the state, and everywhere a StorageError if the disk is full or cannot be written."""
 
     def __init__(
         self,

@@ -77,10 +77,8 @@ def from_events(run: Run) -> Iterable[Finding]:
 
 
 def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The events as table lines; equal ones in a row are one line.
-
-    Each has `steps`, `event`, `where`, `why` and `more`, all text.
-    """
+    """The events as table lines; equal ones in a row are one line. Each has `steps`, `event`,
+    `where`, `why` and `more`, all text."""
     lines: list[dict[str, str]] = []
     last: tuple[str, str, str] | None = None
     runs: list[list[int]] = []

@@ -30,12 +30,9 @@ What = Literal["dead", "vanishing", "exploding"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A part whose gradient is wrong.
-
-    `steps` are the first and the last sample of the longest time that it was so, `samples` how many
-    there were; `lasts`: until the last of all. `norm` is the gradient's where it is furthest from
-    that of its peers, `peers` that, `worst` the step.
-    """
+    """A part whose gradient is wrong. `steps` are the first and the last sample of the longest time
+    that it was so, `samples` how many there were; `lasts`: until the last of all. `norm` is the
+    gradient's where it is furthest from that of its peers, `peers` that, `worst` the step."""
 
     part: str
     what: What

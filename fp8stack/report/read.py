@@ -1,7 +1,5 @@
-"""The files of a run as data for a report.
-
-The files may be of another version, be written at this moment, or have been edited by hand: keys
-may be missing or unknown, and the last line may be cut.
+"""The files of a run as data for a report. The files may be of another version, be written at this
+moment, or have been edited by hand: keys may be missing or unknown, and the last line may be cut.
 """
 
 import json
@@ -40,11 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Figures over the sampled steps.
-
-    `steps` is [samples] and rises; `figures` holds a float64 array [samples] by name, NaN where
-    there is no figure.
-    """
+    """Figures over the sampled steps. `steps` is [samples] and rises; `figures` holds a float64
+    array [samples] by name, NaN where there is no figure."""
 
     steps: NDArray[np.int64]
     figures: dict[str, Figures]
@@ -73,12 +68,9 @@ class Gradient(Series):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One process that trained the run.
-
-    `began` is a date and time in UTC, `first` the step that it went on after, `last` its last one,
-    `seconds` how long it took; None where it was killed and nobody wrote that. `how` says how it
-    ended.
-    """
+    """One process that trained the run. `began` is a date and time in UTC, `first` the step that it
+    went on after, `last` its last one, `seconds` how long it took; None where it was killed and
+    nobody wrote that. `how` says how it ended."""
 
     began: str
     first: int

@@ -59,11 +59,9 @@ def _times(run: Run) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """What telemetry found for the recipes tried on the same operands.
-
-    `rows` are (recipe, cells, whether it is the run's own); a cell is the median SQNR in dB and
-    its distance from the run's own, None where unknown.
-    """
+    """What telemetry found for the recipes tried on the same operands. `rows` are (recipe, cells,
+    whether it is the run's own); a cell is the median SQNR in dB and its distance from the run's
+    own, None where unknown."""
 
     kinds: list[str]
     rows: list[tuple[str, list[tuple[float | None, float | None]], bool]]

@@ -26,10 +26,8 @@ class Decoder(Protocol):
 
 
 class Tokenizer(ABC):
-    """Text as ids, and back.
-
-    What looks like a special token in a text is encoded as the ordinary text that it is.
-    """
+    """Text as ids, and back. What looks like a special token in a text is encoded as the ordinary
+    text that it is."""
 
     name: str  # "bytes", "gpt2", or the name of the file that it was read from
     vocabulary: int  # the number of ids: every id is below it, though not each need be in use
@@ -112,10 +110,8 @@ class _ByteStream(Decoder):
 
 
 class _TextStream(Decoder):
-    """Of any other: what the ids since the last whole character decode to, more than before.
-
-    The ids that gave the last characters are decoded along, because they may decide about a space.
-    """
+    """Of any other: what the ids since the last whole character decode to, more than before. The
+    ids that gave the last characters are decoded along, because they may decide about a space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,8 +1,6 @@
-"""The tokens of each step of a run, read ahead and in pinned memory for a GPU.
-
-Every rank reads the whole batch and keeps its part: that is little beside the step itself, and a
-damaged token is found by all of them at the same step.
-"""
+"""The tokens of each step of a run, read ahead and in pinned memory for a GPU. Every rank reads the
+whole batch and keeps its part: that is little beside the step itself, and a damaged token is found
+by all of them at the same step."""
 
 from collections.abc import Iterator
 

@@ -38,11 +38,8 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
     """A run's newest good checkpoint, or one checkpoint, its path, and which were passed over.
-
-    Raises:
-        UserError: no run and no checkpoint there.
-        NoUsableCheckpoint: the checkpoint is damaged, or every one of the run.
-    """
+    Raises a UserError for no run and no checkpoint there, and a NoUsableCheckpoint if the
+    checkpoint is damaged, or every one of the run."""
     path = Path(run_or_checkpoint)
     try:
         if (path / "checkpoints").is_dir():

@@ -366,12 +366,8 @@ class _Loop:
 
     def save(self) -> bool:
         """Write a checkpoint of the last step, unless there is one. If the weights are not finite,
-        the run goes back to one instead; returns whether it did.
-
-        Raises:
-            NumericFailure: the weights are not finite, and nothing helps.
-            StorageError: the disk is full.
-        """
+        the run goes back to one instead; returns whether it did. Raises a NumericFailure if nothing
+        helps then, and a StorageError if the disk is full."""
         run = self.run
         self.save_due = False
         if self.saved_at == run.step:  # step 0 is not worth one

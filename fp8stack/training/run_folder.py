@@ -122,13 +122,9 @@ class RunFolder:
         return f"overwrote the run in {self.path}: removed {', '.join(names)}" if names else None
 
     def claim(self) -> None:
-        """Make the folder and hold it until this process ends. What a process that died while it
-        wrote left behind is removed.
-
-        Raises:
-            UserError: another process trains in it.
-            StorageError: it cannot be made.
-        """
+        """Make the folder and hold it until this process ends; what a process that died while it
+        wrote left behind is removed. Raises a UserError if another process trains in it, and a
+        StorageError if it cannot be made."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a")

@@ -1,7 +1,5 @@
-"""Signals as requests: a run stops between two steps, or at once where nothing would be lost.
-
-No torch here: requests are heard before torch is imported.
-"""
+"""Signals as requests: a run stops between two steps, or at once where nothing would be lost. No
+torch here: requests are heard before torch is imported."""
 
 import os
 import signal

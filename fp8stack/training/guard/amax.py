@@ -1,7 +1,5 @@
 """The amax history of delayed scaling as the guard sees it: judged after a step, mended before one.
-
-All of it happens on the device; nobody waits.
-"""
+All of it happens on the device; nobody waits."""
 
 from typing import NamedTuple
 

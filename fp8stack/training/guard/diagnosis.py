@@ -1,7 +1,5 @@
 """Where a bad step's trouble shows first: the step is tried again, watched. The run is not changed.
-
-What is found is an operand of a layer, by name.
-"""
+What is found is an operand of a layer, by name."""
 
 import math
 from collections.abc import Iterator

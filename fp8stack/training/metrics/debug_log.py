@@ -1,7 +1,5 @@
-"""What the first steps of a start do, event by event, in `debug.jsonl`.
-
-Values are read on the host here, so such a step waits for its device.
-"""
+"""What the first steps of a start do, event by event, in `debug.jsonl`. Values are read on the host
+here, so such a step waits for its device."""
 
 import json
 import time

@@ -1,7 +1,5 @@
 """What a run tells of itself: rows of metrics, events, telemetry; to files, display and trackers.
-
-Of several ranks, the main one tells.
-"""
+Of several ranks, the main one tells."""
 
 import math
 import time

@@ -1,7 +1,5 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio; by accelerate.
-
-The only file that knows these packages.
-"""
+The only file that knows these packages."""
 
 import json
 import os

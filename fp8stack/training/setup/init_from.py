@@ -1,7 +1,5 @@
-"""The weights that a new run begins with, where they are another run's or transformers'.
-
-Weights alone: the optimizer, the step, the scales and the schedule are new.
-"""
+"""The weights that a new run begins with, where they are another run's or transformers'. Weights
+alone: the optimizer, the step, the scales and the schedule are new."""
 
 import os
 from collections.abc import Mapping
@@ -41,12 +39,9 @@ class Source:
 
 def find_source(init_from: str) -> Source:
     """What `--init-from` names: a checkpoint, the newest good one of a run, or `hf:` and a folder
-    that transformers saved.
-
-    Raises:
-        UserError: there is no such thing, or a GPT of ours cannot be that of the folder.
-        NoUsableCheckpoint: it is damaged, or a run has none that is not.
-    """
+    that transformers saved. Raises a UserError if there is no such thing, or a GPT of ours cannot
+    be that of the folder, and a NoUsableCheckpoint if it is damaged, or a run has none that is
+    not."""
     folder = path_in(init_from)
     if folder is not None:
         return _of_folder(folder)

@@ -36,12 +36,9 @@ class Resumption:
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
     """The run to go on with, or None for a new one. Without `resume` it is one in `--out` that was
-    not trained to its end.
-
-    Raises:
-        UserError: no run at the path given, or `--out` names another folder.
-        NoUsableCheckpoint: the checkpoints are damaged, or the one that was named is.
-    """
+    not trained to its end. Raises a UserError if there is no run at the path given, or `--out`
+    names another folder, and a NoUsableCheckpoint if the checkpoints, or the one that was named,
+    are damaged."""
     if resume is None:
         if config.out is None or RunFolder(Path(config.out)).cut_at is None:
             return None
