@@ -23,30 +23,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "GPT": "model.gpt",
-    "GPTConfig": "model.config",
-    "Hardware": "precision",
-    "LossScaler": "optim.grad_scaler",
-    "Plan": "precision",
-    "Recipe": "precision",
-    "Tokenizer": "tokenizer",
-    "UserError": "errors",
-    "build_backend": "backends",
-    "convert": "model.convert",
-    "fp8_state": "backends",
-    "load": "training.load",
-    "load_config": "model.config",
-    "load_fp8_state": "backends",
-    "load_recipe": "precision",
-    "load_tokenizer": "tokenizer",
-    "plan_for": "model.config",
-    "precision_for_phase": "precision.phases",
-    "pretrain": "training.pretrain",
-    "probe": "precision",
-    "resolve": "precision",
-    "savings": "estimate.savings",
+_NAMES = {
+    "backends": ("build_backend", "fp8_state", "load_fp8_state"),
+    "errors": ("UserError",),
+    "estimate.savings": ("savings",),
+    "model.config": ("GPTConfig", "load_config", "plan_for"),
+    "model.convert": ("convert",),
+    "model.gpt": ("GPT",),
+    "optim.grad_scaler": ("LossScaler",),
+    "precision": ("Hardware", "Plan", "Recipe", "load_recipe", "probe", "resolve"),
+    "precision.phases": ("precision_for_phase",),
+    "tokenizer": ("Tokenizer", "load_tokenizer"),
+    "training.load": ("load",),
+    "training.pretrain": ("pretrain",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "GPT",

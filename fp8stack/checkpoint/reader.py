@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, NonNegativeInt
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -43,18 +43,14 @@ class Checkpoint:
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class FileSum(_Strict):
+class FileSum(BaseModel, frozen=True, extra="forbid", strict=True):
     """A file's size and checksum."""
 
     bytes: NonNegativeInt
     sha256: str
 
 
-class Info(_Strict):
+class Info(BaseModel, frozen=True, extra="forbid", strict=True):
     """What a run needs to know of itself besides tensors; JSON data."""
 
     identity: dict[str, Any]
@@ -67,7 +63,7 @@ class Info(_Strict):
     phases: dict[str, Any] | None = None
 
 
-class Manifest(_Strict):
+class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """`checkpoint.json`, less its own checksum."""
 
     format: int

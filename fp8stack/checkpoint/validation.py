@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat
 
 from fp8stack import presets
 from fp8stack.backends import build_backend
@@ -28,10 +28,8 @@ from fp8stack.precision import Hardware, Recipe
 Check = Callable[[Checkpoint], object]
 
 
-class _Told(BaseModel):
+class _Told(BaseModel, frozen=True, strict=True, extra="allow"):
     """Some keys of a table that may have more."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
 
 class _Identity(_Told):

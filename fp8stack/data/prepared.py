@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from fp8stack.data.corpus import Ends, Part, ascends, map_tokens
 from fp8stack.data.files import unreadable
@@ -20,11 +20,7 @@ DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-
-class Shard(_Strict):
+class Shard(BaseModel, frozen=True, strict=True):
     """A file of tokens, and the SHA-256 of it and of the file of its documents' ends."""
 
     # A plain name: a manifest from elsewhere must not lead out of its folder.
@@ -35,13 +31,13 @@ class Shard(_Strict):
     ends_sha256: str = ""
 
 
-class Split(_Strict):
+class Split(BaseModel, frozen=True, strict=True):
     """The files of the training or of the validation data."""
 
     shards: tuple[Shard, ...] = Field(strict=False)
 
 
-class TokenizerOf(_Strict):
+class TokenizerOf(BaseModel, frozen=True, strict=True):
     """Which tokenizer made the tokens."""
 
     name: str
@@ -49,7 +45,7 @@ class TokenizerOf(_Strict):
     vocabulary: Annotated[Count, Field(ge=1)]
 
 
-class Manifest(_Strict):
+class Manifest(BaseModel, frozen=True, strict=True):
     """What is read of a manifest.json; the rest is for people."""
 
     format: Literal[1]

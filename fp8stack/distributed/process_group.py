@@ -45,10 +45,7 @@ class Ranks:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.index = index
-        self.count = count
-        self._group = group
-        self._timeout_s = timeout_s
+        self.index, self.count, self._group, self._timeout_s = index, count, group, timeout_s
 
     @property
     def is_main(self) -> bool:

@@ -167,8 +167,7 @@ class _Source:
     """A folder's tensors, each taken once, checked."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
-        self.where = where
-        self._tensors = tensors
+        self.where, self._tensors = where, tensors
         self._prefix = "transformer." if layout.model_type == "gpt2" else "model."
         # Masks and tables that older versions saved; they are computed.
         computed = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 from fp8stack import presets
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
@@ -15,10 +15,8 @@ from fp8stack.precision.shapes import load_measured
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
-class GPTConfig(BaseModel):
+class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
     """The shape of a GPT: `models/*.toml`. GPT-2's choices are the defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     vocabulary: Size
     context: Size

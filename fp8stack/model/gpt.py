@@ -29,8 +29,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
-        self.config = config
-        self.backend = backend
+        self.config, self.backend = config, backend
         shapes = config.linear_shapes()
         qkv, output = f"{path}.qkv", f"{path}.output"
         self.qkv = backend.linear(qkv, *shapes[qkv], config.bias)
@@ -163,8 +162,7 @@ class GPT(nn.Module):
         super().__init__()
         if backend is None:
             backend = build_backend(plan_for(config, "fp32", Hardware("cpu")))
-        self.config = config
-        self.backend = backend
+        self.config, self.backend = config, backend
         self.recompute: Recompute = "none"
         padded = padded_vocabulary(config, backend.vocabulary_multiple)
         self.embedding = nn.Embedding(padded, config.width)

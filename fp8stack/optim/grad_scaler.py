@@ -87,8 +87,7 @@ class LossScaler(torch.amp.GradScaler):
             backoff_factor=backoff,
             growth_interval=interval,
         )
-        self.static = static
-        self._first = first
+        self.static, self._first = static, first
         self._bounds = (smallest, largest)
         self._counts: Tensor | None = None  # of steps and overflows, on the device
         self._counted = [0, 0]  # what they begin with

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 import fp8stack
 from fp8stack.data.prepared import MANIFEST
@@ -37,10 +37,9 @@ KEYS = frozenset({"dtype", "tokenizer", "splits", "documents", "inputs", "settin
 """Of a manifest, those that are read again."""
 
 
-class Counts(BaseModel):
+class Counts(BaseModel, frozen=True, extra="forbid"):
     """What was met among the documents."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     documents: NonNegativeInt = 0  # how many began
     empty: NonNegativeInt = 0  # of those, without text: their end token alone
     replaced: NonNegativeInt = 0  # how many U+FFFD took the place of what was not Unicode
@@ -48,10 +47,9 @@ class Counts(BaseModel):
     cut_words: NonNegativeInt = 0
 
 
-class Journal(BaseModel):
+class Journal(BaseModel, frozen=True, extra="forbid"):
     """What is done, and from where to go on."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = FORMAT
     settings: dict[str, Any]  # `Settings.of_output`
     tokenizer: str  # its SHA-256

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, NonNegativeInt
 
 from fp8stack.data.prepared import Shard
 from fp8stack.errors import UserError, quoted
@@ -18,10 +18,9 @@ from fp8stack.io import sha256_of_file, storage_errors, sync_folder
 OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
 
 
-class SplitState(BaseModel):
+class SplitState(BaseModel, frozen=True, extra="forbid"):
     """What a split has come to."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     shards: tuple[Shard, ...] = ()  # the finished ones
     tokens: NonNegativeInt = 0  # in the shard that is open
     documents: NonNegativeInt = 0  # in the shard that is open, whole ones
@@ -42,8 +41,7 @@ class SplitWriter:
         state: SplitState,
     ) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
-        self._shard_tokens = shard_tokens
-        self.state = state
+        self._shard_tokens, self.state = shard_tokens, state
         self._files: tuple[IO[bytes], IO[bytes]] | None = None
         for shard in state.shards:
             _require_bytes(folder / shard.file, shard.tokens * dtype.itemsize)

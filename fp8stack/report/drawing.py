@@ -32,22 +32,13 @@ _STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "text.color": INK,
     "text.parse_math": False,  # a name with $ in it is a name
-    "xtick.color": INK,
-    "ytick.color": INK,
     "axes.grid": True,
-    "grid.color": INK,
     "grid.alpha": 0.12,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "legend.frameon": False,
-    "legend.labelcolor": INK,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color", "legend.labelcolor"), INK),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "fp8stack",  # the same plot has the same bytes
 }

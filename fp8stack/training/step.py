@@ -27,8 +27,7 @@ class Step:
     def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
         self.run = run
         self.config = run.config
-        self.monitor = monitor
-        self.phases = phases
+        self.monitor, self.phases = monitor, phases
         self.draws = run.model.config.dropout > 0  # nothing else does
         self._random: dict[str, Tensor] = {}
         self.norms = monitor.norms

@@ -36,9 +36,7 @@ class Amaxes:
     amaxes per step: the number of micro-batches."""
 
     def __init__(self, delayed: DelayedScaling, config: GuardConfig, passes: int) -> None:
-        self.delayed = delayed
-        self.config = config
-        self.passes = passes
+        self.delayed, self.config, self.passes = delayed, config, passes
         self._before: list[Tensor] = []
         self._limits = torch.zeros(0)  # above which an amax spikes, [slots]
         self._largest = torch.zeros(0)  # FP8 value of each slot's format
