@@ -115,7 +115,6 @@ def _format_row(format: Format) -> list[str]:
 
 
 def _power(value: float) -> str:
-    """A power of two as one."""
     exponent = int(math.log2(value))
     assert 2.0**exponent == value
     return f"2^{exponent}"

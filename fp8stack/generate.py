@@ -143,7 +143,6 @@ class _Speed:
             yield token
 
     def close(self) -> None:
-        """Say it on stderr."""
         if self._first_s == 0.0:
             return
         read = f"read {self._read} tokens at {self._read / self._first_s:,.0f} tokens/s"
@@ -172,7 +171,6 @@ def _print(text: str, prompt: Sequence[int], tokens: Iterator[int], tokenizer: T
 
 
 def _put(text: str) -> None:
-    """Print `text` now."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

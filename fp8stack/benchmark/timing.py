@@ -125,7 +125,6 @@ def interleaved(
 
 
 def _round(arms: Mapping[str, Arm], device: str, clock: Callable[[], float]) -> dict[str, float]:
-    """The milliseconds of each arm in one round."""
     taken = {}
     for name, arm in arms.items():
         wait_for(device)

@@ -146,7 +146,6 @@ def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dic
 
 
 def _owners(optimizer: Optimizer) -> dict[Tensor, Optimizer]:
-    """Which optimizer each parameter has."""
     return {one: part for part in optimizers_in(optimizer) for one in parameters_of(part)}
 
 

@@ -132,7 +132,6 @@ def _given(memory: str) -> tuple[int, str]:
 
 
 def _words(config: RunConfig, of: Footprint) -> dict[str, str | int]:
-    """The run in words and numbers."""
     asked: dict[str, str | int] = {
         "model": config.model,
         "parameters": of.model.parameters(),

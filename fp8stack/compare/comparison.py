@@ -86,7 +86,6 @@ def _train_all(
 
 
 def _told(comparison: Comparison, job: Job, ended: Ended) -> str:
-    """How a run ended, in a few words."""
     run = _figures(comparison, job, ended)
     if run.status == "done":
         return f"validation loss {run.val_loss:.4f}"

@@ -36,7 +36,11 @@ def _losses(axes: Axes, rows: Sequence[RecipeFigures], colors: dict[str, str]) -
         steps, means, lows, highs = zip(*row.curve, strict=True)
         axes.fill_between(steps, lows, highs, color=colors[row.recipe], alpha=0.15, linewidth=0)
         label = row.recipe if row.done else f"{row.recipe} (not done)"
-        marks = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "linewidth": 1.2}
+        marks: dict[str, Any] = {
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 4,
+            "linewidth": 1.2,
+        }
         dashes = DASHES[index % len(DASHES)]
         axes.plot(steps, means, dashes, **marks, color=colors[row.recipe], label=label)
     # What diverged is not to press the others into one line.

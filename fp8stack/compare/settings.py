@@ -139,7 +139,6 @@ def _names(recipes: str) -> dict[str, str]:
 
 
 def _shared(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
-    """The configuration that all runs share."""
     config = parse_config(None, flags, sets)
     for key, instead in OWN.items():
         if key in config.given:
@@ -262,7 +261,6 @@ def _command(
     flags: Mapping[str, Any],
     sets: Sequence[str],
 ) -> str:
-    """The command that asks for this."""
     words = ["fp8stack", "compare", "--recipes", recipes]
     for key, value in flags.items():
         if value not in (None, False):

@@ -171,7 +171,6 @@ class _Loader:
         return self._folder(data)
 
     def _cut(self, name: str, parts: Parts) -> tuple[Corpus, Corpus]:
-        """The parts with their end held out."""
         whole = Corpus(name=name, parts=parts)
         return _named(name, *whole.split(len(whole) - int(len(whole) * self.held_out)))
 

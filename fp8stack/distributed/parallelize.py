@@ -137,7 +137,7 @@ def _forget_gathered(model: nn.Module, layer: LowPrecisionLinear) -> None:
                     parameter.__dict__.pop("_unsharded_param", None)
 
 
-def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """DDP's hook: the sum over ranks, where it has their mean by itself.
 
     Each gradient by itself: with three ranks or more, the order in which a value is summed depends
@@ -150,7 +150,10 @@ def _sum(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return done.then(lambda _: buffer)
 
 
-def _sum_in_bf16(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def _sum_in_bf16(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
     """DDP's hook: `_sum` of gradients that are rounded to bfloat16 before; half the bytes travel.
 
     The sum is rounded to bfloat16, too, and written back in the gradients' own dtype. (What

@@ -102,7 +102,6 @@ def evaluate(request: Request) -> list[Score]:
 
 
 def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
-    """Those of one run."""
     checkpoint, path, passed_over = find_checkpoint(run)
     for reason in passed_over:
         print(f"passed over: {reason}", file=sys.stderr)

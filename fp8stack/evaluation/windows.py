@@ -84,7 +84,6 @@ def windows_for(
 
 
 def _text_bytes(tokens: Tensor, tokenizer: Tokenizer | None) -> Tensor | None:
-    """See `Windows.text_bytes`."""
     labels_NT = inputs_of(tokens)[1]
     if tokenizer is None or int(labels_NT.max()) >= tokenizer.vocabulary:
         return None  # they are of another tokenizer

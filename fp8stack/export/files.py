@@ -122,7 +122,6 @@ def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
-    """The tokenizer's files."""
     text = tokenizer.to_json()
     special: dict[str, str] = {}
     if tokenizer.end_of_text is not None:

@@ -139,7 +139,6 @@ def _cast(
 
 
 def _config(strategy: Strategy, static: bool, ignored: list[str]) -> dict[str, Any]:
-    """The `quantization_config`."""
     base = {"num_bits": 8, "type": "float", "symmetric": True}
     weights: dict[str, Any] = base | {"strategy": strategy, "dynamic": False}
     inputs: dict[str, Any] = base | {"strategy": "token", "dynamic": True}

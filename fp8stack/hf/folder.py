@@ -115,7 +115,6 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
     if not file.is_file():
         raise UserError(f"{file} is missing. Give a folder that save_pretrained wrote.")
     try:

@@ -176,7 +176,6 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
 
 
 def _activation(layout: Layout, name: str, where: str, key: str) -> str:
-    """Our name of an activation of theirs."""
     ours = {theirs: ours for ours, theirs in layout.activations.items()}
     if not layout.gated:
         ours |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

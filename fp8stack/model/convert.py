@@ -106,7 +106,6 @@ class _Found(NamedTuple):
 
 
 def _linears(module: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[str, _Found]:
-    """Every layer that is a linear in some way, once, by its first module path."""
     found: dict[int, _Found] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, LowPrecisionLinear) or hasattr(part, "fp8_plan"):
@@ -134,7 +133,6 @@ def _left_out(
     patterns: tuple[str, ...],
     also: tuple[type[nn.Module], ...],
 ) -> dict[str, str]:
-    """The layers that stay as they are, with the reason."""
     paths = [path for linear in linears.values() for path in linear.paths]
     for pattern in patterns:
         if not fnmatch.filter(paths, pattern):

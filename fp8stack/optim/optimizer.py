@@ -84,7 +84,6 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
 
 
 def _is_inner(name: str, parameter: Tensor, config: RunConfig) -> bool:
-    """Whether a parameter is a matrix of a block, and one for the optimizer that is asked for."""
     if not name.startswith("blocks.") or parameter.ndim != 2:
         return False
     size = parameter.numel()

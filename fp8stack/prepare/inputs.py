@@ -166,7 +166,6 @@ def _is_asked_for(inside: str, settings: Settings) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    """The beginning of a file, unpacked."""
     with closing(ByteStream(path)) as stream:
         return stream.read(SNIFFED_BYTES)
 

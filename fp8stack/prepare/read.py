@@ -105,7 +105,6 @@ def _items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
 
 
 def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
-    """A text in pieces, or whole JSON lines."""
     name = quoted(source.path)
     lines = source.kind == "lines"
     cut: Callable[[bytes], int] = cut_of
@@ -184,7 +183,6 @@ def _blocks(
 
 
 def _read_rows(source: Source, position: Position, how: Reading) -> Items:
-    """The rows of a table."""
     read = tables.parquet_rows if source.kind == "parquet" else tables.dataset_rows
     if source.kind == "parquet" and position.offset:
         before = next(read(source.path, position.offset - 1, None, how.text_key, 1), None)

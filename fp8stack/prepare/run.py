@@ -204,7 +204,6 @@ class _Preparation:
         return manifest, f", {(self.tokens - self.before) / seconds / 1e3:,.0f}k tokens/s"
 
     def _take_all(self, items: Items) -> None:
-        """Write all items, with a journal every so often."""
         done = sum(source.size for source in self.sources[: self.position.source])
         total = sum(source.size for source in self.sources)
         workers = self.settings.workers

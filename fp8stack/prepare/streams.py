@@ -76,7 +76,6 @@ class ByteStream:
         return tail
 
     def _read_on(self) -> bool:
-        """Have more bytes ready, unless the file is at its end."""
         try:
             self._ready = next(self._chunks, b"")
         except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:

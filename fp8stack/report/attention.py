@@ -75,7 +75,7 @@ def judge(run: Run) -> Judged:
 def verdict(judged: Judged) -> str:
     """The sentence above the findings."""
     counts = Counter(finding.level for finding in judged.findings)
-    words = ("alarm", "warning")
+    words: tuple[Level, ...] = ("alarm", "warning")
     parts = [times(counts[word], word, f"{word}s") for word in words if counts[word]]
     if parts:
         return f"Needs attention: {' and '.join(parts)}."

@@ -63,7 +63,6 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
 
 
 def _plots_of(page: Path) -> Path:
-    """The folder of the page's plots."""
     return page.with_name(f"{page.stem}_files")
 
 
@@ -130,7 +129,6 @@ def visible(text: str) -> str:
 
 
 def _drawn(*pictures: Picture | None) -> list[Picture]:
-    """Those that had something to show."""
     return [picture for picture in pictures if picture is not None]
 
 

@@ -202,7 +202,6 @@ def _step(row: dict[str, Any]) -> int | None:
 
 
 def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of the steps that count, and all events."""
     rows: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
     for row in _lines(path, notes):
@@ -252,7 +251,6 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
 
 
 def _read_telemetry(path: Path, run: Run) -> None:
-    """Add what `telemetry.jsonl` holds to `run`."""
     series: dict[tuple[str, str, str], _Rows] = {}
     flows: dict[str, _Rows] = {}
     models: dict[int, dict[str, Any]] = {}
@@ -313,7 +311,6 @@ class _Rows:
         self.rows = {at: kept for at, kept in self.rows.items() if at < step}
 
     def arrays(self) -> dict[str, Any]:
-        """The steps and figures of a `Series`."""
         steps = sorted(self.rows)
         values = np.array([self.rows[step] for step in steps], dtype=np.float64)
         figures = {key: values[:, at] for at, key in enumerate(self.figures)}

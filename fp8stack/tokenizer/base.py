@@ -100,12 +100,10 @@ class _ByteStream(Decoder):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def step(self, token: int) -> str:
-        """See `Decoder.step`."""
         inside = 0 <= token < len(self._bytes)
         return self._decoder.decode(self._bytes[token] if inside else b"")
 
     def finish(self) -> str:
-        """See `Decoder.finish`."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -119,7 +117,6 @@ class _TextStream(Decoder):
         self._told = 0  # how many of the ids gave text already
 
     def step(self, token: int) -> str:
-        """See `Decoder.step`."""
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[: self._told])
         text = self._tokenizer.decode(self._ids)
@@ -129,6 +126,5 @@ class _TextStream(Decoder):
         return text[len(before) :]
 
     def finish(self) -> str:
-        """See `Decoder.finish`."""
         before = self._tokenizer.decode(self._ids[: self._told])
         return self._tokenizer.decode(self._ids)[len(before) :]

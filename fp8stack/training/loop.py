@@ -226,7 +226,6 @@ class _Loop:
         return self.save_if_due(step)
 
     def use(self, place: int) -> None:
-        """Train with the variant at this place from now on."""
         if place != self.run.state.active:
             self.run.use(place)
             self.refer_to_peak()
@@ -267,7 +266,6 @@ class _Loop:
         return outcome.back_to is not None
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Put the run back to a checkpoint, to go on from there."""
         run = self.run
         put_back(run, checkpoint)
         run.ranks.wait()  # for those that still read

@@ -258,7 +258,6 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
-    """JSON, one object per line."""
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
 
 

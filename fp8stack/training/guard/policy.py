@@ -144,8 +144,8 @@ class Guard:
         if not self.config.enabled:
             for bad in seen.bad[:1]:
                 kept = "The step was not taken; weights are as before."
-                why = [f"Step {bad.step}: {bad.why}.", kept]
-                found = self._give_up(found, bad.step, why, finite=False)
+                parts = [f"Step {bad.step}: {bad.why}.", kept]
+                found = self._give_up(found, bad.step, parts, finite=False)
             return self._with_events(found)
         oldest = step - max(self.monitor.reach, seen.streak)
         self._recent = [bad for bad in [*self._recent, *seen.bad] if bad.step > oldest]
@@ -232,7 +232,6 @@ class Guard:
         return self._roll_back(found, step, saved, bad, why)
 
     def _next_rung(self, found: Outcome, step: int) -> Outcome:
-        """Take the next rung that there is."""
         self._incidents += 1
         self.monitor.forgive()
         bad, self._recent = self._recent, []
@@ -333,7 +332,6 @@ class Guard:
         culprit: Diagnosis | None,
         in_row: bool,
     ) -> Outcome:
-        """Give up, with a diagnosis in one paragraph."""
         which = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
         again = f", as in {len(bad)} {which}" if len(bad) > 1 else ""
         parts = [f"Step {bad[-1].step}: {bad[-1].why}{again}."]

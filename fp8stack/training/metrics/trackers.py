@@ -59,7 +59,6 @@ class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
         """Nothing yet."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
-        """Write numbers of a step."""
         assert step is not None
         if self.last is None or step < self.last:
             self.finish()
@@ -71,7 +70,6 @@ class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
         super().log(values, step, **more)
 
     def finish(self) -> None:
-        """Close the file, if there is one."""
         if self.last is not None:
             super().finish()
 
@@ -137,7 +135,6 @@ class _Trackio(TrackioTracker):  # type: ignore[misc]
             raise UserError(f"--trackio: {' '.join(str(error).split())}") from error
 
     def finish(self) -> None:
-        """Write what is left."""
         with redirect_stdout(StringIO()):
             super().finish()
 

@@ -49,7 +49,6 @@ def read(config: RunConfig, vocabulary: int, context: int, source: Path | None =
 
 
 def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Tokenizer:
-    """What text becomes tokens with: see `read`."""
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
     if source is not None:
