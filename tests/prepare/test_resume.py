@@ -103,8 +103,12 @@ COMMAND = (
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    return written(tmp_path_factory.mktemp("large") / "a.jsonl", lines(documents(2000)) * 5)
+def large(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """JSON lines, and what becomes of them by a tokenizer of their own."""
+    folder = tmp_path_factory.mktemp("large")
+    path = written(folder / "a.jsonl", lines(documents(2000)) * 2)
+    prepared(path, out=folder / "whole", train_bpe=300, held_out=0.01)
+    return path, contents(folder / "whole")
 
 
 def alive(process: int) -> bool:
@@ -116,11 +120,17 @@ def alive(process: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("asked", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("asked", "code", "told"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+        (signal.SIGTERM, 75, "Stopped. What is done is kept; the same command goes on with it.\n"),
+    ],
+)
 def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
-    asked, large, tmp_path, monkeypatch
+    asked, code, told, large, tmp_path, monkeypatch
 ):
-    words = ["prepare", large, "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
+    words = ["prepare", large[0], "--train-bpe", 300, "--out", tmp_path / "out", "--workers", 2]
     command = [sys.executable, "-c", COMMAND, *map(str, words)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     shard = tmp_path / "out" / "train-00000.bin"
@@ -133,28 +143,20 @@ def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
     assert len(children) >= 2
     running.send_signal(asked)
     _, said = running.communicate(timeout=60)
-    if asked == signal.SIGKILL:
-        assert running.returncode == -signal.SIGKILL
-    else:
-        assert running.returncode == 75
-        assert said == (
-            "fp8stack: Stopped. What is done is kept; the same command goes on with it.\n"
-        )
+    assert running.returncode == code
+    assert not told or said == f"fp8stack: {told}"
     while any(alive(int(child)) for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     monkeypatch.setattr(run, "ITEM_BYTES", 100_000)
-    for out in ("out", "whole"):
-        prepared(large, out=tmp_path / out, train_bpe=300, held_out=0.01)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    prepared(large[0], out=tmp_path / "out", train_bpe=300, held_out=0.01)
+    assert contents(tmp_path / "out") == large[1]
 
 
 # What changed meanwhile
 
 
-def cut_after(
-    count: int, *paths: object, out: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any
-):
+def cut_after(count: int, *paths: object, out: Path, **changes: Any) -> None:
     """A preparation that died after so many items."""
     left = count
     real = encode.encode
@@ -166,27 +168,27 @@ def cut_after(
             raise Cut
         return real(*arguments)
 
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(encode, "encode", call)
         with pytest.raises(Cut):
             prepared(*paths, out=out, **changes)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_changed_where_it_was_read_is_refused(name, tmp_path, monkeypatch):
+def test_a_file_that_changed_where_it_was_read_is_refused(name, tmp_path):
     path = tmp_path / name
     written(path, pack(lines(documents(100)), path.suffix))
-    cut_after(3, path, out=tmp_path / "out", monkeypatch=monkeypatch)
+    cut_after(3, path, out=tmp_path / "out")
     for content in (lines(documents(100, seed=9)), b"{}\n"):
         written(path, pack(content, path.suffix))
         assert "has changed where it was read already" in refusal(path, out=tmp_path / "out")
 
 
-def test_inputs_read_already_must_be_as_they_were(tmp_path, monkeypatch):
+def test_inputs_read_already_must_be_as_they_were(tmp_path):
     folder, out = tmp_path / "in", tmp_path / "out"
     for name in "abc":
         written(folder / f"{name}.jsonl", lines(documents(60)))
-    cut_after(9, folder, out=out, monkeypatch=monkeypatch)
+    cut_after(9, folder, out=out)
     assert json.loads((out / "progress.json").read_text())["position"]["source"] >= 1
     (folder / "0.jsonl").write_bytes(lines(["new"]))
     assert "read already have changed" in refusal(folder, out=out)
@@ -195,23 +197,17 @@ def test_inputs_read_already_must_be_as_they_were(tmp_path, monkeypatch):
     assert prepared(folder, out=out)["documents"]["documents"] == 181
 
 
-def test_shards_that_are_gone_or_shorter_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
-    cut_after(5, tmp_path / "a.jsonl", out=tmp_path / "out", monkeypatch=monkeypatch)
-    os.truncate(tmp_path / "out" / "train-00000.bin", 10)
-    message = refusal(tmp_path / "a.jsonl", out=tmp_path / "out")
-    assert "train-00000.bin is missing or shorter than it was" in message
-
-
-def test_another_tokenizer_of_that_name_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(lines(documents(100)))
+def test_shards_that_are_shorter_and_another_tokenizer_of_that_name_are_refused(tmp_path):
+    path = written(tmp_path / "a.jsonl", lines(documents(100)))
     given = tmp_path / "tokenizer.json"
     trained(300).save(str(given))
     asked = {"out": tmp_path / "out", "tokenizer": str(given)}
-    cut_after(3, tmp_path / "a.jsonl", monkeypatch=monkeypatch, **asked)
+    cut_after(5, path, **asked)
     trained(310).save(str(given))
-    message = refusal(tmp_path / "a.jsonl", **asked)
-    assert "begun with another tokenizer" in message
+    assert "begun with another tokenizer" in refusal(path, **asked)
+    trained(300).save(str(given))
+    os.truncate(tmp_path / "out" / "train-00000.bin", 10)
+    assert "train-00000.bin is missing or shorter than it was" in refusal(path, **asked)
 
 
 # The machine fails
@@ -221,42 +217,39 @@ def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ITEM_BYTES", 20_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    asked = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
     try:
         with pytest.raises(StorageError, match=r"the disk is full\. Make room there\.") as caught:
-            prepared(large, out=tmp_path / "out")
+            prepared(large[0], **asked)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, heard)
     assert caught.value.exit_code == 4
-    for out in ("out", "whole"):
-        prepared(large, out=tmp_path / out)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    prepared(large[0], **asked)
+    assert contents(tmp_path / "out") == large[1]
 
 
 def dies(item: object):
     os._exit(9)
 
 
-def test_a_process_that_dies_is_told_and_nothing_is_lost(mixed, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
+def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path):
+    asked = {"out": tmp_path / "out", "train_bpe": 300, "held_out": 0.01}
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fp8stack.prepare.encode.encode_in_worker", dies)
         with pytest.raises(RankLost, match="fewer --workers") as caught:
-            prepared(*mixed, out=tmp_path / "out", workers=2)
+            prepared(large[0], workers=2, **asked)
         assert caught.value.exit_code == 4
-    for out in ("out", "whole"):
-        prepared(*mixed, out=tmp_path / out)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    prepared(large[0], **asked)
+    assert contents(tmp_path / "out") == large[1]
 
 
-def test_a_folder_that_cannot_be_written_ends_in_code_4(mixed, tmp_path):
+def test_a_folder_that_cannot_be_written_or_is_in_use_ends_the_command(mixed, tmp_path):
     written(tmp_path / "file", b"")
     with pytest.raises(StorageError) as caught:
         prepared(*mixed, out=tmp_path / "file" / "out")
     assert caught.value.exit_code == 4
-
-
-def test_two_commands_do_not_write_to_one_folder(mixed, tmp_path):
     with Folder(tmp_path / "out").claimed():
         assert "Another command prepares" in refusal(*mixed, out=tmp_path / "out")
 
