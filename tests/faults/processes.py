@@ -52,8 +52,7 @@ def unchanged(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process ended: its exit code, or the signal's number, negative; what it printed; how
-    long it took."""
+    """How a process ended: its exit code, or the signal's number, negative."""
 
     code: int
     stdout: str
@@ -67,16 +66,7 @@ class Ended:
 
 
 class Child:
-    """A rank under way.
-
-    Args:
-        words: the arguments of `fp8stack`.
-        folder: the working folder.
-        faults: see `tests.faults.harness`.
-        environment: variables to set.
-        change: of the process, with
-        rank: its rank.
-    """
+    """A rank of `fp8stack` with some words under way, in a working folder."""
 
     def __init__(
         self,
@@ -149,15 +139,8 @@ class Child:
 
 
 class Together:
-    """The ranks of one run, under way; as a context, none of them outlives it.
-
-    Args:
-        words: the arguments of `fp8stack`.
-        folder: the working folder.
-        count: how many ranks; one gets no launcher's environment.
-        faults: see `tests.faults.harness`.
-        change: of each rank's process.
-    """
+    """The ranks of one run, under way; as a context, none of them outlives it. One rank alone gets
+    no launcher's environment."""
 
     def __init__(
         self,

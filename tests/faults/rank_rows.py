@@ -19,14 +19,7 @@ from torch import Tensor
 
 from fp8stack.training.step import Step
 from tests.faults.case import Case, Outcome, judged
-from tests.faults.processes import (
-    difference,
-    last_step,
-    rows,
-    run_ranks,
-    states,
-    telling_states,
-)
+from tests.faults.processes import difference, last_step, rows, run_ranks, states, telling_states
 from tests.faults.twins import SMALL, TEXT, Twin, said_by
 
 KILLED, DONE, LOST, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 4, 75

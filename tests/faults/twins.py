@@ -28,16 +28,8 @@ class Operation(NamedTuple):
 
 
 class Twin:
-    """A run that is left alone, and what it takes to begin others like it.
-
-    Args:
-        folder: for all of them; made here.
-        recipe: their precision.
-        steps: of each.
-        save_every: steps between their checkpoints.
-        flags: further arguments of `pretrain`, which win.
-        ranks: of each.
-    """
+    """A run that is left alone, and what it takes to begin others like it in the same `folder`;
+    `flags` are further arguments of `pretrain`, which win."""
 
     def __init__(
         self,

@@ -121,10 +121,7 @@ def blocked(
     data = np.zeros(x.shape, np.uint8)
     inv_scale = np.zeros((-(-x.shape[0] // high), -(-x.shape[1] // wide)), np.float32)
     for row, column in np.ndindex(inv_scale.shape):
-        here = (
-            slice(row * high, row * high + high),
-            slice(column * wide, column * wide + wide),
-        )
+        here = (slice(row * high, row * high + high), slice(column * wide, column * wide + wide))
         scale = scale_of(block_amax(x[here]), name, power_of_two, overflow)
         data[here] = fp8_codes(x[here], scale, name)
         inv_scale[row, column] = np.float32(1) / scale

@@ -32,24 +32,10 @@ PEAK = Peak(tflops=None, name="none")
 
 
 class SmallLoop:
-    """A loop, its run and the tokens of its steps.
-
-    Args:
-        folder: of the run.
-        recipe: its precision.
-        width: of the model.
-        resume: see `set_up`.
-        flags: other keys of the run.
-    """
+    """A loop, its run and the tokens of its steps; `flags` are other keys of the run."""
 
     def __init__(
-        self,
-        folder: Path,
-        recipe: str,
-        *,
-        width: int = 32,
-        resume: str | None = None,
-        **flags: Any,
+        self, folder: Path, recipe: str, *, width: int = 32, resume: str | None = None, **flags: Any
     ) -> None:
         small = {"steps": 20, "batch": 4, "context": 32, "eval_every": 100, "save_every": 100}
         self._again = {"folder": folder, "recipe": recipe, "width": width} | flags

@@ -62,11 +62,7 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, whole):
 
 @pytest.mark.parametrize(
     ("recipe", "flags"),
-    [
-        ("delayed", []),
-        ("fp32", ["--set", "workers=2"]),
-        ("mxfp8", ["--set", "save_fp8=true"]),
-    ],
+    [("delayed", []), ("fp32", ["--set", "workers=2"]), ("mxfp8", ["--set", "save_fp8=true"])],
 )
 def test_what_changes_no_number_gives_the_same_losses(recipe, flags, whole, command, tmp_path):
     assert command("pretrain", "--recipe", recipe, "--out", "r", *TINY, *flags) == 0

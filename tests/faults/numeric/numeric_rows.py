@@ -233,15 +233,15 @@ def spikes(folder: Path, count: int) -> Outcome:
     return outcome
 
 
-def spiked(folder: Path, recipe: str, count: int) -> Outcome:
-    """The first `count` of the spikes that `bench guard` puts into a run."""
-    run = small_run(folder, f"{recipe}-spikes", recipe, steps=300, save_every=1000)
+def spiked(folder: Path, recipe: str, count: int, steps: int = 300) -> Outcome:
+    """The first `count` of the spikes that `bench guard` puts into a run of so many steps."""
+    run = small_run(folder, f"{recipe}-spikes", recipe, steps=steps, save_every=1000)
     loss_spikes(run)
     trained(run)
     # In fp16 the spike may overflow, which skips the step as well.
     rows = run.folder.read_metrics()
     told = {row["step"] for row in rows if row.get("event") == "skip" or row.get("skipped")}
-    at = spiked_steps(300)[:count]
+    at = spiked_steps(steps)[:count]
     missed = [f"{recipe}: the spike of step {step} was taken" for step in at if step not in told]
     return Outcome(injected=len(at), survived=len(at) - len(missed), lost=tuple(missed))
 

@@ -8,6 +8,7 @@ import torch
 from bench.quality.guard import SPIKES
 from fp8stack.config import GuardConfig
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
+from tests.conftest import metrics
 from tests.faults.case import Outcome
 from tests.faults.numeric import numeric_rows
 from tests.faults.numeric.numeric_rows import clean, falsely_skipped, spiked, spikes
@@ -15,22 +16,24 @@ from tests.faults.numeric.numeric_rows import clean, falsely_skipped, spiked, sp
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "delayed"])
-def test_all_of_twenty_tenfold_losses_are_caught(recipe, tmp_path):
-    outcome = spiked(tmp_path, recipe, SPIKES)
+@pytest.mark.parametrize("recipe", ["fp32", "delayed", "current"])
+def test_all_of_twenty_tenfold_losses_are_caught_and_no_clean_step_is(recipe, tmp_path):
+    outcome = spiked(tmp_path, recipe, SPIKES, steps=160)
     assert (outcome.injected, outcome.survived, outcome.lost) == (20, 20, ())
+    rows = metrics(tmp_path / f"{recipe}-spikes")
+    assert [row["event"] for row in rows if "event" in row] == ["skip"] * 20
+
+
+def test_of_clean_steps_in_fp16_none_is_skipped(tmp_path):
+    assert falsely_skipped(tmp_path, "fp16", 80) == 0
 
 
 def test_a_guard_that_lets_spikes_pass_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(numeric_rows, "spiked_steps", lambda steps: [7, 8])  # none is there
-    outcome = spiked(tmp_path, "fp32", 2)
+    monkeypatch.setattr(numeric_rows, "loss_spikes", lambda run: None)
+    monkeypatch.setattr(numeric_rows, "spiked_steps", lambda steps: [7, 8])
+    outcome = spiked(tmp_path, "fp32", 2, steps=10)
     assert (outcome.injected, outcome.survived) == (2, 0)
     assert outcome.lost[0] == "fp32: the spike of step 7 was taken"
-
-
-@pytest.mark.parametrize("recipe", ["current", "fp16"])
-def test_of_clean_steps_none_or_almost_none_is_skipped(recipe, tmp_path):
-    assert falsely_skipped(tmp_path, recipe, 150) == 0
 
 
 def test_clean_steps_that_are_skipped_are_told(tmp_path, monkeypatch):
