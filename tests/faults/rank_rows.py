@@ -7,7 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,36 +119,26 @@ def not_finite(twin: Twin, run: Path) -> str:
 
 @contextmanager
 def _broken_and_told(victim: int, told: str, rank: int) -> Iterator[None]:
-    """NaN on one rank, -1 is all, and their FP8 states in the end."""
-    with broken_gradient(rank if victim < 0 else victim, BEGUN, math.nan, rank):
-        if not told:
-            yield
-            return
-        with telling_states(told, rank):
-            yield
-
-
-@contextmanager
-def broken_gradient(victim: int, step: int, value: float, rank: int) -> Iterator[None]:
-    """On one rank, put `value` into the gradient of the last block's output at one step, before
-    ranks exchange anything."""
+    """NaN in the gradient of the last block's output on one rank, -1 is all, before ranks exchange
+    anything; and their FP8 states in the end."""
     train_step: Any = Step.__call__
 
-    def broken(self: Any, number: int, tokens_BT: Tensor) -> Any:
-        if number != step or rank != victim:
-            return train_step(self, number, tokens_BT)
+    def broken(self: Any, step: int, tokens_BT: Tensor) -> Any:
+        if step != BEGUN or victim not in (-1, rank):
+            return train_step(self, step, tokens_BT)
 
         def spoil(part: Any, inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(lambda gradient: torch.full_like(gradient, value))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))  # type: ignore[no-untyped-call]
 
         handle = self.run.model.blocks[-1].register_forward_hook(spoil)
         try:
-            return train_step(self, number, tokens_BT)
+            return train_step(self, step, tokens_BT)
         finally:
             handle.remove()
 
-    with patch.object(Step, "__call__", broken):
+    telling = telling_states(told, rank) if told else nullcontext()
+    with patch.object(Step, "__call__", broken), telling:
         yield
 
 

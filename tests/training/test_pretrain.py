@@ -87,13 +87,6 @@ def test_dropout_is_continued_on_resume(command, tmp_path):
     assert losses(tmp_path / "r") == losses(tmp_path / "whole")
 
 
-def test_accumulation_takes_the_same_steps_in_smaller_pieces(whole, command, tmp_path):
-    assert command("pretrain", "--recipe", "fp32", "--out", "b", *TINY, "--accumulate", "4") == 0
-    for one, pieces in zip(losses(whole("fp32")[0]), losses(tmp_path / "b"), strict=True):
-        assert pieces[1] == pytest.approx(one[1], rel=1e-4)
-        assert pieces[2] == pytest.approx(one[2], rel=1e-3)
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoints(refused, tmp_path):
     # Steps so large that the weights soon leave all bounds; each is larger than the one before.
     flags = [*TINY, "--lr", "1e26", "--set", "warmup_steps=1000000000", "--save-every", "1"]

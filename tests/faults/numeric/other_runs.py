@@ -18,6 +18,19 @@ class Other:
     named: str
 
 
+# Key, and what it is on resumption and was.
+PLAIN: list[tuple[str, Any, Any]] = [
+    ("seed", 3, 0), ("batch", 8, 4), ("context", 16, 32), ("lr", 0.1, 0.003), ("accumulate", 2, 1),
+    ("schedule", "wsd", "cosine"), ("warmup_steps", 5, 2), ("decay_fraction", 0.5, 0.2),
+    ("min_lr", 0.5, 0.1), ("weight_decay", 0.0, 0.1), ("beta1", 0.8, 0.9), ("beta2", 0.99, 0.95),
+    ("adam_eps", 1e-6, 1e-8), ("clip", 0.5, 1.0), ("clip_mode", "value", "norm"),
+    ("clip_percentile", 90.0, 95.0), ("clip_window", 50, 100), ("optimizer", "muon", "adamw"),
+    ("loss_scale", 8.0, None), ("first_loss_scale", 8.0, 65536.0), ("loss_scale_interval", 9, 2000),
+    ("loss_scale_growth", 4.0, 2.0), ("loss_scale_backoff", 0.25, 0.5),
+    ("min_loss_scale", 2.0, 1.0), ("max_loss_scale", 1e6, 262144.0), ("momentum", 0.5, 0.9),
+    ("grad_compression", "bf16", "none"), ("data_order", "epochs", "random"),
+    ("document_mask", True, False), ("calibration_steps", 3, 16),
+]  # fmt: skip
 OTHERS = [
     Other({"recipe": "current"}, "recipe.scaling is 'current' here and 'delayed'"),
     Other({"recipe": "fp32"}, "recipe.scaling is 'none' here and 'delayed'"),
@@ -29,37 +42,8 @@ OTHERS = [
     Other({"model_overrides": {"layers": 2}}, "model.layers is 2 here and 1"),
     Other({"model_overrides": {"activation": "gelu"}}, "model.activation is 'gelu' here"),
     Other({"data": "other.txt"}, "the data are not those that the run was trained on"),
-    Other({"seed": 3}, "seed is 3 here and 0"),
-    Other({"batch": 8}, "batch is 8 here and 4"),
-    Other({"context": 16}, "context is 16 here and 32"),
-    Other({"lr": 0.1}, "lr is 0.1 here and 0.003"),
-    Other({"accumulate": 2}, "accumulate is 2 here and 1"),
-    Other({"schedule": "wsd"}, "schedule is 'wsd' here and 'cosine'"),
-    Other({"warmup_steps": 5}, "warmup_steps is 5 here and 2"),
-    Other({"decay_fraction": 0.5}, "decay_fraction is 0.5 here and 0.2"),
-    Other({"min_lr": 0.5}, "min_lr is 0.5 here and 0.1"),
-    Other({"weight_decay": 0.0}, "weight_decay is 0.0 here and 0.1"),
-    Other({"beta1": 0.8}, "beta1 is 0.8 here and 0.9"),
-    Other({"beta2": 0.99}, "beta2 is 0.99 here and 0.95"),
-    Other({"adam_eps": 1e-6}, "adam_eps is 1e-06 here and 1e-08"),
-    Other({"clip": 0.5}, "clip is 0.5 here and 1.0"),
-    Other({"clip_mode": "value"}, "clip_mode is 'value' here and 'norm'"),
-    Other({"clip_percentile": 90.0}, "clip_percentile is 90.0 here and 95.0"),
-    Other({"clip_window": 50}, "clip_window is 50 here and 100"),
-    Other({"optimizer": "muon"}, "optimizer is 'muon' here and 'adamw'"),
-    Other({"loss_scale": 8.0}, "loss_scale is 8.0 here and None"),
-    Other({"first_loss_scale": 8.0}, "first_loss_scale is 8.0 here and 65536.0"),
-    Other({"loss_scale_interval": 9}, "loss_scale_interval is 9 here and 2000"),
-    Other({"loss_scale_growth": 4.0}, "loss_scale_growth is 4.0 here and 2.0"),
-    Other({"loss_scale_backoff": 0.25}, "loss_scale_backoff is 0.25 here and 0.5"),
-    Other({"min_loss_scale": 2.0}, "min_loss_scale is 2.0 here and 1.0"),
-    Other({"max_loss_scale": 1e6}, "max_loss_scale is 1000000.0 here and 262144.0"),
-    Other({"momentum": 0.5}, "momentum is 0.5 here and 0.9"),
-    Other({"grad_compression": "bf16"}, "grad_compression is 'bf16' here and 'none'"),
     Other({"phases": "default"}, "phases is"),
-    Other({"data_order": "epochs"}, "data_order is 'epochs' here and 'random'"),
-    Other({"document_mask": True}, "document_mask is True here and False"),
-    Other({"calibration_steps": 3}, "calibration_steps is 3 here and 16"),
+    *(Other({key: now}, f"{key} is {now!r} here and {was!r}") for key, now, was in PLAIN),
 ]
 
 

@@ -395,8 +395,6 @@ class Module(nn.Module):
 
 
 class Linear(Module):
-    """`te.Linear`."""
-
     REAL = "pytorch/module/linear.py:Linear"
 
     def shapes(self, **given: Any) -> Shapes:
@@ -407,8 +405,6 @@ class Linear(Module):
 
 
 class LayerNormLinear(Module):
-    """`te.LayerNormLinear`."""
-
     REAL = "pytorch/module/layernorm_linear.py:LayerNormLinear"
 
     def shapes(self, **given: Any) -> Shapes:
@@ -420,8 +416,6 @@ class LayerNormLinear(Module):
 
 
 class LayerNormMLP(Module):
-    """`te.LayerNormMLP`."""
-
     REAL = "pytorch/module/layernorm_mlp.py:LayerNormMLP"
     GEMMS = 2
 
@@ -478,15 +472,11 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """`te.LayerNorm`."""
-
     REAL = "pytorch/module/layernorm.py:LayerNorm"
     OPERATION = "pytorch/ops/basic/layer_norm.py:LayerNorm"
 
 
 class RMSNorm(_Norm):
-    """`te.RMSNorm`."""
-
     REAL = "pytorch/module/rmsnorm.py:RMSNorm"
     OPERATION = "pytorch/ops/basic/rmsnorm.py:RMSNorm"
 
