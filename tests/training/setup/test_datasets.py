@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack import cli
-from fp8stack.data import encoded, load_corpora
+from fp8stack.data import load_corpora, texts
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
@@ -243,7 +243,7 @@ def test_text_becomes_tokens_of_the_models_own_tokenizer(command, tokens, tmp_pa
 def test_more_text_than_a_start_can_read_is_to_be_prepared(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
     bpe = tokenizer_from_json(trained().to_str())
-    monkeypatch.setattr(encoded, "MOST_BYTES", len(TEXT) - 1)
+    monkeypatch.setattr(texts, "MOST_BYTES", len(TEXT) - 1)
     with pytest.raises(UserError, match="fp8stack prepare"):
         load_corpora(str(tmp_path / "text.txt"), 300, texts=bpe)
 
