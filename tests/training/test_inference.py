@@ -13,7 +13,7 @@ from fp8stack import GPT, build_backend, fp8_state, load_config
 from fp8stack.model.config import plan_for
 from fp8stack.precision import Hardware
 from fp8stack.training.evaluate import eval_mode
-from tests.support.small_loop import SmallLoop
+from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,10 +23,7 @@ WAYS = [
     *((recipe, "emulate") for recipe in ("delayed", "current", "block", "mxfp8")),
     *((recipe, "torch") for recipe in ("delayed", "current")),
 ]
-MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-}
+MODES = (torch.no_grad, torch.inference_mode)
 
 
 def gpt(recipe: str, backend: str) -> GPT:
@@ -56,35 +53,30 @@ def trained(model: GPT, evaluate: Callable[[GPT], None]) -> list[Tensor]:
     return [*found, *state, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("mode", MODES)
+def evaluate(model: GPT, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """See that an evaluation leaves no graph, and the FP8 state as it was."""
+    tokens = torch.arange(2 * 17).view(2, 17)
+    before = {name: value.clone() for name, value in fp8_state(model).items()}
+    saved: list[Tensor] = []
+    model.eval()
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x), lambda x: x)
+    with mode(), keep:
+        logits, loss = model(tokens), model(tokens[:, :-1], tokens[:, 1:])
+    model.train()
+    assert not saved
+    for result in (logits, loss):
+        assert not result.requires_grad
+        assert result.grad_fn is None
+        assert result.isfinite().all()
+    assert changed(before, fp8_state(model)) == []
+
+
 @pytest.mark.parametrize(("recipe", "backend"), WAYS)
-def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend, mode):
-    def evaluate(model: GPT) -> None:
-        tokens = torch.arange(2 * 17).view(2, 17)
-        before = {name: value.clone() for name, value in fp8_state(model).items()}
-        saved: list[Tensor] = []
-        model.eval()
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with MODES[mode](), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-            logits, loss = model(tokens), model(tokens[:, :-1], tokens[:, 1:])
-        model.train()
-        assert not saved
-        for result in (logits, loss):
-            assert not result.requires_grad
-            assert result.grad_fn is None
-            assert result.isfinite().all()
-        after = fp8_state(model)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-
-    found = trained(gpt(recipe, backend), evaluate)
+def test_evaluations_leave_no_graph_and_the_training_as_it_was(recipe, backend):
     expected = trained(gpt(recipe, backend), lambda model: None)
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for mode in MODES:
+        found = trained(gpt(recipe, backend), lambda model, mode=mode: evaluate(model, mode))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_the_runs_own_evaluation_has_no_graph():
@@ -95,22 +87,19 @@ def test_the_runs_own_evaluation_has_no_graph():
     assert model.training
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loaded_model_gives_the_same_logits_in_every_mode(tmp_path, mode):
+def test_a_loaded_model_gives_the_same_logits_in_every_mode(tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", save_every=2)
     small.advance(2)
     small.loop.wait()
     tokens = torch.randint(256, (2, 16))
     with torch.no_grad():
-        small.run.model.eval()
-        expected = small.run.model(tokens)
+        expected = small.run.model.eval()(tokens)
     model = fp8stack.load(tmp_path / "r", recipe="delayed")
     assert not model.training
     before = {name: value.clone() for name, value in fp8_state(model).items()}
-    with MODES[mode]():
-        for _ in range(2):
+    for mode in MODES * 2:
+        with mode():
             logits = model(tokens)
-            assert torch.equal(logits, expected)
-            assert logits.grad_fn is None
-    after = fp8_state(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert torch.equal(logits, expected)
+        assert logits.grad_fn is None
+    assert changed(before, fp8_state(model)) == []

@@ -275,7 +275,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("what", PLACES)
-@pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 def test_a_skipped_step_leaves_weights_moments_and_fp8_state_as_if_it_had_not_been(
     recipe, what, tmp_path
 ):
@@ -334,21 +334,6 @@ def test_an_amax_that_spikes_is_skipped_once_the_window_knows_better(tmp_path):
     assert "the amax of blocks.0.attention.output." in event["why"]
 
 
-CLEARED = ("clear_amax", "blocks.0.mlp.up", "input")
-
-
-@pytest.mark.parametrize("value", [INF, NAN])
-def test_what_is_not_finite_in_an_amax_history_is_cleared_and_told(value, tmp_path):
-    small = SmallLoop(tmp_path / "r", "delayed")
-    history = small.run.backend.delayed.history
-    small.advance(2)
-    history.history[5, history.column("blocks.0.mlp.up.input")] = value
-    small.advance()
-    assert history.history.isfinite().all()
-    (event,) = small.events()
-    assert (event["event"], event["layer"], event["operand"]) == CLEARED
-
-
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(algorithm, tmp_path):
     keys = {"amax_algorithm": algorithm, "history_length": 4}
@@ -361,7 +346,8 @@ def test_a_scale_that_does_not_follow_from_its_amaxes_is_made_anew_and_told(algo
     assert torch.equal(history.scales, right)
     small.advance()
     (event,) = small.events()
-    assert (event["event"], event["layer"], event["operand"]) == CLEARED
+    named = event["event"], event["layer"], event["operand"]
+    assert named == ("clear_amax", "blocks.0.mlp.up", "input")
 
 
 def test_without_a_guard_fp16_that_overflows_with_the_smallest_scale_takes_no_later_step(tmp_path):
