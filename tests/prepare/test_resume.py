@@ -18,6 +18,7 @@ import pytest
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run, shards
 from fp8stack.prepare.folder import Folder
+from tests.prepare.dying import dies
 from tests.prepare.test_run import documents, lines, pack, parquet, prepared, refusal, written
 from tests.support.made_tokenizers import trained
 
@@ -228,10 +229,6 @@ def test_a_full_disk_ends_in_code_4_and_goes_on(large, tmp_path, monkeypatch):
     assert caught.value.exit_code == 4
     prepared(large[0], **asked)
     assert contents(tmp_path / "out") == large[1]
-
-
-def dies(item: object):
-    os._exit(9)
 
 
 def test_a_process_that_dies_is_told_and_nothing_is_lost(large, tmp_path):
