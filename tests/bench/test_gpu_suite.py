@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from bench import runner
-from bench.gpu import casts, gpu, gpu_report, histories, layers, losses, visit, wheels
+from bench.gpu import casts, gpu, gpu_report, histories, layers, losses, steps, visit, wheels
 from bench.gpu.cases import (
     TIME_IS_UP,
     Case,
@@ -100,20 +100,19 @@ def test_the_tests_for_gpus_need_nothing_that_a_bare_machine_lacks():
     assert all(line.startswith("tests/gpu/") for line in found)
 
 
-def test_a_part_of_the_first_half_hour_runs_through_on_a_cpu(tmp_path):
-    assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path), "--part", "4"]) == 0
-    report = json.loads((tmp_path / "part-4.json").read_text())
-    assert report["dry_run"]
-    assert [task["ended"] for task in report["tasks"]] == ["done"] * 3
+def test_steps_of_the_first_half_hour_are_measured_with_the_head_in_bf16_and_in_fp8(
+    tmp_path, monkeypatch
+):
+    for task in visit.PARTS[4].tasks[:2]:
+        monkeypatch.setattr(sys, "argv", task.command(tmp_path, tmp_path, dry=True)[2:])
+        assert steps.main() == 0
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [(row["recipe"], row["head"]) for row in rows] == [
-        ("bf16", False), ("delayed", False), ("current", False),
-        ("delayed", True), ("current", True),
-    ]  # fmt: skip
+    found = [(row["recipe"], row["head"]) for row in rows]
+    first = [(name, False) for name in ("bf16", "delayed", "current")]
+    assert found == [*first, ("delayed", True), ("current", True)]
     assert all(row["median_ms"] > 0 for row in rows)
     assert "lm_head" not in str(rows[3]["plan"])
     assert (tmp_path / "llama-8b-2-layers-delayed-head" / "profile.md").exists()
-    assert "==== linears of llama-8b" in (tmp_path / "part-4.log").read_text()
 
 
 @pytest.mark.slow
@@ -121,12 +120,8 @@ def test_all_parts_run_through_on_a_cpu(tmp_path):
     assert runner.run("gpu", ["--dry-run", "--out", str(tmp_path)]) == 0
     for number, part in visit.PARTS.items():
         report = json.loads((tmp_path / f"part-{number}.json").read_text())
+        assert report["dry_run"]
         assert [task["ended"] for task in report["tasks"]] == ["done"] * len(part.tasks)
-
-
-def test_each_part_is_shorter_than_nine_minutes():
-    assert visit.WHOLE < 540
-    assert visit.PARTS.keys() == {1, 2, 3, 4, 5}
 
 
 def python(code: str, seconds: float = 60.0) -> visit.Task:
@@ -162,9 +157,8 @@ visit.run(1, Path(), False)
 
 
 def test_what_was_found_is_kept_where_a_part_is_killed(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", KILLED]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, **options)
     assert done.returncode == -9
     report = json.loads((tmp_path / "part-1.json").read_text())
     assert [task["ended"] for task in report["tasks"]] == ["done", "under way"]
@@ -182,6 +176,7 @@ def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
     with pytest.raises(SystemExit):
         parsed("--sections", "casts,nonsense")
     assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
+    assert (visit.WHOLE < 540, visit.PARTS.keys()) == (True, {1, 2, 3, 4, 5})  # nine minutes each
     assert gpu.BUDGETS.keys() == gpu.SECTIONS.keys()
     whole = gpu.WHOLE + gpu.GRACE
     assert sum(gpu.BUDGETS[name] for name in gpu.SECTIONS if name != "losses") < whole < 480
@@ -220,15 +215,13 @@ def test_inputs_have_all_that_a_cast_may_meet():
     assert len(bf16.view(torch.int16).unique()) == 2**16
     for x in (bf16, fp32):
         assert x.shape == (256, 256)
-        assert x.isnan().any()
-        assert x.isinf().any()
+        assert x.isnan().any() & x.isinf().any()
         assert ((x != 0) & (x.abs() < 1e-38)).sum() > 200
     for tie in (1.0625, 464.0, 2.0**-10, 61440.0, 2.0**-17):  # E4M3's, and E5M2's
-        assert (fp32 == tie).any()
-        assert (fp32 == -tie).any()
-    steps = [numerics.amax(step.x) for step in spiky_steps(50, 16, 32, 16)]
-    assert {0.0, math.inf} < set(map(float, steps))
-    assert any(step.w.isnan().all() for step in spiky_steps(50, 16, 32, 16))
+        assert (fp32 == tie).any() & (fp32 == -tie).any()
+    steps = spiky_steps(50, 16, 32, 16)
+    assert {0.0, math.inf} < {float(numerics.amax(step.x)) for step in steps}
+    assert any(step.w.isnan().all() for step in steps)
     assert {0.0, math.inf} < set(amaxes().tolist())
 
 
@@ -248,9 +241,8 @@ def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown():
     def toward_zero(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
         nearest = numerics.cast_to_fp8(x, scale, format)
         too_far = nearest.float().abs() > (x.float() * scale).abs()
-        return torch.where(too_far, nearest.view(torch.uint8) - 1, nearest.view(torch.uint8)).view(
-            nearest.dtype
-        )
+        codes = nearest.view(torch.uint8)
+        return torch.where(too_far, codes - 1, codes).view(nearest.dtype)
 
     facts = casts.casts_with(CPU, "bf16", "e4m3", toward_zero)
     assert not facts["holds"]
@@ -301,17 +293,11 @@ def test_a_layer_is_compared_with_float64(monkeypatch):
     (row,) = rows(cases, "delayed by emulate, 48")
     assert set(row["quantized_db"]) == {"y", "dx", "dw", "db"}
     assert row["unquantized_db"]["y"] < layers.SAME_OPERANDS_DB
-
-
-def test_a_layer_whose_operands_are_others_does_not_hold(monkeypatch):
-    quantized = layers.quantized
+    # One whose operands are others does not hold.
+    quantized, others = layers.quantized, layers.load_recipe("mxfp8")
+    monkeypatch.setattr(layers, "quantized", lambda recipe, *given: quantized(others, *given))
     shape = layers.Shape(48, 128, 64, False)
-    others = partial(layers.load_recipe, "mxfp8")
-    monkeypatch.setattr(
-        layers, "quantized", lambda recipe, *operands: quantized(others(), *operands)
-    )
-    facts = layers.linear(CPU, "current", "emulate", shape, compiled=False)
-    assert not facts["holds"]
+    assert not layers.linear(CPU, "current", "emulate", shape, compiled=False)["holds"]
 
 
 def test_losses_are_compared_with_bf16s(monkeypatch):
@@ -320,9 +306,8 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     monkeypatch.setattr(losses, "ARMS", arms)
     training = losses.Training("gpt-nano", steps=2, batch=2, context=32)
     found = [run_case(case) for case in losses.cases(CPU, math.inf, training)]
-    assert [("skipped" in row, broken(row)) for row in found] == [
-        (False, False), (True, False), (False, False), (False, False),
-    ]  # fmt: skip
+    assert ["skipped" in row for row in found] == [False, True, False, False]
+    assert not any(map(broken, found))
     bf16, _, delayed, _ = found
     assert len(delayed["losses"]) == delayed["steps"] == 2
     assert (delayed["fp8_layers"], delayed["layers"], delayed["fp8_gemms"]) == (16, 17, 96)
@@ -334,9 +319,8 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     monkeypatch.setattr(losses, "train", lambda *given, **options: dict(again[given[3]]))
     found = [run_case(case) for case in losses.cases(CPU, math.inf, training)]
     assert [broken(row) for row in found] == [False, True]
-
-
-def test_a_training_that_the_time_does_not_suffice_for_has_no_final_loss():
+    # One that the time does not suffice for has no final loss.
+    monkeypatch.undo()
     training = losses.Training("gpt-nano", steps=9, batch=2, context=32)
     facts = losses.train(CPU, training, "reference", "bf16", time.monotonic())
     assert facts["steps"] == 1
@@ -384,8 +368,7 @@ def test_the_report_is_written_as_json_and_as_tables(tmp_path):
     made["sections"]["losses"]["problem"] = "died with exit code -11 in the case 'te'"
     gpu_report.write(made, tmp_path)
     data = json.loads((tmp_path / "gpu.json").read_text())
-    assert data["gpu"] == "NVIDIA H200"
-    assert data["capability"] == "9.0"
+    assert (data["gpu"], data["capability"]) == ("NVIDIA H200", "9.0")
     assert data["versions"]["torch"] == torch.__version__
     assert data["sections"]["layers"]["cases"][0]["unquantized_db"] == {"y": None, "db": 200.0}
     assert data["sections"]["losses"]["cases"][0]["losses"] == [1.0, None]
@@ -422,8 +405,7 @@ def test_a_section_may_die_or_hang(target, seconds, problem):
 
 def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines = [{"starting": "a"}, {"case": "a"}, {"starting": "b"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "b')
+    path.write_text('{"starting": "a"}\n{"case": "a"}\n{"starting": "b"}\n{"case": "b')
     assert gpu.read_rows(path) == ([{"case": "a"}], "b")
 
 
@@ -490,8 +472,7 @@ def test_wheels_are_downloaded_for_the_python_there_in_the_tested_versions(tmp_p
 
 def test_what_is_missing_is_told_where_nothing_can_be_imported():
     script = ROOT / "bench" / "gpu" / "wheels.py"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", str(script), "missing"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-I", "-S", str(script), "missing"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert {"torch", "pydantic", "typer"} <= set(done.stdout.split())

@@ -64,11 +64,9 @@ def test_what_is_lost_is_what_lies_below_half_a_step():
 
 def test_the_scenarios_table_has_every_case_and_its_middle_is_the_one_that_is_tested():
     found = runner.measured(int8, "int8", [])
-    text = int8.table(found)
-    assert len(found["results"]) == len(int8.CASES) * len(int8.ARMS)
-    zeros = {
-        row["arm"]: row["zeros"] for row in found["results"] if row["case"] == "384 keys, s = 3"
-    }
-    assert zeros["INT8"] == pytest.approx(0.93, abs=0.01)
-    assert zeros["E4M3"] == pytest.approx(0.16, abs=0.02)
-    assert f"| 384 keys, s = 3 | INT8 | {zeros['INT8']:.1%} |" in text
+    rows = {(row["case"], row["arm"]): row["zeros"] for row in found["results"]}
+    assert len(rows) == len(found["results"]) == len(int8.CASES) * len(int8.ARMS)
+    case = "384 keys, s = 3"
+    assert rows[case, "INT8"] == pytest.approx(0.93, abs=0.01)
+    assert rows[case, "E4M3"] == pytest.approx(0.16, abs=0.02)
+    assert f"| {case} | INT8 | {rows[case, 'INT8']:.1%} |" in int8.table(found)
