@@ -134,10 +134,7 @@ def _te_current(context: Context, x: Callable[[], Tensor]) -> Facts:
         scale = numerics.tensor_scale(numerics.amax(data), format, 0, power_of_two, eps)
         expected = numerics.cast_to_fp8(data, scale, format).view(torch.uint8)
         made = te_raw.current(data.to(context.device), format, power_of_two, eps)
-        pairs = {
-            "inverse": (made.scales, numerics.inverse(scale)),
-            "bytes": (made.along, expected),
-        }
+        pairs = {"inverse": (made.scales, numerics.inverse(scale)), "bytes": (made.along, expected)}
         if made.across is not None:
             pairs["transpose"] = (made.across, expected)
         parts[f"{format}, power_of_two {power_of_two}, eps {eps:g}"] = same_bits(pairs)
@@ -297,10 +294,7 @@ def _te_mxfp8(context: Context, x: Callable[[], Tensor]) -> Facts:
 
 
 def _te_pairs(
-    name: str,
-    made: te_raw.Quantized,
-    along: tuple[Tensor, Tensor],
-    across: tuple[Tensor, Tensor],
+    name: str, made: te_raw.Quantized, along: tuple[Tensor, Tensor], across: tuple[Tensor, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     assert made.across is not None
     assert made.scales_across is not None

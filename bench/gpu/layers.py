@@ -29,13 +29,7 @@ from fp8stack.backends import Backend, build_backend
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import MLP
 from fp8stack.precision import load_recipe
-from fp8stack.precision.recipe import (
-    CurrentRecipe,
-    DelayedRecipe,
-    Mxfp8Recipe,
-    PlainRecipe,
-    Recipe,
-)
+from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe, Mxfp8Recipe, PlainRecipe, Recipe
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
 # Floors that tell right from wrong. One operand quantized by another rule is about 30 dB away, a
@@ -96,10 +90,7 @@ def linear(context: Context, recipe: str, backend: str, shape: Shape, compiled: 
         results = _once(layer, called, x, dy)
     exact = _products(layer, dy, (x, x, layer.weight, layer.weight, dy, dy))
     known = _products(layer, dy, quantized(chosen, x, layer.weight.detach(), dy))
-    facts = {
-        "quantized_db": _ratios(results, known),
-        "unquantized_db": _ratios(results, exact),
-    }
+    facts = {"quantized_db": _ratios(results, known), "unquantized_db": _ratios(results, exact)}
     holds = all(value >= SAME_OPERANDS_DB for value in facts["quantized_db"].values())
     return {"holds": holds, **facts}
 

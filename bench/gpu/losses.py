@@ -149,9 +149,5 @@ def _batches(config: GPTConfig, training: Training) -> data.StepBatches:
     if config.context < training.context:
         raise Skipped(f"{training.context} tokens are more than {training.model}'s context")
     return data.StepBatches(
-        corpus,
-        batch=training.batch,
-        context=training.context,
-        seed=0,
-        vocabulary=config.vocabulary,
+        corpus, batch=training.batch, context=training.context, seed=0, vocabulary=config.vocabulary
     )

@@ -129,12 +129,7 @@ PARTS = {
     ),
     5: Part(
         "training, waiting and telemetry, deterministic and not",
-        (
-            tests("sync telemetry", 150),
-            training("true"),
-            training("false"),
-            tests("training", 400),
-        ),
+        (tests("sync telemetry", 150), training("true"), training("false"), tests("training", 400)),
     ),
 }
 
