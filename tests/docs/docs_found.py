@@ -94,10 +94,8 @@ def commands(page: str, text: str | None = None) -> list[Command]:
 def _of_block(page: str, number: int, block: Block) -> list[Command]:
     """A block's commands; none if it is output or a tree of files."""
     files = [
-        Command(
-            page, block.line + block.text.count("\n", 0, one.start()), one[0], number, script=True
-        )
-        for one in _HERE.finditer(block.text)
+        Command(page, block.line + block.text[: x.start()].count("\n"), x[0], number, script=True)
+        for x in _HERE.finditer(block.text)
     ]
     if files:
         rest = _HERE.sub(lambda one: "\n" * one[0].count("\n"), block.text)

@@ -71,9 +71,8 @@ def scaled(words: Sequence[str]) -> list[str]:
         return [*words, *SMALL, *RUN, f"--steps={_steps(words)}", *_sizes(words)]
     if command == "compare":
         return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *_sizes(words)]
-    if command == "generate":
-        return [*words, "--tokens=4"]
-    return words
+    small = {"generate": ["--tokens=4"], "prepare": ["--workers=1"]}
+    return [*words, *small.get(command, [])]
 
 
 def _is_there(words: Sequence[str]) -> bool:
@@ -211,54 +210,51 @@ def on_two_ranks(words: Sequence[str]) -> list[str]:
 # Shell scripts
 
 
+_BE = f'exec "{sys.executable}" -m tests.docs.docs_runner'
+_NOTE = '(printf "%s\\0" "$@"; echo) >> calls.txt'
 SHIMS = {
-    "fp8stack": f'exec "{sys.executable}" -m tests.docs.docs_runner fp8stack "$@"',
-    "torchrun": f'exec "{sys.executable}" -m tests.docs.docs_runner torchrun "$@"',
-    "srun": 'exec "$@"',
-    "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> requeued.txt',
-    "sleep": ":",
+    "fp8stack": (f"{_NOTE}", f'{_BE} fp8stack "$@"'),
+    "torchrun": (f'set -- torchrun "$@"; {_NOTE}', f'{_BE} torchrun "$@"'),
+    "srun": ('exec "$@"',) * 2,
+    "scontrol": ('[ "$1" = show ] && echo localhost || echo "$@" >> requeued.txt',) * 2,
+    "sleep": (":",) * 2,
 }
-SLURM = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOB_NODELIST": "localhost",
-    "SLURM_NNODES": "1",
-    "SLURM_NTASKS": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-}
+SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
+SLURM |= {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
 
-def run_script(text: str, folder: Path, *, launch: bool) -> None:
-    """Run a shell script of a document, where `fp8stack` and others are made small.
+def run_script(text: str, folder: Path, *, launch: bool) -> list[list[str]]:
+    """Run a shell script of a document.
 
     Args:
-        launch: torchrun starts two ranks; else one does the work, in its place.
+        launch: `fp8stack` and torchrun, on two ranks, run in it, made small; else what they are
+            called with is noted and returned.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
-    for name, body in SHIMS.items():
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+    for name, bodies in SHIMS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{bodies[launch]}\n")
         (programs / name).chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     root = str(Path(__file__).parents[2])
     modules = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **SLURM, "PATH": path, "PYTHONPATH": modules}
-    environment["DOCS_LAUNCH"] = str(int(launch))
-    done = subprocess.run(
-        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    words = ["bash", "-c", text]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    calls = folder / "calls.txt"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    return [line.split("\0")[:-1] for line in lines]
 
 
 def main() -> None:
     """Be `fp8stack` or torchrun for a script: the same words, made small."""
     program, *words = sys.argv[1:]
-    words = [program, *words]
-    if program == "torchrun" and os.environ["DOCS_LAUNCH"] == "1":
-        raise SystemExit(subprocess.run(on_two_ranks(words)).returncode)
+    if program == "torchrun":
+        raise SystemExit(subprocess.run(on_two_ranks([program, *words])).returncode)
     from fp8stack.cli import app as cli
 
-    cli.main(scaled(launched(words)[1] if program == "torchrun" else words[1:]))
+    cli.main(scaled(words))
 
 
 if __name__ == "__main__":

@@ -115,8 +115,15 @@ def test_a_command_of_the_documents_runs(command, sessions, monkeypatch):
 
 
 def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.text.startswith("python - <<"):
+        code = "".join(command.text.splitlines(keepends=True)[1:-1])
+        exec(compile(code, command.place, "exec"), {"__name__": "__main__"})
+        return
     if command.script:
-        runner.run_script(command.text, folder, launch=False)
+        reads = " > " in command.text  # what the command prints
+        for words in runner.run_script(command.text, folder, launch=reads):
+            words = runner.launched(words)[1] if words[0] == "torchrun" else words
+            assert _invoke(*runner.scaled(words)) == 0
         return
     words = runner.substituted(command.words)
     while "=" in words[0]:
