@@ -9,7 +9,7 @@ import pytest
 
 from bench.cells import Cells, Clocks
 from bench.cost import busy
-from fp8stack.errors import UserError
+from tests.conftest import refusal
 
 KNOWN: dict[str, Any] = {
     f"{case} | {arm}": {"0": 8.0, "1": 6.0, "2": 4.0 if arm == busy.AFTER else 0.1, "4": 1.0}
@@ -55,8 +55,7 @@ def test_it_goes_on_with_what_was_measured(tmp_path, monkeypatch):
         busy, "first_command", lambda arm, way, steps, limit: found(busy.FIRST, arm, way)
     )
     monkeypatch.setattr(busy, "undisturbed", lambda job: job())
-    with pytest.raises(UserError, match=f"{len(KNOWN)} of {len(KNOWN)} are left"):
-        measure("--minutes", "-1")
+    assert f"{len(KNOWN)} of {len(KNOWN)} are left" in refusal(measure, "--minutes", "-1")
     assert measure()["results"] == busy.rows_of(KNOWN)
     assert made == list(KNOWN)
     made.clear()
@@ -78,5 +77,4 @@ def test_a_measurement_that_others_disturbed_is_made_again(others, tries, monkey
     assert busy.undisturbed(job) == tries
     assert next(made, None) is None
     made = iter([0.3] * 9)
-    with pytest.raises(UserError, match="Go on when it is quiet"):
-        busy.undisturbed(job)
+    assert "Go on when it is quiet" in refusal(busy.undisturbed, job)

@@ -46,13 +46,10 @@ def test_the_error_of_a_cast_is_half_a_step_in_the_normal_range(name):
     assert errors[normal].max() <= limit * (1 + 1e-6)
     assert errors[normal].max() == pytest.approx(limit, rel=0.1)
     assert errors[normal].min() > 0.5 * limit  # none of the points is a value of the format
-
-
-def test_beyond_a_format_everything_is_clipped_or_lost():
-    starts, errors = pictures.relative_error("e4m3")
-    last = 1.5 * starts[-2] * (1 + 996 / 997 / 3)
-    assert errors[-1] == pytest.approx(1 - 448 / last, rel=1e-3)
-    assert (errors[starts < 2.0**-11] == 1).all()
+    if name == "e4m3":  # beyond it everything is clipped or lost
+        last = 1.5 * starts[-2] * (1 + 996 / 997 / 3)
+        assert errors[-1] == pytest.approx(1 - 448 / last, rel=1e-3)
+        assert (errors[starts < 2.0**-11] == 1).all()
 
 
 def _oracle(x: np.ndarray, largest: float) -> tuple[float, float, float]:
@@ -120,24 +117,19 @@ def test_what_is_drawn_is_the_data(drawn):
     np.testing.assert_allclose(maps[-1], np.clip(wanted, 0.1, 100))
 
 
-def test_the_pictures_in_the_docs_are_those_that_the_code_draws(drawn):
+def test_the_pictures_in_the_docs_are_those_that_the_code_draws_and_the_page_says_so(drawn):
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
+    units = {"percent": "%", "db": "dB", "values": "values"}
     for name, (_, facts) in drawn.items():
         with Image.open(ROOT / "docs" / "images" / f"{name}.png") as image:
             assert json.loads(image.text["Description"]) == pytest.approx(facts, rel=0.02), name
-
-
-def test_the_page_says_the_figures_of_its_pictures(drawn):
-    text = re.sub(r"\s+", " ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
-    units = {"percent": "%", "db": "dB", "values": "values"}
-    for _, facts in drawn.values():
         for key, value in facts.items():
-            said = f"{value:g} {units[key.rsplit('_', 1)[1]]}"
-            assert said in text, (key, said)
+            assert f"{value:g} {units[key.rsplit('_', 1)[1]]}" in text, key
 
 
-def test_the_command_writes_every_picture(tmp_path, drawn):
-    runner.run("pictures", ["--out", str(tmp_path / "images")])
-    written = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert written == sorted(f"{name}.png" for name in drawn)
-    for path in (tmp_path / "images").iterdir():
-        assert path.stat().st_size > 20_000
+def test_the_command_writes_every_picture(tmp_path, drawn, monkeypatch):
+    monkeypatch.setattr(pictures, "pictures", lambda: drawn)
+    runner.run("pictures", ["--out", str(tmp_path)])
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {f"{name}.png" for name in drawn}
+    assert min(sizes.values()) > 20_000

@@ -20,8 +20,8 @@ from bench.cost import emulation, grid, step
 from fp8stack.backends.emulate import EmulatedLinear
 from fp8stack.benchmark.step import FP8, PRECISIONS
 from fp8stack.benchmark.timing import Timing, interleaved, summarize
-from fp8stack.errors import UserError
 from fp8stack.precision import Hardware
+from tests.conftest import refusal
 from tests.support.clock import timed
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
@@ -67,8 +67,13 @@ def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch
     assert runner.check([*committed, "--tolerance", "0.6"]) == 0
 
 
-def test_noise_within_the_interval_does_not_fail_the_gate(committed, monkeypatch):
+def test_noise_within_the_interval_or_the_tolerance_and_a_gain_pass_the_gate(
+    committed, monkeypatch
+):
     """The fastest round is 18 % slower, beyond the tolerance; the rounds are no slower."""
+    for slowdown in (1.14, 0.5):
+        _grid_at(monkeypatch, slowdown)
+        assert runner.check(committed) == 0
     _grid_at(monkeypatch, 1.0, (1.18, 1.19, 1.2, 1.25, 1.3))
     assert runner.check(committed) == 0
     # The same without intervals does fail: the fastest rounds are all that there is.
@@ -80,12 +85,6 @@ def test_noise_within_the_interval_does_not_fail_the_gate(committed, monkeypatch
     assert runner.check(committed) == 1
 
 
-@pytest.mark.parametrize("slowdown", [1.14, 0.5])
-def test_a_slowdown_within_the_tolerance_or_a_gain_passes(slowdown, committed, monkeypatch):
-    _grid_at(monkeypatch, slowdown)
-    assert runner.check(committed) == 0
-
-
 @pytest.mark.parametrize("kinds", [("fp32", "bf16"), ("bf16", "fp32")])
 def test_ratios_to_another_baseline_are_refused(kinds):
     """A CPU without bf16 instructions is compared with fp32, one that has them with bf16."""
@@ -94,18 +93,11 @@ def test_ratios_to_another_baseline_are_refused(kinds):
         {"scenario": "grid", "results": report.rows_of("a", timings, to)} for to in kinds
     )
     assert runner.regressions(now, now, 0.1) == []
-    expected = (
-        f"grid: the committed ratios are to {kinds[0]}, those of this machine to {kinds[1]}. "
-    )
-    with pytest.raises(UserError, match=expected + "Measure it here first: python -m bench grid"):
-        runner.regressions(before, now, 0.1)
-    with pytest.raises(UserError, match="no arm was measured that has a committed result"):
-        runner.regressions({"results": []}, now, 0.1)
-
-
-def test_a_check_without_results_says_so(tmp_path, capsys):
-    assert runner.check(["step", "--results", str(tmp_path)]) == 2
-    assert "python -m bench step" in capsys.readouterr().out
+    said = refusal(runner.regressions, before, now, 0.1)
+    assert f"ratios are to {kinds[0]}, those of this machine to {kinds[1]}. " in said
+    assert said.endswith("Measure it here first: python -m bench grid")
+    said = refusal(runner.regressions, {"results": []}, now, 0.1)
+    assert "no arm was measured that has a committed result" in said
 
 
 class Operations(TorchDispatchMode):
@@ -171,32 +163,23 @@ def test_the_committed_grid_has_every_precision_by_size_with_intervals():
         assert row["paired_low"] <= row["paired"] <= row["paired_high"]
 
 
-def test_the_committed_scaling_has_batches_from_32_to_256_contexts_and_depths():
-    found = _committed("scaling")
-    arms = {row["arm"] for row in found["results"]}
+def test_the_committed_scaling_operations_and_memory_are_whole():
+    found = _committed("scaling")["results"]
+    arms = {row["arm"] for row in found}
     assert len(arms) >= 2
     for arm in arms:
-        values = {
-            axis: [r["value"] for r in found["results"] if (r["axis"], r["arm"]) == (axis, arm)]
-            for axis in ("batch", "context", "layers")
-        }
-        assert values["batch"] == [32, 64, 128, 256]
-        assert len(values["context"]) >= 3
-        assert len(values["layers"]) >= 3
-
-
-def test_the_committed_operations_have_casts_scales_updates_and_the_judging_of_steps():
-    found = _committed("operations")
-    kinds = {row["case"].partition(",")[0] for row in found["results"]}
+        own = [(row["axis"], row["value"]) for row in found if row["arm"] == arm]
+        axes = {axis: [value for name, value in own if name == axis] for axis, _ in own}
+        assert axes["batch"] == [32, 64, 128, 256]
+        assert min(len(axes["context"]), len(axes["layers"])) >= 3
+    found = _committed("operations")["results"]
+    kinds = {row["case"].partition(",")[0] for row in found}
     assert kinds == {"cast", "scaling", "history", "judging"}
-    assert {row["rounds"] for row in found["results"]} == {100}
-
-
-def test_the_committed_memory_has_every_fp8_recipe_above_its_floor():
-    found = _committed("memory")
-    assert {r["arm"] for r in found["results"]} >= {"fp32", *FP8}
-    assert all(row["peak_gib"] > row["floor_gib"] for row in found["results"])
-    assert found["activations"]
+    assert {row["rounds"] for row in found} == {100}
+    memory = _committed("memory")
+    assert {r["arm"] for r in memory["results"]} >= {"fp32", *FP8}
+    assert all(row["peak_gib"] > row["floor_gib"] for row in memory["results"])
+    assert memory["activations"]
 
 
 # Not met in the committed run; docs/performance.md says so.
@@ -216,7 +199,12 @@ def test_the_committed_results_hold_their_bars_but_those_that_are_known_to_be_mi
 # The command
 
 
-def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(monkeypatch, capsys):
+def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(
+    monkeypatch, capsys, tmp_path
+):
+    assert runner.check(["step", "--results", str(tmp_path)]) == 2
+    assert "python -m bench step" in capsys.readouterr().out  # there is nothing to compare with
+
     def bench(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["bench", *words])
         with pytest.raises(SystemExit) as done:

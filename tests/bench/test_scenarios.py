@@ -72,13 +72,10 @@ def test_a_scenario_calls_what_it_times(monkeypatch):
     assert rows[0]["tokens_per_s"] == pytest.approx(emulation.tiny_work().tokens / 0.010)
     assert rows[1]["ratio"] == pytest.approx(1.1)
     assert rows[1]["speedup"] == pytest.approx(1 / 1.1, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["grid", "operations", "scaling"])
-def test_ten_rounds_warm_up_and_a_hundred_are_timed(name):
-    arguments = runner.parse(runner.imported(name), name, ["--device", "cpu"])
-    options = runner.timing_options(arguments)
-    assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
+    for name in ("grid", "operations", "scaling"):  # a hundred rounds after a warm-up of ten
+        arguments = runner.parse(runner.imported(name), name, ["--device", "cpu"])
+        options = runner.timing_options(arguments)
+        assert (options["warm_up"], options["rounds"], options["device"]) == (10, 100, "cpu")
 
 
 def test_on_a_gpu_each_arm_takes_turns_with_the_baseline_alone():
@@ -204,17 +201,6 @@ def test_every_cast_gives_its_format():
         assert (back(*found[name]) - x).abs().max() < 0.1 * x.abs().max(), name
 
 
-def test_every_way_to_a_scale_ends_in_the_same_bytes_where_it_is_the_same():
-    x = torch.randn(64, 64)
-    found = {name: arm() for name, arm in operations.scaled_casts(x).items()}
-    bare = found[operations.BARE].float()
-    assert torch.equal(found["current: amax, then its scale"].float(), bare)
-    # Delayed scaling casts with the scale known before, here none: 1.
-    first = found["delayed: amax noted, scale known"].float()
-    assert torch.equal(first, cast_to_fp8(x, 1.0, "e4m3").float())
-    assert found["amax alone"] == x.abs().max()
-
-
 def kept(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """What `operations` makes of the class of that name from here on."""
     made: list[Any] = []
@@ -228,7 +214,15 @@ def kept(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     return made
 
 
-def test_an_update_moves_what_was_recorded_into_scales(monkeypatch):
+def test_ways_to_a_scale_end_in_the_same_bytes_and_an_update_moves_what_was_recorded(monkeypatch):
+    x = torch.randn(64, 64)
+    found = {name: arm() for name, arm in operations.scaled_casts(x).items()}
+    bare = found[operations.BARE].float()
+    assert torch.equal(found["current: amax, then its scale"].float(), bare)
+    # Delayed scaling casts with the scale known before, here none: 1.
+    first = found["delayed: amax noted, scale known"].float()
+    assert torch.equal(first, cast_to_fp8(x, 1.0, "e4m3").float())
+    assert found["amax alone"] == x.abs().max()
     made = kept(monkeypatch, "AmaxHistory")
     arms = operations.updates(3, 4, "cpu")
     arms["record"]()
