@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -97,6 +98,10 @@ def test_no_command_prints_the_help_which_is_found_by_every_usual_name(command, 
         shown.add(capsys.readouterr().out)
     assert len(shown) == 1
     assert command("help") == command("-h") == 0
+    for words in (["bench"], ["bench", "--help"]):
+        capsys.readouterr()
+        assert command(*words) == 0
+        assert re.search("shapes.*roofline|roofline.*shapes", capsys.readouterr().out, re.S)
 
 
 def test_an_unknown_key_within_a_table_is_named_with_the_keys_of_that_table():

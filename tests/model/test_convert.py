@@ -831,6 +831,17 @@ def test_what_a_user_changed_in_a_linear_is_not_lost():
     assert filled(model, "up")[0] == 2  # in a pass of a model that trains, all record
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "current"])
+def test_the_users_matmul_precision_is_the_users(recipe):
+    model, before = convert(MLP(), plan(recipe)), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        model(normal(8, 32))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.filterwarnings("ignore:Converting a tensor")
 def test_a_second_derivative_is_a_clear_error():
     x = normal(8, 32).requires_grad_()

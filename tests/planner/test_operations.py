@@ -20,7 +20,7 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.planner import Operation, casts_of, operations_of
 from fp8stack.precision import Hardware, Plan, load_recipe
-from tests.support.dtype_recorder import Recorder, Seen
+from tests.support.dtype_recorder import Recorder, Seen, fp8_of
 from tests.support.small_loop import SmallLoop
 from tests.support.te.te_stand_in import installed
 
@@ -141,6 +141,14 @@ def test_a_plan_that_is_wrong_in_one_operation_is_found_out(wrong):
     found = [index for index, one in enumerate(operations) if one.name == wrong["name"]]
     operations[found[0]] = replace(operations[found[0]], **wrong)
     assert seen != planned(operations)
+
+
+def test_the_significand_tells_the_formats_apart():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype, name in ((torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
+        values = codes.view(dtype).float()
+        assert fp8_of(values[values.isfinite()] * 2.0**-9) == name
+    assert fp8_of(torch.tensor([1.0, 1 + 2.0**-4])) == "no FP8"
 
 
 # Sums, and what happens once per optimizer step
