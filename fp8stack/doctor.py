@@ -26,35 +26,23 @@ def plans(hardware: Hardware) -> dict[str, Plan]:
 
 def as_json(hardware: Hardware) -> dict[str, Any]:
     """The answer as JSON data: `hardware`, `recipes` by name, `formats` by name."""
+    keys = ("backend", "compute_dtype", "native", "loss_scaling")
     recipes = {
-        asked: {
-            "recipe": plan.recipe.name,
-            "backend": plan.backend,
-            "compute_dtype": plan.compute_dtype,
-            "native": plan.native,
-            "loss_scaling": plan.loss_scaling,
-            "reasons": list(plan.reasons),
-        }
+        asked: {"recipe": plan.recipe.name}
+        | {key: getattr(plan, key) for key in keys}
+        | {"reasons": list(plan.reasons)}
         for asked, plan in plans(hardware).items()
     }
     facts = asdict(hardware)
     for key in ("capability", "cuda_version"):
         if facts[key] is not None:
             facts[key] = ".".join(str(part) for part in facts[key])
+    names = (
+        *("bits", "sign_bits", "exponent_bits", "mantissa_bits", "bias", "max"),
+        *("min_normal", "min_subnormal", "epsilon", "has_inf", "hardware"),
+    )
     formats = {
-        name: {
-            "bits": format.bits,
-            "sign": format.sign_bits,
-            "exponent": format.exponent_bits,
-            "mantissa": format.mantissa_bits,
-            "bias": format.bias,
-            "max": format.max,
-            "min_normal": format.min_normal,
-            "min_subnormal": format.min_subnormal,
-            "epsilon": format.epsilon,
-            "has_inf": format.has_inf,
-            "hardware": format.hardware,
-        }
+        name: {key.removesuffix("_bits"): getattr(format, key) for key in names}
         for name, format in FORMATS.items()
     }
     return {"hardware": facts, "recipes": recipes, "formats": formats}
@@ -73,8 +61,12 @@ def show(hardware: Hardware, console: Console) -> None:
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)
     console.print()
     every_plan = plans(hardware)
+    rows = []
+    for asked, plan in every_plan.items():
+        how = " (emulated)" if plan.backend == "emulate" else " (native)"
+        runs = plan.recipe.name + (how if plan.is_fp8 else "")
+        rows.append([asked, runs, plan.backend, plan.compute_dtype])
     headings = ["recipe", "runs", "backend", "compute dtype"]
-    rows = map(_recipe_row, every_plan.items())
     console.print(rich_table("What each recipe does on it", headings, rows))
     for asked, plan in every_plan.items():
         for reason in plan.reasons:
@@ -91,13 +83,6 @@ def _te_remedy(hardware: Hardware) -> str:
     if hardware.capability is None or hardware.capability < (8, 9) or hardware.has_te:
         return ""
     return hardware.te_problem or f"Transformer Engine is optional; to add it: {TE_REMEDY}"
-
-
-def _recipe_row(entry: tuple[str, Plan]) -> list[str]:
-    asked, plan = entry
-    how = " (emulated)" if plan.backend == "emulate" else " (native)"
-    runs = plan.recipe.name + (how if plan.is_fp8 else "")
-    return [asked, runs, plan.backend, plan.compute_dtype]
 
 
 def _format_row(format: Format) -> list[str]:

@@ -45,13 +45,10 @@ class Format:
 
     def __post_init__(self) -> None:
         unsigned = self.specials == "e8m0"
-        facts = {
-            "max": self.decode(self.max_code),
-            "min_normal": self.decode(0 if unsigned else 2**self.mantissa_bits),
-            "min_subnormal": None if unsigned else self.decode(1),
-        }
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
+        normal = self.decode(0 if unsigned else 2**self.mantissa_bits)
+        object.__setattr__(self, "max", self.decode(self.max_code))
+        object.__setattr__(self, "min_normal", normal)
+        object.__setattr__(self, "min_subnormal", None if unsigned else self.decode(1))
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -196,14 +196,11 @@ class Corpus:
 
     def split(self, position: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
         """The parts before and from token `position` on; a part across it is cut in two."""
-        before: list[Part] = []
-        after: list[Part] = []
+        before, after = list[Part](), list[Part]()
         for part, end in zip(self.parts, self._ends.tolist(), strict=True):
             cut = min(max(position - (end - len(part)), 0), len(part))
-            if cut > 0:
-                before.append(part.slice(0, cut))
-            if cut < len(part):
-                after.append(part.slice(cut, len(part)))
+            before += [part.slice(0, cut)] if cut > 0 else []
+            after += [part.slice(cut, len(part))] if cut < len(part) else []
         return tuple(before), tuple(after)
 
     def fingerprint(self) -> str:
@@ -222,19 +219,13 @@ class Corpus:
             digest.update(f"{part.tokens.itemsize} {len(part)}\n".encode())
             content = part.read(0, len(part)).view(np.uint8)
             whole = not part.mapped or mapped_bytes <= HASHED_WHOLE_BYTES
-            for page in [content] if whole else _sampled_pages(content):
-                digest.update(np.ascontiguousarray(page).data)
+            if whole or len(content) <= SAMPLED_PAGES * PAGE_BYTES:
+                digest.update(np.ascontiguousarray(content).data)
+                continue
+            for page in range(SAMPLED_PAGES):
+                start = page * (len(content) - PAGE_BYTES) // (SAMPLED_PAGES - 1)
+                digest.update(np.ascontiguousarray(content[start : start + PAGE_BYTES]).data)
         return digest.hexdigest()
-
-
-def _sampled_pages(content: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Evenly spaced pages of `content`, the first and the last included, or all of a short one."""
-    if len(content) <= SAMPLED_PAGES * PAGE_BYTES:
-        yield content
-        return
-    for page in range(SAMPLED_PAGES):
-        start = page * (len(content) - PAGE_BYTES) // (SAMPLED_PAGES - 1)
-        yield content[start : start + PAGE_BYTES]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,15 +113,9 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     for recipe in request.recipes or [str(checkpoint.info["plan"]["recipe"]["name"])]:
         model = model_in(recipe, checkpoint, path, hardware, request.backend)
         if windows is None:
-            windows = windows_for(
-                run,
-                config,
-                model.config,
-                tokenizer_of_run(run, request.tokenizer),
-                data_path=request.data,
-                count=request.windows,
-                context=request.context,
-            )
+            tokenizer = tokenizer_of_run(run, request.tokenizer)
+            chosen = (request.data, request.windows, request.context)
+            windows = windows_for(run, config, model.config, tokenizer, *chosen)
         print(f"{path} in {recipe}: {len(windows.tokens)} windows", file=sys.stderr, flush=True)
         began = time.perf_counter()
         nats_NT = nats_of(model, windows.tokens, request.batch or config.batch // config.accumulate)

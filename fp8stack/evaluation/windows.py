@@ -34,7 +34,6 @@ def windows_for(
     config: RunConfig,
     model: GPTConfig,
     tokenizer: Tokenizer | None,
-    *,
     data_path: str | None,
     count: int | None,
     context: int | None,

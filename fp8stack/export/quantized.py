@@ -116,11 +116,9 @@ def _cast(
     recipe = source.plan["recipe"]
     weight = source.weights[f"{name}.weight"]
     if strategy == "block":
-        two = recipe.get("power_of_two", True)
-        return [
-            numerics.quantize_blocks(part.of(weight), (BLOCK, BLOCK), power_of_two=two)
-            for part in parts
-        ]
+        two, block = recipe.get("power_of_two", True), (BLOCK, BLOCK)
+        weights = [part.of(weight) for part in parts]
+        return [numerics.quantize_blocks(one, block, power_of_two=two) for one in weights]
     if strategy == "channel":
         scale = numerics.tensor_scale(weight.abs().amax(dim=1, keepdim=True))
         data, inverse = numerics.cast_to_fp8(weight, scale), numerics.inverse(scale)
@@ -129,11 +127,8 @@ def _cast(
     if recipe["scaling"] == "delayed" and source.fp8:
         scale = source.fp8[f"{name}.weight.scale"].float()
     else:
-        scale = numerics.tensor_scale(
-            numerics.amax(weight),
-            power_of_two=recipe.get("power_of_two", False),
-            eps=recipe.get("eps", 0.0),
-        )
+        two, eps = recipe.get("power_of_two", False), recipe.get("eps", 0.0)
+        scale = numerics.tensor_scale(numerics.amax(weight), power_of_two=two, eps=eps)
     data, inverse = numerics.cast_to_fp8(weight, scale), numerics.inverse(scale).reshape(1)
     return [(part.of(data), inverse.clone()) for part in parts]
 

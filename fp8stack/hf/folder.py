@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,9 @@ class Folder:
 def open_folder(path: Path) -> Folder:
     """The folder at `path`. Raises a UserError if there is none, or a file is missing or
     damaged."""
-    try:
+    there = False
+    with suppress(OSError, ValueError):  # such as a name that is too long, or holds a NUL
         there = path.is_dir()
-    except (OSError, ValueError):  # such as a name that is too long, or holds a NUL
-        there = False
     if not there:
         raise UserError(
             f"No folder '{quoted(str(path))}'. Give one that transformers' save_pretrained wrote."

@@ -32,7 +32,9 @@ class ChainedOptimizer(Optimizer):
         """Step each optimizer but those that are to skip. There is no closure."""
         assert closure is None
         for optimizer in self.optimizers:
-            if _is_left_out(optimizer):
+            found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+            by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's name
+            if found_inf is not None and not by_itself and bool(found_inf):
                 _begin(optimizer)
             else:
                 optimizer.step()
@@ -46,13 +48,6 @@ def optimizers_in(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of all its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_left_out(optimizer: Optimizer) -> bool:
-    """Whether it is to skip this step and cannot do so by itself."""
-    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-    by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's name for it
-    return found_inf is not None and not by_itself and bool(found_inf)
 
 
 def _begin(optimizer: Optimizer) -> None:

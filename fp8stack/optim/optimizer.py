@@ -55,10 +55,9 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
     Raises a UserError if torchao is missing, or no matrix is large enough for moments of 8 bits.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    if config.optimizer == "adamw":
-        return _adamw([parameter for _, parameter in named], config, fused)
-    if config.optimizer == "sgd":
-        return _sgd([parameter for _, parameter in named], config, fused)
+    if config.optimizer in ("adamw", "sgd"):
+        make = _adamw if config.optimizer == "adamw" else _sgd
+        return make([parameter for _, parameter in named], config, fused)
     inner = [one for name, one in named if _is_inner(name, one, config)]
     if not inner:
         raise UserError(

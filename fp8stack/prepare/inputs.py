@@ -5,7 +5,7 @@ beginning alone, to see what kind they are.
 import json
 import os
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -140,14 +140,15 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
             else:
                 found.append(source)
     if binary:
-        named = quoted(", ".join(str(path) for path in binary[:NAMED_BINARIES]))
-        more = f" and {len(binary) - NAMED_BINARIES} more" if len(binary) > NAMED_BINARIES else ""
+        count, hidden = len(binary), len(binary) - NAMED_BINARIES
+        named = quoted(", ".join(map(str, binary[:NAMED_BINARIES])))
+        named += f" and {hidden} more" if hidden > 0 else ""
         if not settings.skip_binary:
             raise UserError(
-                f"{len(binary)} of {len(asked)} files look binary: {named}{more}. Leave them out "
-                "by --skip-binary, or by --include and --exclude, such as --exclude '*.png'."
+                f"{count} of {len(asked)} files look binary: {named}. Leave them out by "
+                "--skip-binary, or by --include and --exclude, such as --exclude '*.png'."
             )
-        say(f"note: {len(binary)} files that look binary are left out: {named}{more}")
+        say(f"note: {count} files that look binary are left out: {named}")
     if not found:
         raise UserError(
             f"The folder {quoted(name)} holds no data. Put text, .jsonl or .parquet files into it."
@@ -198,20 +199,11 @@ def _kind(path: Path) -> Kind:
                 "Make JSON lines of it, such as by `jq -c '.[]'`, give it the name .txt to have it "
                 "as one text, or leave it out by --exclude."
             )
-        if _begins_with_an_object(head):
-            return "lines"
+        # It holds JSON lines if the first one is a whole object, as far as it was read.
+        first, newline, _ = head.lstrip().partition(b"\n")
+        if first.startswith(b"{"):
+            with suppress(ValueError, RecursionError):
+                if newline or len(head) < SNIFFED_BYTES:
+                    json.loads(first)
+                return "lines"
     return "text"
-
-
-def _begins_with_an_object(head: bytes) -> bool:
-    """Whether the first line of a `.json` file is a whole object, so that it holds JSON lines."""
-    first, newline, _ = head.lstrip().partition(b"\n")
-    if not first.startswith(b"{"):
-        return False
-    if not newline and len(head) == SNIFFED_BYTES:
-        return True
-    try:
-        json.loads(first)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -205,11 +205,9 @@ class _Preparation:
 
     def _take_all(self, items: Items) -> None:
         done = sum(source.size for source in self.sources[: self.position.source])
-        total = sum(source.size for source in self.sources)
-        workers = self.settings.workers
-        if _streams(self.sources):
-            total = 0
-        else:  # a worker that has nothing to do would cost its start
+        workers, total = self.settings.workers, 0
+        if not _streams(self.sources):  # a worker that has nothing to do would cost its start
+            total = sum(source.size for source in self.sources)
             workers = max(1, min(workers, -(-(total - done) // ITEM_BYTES)))
         saved = time.monotonic()
         with (

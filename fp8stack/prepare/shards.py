@@ -120,11 +120,9 @@ class SplitWriter:
                 self._files = tokens_path.open("ab"), ends_path.open("ab")
             self._files[0].write(np.ascontiguousarray(tokens).data)
             self._files[1].write((ends + self.state.tokens).astype("<u8").tobytes())
-        more = {
-            "tokens": self.state.tokens + len(tokens),
-            "documents": self.state.documents + len(ends),
-        }
-        self.state = self.state.model_copy(update=more)
+        more = {"tokens": len(tokens), "documents": len(ends)}
+        update = {key: getattr(self.state, key) + count for key, count in more.items()}
+        self.state = self.state.model_copy(update=update)
 
     def _close_shard(self) -> None:
         self.sync()

@@ -88,9 +88,8 @@ def dataset_rows(
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            f"{quoted(path)} needs datasets. Install it: pip install datasets."
-        ) from None
+        hint = "Install it: pip install datasets."
+        raise UserError(f"{quoted(path)} needs datasets. {hint}") from None
     name, config, split = parse_dataset(path)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
 

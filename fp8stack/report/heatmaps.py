@@ -29,11 +29,6 @@ MAPS = {
 }  # fmt: skip
 
 
-def heat_maps(run: Run, prefix: str) -> list[Picture]:
-    """A picture for each figure of `MAPS`; none without telemetry."""
-    return [_heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
-
-
 def gradient_map(run: Run, prefix: str) -> Picture | None:
     """The norm of the gradient of each part; None without telemetry."""
     parts = leaves(run.gradients)
@@ -71,7 +66,8 @@ def _height(rows: int) -> float:
     return 1.1 + (0.19 * rows if rows <= 32 else min(8.0, 6.0 + 0.01 * (rows - 32)))
 
 
-def _heat_map(run: Run, figure_name: str, name: str) -> Picture:
+def heat_map(run: Run, figure_name: str, name: str) -> Picture:
+    """A picture of one figure of `MAPS`, by layer and step; there must be telemetry."""
     title, unit, colors, worst_is_high, caption = MAPS[figure_name]
     kinds = kinds_of(run.operands)
     count = len({operand.layer for operand in run.operands})

@@ -17,7 +17,7 @@ from fp8stack.report import curves, summary
 from fp8stack.report.attention import Judged, verdict
 from fp8stack.report.drawing import Picture
 from fp8stack.report.events import folded
-from fp8stack.report.heatmaps import gradient_map, heat_maps
+from fp8stack.report.heatmaps import MAPS, gradient_map, heat_map
 from fp8stack.report.words import titles
 
 MARK = '<meta name="generator" content="fp8stack report'
@@ -141,7 +141,8 @@ def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
         curves.throughput([run], [name], f"{prefix}-throughput"),
         gradient_map(run, prefix),
     )
-    fp8 = _drawn(*heat_maps(run, prefix), curves.amaxes(judged, f"{prefix}-amax"))
+    maps = [heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
+    fp8 = _drawn(*maps, curves.amaxes(judged, f"{prefix}-amax"))
     return {
         "id": prefix,
         "name": name,

@@ -62,12 +62,14 @@ def model_in(
     """The model of `checkpoint`, found at `path`, in eval mode, to be run in `recipe` whatever it
     was trained in, on the device of `hardware`. Raises what `resolve` raises, and a UserError if
     delayed scaling is asked of a checkpoint without its scales."""
-    identity = checkpoint.info["identity"]
+    identity, ran = checkpoint.info["identity"], checkpoint.info["plan"]
     config = model_of(checkpoint)
-    asked = _as_in_the_run(recipe, checkpoint, path)
+    asked: str | Recipe = recipe
+    if recipe == ran["recipe"]["name"]:  # with the keys changed in it: scales of E5M2 are no E4M3's
+        asked = presets.parse(Recipe, ran["recipe"], f"recipe in {path / 'checkpoint.json'}")
     plan = plan_for(config, asked, hardware, backend)
     if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
-        left_out = layers_left_out(checkpoint.info["plan"])
+        left_out = layers_left_out(ran)
         plan = plan_for(config, asked, hardware, backend, left_out=left_out)
     model = GPT(config, build_backend(plan))
     restore_weights(model, checkpoint.tensors.get("model", {}))
@@ -75,20 +77,10 @@ def model_in(
         if "fp8" not in checkpoint.tensors:
             raise UserError(
                 f"{path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
-                f"in {checkpoint.info['plan']['recipe']['name']}. Use recipe 'current'."
+                f"in {ran['recipe']['name']}. Use recipe 'current'."
             )
         load_fp8_state(model, checkpoint.tensors["fp8"])
     return model.to(hardware.device).eval()
-
-
-def _as_in_the_run(recipe: str, checkpoint: Checkpoint, path: Path) -> str | Recipe:
-    """The recipe that `recipe` names; if that is the run's own, with the keys that the run had
-    changed in it: scales of E5M2 mean nothing to E4M3."""
-    own = checkpoint.info["plan"]["recipe"]
-    if recipe != own["name"]:
-        return recipe
-    found: Recipe = presets.parse(Recipe, own, f"recipe in {path / 'checkpoint.json'}")
-    return found
 
 
 def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:

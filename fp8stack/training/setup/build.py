@@ -14,6 +14,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.backends.compiler import require_compiler
+from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import (
     DDP_OPTIONS,
@@ -35,7 +36,7 @@ from fp8stack.training.run import Run, Schedule, Switch, TrainingState, Variant,
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.allocator import keep_freed_memory
 from fp8stack.training.setup.datasets import Reading, read
-from fp8stack.training.setup.init_from import Source, begin_with, with_tokenizer
+from fp8stack.training.setup.init_from import Source
 from fp8stack.training.setup.memory_check import Footprint, require_memory
 from fp8stack.training.setup.variants import Decided, build_variants, plan_phases
 
@@ -103,7 +104,12 @@ def build(
         notes = nothing_to_compress(config, ranks.count)
         notes += without_effect(config, in_fp16, ranks.count)
         if source is not None:
-            notes += (begin_with(model, source), *with_tokenizer(source, found.tokenizer))
+            restore_weights(model, source.weights)
+            told = "optimizer, scales and schedule are new"
+            notes += ("; ".join([f"weights of {source.name}", told, *source.notes]),)
+            if source.tokenizer is not None and found.tokenizer is None:
+                whose = "they do not say whose they are"
+                notes += (f"the data must be tokens of {source.tokenizer}; {whose}",)
     switch = Switch(variant.model for variant in variants) if len(variants) > 1 else None
     wrapped: nn.Module = switch or model
     if ranks.count > 1:
@@ -215,21 +221,16 @@ def _identity(
             del told["attention"]
         return told
 
+    parts = {"train": reading.train, "validation": reading.validation}
     same = {
         "model": model.model_dump(mode="json"),
         "recipe": recipe(main_variant(variants).plan),
-        "data": {
-            "train": reading.train.fingerprint(),
-            "validation": reading.validation.fingerprint(),
-        },
+        "data": {name: part.fingerprint() for name, part in parts.items()},
     }
     places = {*schedule.variants, schedule.evaluation} - {None}
     if len(places) > 1:  # the reference for the guard is none of them: it may come and go
-        same["recipes"] = {
-            str(place): recipe(variant.plan)
-            for place, variant in enumerate(variants)
-            if place in places
-        }
+        numbered = ((place, one) for place, one in enumerate(variants) if place in places)
+        same["recipes"] = {str(place): recipe(one.plan) for place, one in numbered}
     return same
 
 

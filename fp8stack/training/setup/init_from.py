@@ -10,14 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from fp8stack import presets
-from fp8stack.checkpoint.state import differences, restore_weights
+from fp8stack.checkpoint.state import differences
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import RunConfig, at_home, preset_for
 from fp8stack.errors import UserError
 from fp8stack.hf import HF, found_in, from_hf, open_folder, path_in
 from fp8stack.model.config import GPTConfig, load_config
-from fp8stack.model.gpt import GPT
-from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.load import find_checkpoint
 
 # What the weights do not depend on: how they were drawn, and noise while training.
@@ -135,17 +134,3 @@ def same_source(asked: str, saved: str | None) -> bool:
         Path(saved),
         Path(saved).parent.parent,  # RUN/checkpoints/step-000200
     )
-
-
-def begin_with(model: GPT, source: Source) -> str:
-    """Put `source`'s weights into `model`, and say so. Raises a UserError if they do not fit."""
-    restore_weights(model, source.weights)
-    why = "".join(f"; {note}" for note in source.notes)
-    return f"weights of {source.name}; optimizer, scales and schedule are new{why}"
-
-
-def with_tokenizer(source: Source, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """What to tell of the first weights' tokenizer where the data do not say which they are of."""
-    if source.tokenizer is None or tokenizer is not None:
-        return ()
-    return (f"the data must be tokens of {source.tokenizer}; they do not say whose they are",)
