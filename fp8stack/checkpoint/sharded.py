@@ -62,14 +62,10 @@ def file_of(rank: int) -> str:
 
 def write_rows(file: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> None:
     """Write the rows of this rank, each tensor's beginning at that row of the whole."""
-    rows = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    }
+    rows = {name: of.detach().cpu().contiguous() for name, of in tensors.items() if of.numel()}
     offsets = {
-        name: {_OFFSETS: [first_rows.get(name, 0), *[0] * (tensor.ndim - 1)][: tensor.ndim]}
-        for name, tensor in rows.items()
+        name: {_OFFSETS: [first_rows.get(name, 0), *[0] * (of.ndim - 1)][: of.ndim]}
+        for name, of in rows.items()
     }
     safetensors.torch.save_file(rows, file, metadata={_HEADER: json.dumps(offsets)})
 
@@ -128,9 +124,8 @@ def _is_whole(of: TensorStorageMetadata) -> bool:
     torch's reader would leave out what is missing."""
     row, widths = 0, of.size[1:]
     for part in sorted(of.chunks, key=lambda part: tuple(part.offsets)):
-        if tuple(part.offsets) != (row, *[0] * len(widths))[: len(of.size)]:
-            return False
-        if part.sizes[1:] != widths:
+        place = (row, *[0] * len(widths))[: len(of.size)]
+        if tuple(part.offsets) != place or part.sizes[1:] != widths:
             return False
         row += part.sizes[0] if of.size else 1
     return row == (of.size[0] if of.size else 1)

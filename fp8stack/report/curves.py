@@ -61,20 +61,15 @@ def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None
         if len(runs) == 1:
             mark_events(axes, runs[0].events)
         low, high = axes.set_ylim(*view_range(seen, each))
-        beyond = sum(not low <= value <= high for value in each)
-        if beyond:
+        if beyond := sum(not low <= value <= high for value in each):
             told.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)
         legend_above(figure, axes)
         key = "Lines: training, running mean; dots: validation. " if len(runs) > 1 else ""
-        return Picture(
-            figure=figure,
-            name=name,
-            title="Loss",
-            caption=f"{key}{'; '.join(told)}.",
-            alt=f"Loss over the steps. {'; '.join(told)}.",
-        )
+        text = f"{'; '.join(told)}."
+        caption, alt = f"{key}{text}", f"Loss over the steps. {text}"
+        return Picture(figure=figure, name=name, title="Loss", caption=caption, alt=alt)
 
 
 def rates(run: Run, name: str) -> Picture | None:
@@ -149,14 +144,12 @@ def amaxes(judged: Judged, name: str) -> Picture | None:
         panels = figure.subplots(rows, columns, sharex=True, squeeze=False)
         for axes in panels.flat[len(chosen) :]:
             axes.set_visible(False)
-        limited = False
-        for axes, operand in zip(panels.flat, chosen, strict=False):
-            limited |= _amax(axes, operand)
+        limited = [_amax(axes, one) for axes, one in zip(panels.flat, chosen, strict=False)]
         for axes in panels[-1]:
             whole_steps(axes)
         legend_above(figure, panels.flat[0])
         held = " Blocks have a scale each, so no line says what they can hold."
-        if limited:
+        if any(limited):
             held = " An amax above the dashed line is clipped; a triangle marks it."
         names = "; ".join(operand.name for operand in chosen)
         return Picture(
@@ -186,8 +179,8 @@ def _amax(axes: Any, operand: Operand) -> bool:
     if clipped.any():
         plot(operand.steps[clipped], shown[clipped], "v", color=COLORS[4], markersize=6)
     seen = np.concatenate([shown, held])
-    if np.isfinite(seen).any():
-        plain_log(axes, seen[np.isfinite(seen)])
+    if len(seen := seen[np.isfinite(seen)]):
+        plain_log(axes, seen)
     axes.set_title(f"{operand.layer}\n{operand.kind}", fontsize=8)
     return limited
 

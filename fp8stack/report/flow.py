@@ -80,34 +80,31 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
                 continue
             far = np.abs(distance[at, first:last])
             worst = first + (0 if what == "dead" else int(np.argmax(far)))
-            found.append(
-                Fault(
-                    part=one.part,
-                    what=what,
-                    steps=(int(steps[first]), int(steps[last - 1])),
-                    samples=last - first,
-                    lasts=last == len(steps),
-                    norm=float(values[at, worst]),
-                    peers=float(10 ** middle[at, worst]),
-                    worst=int(steps[worst]),
-                )
+            fault = Fault(
+                part=one.part,
+                what=what,
+                steps=(int(steps[first]), int(steps[last - 1])),
+                samples=last - first,
+                lasts=last == len(steps),
+                norm=float(values[at, worst]),
+                peers=float(10 ** middle[at, worst]),
+                worst=int(steps[worst]),
             )
+            found.append(fault)
     return found
 
 
 def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
     """What is to be said of the gradients of a run."""
     found, parts = faults(gradients, delayed), [one.part for one in leaves(gradients)]
-    dead: dict[tuple[tuple[int, int], bool, int], list[str]] = defaultdict(list)
+    dead: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for fault in found:
         if fault.what == "dead":
-            dead[fault.steps, fault.lasts, fault.samples].append(fault.part)
-    for (steps, lasts, samples), which in dead.items():
+            dead[_when(fault), fault.lasts].append(fault.part)
+    for (when, lasts), which in dead.items():
         end = "What has no gradient is not trained." if lasts else "Later it had one."
-        text = (
-            f"Dead: no gradient reaches {_list(_merged(which, parts))}; it was exactly zero at "
-            f"{_when(samples, steps)}. {end}"
-        )
+        what = f"Dead: no gradient reaches {_list(_merged(which, parts))}"
+        text = f"{what}; it was exactly zero at {when}. {end}"
         yield Finding("alarm" if lasts else "warning", text)
     for what, word in (("vanishing", "Vanishing"), ("exploding", "Exploding")):
         same = [fault for fault in found if fault.what == what]
@@ -115,8 +112,7 @@ def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
         for fault in same[:MOST]:
             text = (
                 f"{word}: the gradient of {fault.part} has a norm of {fault.norm:.3g} at step "
-                f"{fault.worst}, its peers {fault.peers:.3g}; so at "
-                f"{_when(fault.samples, fault.steps)}."
+                f"{fault.worst}, its peers {fault.peers:.3g}; so at {_when(fault)}."
             )
             yield Finding("warning", text)
         if len(same) > MOST:
@@ -183,5 +179,6 @@ def _list(names: Sequence[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _when(samples: int, steps: tuple[int, int]) -> str:
-    return f"{times(samples, 'sample', 'samples')} in a row, steps {steps[0]} to {steps[1]}"
+def _when(fault: Fault) -> str:
+    samples, (first, last) = times(fault.samples, "sample", "samples"), fault.steps
+    return f"{samples} in a row, steps {first} to {last}"

@@ -107,13 +107,9 @@ def _color_bar(figure: Figure, image: Any, axes: Any, **options: Any) -> Any:
 
 
 def _panel(axes: Any, steps: Any, values: Figures, figure: str, colors: str) -> Any:
-    norm: Normalize
-    if figure == "sqnr_db":
-        cmap = colormaps[colors].with_extremes(bad=(0, 0, 0, 0))
-        norm = Normalize(8, 32)
-    else:
-        cmap = colormaps[colors].with_extremes(bad=(0, 0, 0, 0), under=NONE)
-        norm = LogNorm(LEAST_SHARE, 1)
+    cmap, norm = colormaps[colors].with_extremes(bad=(0, 0, 0, 0)), Normalize(8, 32)
+    if figure != "sqnr_db":
+        cmap, norm = cmap.with_extremes(under=NONE), LogNorm(LEAST_SHARE, 1)
         values = np.where(values < LEAST_SHARE, LEAST_SHARE / 10, values)
     axes.grid(False)
     return axes.imshow(

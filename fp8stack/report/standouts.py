@@ -72,10 +72,9 @@ def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
 
 def stand_outs(operands: Sequence[Operand]) -> list[StandOut]:
     """The settled `operands` of one run that stand out, the worst first."""
-    kinds: dict[str, list[Operand]] = defaultdict(list)
-    for operand in operands:
-        kinds[operand.kind].append(operand)
-    found = [out for same in kinds.values() for out in _of_one_kind(same)]
+    kinds = dict.fromkeys(operand.kind for operand in operands)
+    same = ([operand for operand in operands if operand.kind == kind] for kind in kinds)
+    found = [out for one in same for out in _of_one_kind(one)]
     return sorted(found, key=lambda out: (not out.lasting, -out.score))
 
 

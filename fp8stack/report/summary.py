@@ -23,14 +23,13 @@ def headline(judged: Judged) -> dict[str, str]:
     where = [str(run.plan[key]) for key in ("backend", "device") if run.plan.get(key)]
     total = "" if judged.total is None else f" of {judged.total}"
     steps, losses = column(run, "val_loss")
-    _, rates = column(run, "tokens_per_s")
-    rates = [rate for rate in rates if rate > 0]
+    rates = [rate for rate in column(run, "tokens_per_s")[1] if rate > 0]
     fp8 = sum(layer.get("fp8") is True for layer in layers(run.plan))
-    shown_state = judged.state
-    if judged.state == "unfinished" and run.written is not None:
-        shown_state = f"unfinished, last row of {run.written:%Y-%m-%d %H:%M}"
+    state = judged.state
+    if state == "unfinished" and run.written is not None:
+        state += f", last row of {run.written:%Y-%m-%d %H:%M}"
     return {
-        "state": shown_state,
+        "state": state,
         **_times(run),
         "model": str(run.config.get("model", "unknown")),
         "recipe": f"{asked or 'unknown'} → {ran or 'unknown'}",

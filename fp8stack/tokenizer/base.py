@@ -71,16 +71,14 @@ class Tokenizer(ABC):
 
     def stream(self) -> Decoder:
         """A decoder for ids that come one by one."""
-        if self._token_bytes is None:
-            return _TextStream(self)
-        return _ByteStream(self._token_bytes)
+        known = self._token_bytes
+        return _TextStream(self) if known is None else _ByteStream(known)
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
         """How many bytes of UTF-8 each id stands for, int64 [vocabulary], 0 for special tokens;
         None if that depends on the ids around."""
-        if self._token_bytes is None:
-            return None
-        return np.array([len(token) for token in self._token_bytes], dtype=np.int64)
+        known = self._token_bytes
+        return None if known is None else np.array([len(token) for token in known], dtype=np.int64)
 
     @cached_property
     def sha256(self) -> str:

@@ -57,9 +57,8 @@ def load_gpt2() -> Gpt2Tokenizer:
     try:
         import tiktoken
     except ImportError:
-        raise UserError(
-            "The tokenizer 'gpt2' needs tiktoken. Install it: pip install tiktoken."
-        ) from None
+        hint = "Install it: pip install tiktoken."
+        raise UserError(f"The tokenizer 'gpt2' needs tiktoken. {hint}") from None
     try:
         return Gpt2Tokenizer(tiktoken.get_encoding("gpt2"))
     except (OSError, ValueError) as error:

@@ -28,18 +28,12 @@ class RunFolder:
     """The files of one run in the folder `path`. Another run never writes over them."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "run.toml"
-        self.plan = path / "plan.json"
-        self.tokenizer = path / TOKENIZER_FILE
-        self.debug = path / "debug.jsonl"
-        self.metrics = path / "metrics.jsonl"
-        self.telemetry = path / "telemetry.jsonl"
+        self.path, self.config, self.metrics = path, path / "run.toml", path / "metrics.jsonl"
+        self.plan, self.tokenizer = path / "plan.json", path / TOKENIZER_FILE
+        self.telemetry, self.debug = path / "telemetry.jsonl", path / "debug.jsonl"
+        self.plot, self.sample = path / "loss.png", path / "sample.txt"
         self.sessions = path / "sessions.jsonl"
-        self.plot = path / "loss.png"
-        self.sample = path / "sample.txt"
-        self.profile = path / "profile"
-        self.presets = path / "presets"
+        self.profile, self.presets = path / "profile", path / "presets"
         self.checkpoints = path / "checkpoints"
         self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
         self._own.append(self.sessions)
@@ -54,14 +48,12 @@ class RunFolder:
     def cut_at(self) -> tuple[int, int] | None:
         """Where a run that was not trained to its end goes on from, and its last step; else
         None."""
-        if not self.config.exists():
-            return None
-        try:
-            steps = parse_config(str(self.config), {}).steps
-        except UserError:
-            return None
-        done = max(map(step_of, candidates(self.checkpoints)), default=0)
-        return (done, steps) if done < steps else None
+        with suppress(UserError):
+            if self.config.exists():
+                steps = parse_config(str(self.config), {}).steps
+                done = max(map(step_of, candidates(self.checkpoints)), default=0)
+                return (done, steps) if done < steps else None
+        return None
 
     @property
     def is_vacant(self) -> bool:
@@ -264,17 +256,14 @@ def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
 def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
     """The objects of a file of lines, up to one that is cut or has no step, nor by `defaults`."""
     rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    with suppress(ValueError, RecursionError):
+        for line in text.splitlines():
             row = json.loads(line)
             json.dumps(row, allow_nan=False)  # it may be written again
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
-            break
-        rows.append(row)
+            if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
+                break
+            rows.append(row)
     return rows
 
 

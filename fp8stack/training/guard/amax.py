@@ -40,7 +40,8 @@ class Amaxes:
         self._before: list[Tensor] = []
         self._limits = torch.zeros(0)  # above which an amax spikes, [slots]
         self._largest = torch.zeros(0)  # FP8 value of each slot's format
-        self._cleared: Tensor | None = None
+        # Which slots were mended since the last `forget`, bool [slots]; None if no step began.
+        self.cleared: Tensor | None = None
 
     @property
     def slots(self) -> list[str]:
@@ -74,13 +75,9 @@ class Amaxes:
         """Be as after `begin` if `where`, bool and 0-dim, is true."""
         self.delayed.put_back(self._before, where)
 
-    def cleared(self) -> Tensor | None:
-        """Which slots were mended since the last `forget`, bool [slots]; None if no step began."""
-        return self._cleared
-
     def forget(self) -> None:
         """Begin to note anew what is mended."""
-        self._cleared = None
+        self.cleared = None
 
     def _mend(self) -> None:
         """Forget amaxes that no good step can have left, and make scales anew that do not follow
@@ -107,7 +104,7 @@ class Amaxes:
             wrong |= (usable == 0) & (scales != 1)
         scales.masked_fill_(wrong, torch.nan)  # made anew below
         cleared = history.clear_nonfinite()
-        self._cleared = cleared if self._cleared is None else self._cleared | cleared
+        self.cleared = cleared if self.cleared is None else self.cleared | cleared
 
     def _find_largest(self) -> Tensor:
         """What a scale takes the amax of each slot to: float32 [slots]."""

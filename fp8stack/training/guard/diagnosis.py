@@ -115,14 +115,12 @@ def _amax(x: Tensor) -> Tensor:
 @contextmanager
 def _unchanged(run: Run, step: int) -> Iterator[None]:
     """Be as if `step` were next; put FP8 state, gradients, random state and counters back after."""
-    delayed = run.backend.delayed
+    delayed, device = run.backend.delayed, run.accelerator.device
     snapshot = None if delayed is None else delayed.snapshot()
-    device = run.accelerator.device
     gemms = run.backend.fp8_gemms()
     now, run.state.step = run.step, step - 1
-    devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         run.state.step = now
@@ -143,9 +141,8 @@ def _others(model: nn.Module, see: Any) -> Iterator[None]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 see(path, part, operand, tensor)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda dy: see(path, part, "grad_output", dy)
-            )
+            hook = partial(see, path, part, "grad_output")
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     handles = [
         part.register_forward_hook(partial(show, path))

@@ -133,8 +133,7 @@ class Monitor:
         # Losses and norms of the last good steps, newest last; NaN where there was none yet.
         self._window = torch.full((config.window, 2), torch.nan, **made)
         self._factors = torch.tensor([config.loss_factor, config.gradient_factor], **made)
-        self._streak = torch.zeros((), **made)
-        self._overflows = torch.zeros((), **made)
+        self._streak, self._overflows = torch.zeros((), **made), torch.zeros((), **made)
         self._count = torch.zeros((), **made)  # of bad steps
         self._recent = torch.zeros(_OF * config.patience, **made)  # 1 where a step was bad
         self._log = torch.zeros(KEPT, _COLUMNS, **made)
@@ -217,7 +216,7 @@ class Monitor:
         numbers = [self._count, self._streak, self._overflows, self.skips.min().double()]
         numbers += [self._recent.sum(), self._broken_state()]
         parts = [torch.stack(numbers), self._log.flatten()]
-        if self.amaxes is not None and (mended := self.amaxes.cleared()) is not None:
+        if self.amaxes is not None and (mended := self.amaxes.cleared) is not None:
             parts.append(mended.double())
         values = torch.cat(parts).tolist()
         count, streak, overflows, skipped, recent, broken = (int(value) for value in values[:6])

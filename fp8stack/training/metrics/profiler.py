@@ -50,11 +50,8 @@ class StepProfiler:
 
     def wants(self, step: int) -> bool:
         """Whether a step is one of those to be profiled."""
-        return (
-            self.first is not None
-            and step >= self.first
-            and len(self._steps) < self.config.profile_steps
-        )
+        left = len(self._steps) < self.config.profile_steps
+        return left and self.first is not None and step >= self.first
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -96,8 +93,7 @@ def recording(
     """Profile what runs within, on `device` all of it: the work that was under way before is waited
     for, and so is that which was begun. With `shapes`, record those of operands; with `memory`,
     each allocation of a GPU too: those of a CPU always are."""
-    activities = [ProfilerActivity.CPU]
-    on_cuda = device.type == "cuda"
+    activities, on_cuda = [ProfilerActivity.CPU], device.type == "cuda"
     before: dict[str, int] = {}
     if on_cuda:
         activities.append(ProfilerActivity.CUDA)
@@ -160,19 +156,12 @@ def table(recorded: Recording, *steps: int) -> str:
     numbers: a Markdown table. With shapes, an operator has a row for each. Time is a GPU's where
     one worked, the CPU's otherwise; shares are of all of it."""
     shapes = recorded.record_shapes
-    events = recorded.key_averages(group_by_input_shape=shapes)
-    operators = [
-        event
-        for event in events
-        if event.device_type.name == "CPU"
-        and event.key != "[memory]"
-        and not event.is_user_annotation
-    ]
-    kernels_us = sum(
-        event.self_device_time_total
-        for event in events
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    )
+    averages = recorded.key_averages(group_by_input_shape=shapes)
+    events = [event for event in averages if not event.is_user_annotation]
+    on_cpu = [event for event in events if event.device_type.name == "CPU"]
+    operators = [event for event in on_cpu if event.key != "[memory]"]
+    kernels = (event for event in events if event.device_type.name == "CUDA")
+    kernels_us = sum(event.self_device_time_total for event in kernels)
     side = "device" if kernels_us else "cpu"
     total_us = kernels_us or sum(event.self_cpu_time_total for event in operators)
 

@@ -88,13 +88,8 @@ def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
 def phases_in(config: RunConfig) -> tuple[Phase, ...]:
     """The phases of a run, in order. Raises what `phases_of` raises, and a UserError if, under
     `strict`, none asks for the run's own recipe."""
-    phases = phases_of(
-        config.phases,
-        config.recipe,
-        steps=config.steps,
-        warmup_steps=config.warmup_steps,
-        decay_fraction=config.decay_fraction,
-    )
+    limits = {"steps": config.steps, "warmup_steps": config.warmup_steps}
+    phases = phases_of(config.phases, config.recipe, **limits, decay_fraction=config.decay_fraction)
     if config.strict and (why := never_asked_for(config, phases)):
         raise UserError(f"--strict: {why}. Give more --steps, or phases that leave it some.")
     return phases
@@ -129,11 +124,10 @@ def share_parameters(source: nn.Module, model: nn.Module) -> None:
 def leave_fp16(run: Run) -> None:
     """Have the run go on in bf16 where it trains in fp16, without a loss scale: another variant
     takes the place of each that is in fp16."""
-    state = run.state
-    state.variants = tuple(
-        in_bf16(variant) if variant.plan.loss_scaling else variant for variant in state.variants
+    run.state.variants = tuple(
+        in_bf16(variant) if variant.plan.loss_scaling else variant for variant in run.variants
     )
-    run.use(state.active)
+    run.use(run.state.active)
 
 
 def in_bf16(variant: Variant) -> Variant:
