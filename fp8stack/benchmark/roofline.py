@@ -236,9 +236,8 @@ def predict_all(
     for name in ["bf16", *fp8]:
         plan = _plan(config, name, hardware, ceiling)
         if plan.is_fp8 == (name != "bf16") and (plan.native or name == "bf16"):
-            predictions.append(
-                predict(config, plan, gpu, batch=batch, context=context, free_casts=ceiling)
-            )
+            sizes = {"batch": batch, "context": context}
+            predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))
         else:
             left_out[name] = plan.reasons[0]
     times, path = measured
@@ -291,18 +290,14 @@ def read_results(path: Path) -> dict[tuple[str, str], float]:
 
 def as_json(roofline: Roofline) -> dict[str, Any]:
     """The predictions as JSON data."""
-    base = roofline.predictions[0].step_ms
+    base, measured = roofline.predictions[0].step_ms, roofline.measured_ms
     predictions = [
-        asdict(prediction)
-        | {"speedup": base / prediction.step_ms}
-        | {"measured_ms": roofline.measured_ms.get(prediction.precision)}
-        for prediction in roofline.predictions
+        asdict(one) | {"speedup": base / one.step_ms, "measured_ms": measured.get(one.precision)}
+        for one in roofline.predictions
     ]
-    return asdict(roofline) | {
-        "predicted": True,
-        "assumed": asdict(achievable(roofline.gpu, Efficiency())),
-        "predictions": predictions,
-    }
+    assumed = asdict(achievable(roofline.gpu, Efficiency()))
+    told = {"predicted": True, "assumed": assumed, "predictions": predictions}
+    return asdict(roofline) | told
 
 
 def as_lines(roofline: Roofline) -> list[str]:
@@ -331,20 +326,15 @@ def as_lines(roofline: Roofline) -> list[str]:
         cells += [f"{100 * row.mfu:.0f} % of {row.peak_tflops:.0f}"]
         cells += [f"{first.step_ms / row.step_ms:.2f}"]
         if measured:
-            cells += _measured_cells(measured, first.precision, row.precision)
+            ms, base = measured.get(row.precision), measured.get(first.precision)
+            cells += ["-" if ms is None else f"{ms:.1f}"]
+            cells += ["-" if ms is None or base is None else f"{base / ms:.2f}"]
         rows.append(cells)
     lines += markdown(heads, rows)
     lines += [f"{name}: no prediction, {why}" for name, why in roofline.left_out.items()]
     if measured:
         lines.append(f"measured: {roofline.measured_in}, at the batch and context given there")
     return lines
-
-
-def _measured_cells(measured: Mapping[str, float], base: str, name: str) -> list[str]:
-    if name not in measured:
-        return ["-", "-"]
-    ratio = f"{measured[base] / measured[name]:.2f}" if base in measured else "-"
-    return [f"{measured[name]:.1f}", ratio]
 
 
 def _share(rate: float, peak: float, digits: int = 0) -> str:

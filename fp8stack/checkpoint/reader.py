@@ -104,8 +104,7 @@ def load(path: Path) -> Checkpoint:
             groups[name.removesuffix(".safetensors")] = safetensors.torch.load(content)
         except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path / name} is not a safetensors file: {error}.") from error
-    for group, stated in shards.items():
-        groups[group] = SharedGroup(path / group, stated)
+    groups |= {group: SharedGroup(path / group, stated) for group, stated in shards.items()}
     return Checkpoint(step=manifest.step, info=manifest.info.model_dump(), tensors=groups)
 
 

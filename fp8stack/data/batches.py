@@ -58,9 +58,7 @@ class StepBatches(Dataset[torch.Tensor]):
             raise UserError(f"--batch {self.batch} holds no sequence. Use 1 or more.")
         if self.order not in get_args(Order):
             raise unknown("data_order", self.order, get_args(Order))
-        _require_windows(self.corpus, self.context)
-        if self.documents:
-            require_documents(self.corpus)
+        _require_windows(self.corpus, self.context, self.documents)
 
     def __getitem__(self, step: int) -> torch.Tensor:
         """The batch of `step`, 0 or more: int64 [batch, context + 1], or [batch, 2, context + 1].
@@ -102,12 +100,9 @@ def validation_windows(
     """
     if count < 1:
         raise UserError(f"{count} validation windows measure nothing. Use 1 or more.")
-    _require_windows(corpus, context)
-    if documents:
-        require_documents(corpus)
+    _require_windows(corpus, context, documents)
     sources, counts = parts_of(corpus)
-    starts: list[int] = []
-    before = 0
+    starts, before = list[int](), 0
     for source, share in zip(sources, shares(counts, count), strict=True):
         last_start = len(source) - context - 1
         n = min(share, windows_of_epoch(len(source), context))
@@ -121,7 +116,7 @@ def describe(
 ) -> tuple[str, ...]:
     """What a run of `steps` reads, a sentence for each source: tokens, share, windows, epochs."""
     sources, counts = parts_of(corpus)
-    sentences: list[str] = []
+    sentences = list[str]()
     for source, count in zip(sources, counts, strict=True):
         rows = steps * batch * count / sum(counts)
         share = f", {count / sum(counts):.2%} of the rows" if len(sources) > 1 else ""
@@ -135,7 +130,7 @@ def describe(
     return tuple(sentences)
 
 
-def _require_windows(corpus: Corpus, context: int) -> None:
+def _require_windows(corpus: Corpus, context: int, documents: bool) -> None:
     if context < 1:
         raise UserError(f"--context {context} holds no token. Use 1 or more.")
     for source in parts_of(corpus)[0]:
@@ -146,6 +141,8 @@ def _require_windows(corpus: Corpus, context: int) -> None:
                 f"{source.name} has {present} tokens; --context {context} needs {context + 1}. "
                 f"{lower} more data."
             )
+    if documents:
+        require_documents(corpus)
 
 
 def _windows(

@@ -82,9 +82,8 @@ def _llmc(path: Path, head: bytes, size: int) -> Part:
             f"{path} should hold {count} tokens by its header, {HEADER_BYTES + count * width} "
             f"bytes, and has {size} bytes. {again}"
         )
-    start = HEADER_BYTES // width
+    start, documents = HEADER_BYTES // width, Separator(token=first, leads=True)
     tokens = map_tokens(path, dtype, start, count)
-    documents = Separator(token=first, leads=True)
     return Part(path=path, tokens=tokens, start=start, documents=documents)
 
 

@@ -37,10 +37,10 @@ def bin_of(data: str) -> Path | None:
     where `data` means no files of Megatron's. Raises a UserError if one of the two files is
     missing."""
     is_index = data.lower().endswith(".idx")
-    tokens, index = Path(data[:-4] + ".bin" if is_index else data + ".bin"), Path(data + ".idx")
-    if is_index:
-        index = Path(data)
-    elif os.path.exists(data) or not os.path.exists(index):
+    tokens, index = Path(data[:-4] + ".bin"), Path(data)
+    if not is_index:
+        tokens, index = Path(data + ".bin"), Path(data + ".idx")
+    if not is_index and (os.path.exists(data) or not os.path.exists(index)):
         return None
     if not os.path.exists(tokens):
         raise UserError(f"{tokens} is missing, and {index} is its index. Put both in one folder.")
@@ -80,10 +80,8 @@ class Index:
 
         def start(document: int) -> int:
             sequence = int(first_sequences[document])
-            # After the last document no sequence follows.
-            if not 0 <= sequence < self.sequences:
-                return 2**62
-            return int(positions[sequence]) // self.width
+            inside = 0 <= sequence < self.sequences  # after the last document no sequence follows
+            return int(positions[sequence]) // self.width if inside else 2**62
 
         documents = range(self.documents)
         # numpy's search would copy a table that is not aligned, and these are not.
@@ -98,7 +96,13 @@ def part(path: Path) -> Part:
     index, dtype = _read_index(index_of(path))
     _, size = head_and_size(path)
     tokens = _require_sequence_after_sequence(index)
-    _require_documents(index)
+    found = index.first_sequences()
+    whole = index.documents > 0 and int(found[0]) == 0 and int(found[-1]) == index.sequences
+    if not (whole and ascends(found)):
+        raise UserError(
+            f"{index.index.path}: its documents do not go from the first to the last of its "
+            f"{index.sequences} sequences. Make the index anew."
+        )
     if size != tokens * index.width:
         raise UserError(
             f"{path} should hold {tokens} tokens of {index.width} bytes by its index, and has "
@@ -133,12 +137,9 @@ def _read_index(path: Path) -> tuple[Index, str]:
             f"{path} should have {needed} bytes for its {sequences} sequences and {documents} "
             f"document indices, and has {size}. Copy it again, or make it anew."
         )
-    index = Index(
-        index=Part(path=path, tokens=map_tokens(path, "|u1")),
-        sequences=sequences,
-        documents=documents,
-        width=np.dtype(DTYPES[code]).itemsize,
-    )
+    content, width = map_tokens(path, "|u1"), np.dtype(DTYPES[code]).itemsize
+    part = Part(path=path, tokens=content)
+    index = Index(index=part, sequences=sequences, documents=documents, width=width)
     return index, DTYPES[code]
 
 
@@ -157,14 +158,3 @@ def _require_sequence_after_sequence(index: Index) -> int:
             )
         end = int(ends[-1])
     return end // index.width
-
-
-def _require_documents(index: Index) -> None:
-    """Raise unless the document indices ascend from 0 to the number of sequences."""
-    found = index.first_sequences()
-    whole = index.documents > 0 and int(found[0]) == 0 and int(found[-1]) == index.sequences
-    if not (whole and ascends(found)):
-        raise UserError(
-            f"{index.index.path}: its documents do not go from the first to the last of its "
-            f"{index.sequences} sequences. Make the index anew."
-        )

@@ -23,13 +23,10 @@ JSON_LINES = {".jsonl", ".ndjson"}
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 # Tests, and packages that distributions ship apart or that left the library in a later version.
-NOT_EVERYWHERE = frozenset(
-    {
-        *("test", "tests", "__pycache__"),
-        *("ensurepip", "idlelib", "tkinter", "turtle", "turtledemo"),
-        *("distutils", "lib2to3"),
-    }
-)
+NOT_EVERYWHERE = {
+    *("test", "tests", "__pycache__", "distutils", "lib2to3"),
+    *("ensurepip", "idlelib", "tkinter", "turtle", "turtledemo"),
+}
 
 
 def require_bytes_fit(vocabulary: int, name: str) -> None:
@@ -96,13 +93,10 @@ def standard_library(vocabulary: int) -> list[Part]:
     root = Path(sysconfig.get_path("stdlib"))
     modules = sys.stdlib_module_names - NOT_EVERYWHERE
     ordered: list[tuple[bytes, Path]] = []
-    for top in root.iterdir() if root.is_dir() else ():
-        if top.name.removesuffix(".py") not in modules:
-            continue
-        files = (
-            walk(top, lambda folder: folder.name in NOT_EVERYWHERE) if top.is_dir() else iter([top])
-        )
-        for path in files:
+    tops = root.iterdir() if root.is_dir() else iter(())
+    for top in (path for path in tops if path.name.removesuffix(".py") in modules):
+        inside = walk(top, lambda folder: folder.name in NOT_EVERYWHERE)
+        for path in inside if top.is_dir() else [top]:
             name = path.relative_to(root).as_posix()
             if name.endswith(".py"):
                 ordered.append((hashlib.sha256(name.encode()).digest(), path))

@@ -155,10 +155,8 @@ def _left_out(
         elif "forward" in vars(part):
             reasons[name] = "it has a forward of its own"
         elif not plain:
-            reasons[name] = (
-                f"a {kind.__name__} has a forward of its own: pass also=({kind.__name__},) if that "
-                "is a plain x W^T + b"
-            )
+            remedy = f"pass also=({kind.__name__},) if that is a plain x W^T + b"
+            reasons[name] = f"a {kind.__name__} has a forward of its own: {remedy}"
         elif computed:
             reasons[name] = f"its {computed[0]} is computed and no parameter"
         elif is_lazy(part.get_parameter("weight")):
@@ -181,9 +179,9 @@ def _decided(
     if plan.loss_scaling and not scaled_loss:
         unscaled = "fp16 needs a scaled loss: scale it (LossScaler) and pass scaled_loss=True"
         left_out = {name: left_out.get(name, unscaled) for name in linears}
-    fresh = replace(plan, layers=())
-    if plan.is_fp8 and len(left_out) == len(linears):  # nothing is left for "auto" to choose for
-        fresh = replace(fresh, asked=plan.recipe.name)
+    # Where nothing is left, there is nothing for "auto" to choose for.
+    settled = plan.is_fp8 and len(left_out) == len(linears)
+    fresh = replace(plan, layers=(), asked=plan.recipe.name if settled else plan.asked)
     fresh = fresh.for_layers(shapes, _heads(module, linears), left_out, UNCHANGED)
     if fresh.is_fp8 and not fresh.runs_fp8:
         names: dict[str, list[str]] = {}  # by the reason why they are not in FP8
@@ -241,22 +239,21 @@ _HEADS = {"lm_head", "head", "classifier", "classification_head", "score", "qa_o
 def _matrices_elsewhere(module: nn.Module, linears: dict[str, _Found]) -> str:
     """A sentence on the weights that are in no linear, such as experts in one 3-D parameter; "" if
     they are few beside the linears'. Embeddings are tables, not weights of a GEMM."""
-    inside = {id(p) for found in linears.values() for p in found.part.parameters()}
-    tables = {
-        id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
-    }
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    known = [*tables, *(found.part for found in linears.values())]
+    inside = {id(p) for part in known for p in part.parameters()}
     elsewhere = {
         name: p.numel()
         for name, p in module.named_parameters()
-        if not is_lazy(p) and p.ndim > 1 and id(p) not in inside | tables
+        if not is_lazy(p) and p.ndim > 1 and id(p) not in inside
     }
     weights = sum(math.prod(_shape(found.part)) for found in linears.values())
-    if 10 * sum(elsewhere.values()) < weights or not elsewhere:
+    count = sum(elsewhere.values())
+    if 10 * count < weights or not elsewhere:
         return ""
-    largest = max(elsewhere, key=lambda name: elsewhere[name])
     return (
-        f"weights in no linear layer stay as they are: {sum(elsewhere.values()):,} elements "
-        f"beside {weights:,} in linears, the most of them in {largest}"
+        f"weights in no linear layer stay as they are: {count:,} elements beside {weights:,} in "
+        f"linears, the most of them in {max(elsewhere, key=lambda name: elsewhere[name])}"
     )
 
 

@@ -17,13 +17,12 @@ from fp8stack.training.run import Run
 def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
     """Each step that is left, with this rank's tokens of it: int64 [batch / ranks, context + 1], or
     with a document mask [batch / ranks, 2, context + 1], see `StepBatches`."""
-    config = run.config
-    steps = range(run.step + 1, config.steps + 1)
+    steps = range(run.step + 1, run.config.steps + 1)
     loader = DataLoader(
         _RankBatches(run),
         batch_size=None,
         sampler=steps,
-        num_workers=config.workers,
+        num_workers=run.config.workers,
         pin_memory=run.plan.device == "cuda",
         generator=torch.Generator(),  # else each start of the loader would draw from torch's own
     )

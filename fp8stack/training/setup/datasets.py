@@ -38,24 +38,15 @@ def read(config: RunConfig, vocabulary: int, context: int, source: Path | None =
     tokenizer = _tokenizer(config, vocabulary, texts, source)
     end = None if tokenizer is None else tokenizer.end_of_text
     train, validation = data.load_corpora(config.data, vocabulary, end_of_text=end, texts=texts)
-    windows = data.validation_windows(
-        validation,
-        count=config.eval_windows,
-        context=context,
-        vocabulary=vocabulary,
-        documents=config.document_mask,
-    )
+    sizes = {"count": config.eval_windows, "context": context, "vocabulary": vocabulary}
+    windows = data.validation_windows(validation, **sizes, documents=config.document_mask)
     return Reading(train=train, validation=validation, windows=windows, tokenizer=tokenizer)
 
 
 def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Tokenizer:
-    if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer)
-    if source is not None:
-        return load_tokenizer(str(source))
-    if vocabulary <= MOST_OF_BYTES:
-        return load_tokenizer("bytes")
-    name = training_preset(config.model).get("tokenizer")
+    name = config.tokenizer or (None if source is None else str(source))
+    name = name or ("bytes" if vocabulary <= MOST_OF_BYTES else None)
+    name = name or training_preset(config.model).get("tokenizer")
     if name is not None:
         return load_tokenizer(name)
     text = quoted(config.data or "TEXT")

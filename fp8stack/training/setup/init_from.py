@@ -130,7 +130,5 @@ def same_source(asked: str, saved: str | None) -> bool:
     """Whether `asked`, see `find_source`, is where a run's first weights `saved` were from."""
     if saved is None or path_in(asked) is not None or path_in(saved) is not None:
         return saved is not None and absolute_source(asked) == saved
-    return Path(asked).resolve() in (
-        Path(saved),
-        Path(saved).parent.parent,  # RUN/checkpoints/step-000200
-    )
+    places = (Path(saved), Path(saved).parent.parent)  # RUN/checkpoints/step-000200, and RUN
+    return Path(asked).resolve() in places
