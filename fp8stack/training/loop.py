@@ -143,8 +143,7 @@ class _Loop:
             self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
         self.busy = BusySteps()
         self.fp8_gemms: int | None = None
-        self.saved_at = run.step
-        self.save_due = False
+        self.saved_at, self.save_due = run.step, False
         self.streak = 0  # of bad steps, at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
@@ -334,10 +333,9 @@ class _Loop:
     def loss_in(self, variant: Variant | None) -> float | None:
         """The validation loss in one variant of the model, or as it trains; see `evaluate`."""
         run = self.run
-        micro_batch = self.config.batch // self.config.accumulate
-        device = run.accelerator.device
+        batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
         model = run.wrapped if variant is None else variant.model
-        loss = validation_loss(model, run.windows, micro_batch, device, run.ranks, self.stops)
+        loss = validation_loss(model, run.windows, batch, device, run.ranks, self.stops)
         (variant or run.active).backend.fp8_gemms()
         return loss
 

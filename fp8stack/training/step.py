@@ -30,7 +30,6 @@ class Step:
         self.monitor, self.phases = monitor, phases
         self.draws = run.model.config.dropout > 0  # nothing else does
         self._random: dict[str, Tensor] = {}
-        self.norms = monitor.norms
         self._told = run.config.debug_steps if run.ranks.is_main else 0
         self.events = DebugLog(run) if self._told else NoDebugLog()
 
@@ -59,8 +58,8 @@ class Step:
         if run.telemetry.due(step, 1, config.steps):
             run.telemetry.gradients(run.model)
         limit: float | Tensor = config.clip
-        if self.norms is not None:
-            limit = adaptive_limit(self.norms, config.clip_percentile, config.clip)
+        if (known := self.monitor.norms) is not None:
+            limit = adaptive_limit(known, config.clip_percentile, config.clip)
         order = run.model.parameters()  # plain torch's
         norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order)
         mean, norm = torch.stack(losses).mean(), total_norm(norms)
@@ -105,8 +104,7 @@ class Step:
     @contextmanager
     def _observed(self, step: int) -> Iterator[None]:
         """Have telemetry and calibration see a micro-batch, where one is due."""
-        run = self.run
-        telemetry = run.telemetry
+        run, telemetry = self.run, self.run.telemetry
         looks = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
         calibrates = self.phases.calibrates(step)
         # Compiled code has no place for hooks.

@@ -76,28 +76,21 @@ class Guard:
     def __init__(self, run: Run, monitor: Monitor, settle: Callable[[], None]) -> None:
         self.run, self.config = run, run.config.guard
         self.monitor, self.settle = monitor, settle
-        self.left_out: set[int] = set()
-        self.demoted: dict[str, int | None] = {}
-        self._incidents = 0
-        self._last_bad = 0
-        self._mended_at: int | None = None  # where broken weights went back to last
-        self._recent: list[BadStep] = []
-        self._tried: list[str] = []
-        self._left_fp16 = False
-        self._alarmed: set[str] = set()
-        self._events: list[Row] = []
-        state = run.resumed["guard"] if run.resumed is not None else None
-        if state is None:
-            return
-        monitor.load_state(state["watch"])
-        self.left_out, self.demoted = set(state["left_out"]), dict(state["demoted"])
-        self._incidents, self._last_bad = state["incidents"], state["last_bad"]
-        self._mended_at = state.get("mended_at")  # older checkpoints have none
-        self._tried, self._left_fp16 = list(state["tried"]), state["left_fp16"]
+        state: Row = (run.resumed or {}).get("guard") or {}
+        self.left_out: set[int] = set(state.get("left_out", ()))
+        self.demoted: dict[str, int | None] = dict(state.get("demoted", {}))
+        self._incidents: int = state.get("incidents", 0)
+        self._last_bad: int = state.get("last_bad", 0)
+        self._mended_at: int | None = state.get("mended_at")  # where broken weights went back to
+        self._tried: list[str] = list(state.get("tried", ()))
+        self._left_fp16: bool = state.get("left_fp16", False)
         self._recent = [
             BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
-            for bad in state["bad"]
+            for bad in state.get("bad", ())
         ]
+        self._alarmed, self._events = set[str](), list[Row]()
+        if state:
+            monitor.load_state(state["watch"])
 
     def state(self) -> Row:
         """What a run that goes on needs, as JSON data."""
@@ -195,16 +188,15 @@ class Guard:
             self._tried.append("left fp16 for bf16")
             return self._to_bf16(found, step, f"{overflows} steps in a row overflowed in fp16")
         scale = float(scaler.get_scale())
-        alarms = {
-            f"{overflows} overflows in a row.": overflows >= ALARM,
-            f"the loss scale is down to {scale:g}.": scaler.is_dynamic and scale < LOW_SCALE,
-        }
-        for kind, (why, is_so) in zip(("overflows", "scale"), alarms.items(), strict=True):
-            if not is_so:
-                self._alarmed.discard(kind)  # until it is over, it is told once
-            elif kind not in self._alarmed:
-                self._alarmed.add(kind)
+        low = scaler.is_dynamic and scale < LOW_SCALE
+        for kind, is_so, why in (
+            ("overflows", overflows >= ALARM, f"{overflows} overflows in a row."),
+            ("scale", low, f"the loss scale is down to {scale:g}."),
+        ):
+            if is_so and kind not in self._alarmed:
                 self._tell(step, "loss_scale", f"{why} {_FP16_REMEDY}")
+            # Until it is over, it is told once.
+            self._alarmed = self._alarmed | {kind} if is_so else self._alarmed - {kind}
         return found
 
     def _can_leave_fp16(self) -> bool:
@@ -263,22 +255,16 @@ class Guard:
     def _checkpoint_before(self, step: int, after: int | None = None) -> Checkpoint | None:
         """The newest checkpoint of the run's folder that is of a step before `step`, later than
         `after` if that is given, and can be used on every rank; None if there is none."""
-        run = self.run
+        ranks, folder = self.run.ranks, self.run.folder.checkpoints
         self.settle()
-        saved = run.ranks.from_main(
-            lambda: [checkpoints.step_of(p) for p in checkpoints.candidates(run.folder.checkpoints)]
-        )
+        saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])
         for number in saved:  # the newest first
-            if number >= step:
-                continue
-            if after is not None and number <= after:
-                break
-            found = None
-            with suppress(NoUsableCheckpoint):  # damaged, or its weights are not finite, say
-                path = checkpoints.path_of(run.folder.checkpoints, number)
-                found = load_sound(path, can_go_on)
-            if not run.ranks.any(found is None):
-                return found
+            if (after or -1) < number < step:
+                found = None
+                with suppress(NoUsableCheckpoint):  # damaged, or its weights are not finite, say
+                    found = load_sound(checkpoints.path_of(folder, number), can_go_on)
+                if not ranks.any(found is None):
+                    return found
         return None
 
     def _roll_back(
@@ -292,13 +278,13 @@ class Guard:
     def _leave_fp8(
         self, found: Outcome, step: int, where: Row, why: str, last: int | None
     ) -> Outcome:
-        precision = self.run.plan.compute_dtype
-        layers, what = [where["layer"]], where["layer"]
-        if what == WHOLE:
-            layers, what = list(fp8_linears(self.run.model)), "the whole model"
+        precision, layers = self.run.plan.compute_dtype, (where["layer"],)
+        if where["layer"] == WHOLE:
+            layers = tuple(fp8_linears(self.run.model))
+        what = "the whole model" if where["layer"] == WHOLE else where["layer"]
         self._tried.append(f"ran {what} in {precision}")
         self._tell(step, "demote", why, **where, precision=precision, until_step=last)
-        return replace(found, leave_fp8=tuple(layers))
+        return replace(found, leave_fp8=layers)
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
         """The operand that is to blame, from the verdict or by trying the step again."""
@@ -359,13 +345,12 @@ class Guard:
             )
         if self.run.plan.loss_scaling and not self._left_fp16:
             return f"Lower --lr (now {config.lr:g}), or use a recipe with more range: bf16, fp32."
-        remedy = (
+        in_fp32 = self.run.plan.recipe.name == "fp32"
+        cause = "" if in_fp32 else "; --recipe fp32 shows whether precision is the cause"
+        return (
             f"Lower --lr (now {config.lr:g}), clip harder (clip is {config.clip:g}), or look at "
-            "the data of that step"
+            f"the data of that step{cause}."
         )
-        if self.run.plan.recipe.name == "fp32":
-            return f"{remedy}."
-        return f"{remedy}; --recipe fp32 shows whether precision is the cause."
 
 
 def _span(bad: Sequence[BadStep]) -> int:

@@ -54,31 +54,30 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
 
 def describe_event(event: dict[str, Any]) -> str:
     """The log line of an event: what the guard saw or did, or a phase that begins."""
-    if event["event"] == "phase":
-        told = f"step {event['step']}: phase {event['phase']} begins, in {event['precision']}"
-        return f"{told}: {event['why']}" if event["phase"] == "conservative" else told
+    kind, step, why = event["event"], event["step"], event["why"]
+    if kind == "phase":
+        told = f"step {step}: phase {event['phase']} begins, in {event['precision']}"
+        return f"{told}: {why}" if event["phase"] == "conservative" else told
+    layer, precision = event.get("layer"), event.get("precision")
     done = {
         "skip": "skipped",
         "rollback": f"back to step {event.get('to_step')}",
-        "demote": f"{event.get('layer')} goes on in {event.get('precision')}",
-        "restore": f"{event.get('layer')} is in FP8 again",
-        "clear_amax": f"amax history of {event.get('layer')}.{event.get('operand')} cleared",
+        "demote": f"{layer} goes on in {precision}",
+        "restore": f"{layer} is in FP8 again",
+        "clear_amax": f"amax history of {layer}.{event.get('operand')} cleared",
         "loss_scale": "loss scale",
-        "precision": f"goes on in {event.get('precision')}",
+        "precision": f"goes on in {precision}",
         "stop": "gives up",
     }
-    return (
-        f"guard: step {event['step']}: {done.get(event['event'], event['event'])}: {event['why']}"
-    )
+    return f"guard: step {step}: {done.get(kind, kind)}: {why}"
 
 
 def describe_run(run: Run) -> list[str]:
     """What is about to run, in a few lines."""
     config = run.config
     sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
-    steps = f"{run.step + 1} to {config.steps} of {sizes}"
-    if config.accumulate > 1:
-        steps += f" in {config.accumulate} micro-batches"
+    micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+    steps = f"{run.step + 1} to {config.steps} of {sizes}{micro}"
     if run.step >= config.steps:
         steps = f"all {run.step} are done; give a larger --steps to train on"
     return [
