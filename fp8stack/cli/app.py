@@ -61,15 +61,15 @@ def _no_command(
         print(context.get_help())
 
 
+OUT = option("HTML file. [report.html in the run, or beside several runs]")
+TEXT = option("Print a summary; write a page only with --out.", "--text")
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
-    out: Annotated[
-        str | None, option("HTML file. [report.html in the run, or beside several runs]")
-    ] = None,
-    text: Annotated[
-        bool, option("Print a summary; write a page only with --out.", "--text")
-    ] = False,
+    out: Annotated[str | None, OUT] = None,
+    text: Annotated[bool, TEXT] = False,
 ) -> None:
     """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
     from fp8stack.report import report

@@ -51,21 +51,20 @@ def shapes(
     print(f"written: {shapes.save(results, plan, hardware)}")
 
 
+CAPABILITY = option("Assume a GPU of this compute capability. [this machine's]")
+CEILING = option("Predict an upper bound: the head in FP8, casts for free.", "--ceiling")
+RESULTS = option("Measured steps to show beside it: a step.json. [bench/results]")
+
+
 @bench.command()
 def roofline(
     model: Annotated[str, MODEL] = "gpt2-124m",
-    capability: Annotated[
-        str | None, option("Assume a GPU of this compute capability. [this machine's]")
-    ] = None,
+    capability: Annotated[str | None, CAPABILITY] = None,
     gpu: Annotated[str | None, option("Assume this GPU, such as H200.")] = None,
     batch: Annotated[int, option("Sequences per step. [8]", min=1)] = 8,
     context: Annotated[int | None, CONTEXT] = None,
-    ceiling: Annotated[
-        bool, option("Predict an upper bound: the head in FP8, casts for free.", "--ceiling")
-    ] = False,
-    results: Annotated[
-        Path | None, option("Measured steps to show beside it: a step.json. [bench/results]")
-    ] = None,
+    ceiling: Annotated[bool, CEILING] = False,
+    results: Annotated[Path | None, RESULTS] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Predict a training step's time in bf16 and each FP8 recipe, part by part."""

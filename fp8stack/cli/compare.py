@@ -8,31 +8,25 @@ from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.errors import Interrupted
 
+RECIPES = option("Precision recipes or TOML files, separated by commas. [six of them]")
+OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]")
+BASELINE = option("Recipe to compare the others with. [fp32, else the first]")
+FROM = option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
+MODEL = option("Model preset or TOML file. [gpt-nano, or that of --from]")
+DATA = option("Training data, as for `pretrain --data`. [Python's standard library]")
+
 
 def compare(
-    recipes: Annotated[
-        str, option("Precision recipes or TOML files, separated by commas. [six of them]")
-    ] = "fp32,bf16,delayed,current,block,mxfp8",
-    out: Annotated[
-        str | None,
-        option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]"),
-    ] = None,
+    recipes: Annotated[str, RECIPES] = "fp32,bf16,delayed,current,block,mxfp8",
+    out: Annotated[str | None, OUT] = None,
     seeds: Annotated[int, option("Runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
-    baseline: Annotated[
-        str | None, option("Recipe to compare the others with. [fp32, else the first]")
-    ] = None,
-    from_: Annotated[
-        str | None, option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
-    ] = None,
-    model: Annotated[
-        str | None, option("Model preset or TOML file. [gpt-nano, or that of --from]")
-    ] = None,
+    baseline: Annotated[str | None, BASELINE] = None,
+    from_: Annotated[str | None, FROM] = None,
+    model: Annotated[str | None, MODEL] = None,
     steps: Annotated[int | None, options.STEPS] = None,
     batch: Annotated[int | None, options.BATCH] = None,
     context: Annotated[int | None, options.CONTEXT] = None,
-    data: Annotated[
-        str | None, option("Training data, as for `pretrain --data`. [Python's standard library]")
-    ] = None,
+    data: Annotated[str | None, DATA] = None,
     lr: Annotated[float | None, options.LR] = None,
     device: Annotated[str | None, options.DEVICE] = None,
     threads: Annotated[int | None, options.THREADS] = None,

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fp8stack.training.setup.memory_check import Footprint
 
 
+MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
+
+
 def estimate(
     model: Annotated[str | None, options.MODEL] = None,
     recipe: Annotated[str | None, options.RECIPE] = None,
@@ -23,10 +26,7 @@ def estimate(
     accumulate: Annotated[int | None, options.ACCUMULATE] = None,
     capability: Annotated[str | None, options.CAPABILITY] = None,
     te: Annotated[bool | None, options.TE] = None,
-    memory: Annotated[
-        str | None,
-        option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]"),
-    ] = None,
+    memory: Annotated[str | None, MEMORY] = None,
     ranks: Annotated[int, option("Number of ranks. [1]", min=1)] = 1,
     parallel: Annotated[str | None, options.PARALLEL] = None,
     optimizer: Annotated[str | None, options.OPTIMIZER] = None,

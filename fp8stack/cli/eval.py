@@ -7,17 +7,15 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 
+RUNS = typer.Argument(help="Run or checkpoint folders.", show_default=False)
+RECIPES = option("Precision recipes or TOML files, separated by commas. [the run's own]")
+DATA = option("Data, as for `pretrain --data`. [the run's own held-out part]")
+
 
 def evaluate(
-    runs: Annotated[
-        list[str], typer.Argument(help="Run or checkpoint folders.", show_default=False)
-    ],
-    recipes: Annotated[
-        str | None, option("Precision recipes or TOML files, separated by commas. [the run's own]")
-    ] = None,
-    data: Annotated[
-        str | None, option("Data, as for `pretrain --data`. [the run's own held-out part]")
-    ] = None,
+    runs: Annotated[list[str], RUNS],
+    recipes: Annotated[str | None, RECIPES] = None,
+    data: Annotated[str | None, DATA] = None,
     windows: Annotated[int | None, option("Windows to evaluate. [the run's]")] = None,
     context: Annotated[int | None, option("Tokens per window. [the run's]")] = None,
     batch: Annotated[int | None, option("Windows per forward pass. [the run's]")] = None,

@@ -9,6 +9,10 @@ from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.errors import UserError, quoted
 
+TEMPERATURE = option("Sampling temperature; 0 takes the likeliest token. [0.8]")
+TOP_P = option("Sample from the likeliest tokens of this total probability. [all]")
+RECIPE = option("Precision recipe or TOML file. [bf16 where the machine multiplies it, else fp32]")
+
 
 def generate(
     run: Annotated[str, typer.Argument(help="Run or checkpoint folder.", show_default=False)],
@@ -16,17 +20,10 @@ def generate(
     prompt_file: Annotated[str | None, option("File with the prompt, in UTF-8.")] = None,
     tokens: Annotated[int, option("Tokens to generate at most. [256]")] = 256,
     seed: Annotated[int, option("Seed for sampling. [0]")] = 0,
-    temperature: Annotated[
-        float, option("Sampling temperature; 0 takes the likeliest token. [0.8]")
-    ] = 0.8,
+    temperature: Annotated[float, TEMPERATURE] = 0.8,
     top_k: Annotated[int | None, option("Sample from the k likeliest tokens. [all]")] = None,
-    top_p: Annotated[
-        float | None, option("Sample from the likeliest tokens of this total probability. [all]")
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        option("Precision recipe or TOML file. [bf16 where the machine multiplies it, else fp32]"),
-    ] = None,
+    top_p: Annotated[float | None, TOP_P] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     backend: Annotated[str, options.BACKEND] = "auto",
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     device: Annotated[str, options.DEVICE] = "auto",

@@ -5,14 +5,14 @@ from typing import Annotated
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 
+GPU = option("Assume this GPU, by its data sheet (H100, L4, RTX 4090).")
+
 
 def plan(
     model: Annotated[str | None, options.MODEL] = None,
     recipe: Annotated[str | None, options.RECIPE] = None,
     capability: Annotated[str | None, options.CAPABILITY] = None,
-    gpu: Annotated[
-        str | None, option("Assume this GPU, by its data sheet (H100, L4, RTX 4090).")
-    ] = None,
+    gpu: Annotated[str | None, GPU] = None,
     te: Annotated[bool | None, options.TE] = None,
     backend: Annotated[str | None, options.BACKEND] = None,
     strict: Annotated[bool | None, options.STRICT] = None,

@@ -6,49 +6,37 @@ import typer
 
 from fp8stack.cli.options import option
 
+INPUTS = typer.Argument(
+    metavar="INPUT",
+    help="Text, .jsonl and .parquet files (.gz and .zst too), folders of them, or datasets as "
+    "hf:NAME[:CONFIG][@SPLIT].",
+    show_default=False,
+)
+TOKENIZER = option("Tokenizer: bytes, gpt2, or a tokenizer.json. [bytes]")
+TRAIN_BPE = option("Train a BPE tokenizer with this vocabulary size on the inputs.")
+TEXT_KEY = option("JSON field or parquet column that holds the text. [text]")
+HELD_OUT = option("Fraction of documents to hold out for validation. [0.01]")
+SHARD_TOKENS = option("Tokens per shard; documents are not split. [100000000]")
+INCLUDE = option("In folders, read only files that match, such as '*.md'; repeatable.")
+EXCLUDE = option("In folders, skip files that match; repeatable.")
+SKIP_BINARY = option("In folders, skip files that look binary.", "--skip-binary")
+WORKERS = option("Processes to tokenize with. [the number of cores]")
+OVERWRITE = option("Delete what an earlier prepare wrote to --out first.", "--overwrite")
+
 
 def prepare(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT",
-            help="Text, .jsonl and .parquet files (.gz and .zst too), folders of them, or datasets "
-            "as hf:NAME[:CONFIG][@SPLIT].",
-            show_default=False,
-        ),
-    ],
+    inputs: Annotated[list[str], INPUTS],
     out: Annotated[str, option("Folder for the shards.")],
-    tokenizer: Annotated[
-        str | None, option("Tokenizer: bytes, gpt2, or a tokenizer.json. [bytes]")
-    ] = None,
-    train_bpe: Annotated[
-        int | None, option("Train a BPE tokenizer with this vocabulary size on the inputs.")
-    ] = None,
-    text_key: Annotated[
-        str, option("JSON field or parquet column that holds the text. [text]")
-    ] = "text",
-    held_out: Annotated[
-        float, option("Fraction of documents to hold out for validation. [0.01]")
-    ] = 0.01,
-    shard_tokens: Annotated[
-        int, option("Tokens per shard; documents are not split. [100000000]")
-    ] = 100_000_000,
-    include: Annotated[
-        list[str] | None,
-        option("In folders, read only files that match, such as '*.md'; repeatable."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, option("In folders, skip files that match; repeatable.")
-    ] = None,
-    skip_binary: Annotated[
-        bool, option("In folders, skip files that look binary.", "--skip-binary")
-    ] = False,
-    workers: Annotated[
-        int | None, option("Processes to tokenize with. [the number of cores]")
-    ] = None,
-    overwrite: Annotated[
-        bool, option("Delete what an earlier prepare wrote to --out first.", "--overwrite")
-    ] = False,
+    tokenizer: Annotated[str | None, TOKENIZER] = None,
+    train_bpe: Annotated[int | None, TRAIN_BPE] = None,
+    text_key: Annotated[str, TEXT_KEY] = "text",
+    held_out: Annotated[float, HELD_OUT] = 0.01,
+    shard_tokens: Annotated[int, SHARD_TOKENS] = 100_000_000,
+    include: Annotated[list[str] | None, INCLUDE] = None,
+    exclude: Annotated[list[str] | None, EXCLUDE] = None,
+    skip_binary: Annotated[bool, SKIP_BINARY] = False,
+    workers: Annotated[int | None, WORKERS] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> None:
     """Tokenize documents into shards for pretrain --data.
 

@@ -8,31 +8,33 @@ from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.errors import Interrupted
 
+DATA = option("Text, tokens, a folder, or WEIGHT:PATH,WEIGHT:PATH. [Python's standard library]")
+DATA_ORDER = option("Order of the windows: random, or shuffled epochs. [random]")
+TOKENIZER = option("Tokenizer for text and .bin files: bytes, gpt2 or a tokenizer.json.")
+SCHEDULE = option("Learning rate schedule: cosine, wsd or constant. [cosine]")
+RESUME = option("Resume: auto (the run in --out, if any), a run, or a checkpoint. Bare: auto.")
+GRAD_COMPRESSION = option("With ddp: bf16 rounds gradients before the all-reduce. [none]")
+PROFILE = option("Profile one step after warm-up into the run folder.")
+TELEMETRY_EVERY = option("Steps between samples of FP8 telemetry; 0 disables it. [50]")
+WHAT_IF = option("Recipes that telemetry also tries, such as mxfp8,block.")
+GUARD = option("Skip bad steps, roll back, leave FP8. On by default.")
+
 
 def pretrain(
     model: Annotated[str | None, options.MODEL] = None,
     recipe: Annotated[str | None, options.RECIPE] = None,
     backend: Annotated[str | None, options.BACKEND] = None,
     strict: Annotated[bool | None, options.STRICT] = None,
-    data: Annotated[
-        str | None,
-        option("Text, tokens, a folder, or WEIGHT:PATH,WEIGHT:PATH. [Python's standard library]"),
-    ] = None,
-    data_order: Annotated[
-        str | None, option("Order of the windows: random, or shuffled epochs. [random]")
-    ] = None,
+    data: Annotated[str | None, DATA] = None,
+    data_order: Annotated[str | None, DATA_ORDER] = None,
     document_mask: Annotated[bool | None, option("Keep attention within documents.")] = None,
-    tokenizer: Annotated[
-        str | None, option("Tokenizer for text and .bin files: bytes, gpt2 or a tokenizer.json.")
-    ] = None,
+    tokenizer: Annotated[str | None, TOKENIZER] = None,
     steps: Annotated[int | None, options.STEPS] = None,
     batch: Annotated[int | None, options.BATCH] = None,
     context: Annotated[int | None, options.CONTEXT] = None,
     accumulate: Annotated[int | None, options.ACCUMULATE] = None,
     lr: Annotated[float | None, options.LR] = None,
-    schedule: Annotated[
-        str | None, option("Learning rate schedule: cosine, wsd or constant. [cosine]")
-    ] = None,
+    schedule: Annotated[str | None, SCHEDULE] = None,
     warmup_steps: Annotated[int | None, option("Steps of linear warm-up. [50]")] = None,
     weight_decay: Annotated[float | None, option("Weight decay of matrices. [0.1]")] = None,
     optimizer: Annotated[str | None, options.OPTIMIZER] = None,
@@ -53,35 +55,22 @@ def pretrain(
     eval_every: Annotated[int | None, option("Steps between evaluations. [200]")] = None,
     save_every: Annotated[int | None, option("Steps between checkpoints. [400]")] = None,
     log_every: Annotated[int | None, option("Steps between log lines. [1]")] = None,
-    resume: Annotated[
-        str | None,
-        option("Resume: auto (the run in --out, if any), a run, or a checkpoint. Bare: auto."),
-    ] = None,
+    resume: Annotated[str | None, RESUME] = None,
     overwrite: Annotated[bool, option("Delete the run in --out first.", "--overwrite")] = False,
     checkpoint_async: Annotated[bool | None, option("Write checkpoints in the background.")] = None,
     device: Annotated[str | None, options.DEVICE] = None,
     threads: Annotated[int | None, options.THREADS] = None,
     parallel: Annotated[str | None, options.PARALLEL] = None,
     activation_checkpointing: Annotated[str | None, options.RECOMPUTE] = None,
-    grad_compression: Annotated[
-        str | None, option("With ddp: bf16 rounds gradients before the all-reduce. [none]")
-    ] = None,
+    grad_compression: Annotated[str | None, GRAD_COMPRESSION] = None,
     compile: Annotated[bool | None, option("Compile the model with torch.compile.")] = None,
-    profile: Annotated[
-        bool | None, option("Profile one step after warm-up into the run folder.")
-    ] = None,
+    profile: Annotated[bool | None, PROFILE] = None,
     tensorboard: Annotated[bool | None, option("Also write TensorBoard events.")] = None,
     wandb: Annotated[bool | None, option("Also log to Weights & Biases.")] = None,
     trackio: Annotated[bool | None, option("Also log to trackio, on this machine.")] = None,
-    telemetry_every: Annotated[
-        int | None, option("Steps between samples of FP8 telemetry; 0 disables it. [50]")
-    ] = None,
-    what_if: Annotated[
-        str | None, option("Recipes that telemetry also tries, such as mxfp8,block.")
-    ] = None,
-    guard: Annotated[
-        bool | None, option("Skip bad steps, roll back, leave FP8. On by default.")
-    ] = None,
+    telemetry_every: Annotated[int | None, TELEMETRY_EVERY] = None,
+    what_if: Annotated[str | None, WHAT_IF] = None,
+    guard: Annotated[bool | None, GUARD] = None,
 ) -> None:
     """Train a model; with no flags, a small GPT on Python's own source."""
     flags = locals() | {"guard": None if guard is None else {"enabled": guard}}
