@@ -23,8 +23,7 @@ _INTERVAL = (
 _MEANINGLESS = dict.fromkeys(("interval", "history_interval", "amax_history_interval"), _INTERVAL)
 """Keys of other programs that could change nothing here, and why."""
 
-LARGEST_BYTES = 2**20
-"""Of a file with keys and values: a hundred times what anyone writes."""
+LARGEST_BYTES = 2**20  # of a file with keys and values: a hundred times what anyone writes
 
 OTHER_NAMES = {
     "gpt2": "gpt2-124m",

@@ -66,8 +66,7 @@ def waited_s(thread: str = "thread-self") -> float | None:
 class BusySteps:
     """Finds out whether the steps of a run wait for cores that other processes have."""
 
-    LONG_S = 10.0
-    """How much time of steps is looked at together."""
+    LONG_S = 10.0  # how much time of steps is looked at together
 
     def __init__(
         self,

@@ -20,8 +20,7 @@ from fp8stack.training.setup.allocator import keep_freed_memory
 
 Arm = Callable[[], object]
 
-LEAST_ROUNDS = 6
-"""The fewest rounds whose range encloses the median with a confidence of 95 %."""
+LEAST_ROUNDS = 6  # the fewest rounds whose range encloses the median with a confidence of 95 %
 CONFIDENCE = 0.95
 
 

@@ -21,8 +21,7 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.io import sha256_of_file
 
 FORMAT = 1
-SHARED = ("model", "optimizer")
-"""The groups that FSDP2's ranks share out."""
+SHARED = ("model", "optimizer")  # the groups that FSDP2's ranks share out
 _NAME = re.compile(r"step-(\d{6,})")
 _FILE = re.compile(r"([a-z0-9]+/shard-\d{5}-model-00001-of-00001|[a-z0-9]+)\.safetensors")
 MANIFEST = "checkpoint.json"

@@ -15,12 +15,10 @@ from fp8stack.training.run_folder import RunFolder, read_rows
 Row = Mapping[str, Any]
 Status = Literal["done", "diverged", "failed", "unfinished"]
 
-WARM_UP = 5
-"""Steps whose speed does not count: they compile, tune and fault memory in."""
+WARM_UP = 5  # steps whose speed does not count: they compile, tune and fault memory in
 HOPELESS = 1.1
 """A run diverged whose validation loss ends above this many times a uniform guess's, ln(V)."""
-NUMERIC_FAILURE = 5
-"""The exit code of a run that stopped since its numbers were not finite."""
+NUMERIC_FAILURE = 5  # the exit code of a run that stopped since its numbers were not finite
 
 
 class WorstSqnr(BaseModel, frozen=True, extra="forbid"):

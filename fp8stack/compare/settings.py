@@ -23,8 +23,7 @@ from fp8stack.training.setup.variants import unwanted_backends
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 """Keys of a run that differ between the runs, and what to give in place of them."""
-EVALUATIONS = 10
-"""How often each run is evaluated, unless `eval_every` says otherwise."""
+EVALUATIONS = 10  # how often each run is evaluated, unless `eval_every` says otherwise
 
 
 @dataclass(frozen=True, kw_only=True)

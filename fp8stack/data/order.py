@@ -10,8 +10,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-BLOCK = 4096
-"""Rows of a mixture that hold every source in its exact share."""
+BLOCK = 4096  # rows of a mixture that hold every source in its exact share
 ROUNDS = 8
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

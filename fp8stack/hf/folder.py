@@ -13,8 +13,7 @@ from torch import Tensor
 from fp8stack.errors import UserError, quoted
 from fp8stack.tokenizer import TOKENIZER_FILE
 
-HF = "hf:"
-"""What begins the name of a folder of transformers' where runs may be named as well."""
+HF = "hf:"  # what begins the name of a folder of transformers' where runs may be named as well
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -16,8 +16,7 @@ from fp8stack.optim.chained import optimizers_in, parameters_of
 from fp8stack.optim.grad_scaler import is_unscaled
 
 Mode = Literal["norm", "value", "adaptive"]
-FEWEST = 10
-"""Norms that must be known before their percentile is a limit."""
+FEWEST = 10  # norms that must be known before their percentile is a limit
 
 
 class Norms:

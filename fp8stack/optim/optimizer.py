@@ -13,10 +13,8 @@ from fp8stack.errors import UserError
 from fp8stack.optim.chained import ChainedOptimizer, first_state
 from fp8stack.precision import Hardware
 
-BLOCK = 256
-"""Elements that share a scale in torchao's moments."""
-SMALLEST = 4096
-"""Elements of a parameter below which torchao keeps float32 moments."""
+BLOCK = 256  # elements that share a scale in torchao's moments
+SMALLEST = 4096  # elements of a parameter below which torchao keeps float32 moments
 
 
 def require_optimizer(config: RunConfig, hardware: Hardware, ranks: int) -> None:

@@ -20,17 +20,13 @@ from numpy.typing import NDArray
 from fp8stack.errors import UserError, quoted
 from fp8stack.presets import read_toml
 
-KINDS = ("input", "weight", "grad_output")
-"""The operands of a linear's three GEMMs."""
+KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
 """What telemetry says of an operand at a step."""
-FLOW = ("norm", "ratio", "zeros")
-"""What it says of the gradient of a part of the model."""
+FLOW = ("norm", "ratio", "zeros")  # what it says of the gradient of a part of the model
 
-LONGEST_LINE = 2**24
-"""Characters of a line of JSON: what is longer is no row of a run."""
-LARGEST_BYTES = 2**24
-"""Of a file that is read whole."""
+LONGEST_LINE = 2**24  # characters of a line of JSON: what is longer is no row of a run
+LARGEST_BYTES = 2**24  # of a file that is read whole
 
 Figures = NDArray[np.float64]
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from fp8stack.training.dataloader import inputs_of, tokens_of
 from fp8stack.training.guard.spikes import LARGEST
 from fp8stack.training.run import Run
 
-STANDS_OUT = 8.0
-"""How many times as large as in a good step an operand must be to be blamed."""
+STANDS_OUT = 8.0  # how many times as large as in a good step an operand must be to be blamed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from fp8stack.optim.grad_clip import Norms
 from fp8stack.training.guard.amax import Amaxes, nothing_judged
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
-KEPT = 64
-"""How many bad steps are remembered between two polls."""
+KEPT = 64  # how many bad steps are remembered between two polls
 _MANY, _OF = 7, 21  # times patience: so many bad steps of the last so many are too many
 
 

@@ -36,13 +36,10 @@ from fp8stack.training.run import Run
 
 Row = dict[str, Any]
 
-MOST_LAYERS = 3
-"""Layers that leave FP8 one by one before the whole model does."""
+MOST_LAYERS = 3  # layers that leave FP8 one by one before the whole model does
 WHOLE = "*"
-ALARM = 4
-"""So many overflows of fp16 in a row are told, and"""
-LOW_SCALE = 256.0
-"""so small a loss scale."""
+ALARM = 4  # so many overflows of fp16 in a row are told, and
+LOW_SCALE = 256.0  # so small a loss scale
 _FP16_REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale is no help."
 
 

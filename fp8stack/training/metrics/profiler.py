@@ -14,8 +14,7 @@ from fp8stack.io import storage_errors, write_atomically
 from fp8stack.training.metrics import allocations
 from fp8stack.training.metrics.allocations import Allocations
 
-WARM_UP = 4
-"""Steps before the first that is profiled: they compile, tune and fill caches."""
+WARM_UP = 4  # steps before the first that is profiled: they compile, tune and fill caches
 TOP = 10
 TRACE, TABLE = "trace.json.gz", "profile.md"
 

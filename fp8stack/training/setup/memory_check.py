@@ -12,10 +12,8 @@ from fp8stack.model.gpt import Recompute
 from fp8stack.model.loss import chunk_rows
 from fp8stack.precision import Hardware, Plan
 
-UNCERTAIN = 0.1
-"""The share by which an estimate may be above what is measured."""
-COMPILED = 0.5
-"""The same of compiled code, which chooses by itself what it keeps."""
+UNCERTAIN = 0.1  # the share by which an estimate may be above what is measured
+COMPILED = 0.5  # the same of compiled code, which chooses by itself what it keeps
 
 
 @dataclass(frozen=True)
