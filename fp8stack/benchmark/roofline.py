@@ -121,8 +121,7 @@ def optimizer_s(config: GPTConfig, rates: Rates) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step's time by part, in milliseconds, and what follows from it. `mfu` is useful operations
-    per second over `peak_tflops`, which is `peak_of`'s."""
+    """A step's time by part, in milliseconds, and what follows from it."""
 
     precision: str
     fp8_layers: int
@@ -130,7 +129,7 @@ class Prediction:
     parts_ms: Mapping[str, float] = field(hash=False)
     step_ms: float
     tokens_per_s: float
-    mfu: float
+    mfu: float  # useful operations per second over `peak_tflops`, which is `peak_of`'s
     peak_tflops: float
     peak_of: str
 
@@ -185,9 +184,7 @@ def predict(
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """All predictions for a model on a GPU, the one without FP8 first. `left_out` says of the other
-    recipes why nothing is predicted; `measured_ms` is a step's median time by recipe, from the file
-    `measured_in`."""
+    """All predictions for a model on a GPU, the one without FP8 first."""
 
     model: str
     gpu: Gpu
@@ -195,9 +192,9 @@ class Roofline:
     context: int
     ceiling: bool
     predictions: list[Prediction]
-    left_out: dict[str, str]
-    measured_ms: dict[str, float]
-    measured_in: str = ""
+    left_out: dict[str, str]  # why nothing is predicted of other recipes
+    measured_ms: dict[str, float]  # a step's median time by recipe
+    measured_in: str = ""  # the file that it is from
 
 
 def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:

@@ -26,20 +26,15 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long one arm took, over all its rounds.
-
-    `low_ms` to `high_ms` is the 95 % confidence interval of the median, see `median_interval`.
-    `peak_memory_gib` is the most memory that one call has on the GPU beyond what was there when it
-    began; None on a CPU. `samples_ms` are all rounds, in order, if arms took turns; else empty.
-    """
+    """How long one arm took, over all its rounds."""
 
     median_ms: float
-    low_ms: float
+    low_ms: float  # to `high_ms`: the 95 % confidence interval of the median, see `median_interval`
     high_ms: float
     fastest_ms: float
     rounds: int
-    peak_memory_gib: float | None = None
-    samples_ms: tuple[float, ...] = ()
+    peak_memory_gib: float | None = None  # of one call on a GPU, beyond what was there before
+    samples_ms: tuple[float, ...] = ()  # all rounds, in order, if arms took turns
 
     def to_json(self) -> dict[str, float | int | None]:
         """The figures by name, milliseconds to 4 and GiB to 3 decimals; without the samples."""

@@ -30,15 +30,12 @@ _LARGEST_MANIFEST = 8 * 2**20  # in memory it takes many times as much
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that a run needs to go on as if it had not stopped.
-
-    `tensors` holds one group of named tensors per file: model, optimizer, fp8, rng; of those that
-    ranks share out, one file per rank in a folder. `info` is plain JSON data: the step, the
-    configuration, the plan, what the data was.
-    """
+    """All that a run needs to go on as if it had not stopped. `tensors` holds one group of named
+    tensors per file: model, optimizer, fp8, rng; of those that ranks share out, one file per rank
+    in a folder."""
 
     step: int
-    info: dict[str, Any]
+    info: dict[str, Any]  # plain JSON data: the configuration, the plan, what the data was
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 

@@ -31,8 +31,7 @@ class WorstSqnr(BaseModel, frozen=True, extra="forbid"):
 
 
 class RunFigures(BaseModel, frozen=True, extra="forbid"):
-    """A run's figures. `val_loss` is the last one, in nats per token; `curve` is the validation
-    loss by step; `tokens_per_s` the median over steps; `peak_memory_gib` the most of any step."""
+    """A run's figures."""
 
     recipe: str
     seed: int
@@ -40,10 +39,10 @@ class RunFigures(BaseModel, frozen=True, extra="forbid"):
     exit: int | None
     error: str = ""
     diverged_at: int | None = None
-    val_loss: float | None = None
-    curve: tuple[tuple[int, float], ...] = ()
-    tokens_per_s: float | None = None
-    peak_memory_gib: float | None = None
+    val_loss: float | None = None  # the last one, in nats per token
+    curve: tuple[tuple[int, float], ...] = ()  # validation loss by step
+    tokens_per_s: float | None = None  # the median over steps
+    peak_memory_gib: float | None = None  # the most of any step
     skips: int = 0
     events: dict[str, int] = {}
     fp8_gemms: int | None = None

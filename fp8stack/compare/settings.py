@@ -42,15 +42,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared: `recipes` by the names they go by, and the configuration that all share.
-    `contents` is what names and paths stood for: JSON data, for a later start to be held to."""
+    """What is compared, and the configuration that all runs share."""
 
     out: Path
-    recipes: dict[str, str]
+    recipes: dict[str, str]  # by the names they go by
     seeds: int
     baseline: str
     config: RunConfig
-    contents: dict[str, Any]
+    contents: dict[str, Any]  # what names and paths stood for, for a later start to be held to
     command: str
     vocabulary: int
 

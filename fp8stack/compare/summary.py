@@ -47,25 +47,19 @@ def mean_interval(samples: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFigures:
-    """A recipe over all seeds.
-
-    `val_loss` is the mean over the runs that are done, in nats per token, `standard_error` that of
-    the mean. `gap_percent` is the mean of the differences to the baseline, seed by seed, in percent
-    of the baseline's loss, with its interval. `relative_speed` is tokens per second / the
-    baseline's. `curve` has step, mean, lowest and highest validation loss.
-    """
+    """A recipe over all seeds. `curve` has step, mean, lowest and highest validation loss."""
 
     recipe: str
     plan: dict[str, Any]
     ran: str  # the precisions that were active, in order, and who computed
     seeds: int
     done: int
-    val_loss: float | None
-    standard_error: float | None
-    gap_percent: Interval | None
+    val_loss: float | None  # the mean over the runs that are done, in nats per token
+    standard_error: float | None  # of that mean
+    gap_percent: Interval | None  # of the baseline: the mean of the differences seed by seed
     verdict: str
     tokens_per_s: float | None
-    relative_speed: float | None
+    relative_speed: float | None  # tokens per second / the baseline's
     peak_memory_gib: float | None
     skips: int
     events: dict[str, int]

@@ -21,14 +21,13 @@ LOW_SQNR_DB = 15.0  # E5M2 at its best has 25 dB, E4M3 31 dB
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A run with what is to be said of it. `operands` are settled (see `standouts.settled`);
-    `extremes` are the worst figures: what, the operand's name, the step, the figure, and how it
-    reads."""
+    """A run with what is to be said of it. `extremes` are the worst figures, whether alarming or
+    not: what, the operand's name, the step, and how it reads."""
 
     run: Run
     findings: list[Finding]
     standing_out: list[StandOut]
-    operands: list[Operand]
+    operands: list[Operand]  # settled, see `standouts.settled`
     extremes: list[tuple[str, str, int, str]]
     total: int | None
     done: int

@@ -30,18 +30,16 @@ What = Literal["dead", "vanishing", "exploding"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A part whose gradient is wrong. `steps` are the first and the last sample of the longest time
-    that it was so, `samples` how many there were; `lasts`: until the last of all. `norm` is the
-    gradient's where it is furthest from that of its peers, `peers` that, `worst` the step."""
+    """A part whose gradient is wrong."""
 
     part: str
     what: What
-    steps: tuple[int, int]
-    samples: int
-    lasts: bool
-    norm: float
-    peers: float
-    worst: int
+    steps: tuple[int, int]  # the first and the last sample of the longest time that it was so
+    samples: int  # how many there were in it
+    lasts: bool  # until the last of all
+    norm: float  # where it is furthest from that of its peers
+    peers: float  # theirs there
+    worst: int  # the step
 
 
 def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:

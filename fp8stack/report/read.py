@@ -64,15 +64,13 @@ class Gradient(Series):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One process that trained the run. `began` is a date and time in UTC, `first` the step that it
-    went on after, `last` its last one, `seconds` how long it took; None where it was killed and
-    nobody wrote that. `how` says how it ended."""
+    """One process that trained the run; None is what nobody wrote, since it was killed."""
 
-    began: str
-    first: int
-    last: int | None
-    seconds: float | None
-    how: str
+    began: str  # date and time in UTC
+    first: int  # the step that it went on after
+    last: int | None  # its last step
+    seconds: float | None  # how long it took
+    how: str  # it ended
     versions: str
 
 

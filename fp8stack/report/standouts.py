@@ -39,21 +39,15 @@ BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StandOut:
-    """An operand that stands out.
-
-    `score` is the largest distance in units of its bound, `step` the first at which it stands out
-    and `worst_step` where it does so most. `changed`: it did so in the course of the run;
-    `lasting`: not at a single sample alone that others followed. `values` has for each figure that
-    stands out: its value, the median of its peers, and of its own past (None if it was different
-    all along).
-    """
+    """An operand that stands out. `values` has for each figure that does: its value, the median of
+    its peers, and of its own past (None if it was different all along)."""
 
     operand: Operand
-    score: float
-    step: int
-    worst_step: int
-    changed: bool
-    lasting: bool
+    score: float  # the largest distance in units of its bound
+    step: int  # the first at which it stands out
+    worst_step: int  # where it does so most
+    changed: bool  # it did so in the course of the run
+    lasting: bool  # not at a single sample alone that others followed
     values: dict[str, tuple[float, float, float | None]]
 
 

@@ -43,19 +43,17 @@ NOT_FINITE = Cause.LOSS | Cause.GRADIENT | Cause.AMAX
 
 @dataclass(frozen=True, kw_only=True)
 class BadStep:
-    """A step that was not taken. `slot` is the FP8 operand with the worst amax, if that is a cause,
-    and `amax` is that. The limits are those of a spike; infinite while too few good steps are
-    known. `said` replaces the sentence that is made of these."""
+    """A step that was not taken. The limits are those of a spike."""
 
     step: int
     loss: float
     norm: float
     causes: Cause
-    slot: str | None = None
-    amax: float = math.inf
-    loss_limit: float = math.inf
+    slot: str | None = None  # the FP8 operand with the worst amax, if that is a cause
+    amax: float = math.inf  # its amax
+    loss_limit: float = math.inf  # infinite while too few good steps are known
     norm_limit: float = math.inf
-    said: str = ""
+    said: str = ""  # in place of the sentence that is made of these
 
     @property
     def why(self) -> str:

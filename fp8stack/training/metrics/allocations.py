@@ -12,22 +12,16 @@ from torch.profiler import profile
 
 @dataclass(frozen=True, kw_only=True)
 class Allocations:
-    """Of one step that does what the ones before it did.
+    """Of one step that does what the ones before it did. None is what is not known, as `fresh` on a
+    CPU."""
 
-    `count` and `bytes` are what tensors asked for in the step, `peak_bytes` the most that it held
-    at once beyond what was there at its beginning. `held_bytes` is what the allocator has of the
-    system after it, `unused_bytes` what of that lies idle between blocks in use; None where
-    that is not known. `fresh` counts the segments that were newly asked of the system, and
-    `retries` the times that memory ran out and all caches were emptied; both on a GPU alone.
-    """
-
-    count: int
-    bytes: int
-    peak_bytes: int
-    held_bytes: int | None = None
-    unused_bytes: int | None = None
-    fresh: int | None = None
-    retries: int = 0
+    count: int  # allocations of tensors in the step
+    bytes: int  # that those asked for
+    peak_bytes: int  # the most that it held at once beyond what was there at its beginning
+    held_bytes: int | None = None  # what the allocator has of the system after it
+    unused_bytes: int | None = None  # what of that lies idle between blocks in use
+    fresh: int | None = None  # segments that were newly asked of the system, on a GPU
+    retries: int = 0  # times that memory ran out and all caches were emptied, on a GPU
 
 
 def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:

@@ -21,8 +21,8 @@ _SHORT_S = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The rate that MFU divides by, and its name; None where none is known. `measured`: on this
-    machine, which may have been busy then; else it is a data sheet's."""
+    """The rate that MFU divides by, and its name; None where none is known. It is `measured` on
+    this machine, which may have been busy then, or a data sheet's."""
 
     tflops: float | None
     name: str
