@@ -24,10 +24,10 @@ Measure = Callable[..., Mapping[str, Timing]]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Forward and backward of a linear of `shape`, which so many `layers` of the model have."""
+    """Forward and backward of a linear."""
 
     shape: Shape
-    layers: int
+    layers: int  # of the model that have this shape
     bf16: Timing
     fp8: Timing
 

@@ -70,18 +70,13 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """A run of tokens of one file.
-
-    `tokens` is 1-D, of any integer type, an array or a memory map; its first element is token
-    `start` of the file, counted from the file's first byte in units of a token. `documents` knows
-    where documents begin, if anything does. A mapped part is pickled as a path and mapped again
-    where it lands.
-    """
+    """A run of tokens of one file. A mapped one is pickled as a path and mapped again where it
+    lands."""
 
     path: Path
-    tokens: Tokens
-    start: int = 0
-    documents: Documents | None = None
+    tokens: Tokens  # 1-D, of any integer type, an array or a memory map
+    start: int = 0  # of the first token, counted from the file's first byte in tokens
+    documents: Documents | None = None  # knows where documents begin, if anything does
 
     def __len__(self) -> int:
         """How many tokens this part holds."""

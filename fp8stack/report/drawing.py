@@ -46,15 +46,14 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A plot: `svg()` for the page, `png()` for a file called `name`. `alt` is for who cannot see
-    it, `caption` for everyone; `wide` ones keep more width on a small screen."""
+    """A plot for the page, and a PNG file."""
 
     figure: Figure
-    name: str
+    name: str  # of the file
     title: str
-    caption: str
-    alt: str
-    wide: bool = False
+    caption: str  # for everyone
+    alt: str  # for who cannot see it
+    wide: bool = False  # keeps more width on a small screen
 
     def png(self) -> bytes:
         """The plot as a PNG file, on white."""

@@ -76,30 +76,23 @@ class Session:
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run folder says.
-
-    `rows` has a row per step, the last one written; `events` has all of them, in order. `operands`
-    are those of the run's recipe, `what_if` those of the recipes tried, by name. `gradients` are
-    those of the parts, as the model has them in order. `models` are the rows of telemetry about
-    the whole model. `sessions` are in the order of time. `notes` are sentences about
-    files that are cut, damaged or missing.
-    """
+    """What a run folder says."""
 
     path: Path
     name: str
     config: dict[str, Any]
     config_text: str
     plan: dict[str, Any]
-    rows: list[dict[str, Any]]
-    events: list[dict[str, Any]]
-    operands: list[Operand] = field(default_factory=list)
-    what_if: dict[str, list[Operand]] = field(default_factory=dict)
-    gradients: list[Gradient] = field(default_factory=list)
-    models: list[dict[str, Any]] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
+    rows: list[dict[str, Any]]  # one per step, the last that was written
+    events: list[dict[str, Any]]  # all of them, in order
+    operands: list[Operand] = field(default_factory=list)  # of the run's recipe
+    what_if: dict[str, list[Operand]] = field(default_factory=dict)  # of recipes tried, by name
+    gradients: list[Gradient] = field(default_factory=list)  # in the model's order
+    models: list[dict[str, Any]] = field(default_factory=list)  # telemetry of the whole model
+    sessions: list[Session] = field(default_factory=list)  # in the order of time
     has_telemetry: bool = False
     written: datetime | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # files that are cut, damaged or missing
 
 
 def number(value: Any) -> float:
