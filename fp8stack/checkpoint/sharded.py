@@ -83,9 +83,8 @@ class SharedGroup(Mapping[str, Tensor]):
             found = self._reader.read_metadata().state_dict_metadata
         except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
             raise UserError(f"{folder} holds no shards of tensors: {error}.") from error
-        self._tensors: dict[str, TensorStorageMetadata] = {
-            name: of for name, of in found.items() if isinstance(of, TensorStorageMetadata)
-        }
+        kind = TensorStorageMetadata
+        self._tensors = {name: of for name, of in found.items() if isinstance(of, kind)}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

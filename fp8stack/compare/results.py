@@ -71,6 +71,7 @@ def read_run(
     counted = [speed for step, speed in speeds if step > WARM_UP] or [speed for _, speed in speeds]
     memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
     last: Row = taken[max(taken)] if taken else {}
+    skipped = [row for row in rows if row.get("event") == "skip" or row.get("skipped") is True]
     status, diverged_at = _status(taken, rows, curve, steps, vocabulary, exit)
     return RunFigures(
         recipe=recipe,
@@ -83,9 +84,7 @@ def read_run(
         curve=tuple(curve),
         tokens_per_s=statistics.median(counted) if counted else None,
         peak_memory_gib=max(memory, default=None),
-        skips=len(
-            {r["step"] for r in rows if r.get("event") == "skip" or r.get("skipped") is True}
-        ),
+        skips=len({row["step"] for row in skipped}),
         events=dict(Counter(str(row["event"]) for row in rows if row.get("event"))),
         fp8_gemms=last.get("fp8_gemms"),
         precisions=tuple(dict.fromkeys(r["precision"] for r in taken.values() if "precision" in r)),
@@ -158,14 +157,12 @@ def _plan(path: Path) -> dict[str, Any]:
 def worst_sqnr(path: Path) -> WorstSqnr | None:
     """The operand with the lowest SQNR, of the run's own recipe. The first sampled step does not
     count: delayed scaling has every scale at 1 then, and recipes are to be compared alike."""
-    rows = [
-        row for row in read_rows(path, {"step": 0}) if "operand" in row and not row.get("what_if")
-    ]
+    rows = [row for row in read_rows(path, {"step": 0}) if "operand" in row]
+    rows = [row for row in rows if not row.get("what_if")]
     first = min((row["step"] for row in rows), default=0)
     counted = [row for row in rows if row["step"] > first and _number(row, "sqnr_db")]
     if not counted:
         return None
     worst = min(counted, key=lambda row: row["sqnr_db"])
-    return WorstSqnr(
-        db=worst["sqnr_db"], layer=worst["layer"], operand=worst["operand"], step=worst["step"]
-    )
+    where = {key: worst[key] for key in ("layer", "operand", "step")}
+    return WorstSqnr(db=worst["sqnr_db"], **where)

@@ -170,11 +170,8 @@ def _recipe(config: RunConfig, source: str, model: GPTConfig) -> dict[str, Any]:
         raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
     asked = source if source == "auto" else load_recipe(source, config.recipe_overrides)
     tokens = config.batch // config.accumulate * context_of(config, model)
-    hardware = probe(config.device)
-    without = unwanted_backends(config)
-    plan = plan_for(
-        model, asked, hardware, config.backend, config.strict, tokens=tokens, without=without
-    )
+    how = (probe(config.device), config.backend, config.strict)
+    plan = plan_for(model, asked, *how, tokens=tokens, without=unwanted_backends(config))
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
     return plan.recipe.model_dump(mode="json", exclude={"description"})

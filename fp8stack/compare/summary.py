@@ -82,9 +82,8 @@ def _recipe(
 ) -> RecipeFigures:
     losses = [run.val_loss for run in runs if run.val_loss is not None]
     gap = None if is_baseline else paired_gap(runs, base)
-    speed, base_speed = (
-        _of(of, lambda run: run.tokens_per_s, statistics.median) for of in (runs, base)
-    )
+    speeds = (_of(of, lambda run: run.tokens_per_s, statistics.median) for of in (runs, base))
+    speed, base_speed = speeds
     plan = next((run.plan for run in runs if run.plan), {})
     ran = " then ".join(dict.fromkeys(which for run in runs for which in run.precisions))
     seen = [run.worst_sqnr.model_dump() | {"seed": run.seed} for run in runs if run.worst_sqnr]

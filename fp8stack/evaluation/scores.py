@@ -105,9 +105,8 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     checkpoint, path, passed_over = find_checkpoint(run)
     for reason in passed_over:
         print(f"passed over: {reason}", file=sys.stderr)
-    config: RunConfig = presets.parse(
-        RunConfig, checkpoint.info["config"], f"config in {path / 'checkpoint.json'}"
-    )
+    where = f"config in {path / 'checkpoint.json'}"
+    config: RunConfig = presets.parse(RunConfig, checkpoint.info["config"], where)
     scores: list[Score] = []
     windows: Windows | None = None
     for recipe in request.recipes or [str(checkpoint.info["plan"]["recipe"]["name"])]:

@@ -151,12 +151,10 @@ def plan_for(
     plan = resolve(recipe, hardware, backend, strict, without=without)
     measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
-    vocabulary = padded_vocabulary(config, multiple)
-    made = plan.for_layers(
-        config.linear_shapes(vocabulary), left_out=left_out, tokens=tokens, measured=measured
-    )
+    shapes = config.linear_shapes(padded_vocabulary(config, multiple))
+    made = plan.for_layers(shapes, left_out=left_out, tokens=tokens, measured=measured)
     needed = max(made.vocabulary_multiple, vocabulary_multiple)
     if needed == multiple:
         return made
-    vocabulary = padded_vocabulary(config, needed)  # it is FP8 no more
-    return made.for_layers(config.linear_shapes(vocabulary))
+    # It is FP8 no more.
+    return made.for_layers(config.linear_shapes(padded_vocabulary(config, needed)))

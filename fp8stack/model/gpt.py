@@ -169,9 +169,8 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(config, backend, f"blocks.{i}") for i in range(config.layers)
-        )
+        paths = (f"blocks.{i}" for i in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, backend, path) for path in paths)
         self.final_norm = backend.norm(config.norm, config.width, config.norm_eps, config.bias)
         self.lm_head = backend.linear("lm_head", config.width, padded, False)
         self.loss = Loss(config.vocabulary)

@@ -64,19 +64,12 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
         )
     chosen = {id(one) for one in inner}
     rest = [one for _, one in named if id(one) not in chosen]
+    rates = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
-        first: Optimizer = Muon(
-            inner, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        first: Optimizer = Muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
     else:
-        first = low_bit_optimizers()[config.optimizer](
-            inner,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            block_size=BLOCK,
-        )
+        betas, make = (config.beta1, config.beta2), low_bit_optimizers()[config.optimizer]
+        first = make(inner, **rates, betas=betas, eps=config.adam_eps, block_size=BLOCK)
     return ChainedOptimizer([first, _adamw(rest, config, fused)])
 
 

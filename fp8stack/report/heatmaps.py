@@ -112,9 +112,8 @@ def _panel(axes: Any, steps: Any, values: Figures, figure: str, colors: str) -> 
         cmap, norm = cmap.with_extremes(under=NONE), LogNorm(LEAST_SHARE, 1)
         values = np.where(values < LEAST_SHARE, LEAST_SHARE / 10, values)
     axes.grid(False)
-    return axes.imshow(
-        np.ma.masked_invalid(values), cmap=cmap, norm=norm, aspect="auto", interpolation="none"
-    )
+    values, how = np.ma.masked_invalid(values), {"aspect": "auto", "interpolation": "none"}
+    return axes.imshow(values, cmap=cmap, norm=norm, **how)
 
 
 def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:

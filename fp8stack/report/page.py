@@ -49,9 +49,8 @@ def destination(out: str | None, runs: Sequence[Path]) -> Path:
         raise UserError(f"--out {shown} exists and is no report of fp8stack. Give another --out.")
     plots = _plots_of(page)
     try:
-        foreign = os.path.lexists(plots) and any(
-            not _OURS.fullmatch(entry.name) for entry in plots.iterdir()
-        )
+        entries = plots.iterdir() if os.path.lexists(plots) else iter(())
+        foreign = any(not _OURS.fullmatch(entry.name) for entry in entries)
     except OSError:
         foreign = True
     if foreign:

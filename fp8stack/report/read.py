@@ -263,14 +263,11 @@ def _read_telemetry(path: Path, run: Run) -> None:
         key = (tried, str(row.get("layer")), str(row["operand"]))
         series.setdefault(key, _Rows(FIGURES)).add(step, row)
     run.models = [models[step] for step in sorted(models)]
-    run.gradients = [
-        Gradient(part=part, **found.arrays()) for part, found in flows.items() if found.rows
-    ]
+    run.gradients = [Gradient(part=part, **of.arrays()) for part, of in flows.items() if of.rows]
     order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
-    for (tried, layer, kind), found in sorted(
-        series.items(), key=lambda item: order.get(item[0][1], len(order))
-    ):
-        if found.rows:
+    for key in sorted(series, key=lambda key: order.get(key[1], len(order))):
+        if (found := series[key]).rows:
+            tried, layer, kind = key
             group = run.what_if.setdefault(tried, []) if tried else run.operands
             group.append(Operand(layer=layer, kind=kind, format=found.format, **found.arrays()))
 

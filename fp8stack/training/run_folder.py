@@ -305,6 +305,6 @@ def _agree(saved: RunConfig, asked: RunConfig) -> bool:
     """Whether what `asked` gives is of the run `saved`, as far as names tell."""
     named = {"model", "recipe"} & asked.given.keys()
     fixed = asked.given.keys() - FREE_ON_RESUME - {"init_from"}
-    return all(
-        Path(getattr(saved, key)).stem == Path(getattr(asked, key)).stem for key in named
-    ) and all(getattr(saved, key) == getattr(asked, key) for key in fixed)
+    pairs = [(Path(getattr(saved, key)).stem, Path(getattr(asked, key)).stem) for key in named]
+    pairs += [(getattr(saved, key), getattr(asked, key)) for key in fixed]
+    return all(there == here for there, here in pairs)

@@ -4,7 +4,7 @@ allocator keeps a GPU's memory, the C library's malloc a CPU's."""
 import ctypes
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.profiler import profile
@@ -52,9 +52,8 @@ def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
         now += change
         peak = max(peak, now)
     held, unused = heap or (None, None)
-    return Allocations(
-        count=count, bytes=total, peak_bytes=peak, held_bytes=held, unused_bytes=unused
-    )
+    found = Allocations(count=count, bytes=total, peak_bytes=peak)
+    return replace(found, held_bytes=held, unused_bytes=unused)
 
 
 def changes_in(recorded: profile) -> list[int]:

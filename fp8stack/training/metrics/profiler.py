@@ -57,9 +57,8 @@ class StepProfiler:
         """Profile what runs within, and what follows up to the next such step, if there is one."""
         config = self.config
         if self._recorded is None:
-            self._recorded = self._open.enter_context(
-                recording(self.device, shapes=config.profile_shapes, memory=config.profile_memory)
-            )
+            what = {"shapes": config.profile_shapes, "memory": config.profile_memory}
+            self._recorded = self._open.enter_context(recording(self.device, **what))
         with torch.profiler.record_function(f"step {step}"):
             yield
         self._steps.append(step)
@@ -99,9 +98,8 @@ def recording(
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_stats(device)
-    recorded = Recording(
-        activities=activities, record_shapes=shapes, profile_memory=memory or not on_cuda
-    )
+    options = {"record_shapes": shapes, "profile_memory": memory or not on_cuda}
+    recorded = Recording(activities=activities, **options)
     recorded.lists_memory = memory
     with recorded:
         began = time.perf_counter()

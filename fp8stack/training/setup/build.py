@@ -73,9 +73,8 @@ def build(
         left = available_memory(hardware.device)
         require_memory(footprint, [plans[at] for at in schedule.variants], hardware, left)
         # The main rank's part of a batch is looked at.
-        telemetry = Telemetry(
-            plans[0], config.telemetry_every, config.what_if, operands=ranks.is_main
-        )
+        wanted = (config.telemetry_every, config.what_if)
+        telemetry = Telemetry(plans[0], *wanted, operands=ranks.is_main)
         found = read(config, shape.vocabulary, context, tokenizer)
         if plans[0].device == "cpu":
             keep_freed_memory()

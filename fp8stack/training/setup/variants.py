@@ -56,9 +56,8 @@ def plan_phases(
         places: dict[str, int] = {}
         for name, phase in {phase.asked: phase for phase in wanted}.items():
             known = decided.left_out.get(name, decided.left_out.get(ANY))
-            plan = plan_recipe(
-                phase.recipe, config, model, hardware, tokens, known, multiple, phase.overrides
-            )
+            how = (known, multiple, phase.overrides)
+            plan = plan_recipe(phase.recipe, config, model, hardware, tokens, *how)
             alike = (n for n, other in enumerate(plans) if _runs_alike(plan, other))
             places[name] = next(alike, len(plans))
             plans += [plan] * (places[name] == len(plans))
@@ -124,9 +123,8 @@ def share_parameters(source: nn.Module, model: nn.Module) -> None:
 def leave_fp16(run: Run) -> None:
     """Have the run go on in bf16 where it trains in fp16, without a loss scale: another variant
     takes the place of each that is in fp16."""
-    run.state.variants = tuple(
-        in_bf16(variant) if variant.plan.loss_scaling else variant for variant in run.variants
-    )
+    old = run.variants
+    run.state.variants = tuple(in_bf16(one) if one.plan.loss_scaling else one for one in old)
     run.use(run.state.active)
 
 
