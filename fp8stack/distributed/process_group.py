@@ -123,7 +123,7 @@ class Ranks:
             return [number], [text]
         content = text.encode()
         heads = self._gather(torch.tensor([number, len(content)], dtype=torch.int64))
-        numbers, sizes = heads[:, 0].tolist(), heads[:, 1].tolist()
+        numbers, sizes = heads.t().tolist()
         texts = [""] * self.count
         if longest := max(sizes):
             padded = torch.zeros(longest, dtype=torch.uint8)

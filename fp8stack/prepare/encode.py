@@ -237,10 +237,8 @@ def _text(value: object, path: str, place: str) -> str:
 
 def _kind(value: object) -> str:
     """What JSON calls it."""
-    if value is None:
-        return "null"
     names: dict[type, str] = {
-        **{dict: "object", list: "list", str: "string"},
+        **{dict: "object", list: "list", str: "string", type(None): "null"},
         **{bool: "true or false", int: "number", float: "number"},
     }
     return names.get(type(value), type(value).__name__)

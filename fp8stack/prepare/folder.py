@@ -183,11 +183,8 @@ class Folder:
         """Raise a UserError unless every shard that the manifest names is here, and whole."""
         width = np.dtype(manifest["dtype"]).itemsize
         for shard in (one for split in manifest["splits"].values() for one in split["shards"]):
-            path = self.path / shard["file"]
-            sizes = {
-                path: shard["tokens"] * width,
-                path.with_suffix(".ends"): 8 * shard["documents"],
-            }
+            path, ends = self.path / shard["file"], 8 * shard["documents"]
+            sizes = {path: shard["tokens"] * width, path.with_suffix(".ends"): ends}
             for file, size in sizes.items():
                 if not file.is_file() or file.stat().st_size != size:
                     raise UserError(
@@ -265,9 +262,8 @@ def manifest_of(
 def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") -> list[str]:
     """What was made, in some lines, and the command that trains on it; `speed` ends the first."""
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
-    documents = train["documents"] + val["documents"]
-    tokens = train["tokens"] + val["tokens"]
-    per_token = (train["bytes"] + val["bytes"]) / max(1, tokens - documents)
+    documents, tokens, size = (train[key] + val[key] for key in ("documents", "tokens", "bytes"))
+    per_token = size / max(1, tokens - documents)
     held = (
         f"{val['documents']:,} of them held out ({val['tokens']:,} tokens)"
         if val["documents"]

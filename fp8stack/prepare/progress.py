@@ -20,8 +20,7 @@ class Display:
     def __init__(
         self, what: str, total: int, done: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.what, self.total, self._begin = what, total, done
-        self._clock = clock
+        self.what, self.total, self._begin, self._clock = what, total, done, clock
         self._started = self._told = clock()
         self._bar: Bar | None = None
         if sys.stdout.isatty():
@@ -49,14 +48,11 @@ class Display:
 
     def describe(self, done: int, line: str) -> str:
         """The plain line."""
-        speed = (done - self._begin) / max(self.elapsed_s, 1e-9)
-        parts = [self.what, f"{done / 1e6:,.1f} MB"]
-        if self.total:
-            parts[1] = f"{100 * done / self.total:.1f} % of {self.total / 1e6:,.1f} MB"
-        parts += [line] if line else []
+        speed, total = (done - self._begin) / max(self.elapsed_s, 1e-9), self.total
+        share = f"{100 * done / total:.1f} % of {total / 1e6:,.1f} MB" if total else ""
+        parts = [self.what, share or f"{done / 1e6:,.1f} MB", *([line] if line else [])]
         if done > self._begin:
             parts.append(f"{speed / 1e6:.1f} MB/s")
-            if self.total:
-                left = timedelta(seconds=round((self.total - done) / speed))
-                parts.append(f"ETA {left}")
+            if total:
+                parts.append(f"ETA {timedelta(seconds=round((total - done) / speed))}")
         return " | ".join(parts)

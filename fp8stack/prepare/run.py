@@ -236,11 +236,10 @@ class _Preparation:
         whole = len(found.lengths) - item.unfinished
         for name, chosen in (("train", ~held), ("val", held)):
             if chosen.any():
-                all_of_it = bool(chosen.all())
-                tokens = found.tokens if all_of_it else found.tokens[chosen.repeat(found.lengths)]
+                some = slice(None) if chosen.all() else chosen.repeat(found.lengths)
                 lengths = found.lengths[:whole][chosen[:whole]]
                 text_bytes = int(found.text_bytes[chosen].sum())
-                self.writers[name].add(tokens, lengths, text_bytes)
+                self.writers[name].add(found.tokens[some], lengths, text_bytes)
         self.counts = Counts(
             documents=begun + len(found.lengths),
             empty=self.counts.empty
@@ -254,12 +253,9 @@ class _Preparation:
         """Write the journal, once what it tells is on the disk."""
         for writer in self.writers.values():
             writer.sync()
-        changes = {
-            "read": listing_of(self.sources[: self.position.source]),
-            "position": self.position,
-            "counts": self.counts,
-            **{name: writer.state for name, writer in self.writers.items()},
-        }
+        changes: dict[str, Any] = {"position": self.position, "counts": self.counts}
+        changes |= {name: writer.state for name, writer in self.writers.items()}
+        changes["read"] = listing_of(self.sources[: self.position.source])
         self.folder.save_journal(self.journal.model_copy(update=changes))
 
 
