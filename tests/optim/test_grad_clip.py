@@ -179,7 +179,7 @@ def test_a_run_that_clips_adaptively_tells_the_norm_before_clipping_and_clips_by
     keys = {"clip_mode": "adaptive", "clip_window": 12, "clip_percentile": 50.0, "clip": 0.0}
     small = SmallLoop(tmp_path / "r", "fp32", **keys)
     small.advance(13)
-    usual = small.loop.train_step.norms
+    usual = small.loop.monitor.norms
     assert usual is not None
     limit = float(adaptive_limit(usual, 50.0))
     taken: list[float] = []
@@ -218,12 +218,12 @@ def test_the_window_survives_a_resume_to_the_bit_and_a_skipped_step_leaves_it_al
     stopped.advance(14)
     resumed = stopped.resumed()
     resumed.advance(4)
-    assert resumed.loop.train_step.norms.state() == through.loop.train_step.norms.state()
+    assert resumed.loop.monitor.norms.state() == through.loop.monitor.norms.state()
     after, expected = resumed.state(), through.state()
     assert [name for name in expected if not torch.equal(after[name], expected[name])] == []
     rows = [row["grad_norm"] for row in metrics(tmp_path / "through") if "lr" in row]
     assert rows[4] is None
-    assert through.loop.train_step.norms.state() == pytest.approx(rows[-11:])
+    assert through.loop.monitor.norms.state() == pytest.approx(rows[-11:])
 
 
 def test_the_norm_of_a_step_that_is_bad_for_its_loss_is_not_taken_into_the_window():

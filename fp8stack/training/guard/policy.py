@@ -18,7 +18,7 @@ training loop does it.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8stack.backends.observe import fp8_linears
@@ -43,11 +43,13 @@ LOW_SCALE = 256.0  # so small a loss scale
 _FP16_REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale is no help."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Outcome:
     """What is to be done about the steps up to one that was checked; by default the run goes on."""
 
-    events: tuple[Row, ...] = ()  # what is to be told of them, rows of `metrics.jsonl`
+    events: list[Row] = field(
+        default_factory=list
+    )  # what is to be told of them, rows of `metrics.jsonl`
     # How many steps in a row were bad up to now: no checkpoint is written amid them.
     streak: int = 0
     # Whether the last step was not taken: random numbers that it drew are given back.
@@ -85,7 +87,7 @@ class Guard:
             BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
             for bad in state.get("bad", ())
         ]
-        self._alarmed, self._events = set[str](), list[Row]()
+        self._alarmed, self._found = set[str](), Outcome()
         if state:
             monitor.load_state(state["watch"])
 
@@ -108,20 +110,22 @@ class Guard:
 
     def begin(self, step: int) -> Outcome:
         """What to do before `step`: leave out its batch, or put layers back to FP8."""
-        if step in self.left_out:
+        found = self._found = Outcome(leave_out=step in self.left_out)
+        if found.leave_out:
             self._tell(step, "skip", "its batch went wrong before the roll-back")
-            return self._with_events(Outcome(leave_out=True))
+            return found
         over = [name for name, last in self.demoted.items() if last is not None and step > last]
         for layer in over:
             del self.demoted[layer]
             self._tell(step, "restore", f"{self.config.layer_steps} steps are over", layer=layer)
-        return self._with_events(Outcome(enter_fp8=tuple(over)))
+        found.enter_fp8 = tuple(over)
+        return found
 
     def check(self, step: int) -> Outcome:
         """What to do about the steps since the last check, up to `step`. This waits for the
         device."""
         seen = self.monitor.poll()
-        found = Outcome(streak=seen.streak, skipped=seen.skipped)
+        found = self._found = Outcome(streak=seen.streak, skipped=seen.skipped)
         for slot in seen.cleared:
             layer, _, operand = slot.rpartition(".")
             why = "its history or scale was broken"
@@ -135,24 +139,26 @@ class Guard:
             for bad in seen.bad[:1]:
                 kept = "The step was not taken; weights are as before."
                 parts = [f"Step {bad.step}: {bad.why}.", kept]
-                found = self._give_up(found, bad.step, parts, finite=False)
-            return self._with_events(found)
+                self._give_up(bad.step, parts, finite=False)
+            return found
         oldest = step - max(self.monitor.reach, seen.streak)
         self._recent = [bad for bad in [*self._recent, *seen.bad] if bad.step > oldest]
         if seen.bad:
             self._last_bad = seen.bad[-1].step
         elif step - self._last_bad > self.config.calm_steps and self._incidents:
             self._incidents, self._tried, self._mended_at = 0, [], None
-        found = self._check_scale(found, step, seen.overflows)
+        self._check_scale(step, seen.overflows)
         if seen.broken:
-            found = self._mend(found, step, self._broken())
+            self._mend(step, self._broken())
         elif seen.repeats and self._recent:
-            found = self._next_rung(found, step)
-        return self._with_events(found)
+            self._next_rung(step)
+        return found
 
     def weights_failed(self, step: int, why: str) -> Outcome:
         """What to do about weights that a step broke, though it looked good."""
-        return self._with_events(self._mend(Outcome(), step, why))
+        self._found = Outcome()
+        self._mend(step, why)
+        return self._found
 
     def plan_now(self) -> Plan:
         """The run's plan, with the layers that are out of FP8 for now."""
@@ -170,20 +176,17 @@ class Guard:
         return replace(plan, layers=tuple(layers))
 
     def _tell(self, step: int, event: str, why: str, **details: Any) -> None:
-        self._events.append({"step": step, "event": event, "why": why} | details)
+        self._found.events.append({"step": step, "event": event, "why": why} | details)
 
-    def _with_events(self, found: Outcome) -> Outcome:
-        events, self._events = tuple(self._events), []
-        return replace(found, events=events)
-
-    def _check_scale(self, found: Outcome, step: int, overflows: int) -> Outcome:
+    def _check_scale(self, step: int, overflows: int) -> None:
         """In fp16, tell of a loss scale that falls and falls, or leave fp16 for bf16."""
         scaler = self.run.scaler
         if scaler is None:
-            return found
+            return
         if overflows >= self.config.overflows and self._can_leave_fp16():
             self._tried.append("left fp16 for bf16")
-            return self._to_bf16(found, step, f"{overflows} steps in a row overflowed in fp16")
+            self._to_bf16(step, f"{overflows} steps in a row overflowed in fp16")
+            return
         scale = float(scaler.get_scale())
         low = scaler.is_dynamic and scale < LOW_SCALE
         for kind, is_so, why in (
@@ -194,19 +197,18 @@ class Guard:
                 self._tell(step, "loss_scale", f"{why} {_FP16_REMEDY}")
             # Until it is over, it is told once.
             self._alarmed = self._alarmed | {kind} if is_so else self._alarmed - {kind}
-        return found
 
     def _can_leave_fp16(self) -> bool:
         run = self.run
         in_fp16 = run.plan.loss_scaling and not self._left_fp16
         return in_fp16 and resolve("bf16", run.hardware).compute_dtype == "bf16"
 
-    def _to_bf16(self, found: Outcome, step: int, why: str) -> Outcome:
+    def _to_bf16(self, step: int, why: str) -> None:
         self._left_fp16 = True
         self._tell(step, "precision", why, precision="bf16")
-        return replace(found, to_bf16=True)
+        self._found.to_bf16 = True
 
-    def _mend(self, found: Outcome, step: int, why: str) -> Outcome:
+    def _mend(self, step: int, why: str) -> None:
         """Broken weights come back from a checkpoint, or the run stops."""
         self._incidents += 1
         self._last_bad = step
@@ -216,38 +218,40 @@ class Guard:
         # Again, if good steps came in between and were saved: else it would go on for ever.
         saved = self._checkpoint_before(step, after=self._mended_at)
         if saved is None:
-            return self._stop(found, step, bad, None, in_row=True)
-        self._mended_at = saved.step
-        return self._roll_back(found, step, saved, bad, why)
+            self._stop(step, bad, None, in_row=True)
+        else:
+            self._mended_at = saved.step
+            self._roll_back(step, saved, bad, why)
 
-    def _next_rung(self, found: Outcome, step: int) -> Outcome:
+    def _next_rung(self, step: int) -> None:
         self._incidents += 1
         self.monitor.forgive()
         bad, self._recent = self._recent, []
-        if found.streak >= self.config.patience:
-            bad = bad[-found.streak :]
+        streak = self._found.streak
+        if streak >= self.config.patience:
+            bad = bad[-streak:]
         # In a row, a checkpoint can have been saved amid them, at a stop. Else good steps lie in
         # between.
-        in_row = found.streak >= len(bad)
+        in_row = streak >= len(bad)
         if self._incidents == 1:
             saved = self._checkpoint_before((bad[0] if in_row else bad[-1]).step)
             if saved is not None:
                 which = "steps in a row" if in_row else f"of {_span(bad)} steps"
                 several = f"{len(bad)} {which} were bad: " if len(bad) > 1 else ""
-                return self._roll_back(found, step, saved, bad, several + bad[-1].why)
+                return self._roll_back(step, saved, bad, several + bad[-1].why)
         culprit, in_fp8 = self._find(bad), fp8_linears(self.run.model)
         if culprit is not None and culprit.layer in in_fp8 and len(self.demoted) < MOST_LAYERS:
             last = step + self.config.layer_steps if self.config.layer_steps else None
             self.demoted[culprit.layer] = last
             where = {"layer": culprit.layer, "operand": culprit.operand}
-            return self._leave_fp8(found, step, where, str(culprit), last)
+            return self._leave_fp8(step, where, str(culprit), last)
         why = f"steps went wrong in spite of all: {bad[-1].why}"
         if in_fp8:
             self.demoted = dict.fromkeys([*self.demoted, *in_fp8])
-            return self._leave_fp8(found, step, {"layer": WHOLE}, why, None)
+            return self._leave_fp8(step, {"layer": WHOLE}, why, None)
         if self._can_leave_fp16():
-            return self._to_bf16(found, step, why)
-        return self._stop(found, step, bad, culprit, in_row)
+            return self._to_bf16(step, why)
+        return self._stop(step, bad, culprit, in_row)
 
     def _checkpoint_before(self, step: int, after: int | None = None) -> Checkpoint | None:
         """The newest checkpoint of the run's folder that is of a step before `step`, later than
@@ -264,24 +268,19 @@ class Guard:
                     return found
         return None
 
-    def _roll_back(
-        self, found: Outcome, step: int, saved: Checkpoint, bad: Sequence[BadStep], why: str
-    ) -> Outcome:
+    def _roll_back(self, step: int, saved: Checkpoint, bad: Sequence[BadStep], why: str) -> None:
         self.left_out |= {one.step for one in bad}
         self._tried.append(f"went back to step {saved.step} and left those batches out")
         self._tell(step, "rollback", why, to_step=saved.step)
-        return replace(found, back_to=saved)
+        self._found.back_to = saved
 
-    def _leave_fp8(
-        self, found: Outcome, step: int, where: Row, why: str, last: int | None
-    ) -> Outcome:
-        precision, layers = self.run.plan.compute_dtype, (where["layer"],)
-        if where["layer"] == WHOLE:
-            layers = tuple(fp8_linears(self.run.model))
-        what = "the whole model" if where["layer"] == WHOLE else where["layer"]
+    def _leave_fp8(self, step: int, where: Row, why: str, last: int | None) -> None:
+        precision, what, layers = self.run.plan.compute_dtype, where["layer"], (where["layer"],)
+        if what == WHOLE:
+            what, layers = "the whole model", tuple(fp8_linears(self.run.model))
         self._tried.append(f"ran {what} in {precision}")
         self._tell(step, "demote", why, **where, precision=precision, until_step=last)
-        return replace(found, leave_fp8=layers)
+        self._found.leave_fp8 = layers
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
         """The operand that is to blame, from the verdict or by trying the step again."""
@@ -308,13 +307,8 @@ class Guard:
         return "a weight or a moment is not finite"
 
     def _stop(
-        self,
-        found: Outcome,
-        step: int,
-        bad: Sequence[BadStep],
-        culprit: Diagnosis | None,
-        in_row: bool,
-    ) -> Outcome:
+        self, step: int, bad: Sequence[BadStep], culprit: Diagnosis | None, in_row: bool
+    ) -> None:
         which = "steps in a row" if in_row else f"of the last {_span(bad)} steps"
         again = f", as in {len(bad)} {which}" if len(bad) > 1 else ""
         parts = [f"Step {bad[-1].step}: {bad[-1].why}{again}."]
@@ -324,14 +318,14 @@ class Guard:
             parts.append(f"It shows first in {culprit}.")
         if self._tried:
             parts.append(f"The guard {', then '.join(self._tried)}; it did not help.")
-        return self._give_up(found, step, parts, not any(one.causes & NOT_FINITE for one in bad))
+        self._give_up(step, parts, not any(one.causes & NOT_FINITE for one in bad))
 
-    def _give_up(self, found: Outcome, step: int, parts: list[str], finite: bool) -> Outcome:
+    def _give_up(self, step: int, parts: list[str], finite: bool) -> None:
         kept = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
         saved = f"The last checkpoint is {kept[0]}." if kept else "No checkpoint was written yet."
         failure = " ".join([*parts, saved, self._remedy(finite)])
         self._tell(step, "stop", failure)
-        return replace(found, failure=failure)
+        self._found.failure = failure
 
     def _remedy(self, finite: bool) -> str:
         config = self.run.config
