@@ -64,7 +64,7 @@ def build_optimizer(model: nn.Module, config: RunConfig, *, fused: bool = True) 
         )
     chosen = {id(one) for one in inner}
     rest = [one for _, one in named if id(one) not in chosen]
-    rates = {"lr": config.lr, "weight_decay": config.weight_decay}
+    rates: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "muon":
         first: Optimizer = Muon(inner, **rates, adjust_lr_fn="match_rms_adamw")
     else:

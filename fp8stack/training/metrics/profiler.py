@@ -98,7 +98,7 @@ def recording(
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_stats(device)
-    options = {"record_shapes": shapes, "profile_memory": memory or not on_cuda}
+    options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory or not on_cuda}
     recorded = Recording(activities=activities, **options)
     recorded.lists_memory = memory
     with recorded:
