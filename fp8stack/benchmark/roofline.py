@@ -233,7 +233,7 @@ def predict_all(
     for name in ["bf16", *fp8]:
         plan = _plan(config, name, hardware, ceiling)
         if plan.is_fp8 == (name != "bf16") and (plan.native or name == "bf16"):
-            sizes = {"batch": batch, "context": context}
+            sizes: dict[str, Any] = {"batch": batch, "context": context}
             predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))
         else:
             left_out[name] = plan.reasons[0]

@@ -91,8 +91,8 @@ def _map(run: Run, width: int) -> Table:
     grids = {}
     names: list[str] = []
     for kind in kinds:
-        names, *found = layers_by_steps(run, kind, "sqnr_db")
-        grids[kind] = joined(*found, False, room)[1]
+        names, steps, values = layers_by_steps(run, kind, "sqnr_db")
+        grids[kind] = joined(steps, values, False, room)[1]
     lowest = np.fmin.reduce([np.fmin.reduce(grid, axis=1) for grid in grids.values()])
     worst = np.sort(np.argsort(np.nan_to_num(lowest, nan=np.inf), kind="stable")[:MOST_LAYERS])
     for row in worst:

@@ -275,12 +275,12 @@ class Guard:
         self._found.back_to = saved
 
     def _leave_fp8(self, step: int, where: Row, why: str, last: int | None) -> None:
-        precision, what, layers = self.run.plan.compute_dtype, where["layer"], (where["layer"],)
+        precision, what, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
         if what == WHOLE:
-            what, layers = "the whole model", tuple(fp8_linears(self.run.model))
+            what, layers = "the whole model", list(fp8_linears(self.run.model))
         self._tried.append(f"ran {what} in {precision}")
         self._tell(step, "demote", why, **where, precision=precision, until_step=last)
-        self._found.leave_fp8 = layers
+        self._found.leave_fp8 = tuple(layers)
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
         """The operand that is to blame, from the verdict or by trying the step again."""

@@ -48,9 +48,9 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
         # Emulated FP8 multiplies in fp32 there, whatever the other layers compute in.
         used: set[ComputeDtype] = {plan.compute_dtype, *(("fp32",) if plan.runs_fp8 else ())}
         threads = torch.get_num_threads()
-        rate, of = max((measured_cpu_tflops(DTYPES[dtype], threads), dtype) for dtype in used)
-        told = f"{1000 * rate:.0f} GFLOP/s measured {of} matmul"
-        return Peak(tflops=rate, name=told, measured=True)
+        fastest, of = max((measured_cpu_tflops(DTYPES[dtype], threads), dtype) for dtype in used)
+        told = f"{1000 * fastest:.0f} GFLOP/s measured {of} matmul"
+        return Peak(tflops=fastest, name=told, measured=True)
     gpu = find_gpu(hardware.name)
     if gpu is not None:
         units = "fp8" if plan.runs_fp8 and plan.native else plan.compute_dtype
