@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,7 @@ from fp8stack import presets
 from fp8stack.errors import UserError, unknown
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
-from fp8stack.precision.recipe import Recipe
+from fp8stack.precision.recipe import RecipeFile
 from fp8stack.tokenizer import NAMED
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -420,7 +420,7 @@ def _require_run_keys(table: Mapping[str, Any], where: str, file: str | None = N
         owner = owner_of(key)
         if owner in (None, "run"):
             continue
-        if file is not None and {"width", "scaling"} & table.keys():
+        if file is not None and {"width", "scaling", "like", "quantizer"} & table.keys():
             raise UserError(f"{where}: this is a {owner} file. Give it as --{owner} {file}.")
         raise UserError(f"{where}: '{key}' is a key of the {owner}. Give --set {owner}.{key}=VALUE")
 
@@ -431,8 +431,7 @@ def owner_of(key: str) -> str | None:
         return "run"
     if key in GPTConfig.model_fields:
         return "model"
-    recipes = get_args(get_args(Recipe)[0])
-    return "recipe" if any(key in recipe.model_fields for recipe in recipes) else None
+    return "recipe" if key in RecipeFile.model_fields else None
 
 
 def _set(table: dict[str, Any], item: str) -> None:

@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp8stack import presets
 from fp8stack.formats import FORMATS, Format
 from fp8stack.precision import Hardware, Plan, resolve
 from fp8stack.precision.hardware import TE_REMEDY
+from fp8stack.precision.rules import shipped
 from fp8stack.tables import rich_table
 
 if TYPE_CHECKING:
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 def plans(hardware: Hardware) -> dict[str, Plan]:
     """The plan of every recipe on `hardware`, "auto" first."""
-    order = ["auto", "delayed", "current", "block", "mxfp8", "bf16", "fp16", "tf32", "fp32"]
-    others = [name for name in presets.names("recipes") if name not in order]
-    known = {"auto", *presets.names("recipes")}
-    return {name: resolve(name, hardware) for name in [*order, *others] if name in known}
+    return {name: resolve(name, hardware) for name in ["auto", *shipped()]}
 
 
 def as_json(hardware: Hardware) -> dict[str, Any]:
@@ -61,18 +58,22 @@ def show(hardware: Hardware, console: Console) -> None:
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)
     console.print()
     every_plan = plans(hardware)
+    headings = ["recipe", "runs", "backend", "dtype"]
     rows = []
     for asked, plan in every_plan.items():
         how = " (emulated)" if plan.backend == "emulate" else " (native)"
         runs = plan.recipe.name + (how if plan.is_fp8 else "")
         rows.append([asked, runs, plan.backend, plan.compute_dtype])
-    headings = ["recipe", "runs", "backend", "compute dtype"]
     console.print(rich_table("What each recipe does on it", headings, rows))
+    said: dict[str, list[str]] = {}
     for asked, plan in every_plan.items():
         for reason in plan.reasons:
-            if hardware.gpu_problem and reason.startswith(hardware.gpu_problem):
-                continue  # said above, once
-            console.print(f"{asked}: {reason}", highlight=False, markup=False, soft_wrap=True)
+            if not hardware.gpu_problem or not reason.startswith(hardware.gpu_problem):
+                # Else it is said above, once.
+                said.setdefault(reason.replace(f"{asked} needs", "it needs"), []).append(asked)
+    for reason, names in said.items():
+        line = f"{', '.join(names)}: {reason}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print()
     headings = ["format", "bits", "s/e/m", "max", "min", "subnormal", "epsilon", "inf", "GPU"]
     console.print(rich_table("Number formats", headings, map(_format_row, FORMATS.values())))

@@ -1,17 +1,21 @@
-"""Number formats as data, read off their bits. No tensor here; torch only to name its types.
+"""Number formats and quantizers as data. No tensor here; torch only to name its types.
+
 Sources: IEEE 754 (fp32, fp16), "FP8 formats for deep learning" (arXiv 2209.05433) for E4M3 and
-E5M2, and the OCP Microscaling specification 1.0 for E8M0."""
+E5M2, and the OCP Microscaling specification 1.0 for E8M0, E2M1, E2M3 and E3M2.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
 
 Fp8Name = Literal["e4m3", "e5m2"]
+FormatName = Literal["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"]
+"""What an operand can be quantized to."""
 ScaleRounding = Literal["rceil", "floor", "even"]
 """How a block's scale becomes a power of two: see `numerics.quantize_mxfp8`."""
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -23,9 +27,9 @@ class Format:
     """A binary format: `sign_bits` + `exponent_bits` + `mantissa_bits`, and what its codes mean.
 
     `specials` says what the topmost exponent holds: "ieee" infinities and NaNs, "fn" finite
-    values and one NaN (all ones), "e8m0" no sign, no zero, a power of two per code and one NaN.
-    `dtype_name` is what torch calls its type, None where torch stores the format in a wider one
-    (tf32).
+    values and one NaN (all ones), "finite" finite values alone, "e8m0" no sign, no zero, a power of
+    two per code and one NaN. `dtype_name` is what torch calls its type, None where torch has none
+    of one value each (tf32 is stored in float32, FP4 and FP6 as codes in bytes).
 
     `max` is the largest finite value, `min_normal` the smallest positive normal one,
     `min_subnormal` the smallest positive one, None where there are no subnormals.
@@ -34,7 +38,7 @@ class Format:
     name: str
     exponent_bits: int
     mantissa_bits: int
-    specials: Literal["ieee", "fn", "e8m0"]
+    specials: Literal["ieee", "fn", "finite", "e8m0"]
     dtype_name: str | None
     hardware: str
     sign_bits: int = 1
@@ -86,7 +90,7 @@ class Format:
         if exponent == top:
             if self.specials == "ieee":
                 return math.nan if mantissa else sign * math.inf
-            if mantissa == 2**self.mantissa_bits - 1:
+            if self.specials == "fn" and mantissa == 2**self.mantissa_bits - 1:
                 return math.nan
         if exponent == 0:
             return sign * math.ldexp(mantissa, 1 - self.bias - self.mantissa_bits)
@@ -99,7 +103,7 @@ class Format:
         if self.specials == "e8m0":
             return 254
         ones = (1 << self.exponent_bits + self.mantissa_bits) - 1
-        return ones - 1 if self.specials == "fn" else ones - (1 << self.mantissa_bits)
+        return ones - {"finite": 0, "fn": 1}.get(self.specials, 1 << self.mantissa_bits)
 
     @property
     def epsilon(self) -> float:
@@ -121,6 +125,9 @@ FORMATS: dict[str, Format] = {
         Format("fp16", 5, 10, "ieee", "float16", "7.0+"),
         Format("e4m3", 4, 3, "fn", "float8_e4m3fn", "8.9+"),
         Format("e5m2", 5, 2, "ieee", "float8_e5m2", "8.9+"),
+        Format("e2m1", 2, 1, "finite", None, "10.x"),
+        Format("e2m3", 2, 3, "finite", None, "10.x"),
+        Format("e3m2", 3, 2, "finite", None, "10.x"),
         Format("e8m0", 8, 0, "e8m0", "float8_e8m0fnu", "10.x", sign_bits=0),
     )
 }
@@ -131,3 +138,197 @@ def fp8_format(name: str) -> Format:
     if name not in ("e4m3", "e5m2"):
         raise ValueError(f"No FP8 format '{name}'. Known: e4m3, e5m2.")
     return FORMATS[name]
+
+
+def quantized_format(name: str) -> Format:
+    """The format called `name`, one that operands are quantized to.
+
+    Raises:
+        ValueError: any other name.
+    """
+    if name not in get_args(FormatName):
+        raise ValueError(f"No format '{name}'. Known: {', '.join(get_args(FormatName))}.")
+    return FORMATS[name]
+
+
+BlockSize = Literal["tensor", "row"] | tuple[int, int]
+ScaleFormat = Literal["float32", "power_of_two", "e8m0", "e4m3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer:
+    """How one operand of a GEMM becomes few bits.
+
+    Attributes:
+        format: of the elements: e4m3, e5m2 (FP8), e2m3, e3m2 (FP6), e2m1 (FP4).
+        block: the elements that share a scale: "tensor" all, "row" those of one row along the
+            GEMM's reduction, (1, n) n in a row along the reduction, (n, n) a square.
+        scale: float32, float32 rounded down to a power_of_two, e8m0 (OCP Microscaling), or e4m3 of
+            two levels: E4M3 per block, and above it one float32 per tensor (NVFP4).
+        scale_rounding: how e8m0 scales are rounded, see `numerics.quantize_mxfp8`.
+        amax: what the scale follows from: the current tensor, or those of earlier passes (delayed).
+        history_length: how many amaxes a window of delayed scaling holds.
+        amax_algorithm: what counts in that window: max, or most_recent.
+        margin: headroom in bits of delayed scaling.
+        eps: the smallest amax that is believed, for scales in float32.
+        rounding: nearest (ties to even), or stochastic.
+        hadamard: 16 or 32 to multiply each block of that many elements along the reduction by a
+            Hadamard matrix before the amax is taken, 0 for none.
+
+    Raises:
+        ValueError: fields that do not go together.
+    """
+
+    format: FormatName = "e4m3"
+    block: BlockSize = "tensor"
+    scale: ScaleFormat = "float32"
+    scale_rounding: ScaleRounding = "rceil"
+    amax: Literal["current", "delayed"] = "current"
+    history_length: int = 1024
+    amax_algorithm: AmaxAlgorithm = "max"
+    margin: int = 0
+    eps: float = 0.0
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    hadamard: Literal[0, 16, 32] = 0
+
+    def __post_init__(self) -> None:
+        quantized_format(self.format)
+        if isinstance(self.block, str):
+            if self.block not in ("tensor", "row"):
+                raise ValueError(f"No block '{self.block}'. Known: tensor, row, [1, n], [n, n].")
+        elif self.block not in BLOCKS:
+            known = ", ".join(str(list(block)) for block in BLOCKS)
+            raise ValueError(f"no block {list(self.block)}. Known: tensor, row, {known}")
+        if self.scale in ("e8m0", "e4m3") and isinstance(self.block, str):
+            raise ValueError(f"scale = '{self.scale}' needs a block such as [1, 32]")
+        if self.scale == "e4m3" and self.format != "e2m1":
+            raise ValueError("scale = 'e4m3' is for format = 'e2m1' alone")
+        if FORMATS[self.format].bits < 8 and isinstance(self.block, str):
+            raise ValueError(f"format = '{self.format}' needs a block such as [1, 32]")
+        if self.delayed and (self.block != "tensor" or self.scale != "float32" or self.hadamard):
+            raise ValueError(
+                "amax = 'delayed' needs block = 'tensor', scale = 'float32', hadamard = 0"
+            )
+        if not 1 <= self.history_length <= 2**20:
+            raise ValueError("history_length is a whole number from 1 to 1048576")
+        if not -64 <= self.margin <= 64:
+            raise ValueError("margin is a whole number from -64 to 64")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError("eps is a number from 0")
+
+    @property
+    def delayed(self) -> bool:
+        """Whether its scale comes from earlier passes."""
+        return self.amax == "delayed"
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole tensor."""
+        return self.block == "tensor"
+
+    @property
+    def blocks(self) -> tuple[int, int] | None:
+        """Rows and columns of a block, along the columns; None without blocks of a fixed size."""
+        return None if isinstance(self.block, str) else self.block
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds at random."""
+        return self.rounding == "stochastic"
+
+    @property
+    def element_bits(self) -> int:
+        """The bits that an element takes in memory: FP6 has a byte to itself."""
+        return 4 if self.format == "e2m1" else 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """The bytes of one scale."""
+        return 1 if self.scale in ("e8m0", "e4m3") else 4
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether what a GEMM multiplies has at most 8 significant bits: the elements, times the
+        scale of their block where there are blocks."""
+        return self.blocks is None or self.scale != "float32"
+
+    @property
+    def turns(self) -> bool:
+        """Whether the bytes of the transposed tensor are the transposed bytes."""
+        square = self.per_tensor or (self.blocks is not None and self.blocks[0] > 1)
+        return square and not self.hadamard and not self.stochastic
+
+
+BLOCKS = ((1, 16), (1, 32), (1, 64), (1, 128), (16, 16), (32, 32), (128, 128))
+
+Operand = Literal["input", "weight", "grad_output"]
+OPERANDS: tuple[Operand, ...] = get_args(Operand)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizers:
+    """What the operands of a linear's three GEMMs are quantized by: y = x w^T (fprop), dx = dy w
+    (dgrad), dw = dy^T x (wgrad).
+
+    `input` and `weight` are those of fprop, `grad_output` that of dgrad. The second copy of an
+    operand, for the GEMM that reduces over its rows, is `input_wgrad`, `weight_dgrad` and
+    `grad_output_wgrad`. None leaves an operand in the compute dtype; "forward" takes the values
+    that fprop had.
+
+    Raises:
+        ValueError: two operands of a GEMM with different Hadamard transforms.
+    """
+
+    input: Quantizer | None = None
+    weight: Quantizer | None = None
+    grad_output: Quantizer | None = None
+    input_wgrad: Quantizer | Literal["forward"] | None = None
+    weight_dgrad: Quantizer | Literal["forward"] | None = None
+    grad_output_wgrad: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        for gemm, (one, other) in self.gemms.items():
+            transforms = [q.hadamard if isinstance(q, Quantizer) else 0 for q in (one, other)]
+            if transforms[0] != transforms[1]:
+                raise ValueError(
+                    f"{gemm}: hadamard = {transforms[0]} and {transforms[1]}, which would not "
+                    "cancel. Give both operands the same"
+                )
+
+    def along(self, operand: Operand) -> Quantizer | None:
+        """Of the copy whose columns its GEMM reduces over: fprop's, and dgrad's grad_output."""
+        found: Quantizer | None = getattr(self, operand)
+        return found
+
+    def across(self, operand: Operand) -> Quantizer | Literal["forward"] | None:
+        """Of the copy whose rows its GEMM reduces over: wgrad's, and dgrad's weight."""
+        found: Quantizer | Literal["forward"] | None = getattr(self, _ACROSS[operand])
+        return found
+
+    @property
+    def gemms(self) -> dict[str, tuple[Quantizer | None, Quantizer | Literal["forward"] | None]]:
+        """Those of the two operands of each GEMM: `fprop`, `dgrad`, `wgrad`."""
+        return {
+            "fprop": (self.input, self.weight),
+            "dgrad": (self.grad_output, self.weight_dgrad),
+            "wgrad": (self.grad_output_wgrad, self.input_wgrad),
+        }
+
+    @property
+    def each(self) -> dict[str, Quantizer]:
+        """Those that there are, by place: `input`, `input.wgrad`, `weight`, `weight.dgrad`, ..."""
+        found: dict[str, Quantizer] = {}
+        for operand in OPERANDS:
+            along, across = self.along(operand), self.across(operand)
+            if along is not None:
+                found[operand] = along
+            if isinstance(across, Quantizer):
+                found[f"{operand}.{_ACROSS[operand].rpartition('_')[2]}"] = across
+        return found
+
+
+_ACROSS: dict[str, str] = {
+    "input": "input_wgrad",
+    "weight": "weight_dgrad",
+    "grad_output": "grad_output_wgrad",
+}

@@ -3,6 +3,7 @@
 they lie beside the package."""
 
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -100,11 +101,14 @@ def parse(schema: Any, table: dict[str, Any], where: str) -> Any:
 
 def _explain(error: ValidationError, schema: Any, where: str) -> str:
     """The first problem of `error` in one line."""
-    # A key that is not known first: it may be a misspelled one that is missing, too.
-    problems = error.errors()
-    problem = min(problems, key=lambda found: found["type"] != "extra_forbidden")
+    # A key that is not known first: it may be a misspelled one that is missing, too. Then what a
+    # key may be; that it is no table, where it may be one, says less.
+    order = {"extra_forbidden": 0, "model_type": 2}
+    problem = min(error.errors(), key=lambda found: order.get(found["type"], 1))
     tree = _tree(schema)
-    path = [str(part) for part in problem["loc"]]
+    # Of a value that may have several types, pydantic names the type that it tried.
+    types = tree.get("$defs", {})
+    path = [p for p in map(str, problem["loc"]) if p not in types and not re.match(r"\w+\[", p)]
     if "discriminator" in tree:
         mapping = tree["discriminator"]["mapping"]
         tag = tree["discriminator"]["propertyName"]
@@ -142,7 +146,8 @@ def _keys(tree: dict[str, Any], path: Sequence[str]) -> list[str]:
         others = tree.get("additionalProperties")  # of a table with keys of any name
         inner = tree.get("items", others) if part.isdecimal() else others
         tree = tree.get("properties", {}).get(part, inner if isinstance(inner, dict) else {})
-        tree = definitions.get(tree.get("$ref", "").rsplit("/", 1)[-1], tree)
+        for one in (tree, *tree.get("anyOf", ())):
+            tree = definitions.get(one.get("$ref", "").rsplit("/", 1)[-1], tree)
     return list(tree.get("properties", {}))
 
 

@@ -59,9 +59,15 @@ def trained(folder: Path, *, resume: str | None = None, keep: bool = True) -> tu
         use_cpu=True,
     )  # fmt: skip
     transformers.set_seed(0)
-    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    still: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "n_positions": 32,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    }
+    tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **still, **tokens))
     fp8stack.convert(model, fp8stack.resolve("delayed", fp8stack.probe("cpu")))
     text = torch.tensor(list((b"the quick brown fox jumps over the lazy dog; " * 12)[:512]))

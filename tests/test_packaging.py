@@ -10,6 +10,7 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ MODELS, RECIPES = presets.names("models"), presets.names("recipes")
 def run(*command: str, cwd: Path, path: str = "") -> str:
     """What a command prints; its errors are shown if it fails."""
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    options = {"cwd": cwd, "env": environment, "timeout": 80}
+    options: dict[str, Any] = {"cwd": cwd, "env": environment, "timeout": 80}
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     return done.stdout
@@ -130,9 +131,14 @@ for name in presets.names("recipes"):
     assert load_recipe(name).name == name
     for machine in ("none", "9.0"):
         assert plan_for(load_config("gpt-nano"), name, assumed(machine)).layers
-print(load_recipe("mine.toml").scaling)
+print(load_recipe("mine.toml").quantizers.weight.block)
 """
     package = installed / "fp8stack"
     printed = run(sys.executable, "-c", code, cwd=tmp_path, path=str(installed))
     places = [package / "__init__.py", package / "_presets/models", package / "_presets/recipes"]
-    assert printed.splitlines() == [*map(str, places), " ".join(MODELS), " ".join(RECIPES), "block"]
+    assert printed.splitlines() == [
+        *map(str, places),
+        " ".join(MODELS),
+        " ".join(RECIPES),
+        "(128, 128)",
+    ]

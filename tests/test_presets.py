@@ -196,6 +196,6 @@ def test_whatever_is_asked_for_is_found_or_refused_in_one_line(examples, what):
         assert len(message.splitlines()) <= 1, message
         assert message.startswith(start)
 
-    quietly = {"derandomize": True, "deadline": None, "database": None}
+    quietly: dict[str, Any] = {"derandomize": True, "deadline": None, "database": None}
     slow = [HealthCheck.too_slow]
     settings(max_examples=examples, suppress_health_check=slow, **quietly)(given(like)(check))()

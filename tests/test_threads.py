@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,7 +206,7 @@ print(json.dumps(found))
 
 def run_program(code: str, **environment: str) -> str:
     kept = {key: value for key, value in os.environ.items() if key not in threads.OWN_SETTINGS}
-    options = {"env": kept | environment, "cwd": ROOT, "timeout": 300}
+    options: dict[str, Any] = {"env": kept | environment, "cwd": ROOT, "timeout": 300}
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr

@@ -162,7 +162,7 @@ def sqnr_db(found: Tensor, expected: Tensor) -> float:
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
     """The plan that runs `recipe` on `backend`; skips the case where something else would run."""
     plan = resolve(recipe, context.hardware, backend)
-    if plan.backend != backend or plan.recipe.scaling != recipe.scaling:
+    if plan.backend != backend or plan.recipe.quantizers != recipe.quantizers:
         raise Skipped("; ".join(plan.reasons))
     return plan
 

@@ -26,10 +26,10 @@ from bench.gpu.cases import (
 )
 from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend
+from fp8stack.formats import OPERANDS, Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import MLP
-from fp8stack.precision import load_recipe
-from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe, Mxfp8Recipe, PlainRecipe, Recipe
+from fp8stack.precision import Recipe, load_recipe
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
 # Floors that tell right from wrong. One operand quantized by another rule is about 30 dB away, a
@@ -86,7 +86,7 @@ def linear(context: Context, recipe: str, backend: str, shape: Shape, compiled: 
     made = backend_for(plan, {"linear": (shape.inputs, shape.outputs)})
     layer, x, dy = _prepared(context, made, shape)
     called = context.compiled(layer) if compiled else layer
-    for _ in range(3 if isinstance(chosen, DelayedRecipe) else 1):  # until the scales are found
+    for _ in range(3 if chosen.delayed else 1):  # until the scales are found
         results = _once(layer, called, x, dy)
     exact = _products(layer, dy, (x, x, layer.weight, layer.weight, dy, dy))
     known = _products(layer, dy, quantized(chosen, x, layer.weight.detach(), dy))
@@ -149,27 +149,17 @@ def _products(layer: nn.Linear, dy: Tensor, operands: Sequence[Tensor]) -> dict[
 def quantized(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
     """What the GEMMs multiply, by the casts alone: x, w and dy, each for a GEMM over its columns
     and for one over its rows; float64. In delayed scaling: once the amaxes are known."""
-    assert not isinstance(recipe, PlainRecipe)
-    if isinstance(recipe, DelayedRecipe | CurrentRecipe):
-        formats = (recipe.forward_format, recipe.forward_format, recipe.backward_format)
-        made = []
-        for operand, format in zip((x, w, dy), formats, strict=True):
-            scale = numerics.tensor_scale(numerics.amax(operand), format)
-            data = numerics.cast_to_fp8(operand, scale, format)
-            made.append(data.double() * numerics.inverse(scale).double())
-        return [made[0], made[0], made[1], made[1], made[2], made[2]]
-    if isinstance(recipe, Mxfp8Recipe):
-        return [
-            numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(operand, dim), dim).double()
-            for operand in (x, w, dy)
-            for dim in (1, 0)
-        ]
-    blocks = {0: ((1, 128), (128, 1)), 1: ((128, 128), (128, 128)), 2: ((1, 128), (128, 1))}
-    return [
-        numerics.dequantize_blocks(*numerics.quantize_blocks(operand, block), block).double()
-        for place, operand in enumerate((x, w, dy))
-        for block in blocks[place]
-    ]
+    assert recipe.quantizers is not None
+    made = []
+    for name, operand in zip(OPERANDS, (x, w, dy), strict=True):
+        copies = recipe.quantizers.along(name), recipe.quantizers.across(name)
+        for quantizer, dim in zip(copies, (1, 0), strict=True):
+            assert isinstance(quantizer, Quantizer)
+            scale = numerics.current_scale(numerics.amax(operand), quantizer)
+            whole = scale if quantizer.delayed else None
+            data = numerics.quantize(operand, quantizer, dim, scale=whole)
+            made.append(numerics.dequantize(data).double())
+    return made
 
 
 def _ratios(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -219,7 +209,7 @@ def fused(context: Context, recipe: str, backend: str, config: GPTConfig, rows: 
     ]
     model, x = model.to(context.device), x.to(context.device)
     outer = [part.to(context.device) for part in outer]
-    for _ in range(3 if isinstance(chosen, DelayedRecipe) else 1):
+    for _ in range(3 if chosen.delayed else 1):
         results = _run_norms(model, x, outer)
     ratios = _ratios(results, _exact_norms(model, x, outer))
     holds = all(value >= QUANTIZED_DB for value in ratios.values())

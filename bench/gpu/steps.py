@@ -33,7 +33,7 @@ def measured(
 ) -> dict[str, Any]:
     """One recipe's row: what runs, and its time; `arguments` are the command's."""
     asked = load_recipe(recipe)
-    if arguments.head and asked.scaling != "none":
+    if arguments.head and asked.is_fp8:
         asked = asked.model_copy(update={"head": True})
     plan = plan_for(work.config, asked, hardware, arguments.backend, tokens=work.tokens)
     model = GPT(work.config, build_backend(plan)).to(hardware.device)

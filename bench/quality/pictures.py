@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8stack.formats import FORMATS
+from fp8stack.formats import FORMATS, Quantizer
 from fp8stack.numerics import (
     AmaxHistory,
     amax,
@@ -29,7 +29,7 @@ from fp8stack.numerics import (
     quantize_mxfp8,
     tensor_scale,
 )
-from fp8stack.numerics.error import FIGURES, sqnr_db, tensor_error
+from fp8stack.numerics.error import FIGURES, quantization_error, sqnr_db
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 # Okabe and Ito's colours, which the colour-blind tell apart.
@@ -156,7 +156,8 @@ def spike() -> tuple[Floats, dict[str, Course]]:
 
 
 def _figures(x: Tensor, scale: Tensor) -> tuple[float, ...]:
-    found = dict(zip(FIGURES, tensor_error(x, scale).tolist(), strict=True))
+    figures = quantization_error(x, Quantizer(), scale=scale)
+    found = dict(zip(FIGURES, figures.tolist(), strict=True))
     ratio = sqnr_db(found["signal"], found["noise"])
     assert ratio is not None
     limit = FORMATS["e4m3"].max / float(scale)

@@ -8,14 +8,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8stack.backends.delayed import DelayedScaling, Slots
+from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
+from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.ops.attention import Mask, attend
 from fp8stack.ops.matmul_precision import MatmulPrecision
-from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import ComputeDtype, DelayedRecipe
+from fp8stack.precision.plan import LayerPlan, Plan
+from fp8stack.precision.recipe import ComputeDtype
 
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -37,38 +38,52 @@ class Backend:
         compute_dtype: what linears return and, if the plan says no other, attention computes in.
         attention_dtype: what attention computes in.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
-        delayed: the amax history of the model that is built, in delayed scaling.
+        delayed: the amax history of the model that is built, if any layer has delayed scaling.
+        draws: what stochastic rounding has drawn; models that take turns in a run share it.
         weights: what notices that weights changed.
         keeps_weights: whether quantized weights are kept until they change.
     """
 
     keeps_weights = False
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         self.plan = plan
+        self.draws = Draws() if draws is None else draws
         self.compute_dtype = DTYPES[plan.compute_dtype]
         self.attention_dtype = DTYPES[plan.attention]
         self.vocabulary_multiple = plan.vocabulary_multiple
-        recipe = plan.recipe
-        self.delayed = self.delayed_scaling(recipe) if isinstance(recipe, DelayedRecipe) else None
+        self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
         self._gemms = 0
+        self._lenders: dict[str, Backend] = {}
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear layer with parameters `weight` [out, in] and, if `bias`, `bias` [out]."""
         size = Size(in_features, out_features, bias)
-        if not self.plan.is_fp8 or not self.plan.layer(name).fp8:
+        layer = self.plan.layer(name) if self.plan.is_fp8 else None
+        if layer is None or layer.quantizers is None:
             return plain_linear(size, self.compute_dtype)
-        slots = None if self.delayed is None else self.delayed.add_layer(name)
-        return self.fp8_linear(name, size, slots)
+        slots = None if self.delayed is None else self.delayed.add_layer(name, layer.quantizers)
+        stochastic = any(q.stochastic for q in layer.quantizers.each.values())
+        draws = self.draws.layer(name) if stochastic else None
+        operands = LayerOperands(layer.quantizers, slots, draws)
+        builder = self._lenders[layer.backend] if layer.backend else self
+        return builder.fp8_linear(layer, size, operands)
 
-    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
-        """A linear layer that the plan has in FP8, with its slots of delayed scaling."""
+    def lend_layers(self, other: Backend) -> None:
+        """Have `other` build the layers that the plan gives to it; their state is kept here."""
+        other.delayed, other.weights = self.delayed, self.weights
+        self._lenders[other.plan.backend] = other
+
+    def fp8_linear(
+        self, layer: LayerPlan, size: Size, operands: LayerOperands
+    ) -> LowPrecisionLinear:
+        """A linear layer that the plan has quantized, with what quantizes its operands."""
         raise NotImplementedError("The backend 'reference' has no FP8.")
 
-    def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
+    def delayed_scaling(self) -> DelayedScaling:
         """What keeps the scales of delayed scaling."""
-        return DelayedScaling(recipe)
+        return DelayedScaling()
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension; it reads the residual stream, which is float32."""
@@ -119,12 +134,21 @@ class Backend:
 
     def attach(self, model: nn.Module) -> None:
         """Take charge of `model`, built of this backend's layers: FP8 state follows its passes."""
+        model.stochastic_rounding = self.draws  # type: ignore[assignment]
+        if self.draws.layers:
+            model.register_forward_pre_hook(self._move_draws)
         if self.delayed is not None:
             self.delayed.attach(model)
         elif self.keeps_weights:
             layers = [part for part in model.modules() if isinstance(part, LowPrecisionLinear)]
             self.weights.watch(layers)
             model.register_forward_pre_hook(self._begin_pass)
+
+        for backend in (self, *self._lenders.values()):
+            backend.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Take charge of what is this backend's own in the layers that it built in `model`."""
 
     def share_out(self, part: nn.Module | None) -> None:
         """Make ready for FSDP2, which is about to share out the weights of `part`; with None, in
@@ -134,6 +158,9 @@ class Backend:
 
     def before_gathering(self) -> None:
         """Called before each pass of a model that ranks share out, by all of them."""
+
+    def _move_draws(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        self.draws.move(next(model.parameters()).device)
 
     def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())
@@ -151,20 +178,22 @@ class Backend:
     def fp8_gemms(self) -> int:
         """How many GEMMs on FP8 operands really ran since the last call."""
         count, self._gemms = self._gemms, 0
-        return count
+        return count + sum(other.fp8_gemms() for other in self._lenders.values())
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
-    """The FP8 state of a model: `<module path>.<operand>.amax_history` and `.scale`, float32.
+    """The state of a model's quantizers: `<module path>.<operand>.amax_history` and `.scale` of
+    delayed scaling, float32, and `<module path>.draws` of stochastic rounding, int64.
 
-    Empty unless the recipe is delayed scaling; the other recipes keep no state. Paths begin at the
-    model that was built or converted, whatever wraps it; if several parts of `module` were
-    converted by themselves, at `module`.
+    Empty unless the recipe has one of the two. Paths begin at the model that was built or
+    converted, whatever wraps it; if several parts of `module` were converted by themselves, at
+    `module`.
     """
     return {
         f"{prefix}{name}": tensor
-        for prefix, delayed in _delayed_scalings(module).items()
-        for name, tensor in delayed.state_dict().items()
+        for attribute in _KEEPERS
+        for prefix, keeper in _keepers(module, attribute).items()
+        for name, tensor in keeper.state_dict().items()
     }
 
 
@@ -174,34 +203,45 @@ def load_fp8_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: the model keeps no such state, or other slots, or another history length.
     """
-    found = _delayed_scalings(module)
-    for prefix, delayed in found.items():
-        part = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state.items()
-            if name.startswith(prefix)
-        }
-        delayed.load_state_dict(part)
-    stray = next((name for name in state if not name.startswith(tuple(found))), None)
-    if stray is not None:
-        raise UserError(
-            f"FP8 state: '{stray}' has no place in this model, whose recipe keeps none."
-        )
+    drawn = {name: tensor for name, tensor in state.items() if name.endswith(".draws")}
+    scales = {name: tensor for name, tensor in state.items() if name not in drawn}
+    for attribute, part in zip(_KEEPERS, (scales, drawn), strict=True):
+        found = _keepers(module, attribute)
+        stray = next((name for name in part if not name.startswith(tuple(found))), None)
+        if stray is not None:
+            raise UserError(
+                f"FP8 state: '{stray}' has no place in this model, whose recipe keeps none."
+            )
+        for prefix, keeper in found.items():
+            keeper.load_state_dict(
+                {n.removeprefix(prefix): t for n, t in part.items() if n.startswith(prefix)}
+            )
 
 
-def _delayed_scalings(module: nn.Module) -> dict[str, DelayedScaling]:
-    """What serves the layers of `module`, by the prefix of its slots' names in `fp8_state`."""
-    found: dict[str, DelayedScaling] = {}
+_KEEPERS: dict[str, type[DelayedScaling | Draws]] = {
+    "delayed_scaling": DelayedScaling,
+    "stochastic_rounding": Draws,
+}
+"""The attribute of a model that holds each kind of them."""
+_OF_LAYERS = {"delayed_scaling": "delayed", "stochastic_rounding": ""}
+
+
+def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Draws]:
+    """What serves the layers of `module`, by the prefix of its names in `fp8_state`."""
+    found: dict[str, DelayedScaling | Draws] = {}
     for path, part in module.named_modules():
-        delayed = getattr(part, "delayed_scaling", None)
-        known = any(delayed is other for other in found.values())  # a wrapper may pass it on
-        if isinstance(delayed, DelayedScaling) and not known:
-            found[f"{path}." if path else ""] = delayed
+        keeper: Any = getattr(part, attribute, None)
+        known = any(keeper is other for other in found.values())  # a wrapper may pass it on
+        if isinstance(keeper, _KEEPERS[attribute]) and not known:
+            found[f"{path}." if path else ""] = keeper
     if len(found) > 1:
         return found
-    if not found:  # a part of a model has the state of the whole
-        parts = (getattr(part, "delayed", None) for part in module.modules())
-        whole = next((part for part in parts if isinstance(part, DelayedScaling)), None)
-    else:
+    if found:
         (whole,) = found.values()
-    return {} if whole is None else {"": whole}
+        return {"": whole}
+    # A part of a model has the state of the whole.
+    for part in module.modules():
+        keeper = getattr(part, _OF_LAYERS[attribute], None) if _OF_LAYERS[attribute] else None
+        if isinstance(keeper, _KEEPERS[attribute]):
+            return {"": keeper}
+    return {}

@@ -33,9 +33,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
+from fp8stack.formats import OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import AmaxHistory
 from fp8stack.numerics.amax import record_amax
-from fp8stack.precision.recipe import DelayedRecipe
 
 
 class Slot:
@@ -45,10 +45,10 @@ class Slot:
     like it.
     """
 
-    def __init__(self, delayed: DelayedScaling, name: str) -> None:
+    def __init__(self, delayed: DelayedScaling, name: str, is_weight: bool) -> None:
         self.name = name
         self._delayed = delayed
-        self._is_weight = name.endswith(".weight")
+        self._is_weight = is_weight
         self._column = torch.zeros(1, dtype=torch.int64)
         self._recorded = torch.zeros((), dtype=torch.float32)
 
@@ -71,8 +71,8 @@ class Slot:
         record_amax(self._recorded, amax)
 
 
-Slots = dict[str, Slot]
-"""Of a layer, by operand: input, weight, grad_output."""
+Slots = dict[tuple[Operand, bool], Slot]
+"""Of a layer, by operand and whether it is the copy that a GEMM reduces over the rows of."""
 
 Group = dist.ProcessGroup | Literal["world"] | None
 """The ranks that share a history: all, or none but this one if None."""
@@ -84,13 +84,10 @@ _ANNOUNCED: Counter[str] = Counter()  # how many models told their slots, by gro
 class DelayedScaling:
     """The amax history of one model and the moments at which it is updated."""
 
-    def __init__(self, recipe: DelayedRecipe) -> None:
-        self.recipe = recipe
+    def __init__(self) -> None:
         self.group: Group = "world"
         with torch.inference_mode(False):  # inference tensors could not be updated later
-            self.history = AmaxHistory(
-                length=recipe.history_length, margin=recipe.margin, algorithm=recipe.amax_algorithm
-            )
+            self.history = AmaxHistory()
             # Bool, 0-dim: whether this pass is the first with these weights.
             self.first = torch.ones((), dtype=torch.bool)
             # The scales when it was, float32 [slots]; read for weights alone.
@@ -106,29 +103,46 @@ class DelayedScaling:
         self._again = False
         self._announced = False
         self._key: str | None = None  # where the ranks tell their slots, until those were compared
-        self._formats: dict[str, str] = {}
+        self.quantizers: dict[str, Quantizer] = {}
+        self._weights: set[str] = set()
         self._slots: list[Slot] = []
         self._no_weights: dict[tuple[str, ...], Tensor] = {}
 
-    def add_layer(self, path: str) -> Slots:
-        """Give the linear layer at the module path `path` its three slots, by operand."""
-        recipe = self.recipe
-        formats = {
-            "input": recipe.forward_format,
-            "weight": recipe.forward_format,
-            "grad_output": recipe.backward_format,
-        }
-        names = {operand: f"{path}.{operand}" for operand in formats}
-        self._formats |= {names[operand]: format for operand, format in formats.items()}
-        self._forward += [names["input"], names["weight"]]
-        slots = {operand: Slot(self, name) for operand, name in names.items()}
-        self._slots += slots.values()
+    def add_layer(self, path: str, quantizers: Quantizers) -> Slots:
+        """Give the linear layer at the module path `path` a slot for each delayed quantizer; the
+        two copies of an operand share one if they are quantized alike."""
+        slots: Slots = {}
+        for operand in OPERANDS:
+            along, across = quantizers.along(operand), quantizers.across(operand)
+            if isinstance(along, Quantizer) and along.delayed:
+                slots[operand, False] = self._add(f"{path}.{operand}", along, operand)
+            if isinstance(across, Quantizer) and across.delayed:
+                gemm = "dgrad" if operand == "weight" else "wgrad"
+                own = f"{path}.{operand}.{gemm}"
+                alike = across == along
+                slots[operand, True] = (
+                    slots[operand, False] if alike else self._add(own, across, operand)
+                )
         return slots
+
+    def slots_of(self, path: str, operand: str) -> list[str]:
+        """The names of the slots of an operand of the layer at `path`: none, one or two."""
+        own = f"{path}.{operand}"
+        return [name for name in (own, f"{own}.dgrad", f"{own}.wgrad") if name in self.quantizers]
+
+    def _add(self, name: str, quantizer: Quantizer, operand: Operand) -> Slot:
+        self.quantizers[name] = quantizer
+        if operand != "grad_output":
+            self._forward.append(name)
+        if operand == "weight":
+            self._weights.add(name)
+        self._slots.append(Slot(self, name, operand == "weight"))
+        return self._slots[-1]
 
     def attach(self, model: nn.Module) -> None:
         """Follow the passes of `model`: its user calls nothing of ours in the training loop."""
         with torch.inference_mode(False):
-            self.history.extend(self._formats)
+            self.history.extend(self.quantizers)
             self.first_scales = torch.ones_like(self.history.scales)
             self._bind()
         self.weights.watch([m for m in model.modules() if getattr(m, "delayed", None) is self])
@@ -142,7 +156,7 @@ class DelayedScaling:
 
     def scale(self, slot: str) -> Tensor:
         """The scale to cast for `slot` with: float32, 0-dim, a view that is changed in place."""
-        if slot.endswith(".weight"):
+        if slot in self._weights:
             return self.first_scales[self.history.column(slot)]
         return self.history.scale(slot)
 
@@ -186,7 +200,7 @@ class DelayedScaling:
         """Which of `slots` are no weights: bool [slots]."""
         key = tuple(slots)
         if key not in self._no_weights:
-            flags = [not slot.endswith(".weight") for slot in slots]
+            flags = [slot not in self._weights for slot in slots]
             self._no_weights[key] = torch.tensor(flags, device=self.first.device)
         return self._no_weights[key]
 
@@ -333,7 +347,7 @@ class DelayedScaling:
         assert isinstance(group, dist.ProcessGroup)
         self._key = f"fp8stack/{group.group_name}/{_ANNOUNCED[group.group_name]}"
         _ANNOUNCED[group.group_name] += 1
-        slots = zlib.crc32("\n".join(self._formats).encode())
+        slots = zlib.crc32("\n".join(self.quantizers).encode())
         _get_default_store().set(f"{self._key}/{dist.get_rank()}", str(slots))
 
     def _require_same_slots(self) -> None:

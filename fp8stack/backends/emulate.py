@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8stack.backends.base import Backend
-from fp8stack.backends.delayed import Slots
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
-from fp8stack.backends.scaling import Name, Operand, Scaling, build_scaling
+from fp8stack.backends.operands import Draws, LayerOperands, Saved
+from fp8stack.formats import Operand
+from fp8stack.numerics import Rounded
 from fp8stack.ops.matmul_precision import exact_matmul
-from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import BlockRecipe
+from fp8stack.precision.plan import LayerPlan, Plan
 
 
 class Gemm:
@@ -30,8 +30,8 @@ class Gemm:
 
     def __call__(
         self,
-        a: Operand,
-        b: Operand,
+        a: Rounded,
+        b: Rounded,
         out_dtype: torch.dtype,
         *,
         turn: Literal["neither", "a", "b"] = "neither",
@@ -41,28 +41,46 @@ class Gemm:
         `turn` is given as its transpose."""
         self.backend.count_gemms(1)
         left, right = a.values, b.values
-        scale = None
-        if a.inv_scale is not None and b.inv_scale is not None:
-            scale = a.inv_scale * b.inv_scale
+        scale, rows, columns = _factors(a.factor, b.factor)
         with exact_matmul():  # TF32 would round the operands
             if left.device.type == "cpu":
                 bias = None if bias is None else bias.float()
-                y: Tensor = _cpu_gemm(left, right, turn, scale, bias)
-                return y.to(out_dtype)
+                at_once = rows is None and columns is None
+                y: Tensor = _cpu_gemm(left, right, turn, scale, bias if at_once else None)
+                return (y if at_once else _finished(y, None, rows, columns, bias)).to(out_dtype)
             left, right = _turned(left, right, turn)
             if self.dtype == torch.float32:
                 y = left @ right
             else:
                 y = torch.mm(left, right, out_dtype=torch.float32)
-        if scale is not None:
-            y = y * scale
-        if bias is not None:
-            y = y + bias
-        return y.to(out_dtype)
+        return _finished(y, scale, rows, columns, bias).to(out_dtype)
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The dtype of its operands: on a CPU float32, which is the fastest there."""
         return torch.float32 if device.type == "cpu" else self.dtype
+
+
+def _factors(
+    a: Tensor | None, b: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a GEMM's output is multiplied by for its operands: in all, by row, by column."""
+    whole = [factor for factor in (a, b) if factor is not None and factor.ndim == 0]
+    scale = whole[0] * whole[1] if len(whole) == 2 else next(iter(whole), None)
+    rows = a[:, None] if a is not None and a.ndim else None
+    return scale, rows, b if b is not None and b.ndim else None
+
+
+def _finished(
+    y: Tensor,
+    scale: Tensor | None,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    for factor in (scale, rows, columns):
+        if factor is not None:
+            y = y * factor
+    return y if bias is None else y + bias
 
 
 def _turned(a: Tensor, b: Tensor, turn: str) -> tuple[Tensor, Tensor]:
@@ -100,18 +118,19 @@ class _Multiply(torch.autograd.Function):
         differentiated: bool,
         record: bool,
     ) -> Tensor:
-        scaling = layer.scaling
+        operands = layer.operands
         both = differentiated and not layer.save_fp8
-        x_operand, x_saved = layer.operands(x, "input", record, both)
-        w_operand, w_saved = layer.operands(weight, "weight", record, both)
-        y = layer.gemm(x_operand, w_operand, x.dtype, turn="b", bias=bias)
+        x_along, x_across = layer.round(x, "input", record, both)
+        w_along, w_across = layer.round(weight, "weight", record, both)
+        y = layer.gemm(x_along, w_along, x.dtype, turn="b", bias=bias)
         if differentiated:
-            if x_saved is None or w_saved is None:
-                ctx.save_for_backward(
-                    *scaling.pack(x, "input", x_operand), *scaling.pack(weight, "weight", w_operand)
-                )
+            if x_across is None or w_across is None:
+                x_saved = operands.pack(x, "input", x_along)
+                w_saved = operands.pack(weight, "weight", w_along)
             else:
-                ctx.save_for_backward(*x_saved, *w_saved)
+                x_saved, w_saved = Saved(*x_across), Saved(*w_across)
+            ctx.save_for_backward(*x_saved, *w_saved)
+            ctx.shapes = x.shape, weight.shape
             ctx.layer, ctx.record = layer, record
             ctx.weight_dtype, ctx.has_bias = weight.dtype, bias is not None
         return y
@@ -121,32 +140,38 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: EmulatedLinear = ctx.layer
         record = ctx.record
-        x_values, x_scales, w_values, w_scales = ctx.saved_tensors
+        kept = ctx.saved_tensors
+        x_saved, w_saved = Saved(*kept[:4]), Saved(*kept[4:])
+        x_shape, w_shape = ctx.shapes
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = db = None
         with no_autocast(dy.device.type):
-            dy_operand, dy_over_rows = layer.operands(dy, "grad_output", record, needs_dw)
+            dy_along, dy_across = layer.round(dy, "grad_output", record, needs_dw)
             if needs_dx:
-                dx = layer.gemm(dy_operand, layer.saved(w_values, w_scales, "weight"), dy.dtype)
-            if dy_over_rows is not None:
-                x_operand = layer.saved(x_values, x_scales, "input")
-                dw = layer.gemm(dy_over_rows, x_operand, ctx.weight_dtype, turn="a")
+                w_across = layer.saved(w_saved, "weight", w_shape)
+                dx = layer.gemm(dy_along, w_across, dy.dtype)
+            if dy_across is not None:
+                x_across = layer.saved(x_saved, "input", x_shape)
+                dw = layer.gemm(dy_across, x_across, ctx.weight_dtype, turn="a")
             if ctx.has_bias:
                 db = dy.sum(0, dtype=ctx.weight_dtype)
+        if layer.operands.draws is not None:
+            layer.operands.draws.counter.add_(1)
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
         return dx, dw, db, None, None, None
 
 
 class EmulatedLinear(LowPrecisionLinear):
-    """A linear on the exact values of its FP8 operands."""
+    """A linear on the exact values of its quantized operands."""
 
     def __init__(
-        self, size: Size, backend: EmulateBackend, gemm: Gemm, scaling: Scaling, save_fp8: bool
+        self, size: Size, backend: EmulateBackend, operands: LayerOperands, save_fp8: bool
     ) -> None:
         super().__init__(size, backend.compute_dtype, backend.delayed)
-        self.gemm = gemm
-        self.scaling = scaling
+        exact = all(q.exact_in_bf16 for q in operands.quantizers.each.values())
+        self.gemm = backend.gemm(exact)
+        self.operands = operands
         self.save_fp8 = save_fp8
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -156,38 +181,36 @@ class EmulatedLinear(LowPrecisionLinear):
         )
         return y
 
-    def operands(
-        self, x: Tensor, name: Name, record: bool, both: bool
-    ) -> tuple[Operand, Operand | None]:
-        """See `Scaling.operands`; the values have the dtype of the GEMM."""
+    def round(
+        self, x: Tensor, name: Operand, record: bool, both: bool
+    ) -> tuple[Rounded, Rounded | None]:
+        """See `LayerOperands.round`; the values have the dtype of the GEMM."""
         dtype = self.gemm.dtype_on(x.device)
-        one, other = self.scaling.operands(x, name, record, both)
+        one, other = self.operands.round(x, name, record, both)
         first = one._replace(values=one.values.to(dtype))
         if other is None or other is one:
             return first, other and first
         return first, other._replace(values=other.values.to(dtype))
 
-    def saved(self, values: Tensor, scales: Tensor | None, name: Name) -> Operand:
-        """An operand that was saved for the backward pass."""
+    def saved(self, saved: Saved, name: Operand, shape: torch.Size) -> Rounded:
+        """An operand of this shape that was saved for the backward pass."""
         if not self.save_fp8:
-            return Operand(values, scales)
-        assert scales is not None
-        operand = self.scaling.unpack(values, scales, name)
-        return operand._replace(values=operand.values.to(self.gemm.dtype_on(values.device)))
+            return Rounded(*saved[:2])
+        rounded = self.operands.unpack(saved, name, shape)
+        return rounded._replace(values=rounded.values.to(self.gemm.dtype_on(rounded.values.device)))
 
 
 class EmulateBackend(Backend):
-    """Layers that multiply FP8 values without FP8 hardware."""
+    """Layers that multiply quantized values without hardware for them."""
 
-    def __init__(self, plan: Plan, *, save_fp8: bool = False) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> None:
+        super().__init__(plan, draws=draws)
         self._save_fp8 = save_fp8
-        recipe = plan.recipe
-        # Scales that are no powers of two make values that bfloat16 cannot hold.
-        exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
-        self._gemm = Gemm(self.compute_dtype if exact else torch.float32, self)
 
-    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
+    def gemm(self, exact: bool) -> Gemm:
+        """What multiplies the operands of a layer; `exact`: all are exact in bfloat16."""
+        return Gemm(self.compute_dtype if exact else torch.float32, self)
+
+    def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> EmulatedLinear:
         """See `Backend.fp8_linear`."""
-        scaling = build_scaling(self.plan.recipe, slots)
-        return EmulatedLinear(size, self, self._gemm, scaling, self._save_fp8)
+        return EmulatedLinear(size, self, operands, self._save_fp8)

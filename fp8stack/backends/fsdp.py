@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8stack.formats import FORMATS, Fp8Name
+from fp8stack.formats import FORMATS, FormatName
 
 
 class Caster(Protocol):
@@ -104,10 +104,10 @@ class ShardedWeight(_Wrapper):
         format: of the bytes.
     """
 
-    def __init__(self, held: Tensor, caster: Caster, format: Fp8Name) -> None:
+    def __init__(self, held: Tensor, caster: Caster, format: FormatName) -> None:
         self._held = held
         self._caster = caster
-        self._format: Fp8Name = format
+        self._format: FormatName = format
 
     def plain(self) -> Tensor:
         """The rows, as a plain tensor."""

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8stack import numerics
 from fp8stack.backends.fsdp import FullWeight
 from fp8stack.backends.linear import LowPrecisionLinear, no_autocast
-from fp8stack.backends.scaling import PerTensor
+from fp8stack.formats import Operand, Quantizer
 from fp8stack.ops.activations import ACTIVATIONS
-from fp8stack.precision.recipe import CurrentRecipe, DelayedRecipe
 
-Operand = Literal["input", "weight", "grad_output", "output", "grad_input"]
+Place = Operand | Literal["output", "grad_input"]
 
 
-See = Callable[[str, nn.Module, Operand, Tensor], None]
+See = Callable[[str, nn.Module, Place, Tensor], None]
 """Called with each operand: the module path of the linear, the linear, which of its operands it is,
 and the operand, [rows, columns], detached. It must not write to it."""
 
@@ -85,28 +85,23 @@ def fp8_linears(model: nn.Module) -> dict[str, LowPrecisionLinear]:
 
 
 def scale_of(
-    path: str,
-    layer: nn.Module,
-    operand: Literal["input", "weight", "grad_output"],
-    x: Tensor,
-    recipe: DelayedRecipe | CurrentRecipe,
-) -> Tensor:
-    """The scale that an operand is cast with in the pass under way: float32, 0-dim. In delayed
-    scaling a view, which an update changes in place.
+    path: str, layer: nn.Module, place: str, x: Tensor, quantizer: Quantizer
+) -> Tensor | None:
+    """The scale that an operand is cast with in the pass under way, if it has one scale: float32,
+    0-dim. In delayed scaling a view, which an update changes in place.
 
     Args:
         path: the layer's module path in the model that was built or converted.
         layer: a linear of any backend.
-        operand: which of its operands.
+        place: which of its operands, as `Quantizers.each` names them.
         x: the operand.
-        recipe: the recipe that the layer runs in.
+        quantizer: the operand's.
     """
-    delayed = getattr(layer, "delayed", None)
-    if isinstance(recipe, DelayedRecipe):
-        assert delayed is not None
-        found: Tensor = delayed.scale(f"{path}.{operand}")
+    if quantizer.delayed:
+        delayed: Any = getattr(layer, "delayed", None)
+        found: Tensor = delayed.scale(f"{path}.{place}")
         return found
-    return PerTensor(recipe, None).scale(x, operand, False)[0]
+    return numerics.current_scale(numerics.amax(x), quantizer) if quantizer.per_tensor else None
 
 
 class Observer:
@@ -221,11 +216,11 @@ class Observer:
                 partial(self._show_cast, layer, "grad_output")
             )
 
-    def _show_cast(self, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+    def _show_cast(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
         """Show `x` in the dtype in which the layer computes."""
         self._show(layer, operand, x.detach().to(getattr(layer, "compute_dtype", x.dtype)))
 
-    def _show(self, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+    def _show(self, layer: nn.Module, operand: Place, x: Tensor) -> None:
         if isinstance(x, FullWeight):  # ranks gathered its bytes; no rank has the whole in float32
             return
         if self.active and layer in self._paths:

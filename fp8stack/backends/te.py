@@ -27,11 +27,13 @@ from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorId
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from fp8stack.backends.base import Backend, Norm
-from fp8stack.backends.delayed import DelayedScaling, Slots
+from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.observe import Observer
-from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe, Mxfp8Recipe, Recipe
+from fp8stack.backends.operands import Draws, LayerOperands
+from fp8stack.formats import Quantizers
+from fp8stack.precision.kernels import KERNELS, kernel_of
+from fp8stack.precision.plan import LayerPlan, Plan
 
 # TE's name of an activation; its gelu is the tanh approximation.
 _ACTIVATIONS = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}
@@ -46,36 +48,35 @@ _FORWARD = [
 _BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
 
 
-def te_recipe(recipe: Recipe) -> te_recipes.Recipe:
-    """TE's form of a recipe."""
+def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
+    """TE's form of a table of quantizers that one of its recipes has."""
     made: te_recipes.Recipe
-    if isinstance(recipe, DelayedRecipe):
+    kernel, x, dy = kernel_of(quantizers), quantizers.input, quantizers.grad_output
+    assert x is not None
+    assert dy is not None
+    formats = te_recipes.Format.HYBRID if dy.format == "e5m2" else te_recipes.Format.E4M3
+    if kernel == "delayed":
         # One row: TE records into it. The window, and what follows from it, is in `AmaxHistory`.
         made = te_recipes.DelayedScaling(
-            fp8_format=_format(recipe),
-            margin=recipe.margin,
+            fp8_format=formats,
+            margin=x.margin,
             amax_history_len=1,
             amax_compute_algo="most_recent",
             reduce_amax=False,
             backward_override=None,
         )
-    elif isinstance(recipe, CurrentRecipe):
-        made = te_recipes.Float8CurrentScaling(fp8_format=_format(recipe), backward_override=None)
-        made.use_power_2_scales = recipe.power_of_two
-        _set_quantization(made, recipe.power_of_two, recipe.eps)
-    elif isinstance(recipe, BlockRecipe):
+    elif kernel == "current":
+        made = te_recipes.Float8CurrentScaling(fp8_format=formats, backward_override=None)
+        made.use_power_2_scales = x.scale == "power_of_two"
+        _set_quantization(made, x.scale == "power_of_two", x.eps)
+    elif kernel == "block":
         made = te_recipes.Float8BlockScaling(backward_override=None)
-        made.use_f32_scales = not recipe.power_of_two
-        _set_quantization(made, recipe.power_of_two, 0.0)
+        made.use_f32_scales = x.scale == "float32"
+        _set_quantization(made, x.scale == "power_of_two", 0.0)
     else:
-        assert isinstance(recipe, Mxfp8Recipe)
+        assert kernel == "mxfp8"
         made = te_recipes.MXFP8BlockScaling(backward_override=None)
     return made
-
-
-def _format(recipe: DelayedRecipe | CurrentRecipe) -> te_recipes.Format:
-    hybrid = recipe.backward_format == "e5m2"
-    return te_recipes.Format.HYBRID if hybrid else te_recipes.Format.E4M3
 
 
 def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
@@ -178,8 +179,8 @@ class StatelessTEModule:
 class TEDelayedScaling(DelayedScaling):
     """Delayed scaling whose casts TE makes: scales are copied to it, amaxes back from it."""
 
-    def __init__(self, recipe: DelayedRecipe) -> None:
-        super().__init__(recipe)
+    def __init__(self) -> None:
+        super().__init__()
         self.cores: list[StatelessTEModule] = []
         self._served: list[str] = []
         self._scales: list[Tensor] = []
@@ -256,19 +257,21 @@ class TEBackend(Backend):
 
     keeps_weights = True
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.row_multiple = 32 if isinstance(plan.recipe, Mxfp8Recipe) else 16
-        self.te_recipe = te_recipe(plan.recipe)
+    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+        super().__init__(plan, draws=draws)
+        assert plan.recipe.quantizers is not None
+        assert plan.kernel is not None
+        self.row_multiple = KERNELS[plan.kernel].feature_multiple
+        self.te_recipe = te_recipe(plan.recipe.quantizers)
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
 
-    def delayed_scaling(self, recipe: DelayedRecipe) -> DelayedScaling:
+    def delayed_scaling(self) -> DelayedScaling:
         """See `Backend.delayed_scaling`."""
-        return TEDelayedScaling(recipe)
+        return TEDelayedScaling()
 
-    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
+    def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> TELinear:
         """See `Backend.fp8_linear`."""
-        return TELinear(size, name, self)
+        return TELinear(size, layer.name, self)
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """See `Backend.norm`: TE's, where TE has one."""
@@ -308,7 +311,7 @@ class TEBackend(Backend):
         y = self.run(core, x, lent, [up, down])
         if self.observer is not None:
             # TE computes these recipes' activations and casts them in one kernel.
-            fused = isinstance(self.plan.recipe, DelayedRecipe | Mxfp8Recipe)
+            fused = self.plan.kernel in ("delayed", "mxfp8")
             inner = torch.float32 if fused else self.compute_dtype
             normed = self._normed(x, norm)
             self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
@@ -317,9 +320,8 @@ class TEBackend(Backend):
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """What a norm hands to the cast within a fused module, computed once more."""
         # Where TE fuses norm and cast, the values are not rounded in between.
-        fused = isinstance(self.plan.recipe, DelayedRecipe) or (
-            isinstance(self.plan.recipe, Mxfp8Recipe) and _cudnn_norms(x)
-        )
+        kernel = self.plan.kernel
+        fused = kernel == "delayed" or (kernel == "mxfp8" and _cudnn_norms(x))
         with torch.no_grad(), no_autocast(x.device.type):
             normed: Tensor = norm(x.detach().to(self.compute_dtype))
             return normed.to(torch.float32 if fused else self.compute_dtype)

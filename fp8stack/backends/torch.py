@@ -18,15 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
 from fp8stack.backends.base import Backend
-from fp8stack.backends.delayed import Slots
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
-from fp8stack.backends.scaling import Name, PerTensor, build_scaling
+from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import Version, own_weight, version_of
+from fp8stack.formats import Operand, Quantizer
 from fp8stack.ops.kernels import cast_transpose
 from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
-from fp8stack.precision.plan import Plan
-from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, Mxfp8Recipe
+from fp8stack.precision.plan import LayerPlan, Plan
 
 
 class _Multiply(torch.autograd.Function):
@@ -86,11 +85,10 @@ class _Multiply(torch.autograd.Function):
 class ScaledLinear(LowPrecisionLinear):
     """A linear on `scaled_mm`."""
 
-    def __init__(self, size: Size, backend: TorchBackend, slots: Slots | None) -> None:
+    def __init__(self, size: Size, backend: TorchBackend, operands: LayerOperands) -> None:
         super().__init__(size, backend.compute_dtype, backend.delayed)
         self.backend = backend
-        self.recipe = backend.plan.recipe
-        self.scaling = build_scaling(self.recipe, slots)
+        self.operands = operands
         self._kept: tuple[tuple[Scaled, Scaled], Version] | None = None
         self.shared_scale = torch.ones(())  # current scaling of a weight that ranks share out
 
@@ -141,27 +139,32 @@ class ScaledLinear(LowPrecisionLinear):
 
     def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See `fsdp.Caster`: delayed scaling knows the scale; current scaling was told."""
-        scaling = self.scaling
-        assert isinstance(scaling, PerTensor)
-        slot = None if scaling.slots is None else scaling.slots["weight"]
+        slot = self.operands.slots.get(("weight", False))
         scale = self.shared_scale if slot is None else slot.scale()
         record = self.delayed is not None and self.delayed.is_recording
-        format = scaling.format("weight")
+        format = self.quantizer("weight").format
         data, _, largest = cast_transpose(rows, scale, format, across=False, record=record)
         if slot is not None and largest is not None:
             slot.record(largest)  # of these rows: the history takes the maximum over ranks
         return data, scale
 
-    def kind(self, name: Name) -> Scales:
+    def quantizer(self, name: Operand) -> Quantizer:
+        """That of an operand: one for both its copies, or the plan had not chosen this backend."""
+        found = self.operands.quantizers.along(name)
+        assert found is not None
+        return found
+
+    def kind(self, name: Operand) -> Scales:
         """How the scales of an operand are laid out."""
-        if isinstance(self.recipe, Mxfp8Recipe):
+        quantizer = self.quantizer(name)
+        if quantizer.blocks is None:
+            return Scales.PER_TENSOR
+        if quantizer.scale == "e8m0":
             return Scales.MX
-        if isinstance(self.recipe, BlockRecipe):
-            return Scales.SQUARES if name == "weight" else Scales.ROWS
-        return Scales.PER_TENSOR
+        return Scales.SQUARES if quantizer.blocks[0] > 1 else Scales.ROWS
 
     def quantize(
-        self, x: Tensor, name: Name, record: bool, across: bool
+        self, x: Tensor, name: Operand, record: bool, across: bool
     ) -> tuple[Scaled, Scaled | None]:
         """`x` [rows, columns] for a GEMM that reduces over its columns and, if `across`, for one
         that reduces over its rows: that one is [columns, rows]."""
@@ -170,44 +173,37 @@ class ScaledLinear(LowPrecisionLinear):
             data, transposed, scale = self._cast(x, name, record, across)
             along = Scaled(data, numerics.inverse(scale), kind)
             return along, None if transposed is None else along._replace(data=transposed)
-        data, inv_scale = self._quantize_blocks(x.contiguous(), kind)
+        quantizer = self.quantizer(name)
+        data, inv_scale = numerics.quantize(x.contiguous(), quantizer)[:2]
         along = Scaled(data, pack_scales(inv_scale, kind), kind)
         if not across:
             return along, None
         if kind is Scales.SQUARES:
             data, inv_scale = data.t().contiguous(), inv_scale.t()
         else:  # one copy is not the transpose of the other
-            data, inv_scale = self._quantize_blocks(x.t().contiguous(), kind)
+            data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
         return along, Scaled(data, pack_scales(inv_scale, kind), kind)
 
     def _cast(
-        self, x: Tensor, name: Name, record: bool, across: bool
+        self, x: Tensor, name: Operand, record: bool, across: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The FP8 bytes of `x` by one scale, those of its transpose if `across`, and the scale."""
-        scaling = self.scaling
-        assert isinstance(scaling, PerTensor)
-        format = scaling.format(name)
+        format = self.quantizer(name).format
         if torch.compiler.is_compiling():  # the compiler fuses the cast with what made x
-            scale, _ = scaling.scale(x, name, record)
+            scale, _ = self.operands.scale(x, name, record)
+            assert scale is not None
             data = numerics.cast_to_fp8(x, scale, format).contiguous()
             return data, data.t().contiguous() if across else None, scale
-        if scaling.slots is None:  # current scaling: the amax comes first
-            scale, _ = scaling.scale(x, name, False)
+        slot = self.operands.slots.get((name, False))
+        if slot is None:  # current scaling: the amax comes first
+            scale, _ = self.operands.scale(x, name, False)
+            assert scale is not None
             return *cast_transpose(x, scale, format, across=across, record=False)[:2], scale
-        slot = scaling.slots[name]
         scale = slot.scale()
         data, transposed, largest = cast_transpose(x, scale, format, across=across, record=record)
         if largest is not None:
             slot.record(largest)
         return data, transposed, scale
-
-    def _quantize_blocks(self, x: Tensor, kind: Scales) -> tuple[Tensor, Tensor]:
-        """FP8 bytes and inverse scales of `x`, blocked along its columns."""
-        if isinstance(self.recipe, Mxfp8Recipe):
-            return numerics.quantize_mxfp8(x, -1, "e4m3", self.recipe.scale_rounding)
-        assert isinstance(self.recipe, BlockRecipe)
-        block = (128, 128) if kind is Scales.SQUARES else (1, 128)
-        return numerics.quantize_blocks(x, block, "e4m3", self.recipe.power_of_two)
 
 
 class TorchBackend(Backend):
@@ -215,18 +211,17 @@ class TorchBackend(Backend):
 
     keeps_weights = True
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
+        super().__init__(plan, draws=draws)
         self._layers: list[ScaledLinear] = []
         self._shared: list[ScaledLinear] = []
 
-    def fp8_linear(self, name: str, size: Size, slots: Slots | None) -> LowPrecisionLinear:
+    def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> ScaledLinear:
         """See `Backend.fp8_linear`."""
-        return ScaledLinear(size, self, slots)
+        return ScaledLinear(size, self, operands)
 
-    def attach(self, model: nn.Module) -> None:
-        """See `Backend.attach`; weights are quantized once for all micro-batches of a step."""
-        super().attach(model)
+    def follow(self, model: nn.Module) -> None:
+        """See `Backend.follow`; weights are quantized once for all micro-batches of a step."""
         parts = model.modules()
         self._layers = [p for p in parts if isinstance(p, ScaledLinear) and p.backend is self]
         model.register_forward_pre_hook(self._keep_weights)
@@ -237,30 +232,25 @@ class TorchBackend(Backend):
         super().share_out(part)
         within = set() if part is None else set(part.modules())
         for layer in self._layers:
-            scaling = layer.scaling
+            quantizer = layer.quantizer("weight")
             equal = layer.weight.shape[0] % dist.get_world_size() == 0
-            if layer in within and equal and isinstance(scaling, PerTensor):
-                rows = ShardedWeight(layer.weight.data, layer, scaling.format("weight"))
+            if layer in within and equal and quantizer.per_tensor:
+                rows = ShardedWeight(layer.weight.data, layer, quantizer.format)
                 layer.weight = nn.Parameter(rows)
                 self._shared.append(layer)
 
     def before_gathering(self) -> None:
         """See `Backend.before_gathering`: the scales of current scaling, in one collective."""
-        recipe = self.plan.recipe
-        if not self._shared or not isinstance(recipe, CurrentRecipe):
+        shared = [layer for layer in self._shared if not layer.quantizer("weight").delayed]
+        if not shared:
             return
         # DTensors, whose local tensors are `ShardedWeight`s.
-        rows = [layer.weight.to_local().plain() for layer in self._shared]  # type: ignore[attr-defined]
+        rows = [layer.weight.to_local().plain() for layer in shared]  # type: ignore[attr-defined]
         with torch.no_grad():
             largest = torch.stack([numerics.amax(part) for part in rows])
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        for layer, amax in zip(self._shared, largest.unbind(), strict=True):
-            layer.shared_scale = numerics.tensor_scale(
-                amax,
-                recipe.forward_format,
-                power_of_two=recipe.power_of_two,
-                eps=recipe.eps,
-            )
+        for layer, amax in zip(shared, largest.unbind(), strict=True):
+            layer.shared_scale = numerics.current_scale(amax, layer.quantizer("weight"))
 
     def _keep_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.weights.copied:

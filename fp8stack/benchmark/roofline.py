@@ -18,36 +18,50 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
+from fp8stack.formats import OPERANDS, Quantizer, Quantizers
 from fp8stack.model.config import GPTConfig, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, load_recipe, probe, resolve
 from fp8stack.precision.gpus import Gpu, find_gpu
 from fp8stack.precision.hardware import machine_for
-from fp8stack.precision.profit import CAST_BYTES, Efficiency, Rates, achievable
+from fp8stack.precision.profit import Efficiency, Rates, achievable, cast_bytes
 from fp8stack.tables import markdown
 
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
 
 
-def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[int, int], rates: Rates) -> float:
-    """Seconds of one GEMM, [rows, inner] x [inner, columns]. `2 rows inner columns` operations, or
-    reading both operands and writing the output once, whichever takes longer. `sizes` is bytes per
-    element of the operands and of the output."""
+def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[float, int], rates: Rates) -> float:
+    """Seconds of one GEMM, [rows, inner] x [inner, columns].
+
+    `2 rows inner columns` operations, or reading both operands and writing the output once,
+    whichever takes longer. `sizes` is bytes per element of the operands and of the output.
+    """
     operand, output = sizes
     flops = 2 * rows * inner * columns
     moved = operand * (rows * inner + inner * columns) + output * rows * columns
-    return max(flops / (rates.fp8 if operand == 1 else rates.half), moved / rates.memory)
+    return max(flops / (rates.fp8 if operand <= 1 else rates.half), moved / rates.memory)
 
 
-def linear_s(tokens: int, shape: tuple[int, int], fp8: bool, rates: Rates) -> float:
-    """Seconds of a linear's three GEMMs: y = x w^T, dx = dy w, dw = dy^T x. Operands have 1 byte in
-    FP8 and 2 in bf16, outputs 2 (bf16), dw of an FP8 GEMM 4 (float32)."""
+def linear_s(
+    tokens: int, shape: tuple[int, int], quantizers: Quantizers | None, rates: Rates
+) -> float:
+    """Seconds of a linear's three GEMMs: y = x w^T, dx = dy w, dw = dy^T x.
+
+    Operands have their quantizers' bits, or 2 bytes in bf16, outputs 2 (bf16), dw of a GEMM whose
+    operands are quantized 4 (float32).
+    """
     inputs, outputs = shape
-    size = 1 if fp8 else 2
-    return (
-        gemm_s(tokens, inputs, outputs, (size, 2), rates)
-        + gemm_s(tokens, outputs, inputs, (size, 2), rates)
-        + gemm_s(outputs, tokens, inputs, (size, 4 if fp8 else 2), rates)
-    )
+    shapes = {
+        "fprop": (tokens, inputs, outputs),
+        "dgrad": (tokens, outputs, inputs),
+        "wgrad": (outputs, tokens, inputs),
+    }
+    seconds = 0.0
+    for gemm, pair in (quantizers or Quantizers()).gemms.items():
+        low = [q.element_bits / 8 for q in pair if isinstance(q, Quantizer)]
+        operand = max(low) if len(low) == 2 else 2
+        sizes = (operand, 4 if gemm == "wgrad" and len(low) == 2 else 2)
+        seconds += gemm_s(*shapes[gemm], sizes, rates)
+    return seconds
 
 
 def attention_s(config: GPTConfig, batch: int, context: int, rates: Rates) -> float:
@@ -71,14 +85,18 @@ PLAIN_CAST_BYTES = (4 + 2) + (2 + 4)
 """bf16 casts the float32 weight, and the gradient back: bytes per element of w."""
 
 
-def casts_s(tokens: int, shape: tuple[int, int], scaling: str | None, rates: Rates) -> float:
-    """Seconds of a linear's casts: M K elements of x, M N of dy and K N of w, by `CAST_BYTES`.
-    `scaling` is None for a layer in bf16, whose x and dy are in bf16 as they come."""
+def casts_s(
+    tokens: int, shape: tuple[int, int], quantizers: Quantizers | None, rates: Rates
+) -> float:
+    """Seconds of a linear's casts, by `cast_bytes`: M K elements of x, M N of dy and K N of w.
+
+    `quantizers` is None for a layer in bf16, whose x and dy are in bf16 as they come.
+    """
     inputs, outputs = shape
-    if scaling is None:
+    if quantizers is None:
         return PLAIN_CAST_BYTES * inputs * outputs / rates.memory
-    activation, weight = CAST_BYTES[scaling]
-    moved = activation * tokens * (inputs + outputs) + weight * inputs * outputs
+    sizes = {"input": tokens * inputs, "grad_output": tokens * outputs, "weight": inputs * outputs}
+    moved = sum(cast_bytes(quantizers, name) * sizes[name] for name in OPERANDS)
     return moved / rates.memory
 
 
@@ -154,10 +172,9 @@ def predict(
     for layer in plan.layers:
         shape = (layer.in_features, layer.out_features)
         part = "head and loss" if layer.name == "lm_head" else "GEMMs"
-        seconds[part] += linear_s(tokens, shape, layer.fp8, rates)
+        seconds[part] += linear_s(tokens, shape, layer.quantizers, rates)
         if not free_casts:
-            scaling = plan.scaling if layer.fp8 else None
-            seconds["casts"] += casts_s(tokens, shape, scaling, rates)
+            seconds["casts"] += casts_s(tokens, shape, layer.quantizers, rates)
     vocabulary = plan.layer("lm_head").out_features
     seconds["attention"] = attention_s(config, batch, context, rates)
     seconds["norms, elementwise"] = elementwise_s(config, tokens, rates)
@@ -328,7 +345,10 @@ def as_lines(roofline: Roofline) -> list[str]:
             cells += ["-" if ms is None or base is None else f"{base / ms:.2f}"]
         rows.append(cells)
     lines += markdown(heads, rows)
-    lines += [f"{name}: no prediction, {why}" for name, why in roofline.left_out.items()]
+    said: dict[str, list[str]] = {}
+    for name, why in roofline.left_out.items():
+        said.setdefault(why, []).append(name)
+    lines += [f"{', '.join(names)}: no prediction, {why}" for why, names in said.items()]
     if measured:
         lines.append(f"measured: {roofline.measured_in}, at the batch and context given there")
     return lines

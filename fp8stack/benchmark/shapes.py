@@ -153,7 +153,7 @@ def _arm(plan: Plan, shape: Shape, bias: bool, compiled: bool) -> Arm:
 def save(results: list[Measured], plan: Plan, hardware: Hardware) -> Path:
     """Keep the ratios for plans on this machine. Raises what `save_measured` raises."""
     ratios = {result.shape: result.ratio for result in results}
-    return save_measured(hardware, plan.backend, plan.scaling, ratios)
+    return save_measured(hardware, plan.backend, plan.kernel or "", ratios)
 
 
 def as_lines(results: list[Measured], plan: Plan) -> list[str]:

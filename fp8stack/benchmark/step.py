@@ -18,11 +18,15 @@ from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.grad_scaler import LossScaler
 from fp8stack.optim.optimizer import build_optimizer
-from fp8stack.precision import Hardware, Plan, resolve
-from fp8stack.precision.rules import best_plain_dtype
+from fp8stack.precision import Hardware, Plan, load_recipe, resolve
+from fp8stack.precision.kernels import kernel_of
+from fp8stack.precision.rules import best_plain_dtype, shipped
 from fp8stack.training.metrics.throughput import Peak, peak_rate
 
-FP8 = ("delayed", "current", "block", "mxfp8")
+QUANTIZED = {name: tables[0] for name in shipped() if (tables := load_recipe(name).tables)}
+"""The quantizers of the recipes that ship."""
+FP8 = tuple(name for name, quantizers in QUANTIZED.items() if kernel_of(quantizers))
+"""The recipes that some hardware multiplies as they are."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
 
 

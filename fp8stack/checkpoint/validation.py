@@ -23,7 +23,7 @@ from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
-from fp8stack.precision import Hardware, Recipe
+from fp8stack.precision import Hardware, Recipe, recipe_from_json
 
 Check = Callable[[Checkpoint], object]
 
@@ -132,7 +132,7 @@ def can_go_on(checkpoint: Checkpoint) -> None:
         for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
     recipe = {"name": "its recipe"} | _parsed(_Identity, checkpoint, "identity").recipe
-    asked = presets.parse(Recipe, recipe, "identity.recipe in checkpoint.json")
+    asked = recipe_from_json(recipe, "identity.recipe in checkpoint.json")
     left_out = {layer.name: layer.reason for layer in plan.layers if layer.reason}
     model = _without_memory(model_of(checkpoint), asked, left_out)
     kept = random_state()

@@ -93,7 +93,9 @@ def roofline(
 @bench.command()
 def step(
     model: Annotated[str | None, option("Model to measure. [the first for this device]")] = None,
-    recipe: Annotated[list[str] | None, option("FP8 recipe, repeatable. [all]")] = None,
+    recipe: Annotated[
+        list[str] | None, option("FP8 recipe, repeatable. [those of hardware]")
+    ] = None,
     device: Annotated[str, options.DEVICE] = "auto",
     rounds: Annotated[int, option("Timed steps per arm. [20]", min=6)] = 20,
     seconds: Annotated[float, option("Time limit per arm, in seconds. [60]", min=1)] = 60.0,
@@ -101,7 +103,7 @@ def step(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
-    from fp8stack.benchmark.step import FP8, chosen, measure, table
+    from fp8stack.benchmark.step import FP8, QUANTIZED, chosen, measure, table
     from fp8stack.errors import unknown
     from fp8stack.precision import probe
     from fp8stack.threads import use_threads
@@ -110,8 +112,8 @@ def step(
     hardware = probe(device)
     wanted = recipe or list(FP8)
     for name in wanted:
-        if name not in FP8:
-            raise unknown("FP8 recipe", name, list(FP8))
+        if name not in QUANTIZED:
+            raise unknown("FP8 recipe", name, list(QUANTIZED))
     work = chosen([model] if model else [], hardware.device)[0]
     rows = list(measure(work, hardware, recipes=wanted, rounds=rounds, budget_s=seconds))
     if json:

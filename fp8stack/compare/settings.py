@@ -12,7 +12,8 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.precision import load_recipe, probe
+from fp8stack.precision import Recipe, load_recipe, probe
+from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.threads import use_threads
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
@@ -174,7 +175,11 @@ def _recipe(config: RunConfig, source: str, model: GPTConfig) -> dict[str, Any]:
     plan = plan_for(model, asked, *how, tokens=tokens, without=unwanted_backends(config))
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
-    return plan.recipe.model_dump(mode="json", exclude={"description"})
+    return _told(plan.recipe)
+
+
+def _told(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", exclude={"description"})
 
 
 def _require_place(comparison: Comparison) -> None:
@@ -191,6 +196,12 @@ def _require_place(comparison: Comparison) -> None:
                 raise UserError(f"{own} is in the way: it is no comparison's. Give another --out.")
         return
     saved = read_report(comparison.report)
+    recipes = saved["contents"].get("recipes")
+    if isinstance(recipes, dict):  # an older version's may be in another form
+        where = str(comparison.report)
+        saved["contents"]["recipes"] = {
+            name: _told(recipe_from_json(recipe, where)) for name, recipe in recipes.items()
+        }
     for difference in _changes(saved, as_saved(comparison)):
         raise UserError(
             f"{out} holds another comparison: {difference}. More recipes and more seeds may be "

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from fp8stack.backends.base import DTYPES
 from fp8stack.estimate.operands import (
-    ROW_MULTIPLES,
     Kept,
+    keeps_input,
     kept_by_linear,
     round_up,
+    row_multiple,
     value_bytes,
 )
 from fp8stack.model.config import GPTConfig
@@ -57,10 +58,7 @@ class Pass:
 
     def rows_out(self, layer: LayerPlan) -> int:
         """The rows of what a linear gives: a view of the rows that a scaled GEMM was padded to."""
-        multiple = (
-            ROW_MULTIPLES[self.plan.scaling] if layer.fp8 and self.plan.backend != "emulate" else 1
-        )
-        return round_up(self.rows, multiple)
+        return round_up(self.rows, row_multiple(layer, self.plan))
 
     def linear(self, layer: LayerPlan) -> Kept:
         """See `kept_by_linear`."""
@@ -81,8 +79,9 @@ def kept_by_block(of: Pass, layers: dict[str, LayerPlan]) -> Kept:
     for layer in layers.values():
         kept += of.linear(layer)
     activations = 0
-    for fused in (layers["qkv"].fp8, layers["up"].fp8 and layers["down"].fp8):
-        activations += _norm(of, fused and of.plan.backend == "te")
+    for after in (("qkv",), ("up", "down")):
+        within = (layers[name] for name in after)
+        activations += _norm(of, all(la.fp8 and of.plan.runs(la) == "te" for la in within))
     activations += _attention(of, layers["qkv"], layers["output"])
     # The activation keeps what `up` gave; ReLU^2 its own ReLU in its place. SwiGLU: silu(gate) too.
     up = layers["up"]
@@ -104,7 +103,7 @@ def kept_by_checkpoint(of: Pass, layers: dict[str, LayerPlan], checkpointing: Re
     if checkpointing == "block":
         return total
     for layer in layers.values():
-        size = 4 if layer.fp8 and of.plan.backend == "emulate" else c
+        size = 4 if layer.fp8 and of.plan.runs(layer) == "emulate" else c
         total += size * of.rows_out(layer) * layer.out_features
     if not _composes_attention(of) and not config.dropout:
         total += of.attention_bytes * rows * config.width + 4 * rows * config.heads
@@ -132,7 +131,7 @@ def kept_by_loss(of: Pass) -> Kept:
         return of.linear(layer) + Kept(4 * rows * of.config.vocabulary + targets + 4)
     if not layer.fp8 and c == 4:
         return Kept(4 * inputs * (rows + outputs))
-    if layer.fp8 and (c == 4 or of.plan.backend == "emulate"):
+    if layer.fp8 and (c == 4 or of.plan.runs(layer) == "emulate"):
         return Kept(4 * rows * inputs + targets + TOKEN)
     kept = of.linear(layer) + Kept(c * rows * outputs)
     at_once = not layer.fp8 and of.plan.compute_dtype == "bf16"
@@ -150,7 +149,7 @@ def loss_workspace(of: Pass) -> int:
         forth += 4 * vocabulary if padded > vocabulary else 0
         return rows * max(forth, 2 * 4 * vocabulary)
     # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
-    whole = 0 if c == 4 or (layer.fp8 and of.plan.backend == "emulate") else c * rows * padded
+    whole = 0 if c == 4 or (layer.fp8 and of.plan.runs(layer) == "emulate") else c * rows * padded
     return whole + 3 * 4 * chunk * vocabulary
 
 
@@ -162,9 +161,12 @@ def block_workspace(of: Pass) -> int:
     config, rows, c = of.config, of.rows, value_bytes(of.plan)
     gated = config.activation == "swiglu"
     gradients = c * config.hidden * (3 if gated else 2)
-    if of.plan.runs_fp8 and of.plan.backend == "emulate":
-        copies = 3 if of.plan.scaling in ("block", "mxfp8") else 1
-        gradients = max(gradients, 4 * copies * config.hidden * (2 if gated else 1))
+    for layer in of.plan.layers:
+        if layer.quantizers is not None and of.plan.runs(layer) == "emulate":
+            along = layer.quantizers.along("grad_output")
+            across = layer.quantizers.across("grad_output")
+            copies = 1 if along == across and (along is None or along.turns) else 3
+            gradients = max(gradients, 4 * copies * config.hidden * (2 if gated else 1))
     return rows * (gradients + 2 * 4 * config.width)
 
 
@@ -224,6 +226,6 @@ def _attention(of: Pass, qkv: LayerPlan, output: LayerPlan) -> int:
             keeps_qkv = True
             total += a * rows * heads * width if turned else 0
         total += 4 * rows * config.heads
-        if turned or output.fp8 or a != c:
+        if turned or not keeps_input(output, of.plan) or a != c:
             total += a * rows * config.heads * width
     return total + (made if keeps_qkv else 0)

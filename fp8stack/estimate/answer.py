@@ -9,6 +9,7 @@ from typing import Any
 from fp8stack.estimate.operands import value_bytes
 from fp8stack.estimate.parts import PARTS, Estimate
 from fp8stack.estimate.savings import Savings, savings
+from fp8stack.formats import Quantizer
 from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.gpus import find_gpu, gpu_of_capability
@@ -30,9 +31,14 @@ class PhaseEstimate:
     estimates: Mapping[Recompute, Estimate]
 
     @property
-    def element_bytes(self) -> int:
-        """What one element of a GEMM's operand takes."""
-        return 1 if self.plan.runs_fp8 else value_bytes(self.plan)
+    def element_bytes(self) -> float:
+        """What one element of a GEMM's operand takes, on average over the layers in FP8."""
+        plain, found = value_bytes(self.plan), []
+        for layer in self.plan.layers:
+            for pair in layer.quantizers.gemms.values() if layer.quantizers else ():
+                low = [q.element_bits / 8 if isinstance(q, Quantizer) else plain for q in pair]
+                found.append(sum(low) / 2)
+        return sum(found) / len(found) if found else plain
 
 
 @dataclass(frozen=True, kw_only=True)

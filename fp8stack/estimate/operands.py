@@ -8,14 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8stack.backends.base import DTYPES
+from fp8stack.formats import Operand, Quantizer
 from fp8stack.precision import Plan
 from fp8stack.precision.plan import LayerPlan
-from fp8stack.precision.recipe import BlockRecipe
 
 SCALE = 4  # bytes of a float32 scale
-MX, BLOCK = 32, 128
-ROW_MULTIPLES = {"delayed": 16, "current": 16, "mxfp8": MX, "block": BLOCK}
-"""What the scaled GEMMs of `torch` and `te` want rows padded to."""
 
 
 @dataclass(frozen=True)
@@ -53,44 +50,43 @@ def kept_by_linear(
         gathers: whether the weight is gathered from ranks in each pass (FSDP2).
     """
     inputs, outputs = layer.in_features, layer.out_features
-    if not layer.fp8:
+    if layer.quantizers is None:
         size = value_bytes(plan)
         copy = 0 if size == 4 else size * inputs * outputs
         return Kept(size * rows * inputs, copy)
-    if plan.backend == "emulate":
-        if save_fp8:
-            return Kept(
-                _packed(rows, inputs, plan.scaling, (BLOCK, 1)),
-                _packed(outputs, inputs, plan.scaling, (BLOCK, BLOCK)),
-            )
-        size = _emulated_bytes(plan)
+    if plan.runs(layer) == "emulate":
+        keeps = _packed if save_fp8 else _values
         return Kept(
-            _values(rows, inputs, plan.scaling, size), _values(outputs, inputs, plan.scaling, size)
+            keeps(layer, plan, "input", rows, inputs), keeps(layer, plan, "weight", outputs, inputs)
         )
-    padded = round_up(rows, ROW_MULTIPLES[plan.scaling])
-    weights = 0
-    if gathers and plan.scaling in ("block", "mxfp8"):  # else it is gathered again, as FP8
-        weights = fp8_weight_bytes(layer, plan) // 2
-    return Kept(inputs * padded + _hardware_scales(inputs, padded, plan.scaling, False), weights)
+    x, w = layer.quantizers.input, layer.quantizers.weight
+    assert x is not None
+    assert w is not None
+    padded = round_up(rows, row_multiple(layer, plan))
+    # A weight with one scale is gathered again, as FP8.
+    weights = fp8_weight_bytes(layer, plan) // 2 if gathers and not w.per_tensor else 0
+    return Kept(inputs * padded + _hardware_scales(inputs, padded, x), weights)
+
+
+def row_multiple(layer: LayerPlan, plan: Plan) -> int:
+    """What the scaled GEMMs of `torch` and `te` want the rows of a layer padded to."""
+    if layer.quantizers is None or plan.runs(layer) == "emulate":
+        return 1
+    x = layer.quantizers.input
+    return 16 if x is None or x.blocks is None else x.blocks[1]
 
 
 def fp8_weight_bytes(layer: LayerPlan, plan: Plan) -> int:
     """What `torch` and `te` keep of a weight until it changes: its FP8 bytes, those of its
     transpose, and their scales."""
-    if not layer.fp8 or plan.backend not in ("torch", "te"):
+    if layer.quantizers is None or plan.runs(layer) not in ("torch", "te"):
         return 0
-    inputs, outputs = layer.in_features, layer.out_features
-    scales = _hardware_scales(outputs, inputs, plan.scaling, True)
-    if plan.scaling in ("block", "mxfp8"):  # per tensor, both have the same one
-        scales += _hardware_scales(inputs, outputs, plan.scaling, True)
+    inputs, outputs, w = layer.in_features, layer.out_features, layer.quantizers.weight
+    assert w is not None
+    scales = _hardware_scales(outputs, inputs, w)
+    if not w.per_tensor:  # per tensor, both have the same one
+        scales += _hardware_scales(inputs, outputs, w)
     return 2 * inputs * outputs + scales
-
-
-def _emulated_bytes(plan: Plan) -> int:
-    """The bytes of an emulated operand's value: see `EmulateBackend`."""
-    recipe = plan.recipe
-    exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
-    return 4 if plan.device == "cpu" or not exact else value_bytes(plan)
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -98,34 +94,76 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _values(rows: int, columns: int, scaling: str, size: int) -> int:
-    """The values of an emulated operand. Blocks are padded: rows that were added stay in the
-    memory, columns that were added are cut off by a copy without either."""
-    if scaling in ("delayed", "current"):
-        return size * rows * columns + SCALE
-    block = MX if scaling == "mxfp8" else BLOCK
-    return size * columns * (rows if columns % block else round_up(rows, block))
+def keeps_input(layer: LayerPlan, plan: Plan) -> bool:
+    """Whether what a linear keeps is its input as it came, not a copy."""
+    if layer.quantizers is None:
+        return True
+    plain = layer.quantizers.across("input") is None
+    return plain and plan.runs(layer) == "emulate" and plan.holds(layer) == plan.compute_dtype
 
 
-def _packed(rows: int, columns: int, scaling: str, block: tuple[int, int]) -> int:
-    """FP8 bytes and scales that the emulator packs, for the GEMM that reduces over rows."""
-    if scaling in ("delayed", "current"):
-        return rows * columns + SCALE
-    if scaling == "mxfp8":  # a byte of scale for each 32 rows of a column
-        padded = round_up(rows, MX)
-        return padded * columns + padded // MX * columns
-    down, along = block
-    held = rows if columns % along else round_up(rows, down)
-    return held * columns + SCALE * -(-rows // down) * -(-columns // along)
+def _kept(layer: LayerPlan, name: Operand) -> Quantizer | None:
+    """What the copy that is kept for the GEMM over the rows was quantized by."""
+    assert layer.quantizers is not None
+    across = layer.quantizers.across(name)
+    return layer.quantizers.along(name) if across == "forward" else across
 
 
-def _hardware_scales(rows: int, columns: int, scaling: str, square: bool) -> int:
+def _values(layer: LayerPlan, plan: Plan, name: Operand, rows: int, columns: int) -> int:
+    """The values of an operand that the emulator keeps for the GEMM over its rows, and what that
+    multiplies its output by. Blocks are padded: rows that were added stay in the memory, columns
+    that were added are cut off by a copy without either."""
+    quantizer, size = _kept(layer, name), DTYPES[plan.holds(layer)].itemsize
+    assert layer.quantizers is not None
+    if quantizer is None:
+        own = name == "weight" and size == 4  # the parameter itself
+        return 0 if own else size * rows * columns
+    if quantizer.hadamard:
+        rows = round_up(rows, quantizer.hadamard)
+    one = quantizer.per_tensor or quantizer.scale == "e4m3"
+    factors = columns if quantizer.block == "row" else int(one)
+    if quantizer.blocks is not None:
+        along, across = layer.quantizers.along(name), layer.quantizers.across(name)
+        wide, long = quantizer.blocks
+        if across == "forward":
+            wide, long = long, wide
+        elif along == across and not (quantizer.hadamard or quantizer.stochastic):
+            wide = long  # both copies are made of one
+        rows = rows if columns % wide else round_up(rows, long)
+    return size * rows * columns + SCALE * factors
+
+
+def _packed(layer: LayerPlan, plan: Plan, name: Operand, rows: int, columns: int) -> int:
+    """The same as bytes and scales."""
+    assert layer.quantizers is not None
+    across = layer.quantizers.across(name)
+    if across == "forward":
+        return _values(layer, plan, name, rows, columns)
+    if across is None:
+        return 0 if name == "weight" else value_bytes(plan) * rows * columns
+    if across.hadamard:
+        rows = round_up(rows, across.hadamard)
+    held = -(-rows * across.element_bits // 8) * columns
+    if across.per_tensor and across.turns and across == layer.quantizers.along(name):
+        return held + SCALE
+    if across.blocks is None:
+        scales = 1 if across.per_tensor else columns
+    else:  # turned, as the rows are reduced
+        wide, long = across.blocks
+        scales = -(-rows // long) * -(-columns // wide)
+    return (
+        held + across.scale_bytes * scales + SCALE + 1
+    )  # and the amax, and whether a NaN was seen
+
+
+def _hardware_scales(rows: int, columns: int, quantizer: Quantizer) -> int:
     """The scales of an FP8 matrix [rows, columns] that a GEMM reduces over columns, as the hardware
-    reads them: see `pack_scales`. `square`: a block is 128 x 128, as that of weights."""
-    if scaling in ("delayed", "current"):
+    reads them: see `pack_scales`."""
+    if quantizer.blocks is None:
         return SCALE
-    if scaling == "mxfp8":  # tiles of 128 x 4 bytes
-        return round_up(rows, 128) * round_up(-(-columns // MX), 4)
-    if square:
-        return SCALE * -(-rows // BLOCK) * round_up(-(-columns // BLOCK), 4)
-    return SCALE * rows * -(-columns // BLOCK)
+    high, long = quantizer.blocks
+    if quantizer.scale == "e8m0":  # tiles of 128 x 4 bytes
+        return round_up(rows, 128) * round_up(-(-columns // long), 4)
+    if high > 1:
+        return SCALE * -(-rows // high) * round_up(-(-columns // long), 4)
+    return SCALE * rows * -(-columns // long)

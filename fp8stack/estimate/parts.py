@@ -26,14 +26,13 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.precision import Plan
 from fp8stack.precision.plan import LayerPlan
-from fp8stack.precision.recipe import DelayedRecipe
 
 PARTS = {
     "parameters": "float32 master weights, tied ones once, the vocabulary padded",
     "gradients": "float32, as many",
     "optimizer": "its state after a step",
     "fp8_weights": "FP8 copies of weights that are kept until the weights change",
-    "buffers": "amax histories and scales of delayed scaling, RoPE's tables",
+    "buffers": "amax histories and scales of delayed scaling, RoPE's tables, random draws",
     "gathered": "FSDP2: whole weights of the root and of two blocks, and a block's gradient",
     "weight_copies": "weights cast for a micro-batch's GEMMs and kept for its backward pass",
     "activations": "what a micro-batch keeps for its backward pass, the loss apart",
@@ -210,13 +209,19 @@ def _blocks(forward: Pass, checkpointing: Recompute) -> _Blocks:
 
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:
-    """Delayed scaling: for each of three operands of a layer a history, four float32 (its scale,
-    target, amax, and the scale of the pass before) and a place, int64; and two flags. RoPE: a
-    cosine and a sine for each token of the model's context and half of a head."""
-    total = 0
-    if isinstance(plan.recipe, DelayedRecipe) and plan.is_fp8:
-        slots = 3 * sum(layer.fp8 for layer in plan.layers)
-        total += slots * (4 * (plan.recipe.history_length + 4) + 8) + 2
+    """Delayed scaling: for each quantizer a history as long as the longest, four float32 (its
+    scale, target, amax, and the scale of the pass before), a bool, and two places, int64; and two
+    flags. Stochastic rounding: a count for each layer, int64. RoPE: a cosine and a sine for each
+    token of the model's context and half of a head."""
+    total, lengths = 0, []
+    for layer in plan.layers:
+        if layer.quantizers is not None:
+            each = layer.quantizers.each
+            total += 8 * any(q.stochastic for q in each.values())
+            copies = {(place.partition(".")[0], q) for place, q in each.items() if q.delayed}
+            lengths += [q.history_length for _, q in copies]
+    if lengths:
+        total += len(lengths) * (4 * (max(lengths) + 4) + 1 + 2 * 8) + 2
     if config.positions == "rope":
         total += 2 * 4 * config.context * (config.head_width // 2)
     return total
@@ -229,9 +234,9 @@ def _gathered(of: Setting, shapes: Shapes) -> int:
     root = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
     first = {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.")}
     as_bytes = 0
-    if of.plan.backend == "torch" and of.plan.scaling in ("delayed", "current"):
-        for layer in of.plan.layers:
-            if layer.fp8 and layer.name.startswith("blocks.0."):
-                equal = layer.out_features % of.ranks == 0
-                as_bytes += 3 * layer.in_features * layer.out_features if equal else 0
+    for layer in of.plan.layers:
+        weight = None if layer.quantizers is None else layer.quantizers.weight
+        low = weight is not None and weight.per_tensor and of.plan.runs(layer) == "torch"
+        if low and layer.name.startswith("blocks.0.") and layer.out_features % of.ranks == 0:
+            as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(first) - as_bytes) + float_bytes(first)

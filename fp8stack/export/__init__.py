@@ -30,8 +30,9 @@ def export(
     Args:
         run_or_checkpoint: a run's folder, whose newest good checkpoint is taken, or
             `.../checkpoints/step-000200`.
-        format: "hf", a folder that transformers loads; "fp8", the same with FP8 weights and their
-            scales, as compressed-tensors and vLLM read them; "safetensors", our own names.
+        format: "hf", a folder that transformers loads; "fp8", the same with weights in FP8, FP6
+            or FP4 and their scales, as compressed-tensors and vLLM read them; "safetensors", our
+            own names.
         out: a folder that is not there, or is empty.
         dtype: of what is not FP8: "fp32", as it was trained, or "bf16".
         tokenizer: a name or path, of a run that does not know its own.

@@ -149,7 +149,7 @@ def plan_for(
         vocabulary_multiple: what the vocabulary is padded to at least.
     """
     plan = resolve(recipe, hardware, backend, strict, without=without)
-    measured = load_measured(hardware, plan.backend, plan.scaling) if tokens else None
+    measured = load_measured(hardware, plan.backend, plan.kernel or "") if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))
     made = plan.for_layers(shapes, left_out=left_out, tokens=tokens, measured=measured)

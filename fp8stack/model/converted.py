@@ -105,7 +105,9 @@ class PlanFollower:
             if layer.precision != UNCHANGED:
                 why = "replaced after convert: convert the model once its layers are final"
                 now = replace(now, fp8=False, precision=UNCHANGED, reason=why)
-        elif layer.fp8 and (why := plan.unserved(layer.name, (now.in_features, now.out_features))):
+        elif layer.quantizers is not None and (
+            why := plan.unserved(layer.name, (now.in_features, now.out_features), layer.quantizers)
+        ):
             assert isinstance(found, LowPrecisionLinear)
             found.in_fp8 = False
             now = replace(now, fp8=False, precision=plan.compute_dtype, reason=why)

@@ -3,7 +3,7 @@
 Everything here is plain tensor arithmetic that gives the same bits on every device.
 """
 
-from fp8stack.formats import FORMATS, Format
+from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics.amax import AmaxHistory
 from fp8stack.numerics.blocks import (
     dequantize_blocks,
@@ -12,21 +12,40 @@ from fp8stack.numerics.blocks import (
     quantize_mxfp8,
 )
 from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
-from fp8stack.numerics.rounding import round_to_blocks, round_to_fp8, round_to_mxfp8
+from fp8stack.numerics.quantized import Quantized, current_scale, dequantize, quantize, unpack
+from fp8stack.numerics.random import RandomBits
+from fp8stack.numerics.rounding import (
+    Rounded,
+    round_both,
+    round_to,
+    round_to_blocks,
+    round_to_fp8,
+    round_to_mxfp8,
+)
 
 __all__ = [
     "FORMATS",
     "AmaxHistory",
     "Format",
+    "Quantized",
+    "Quantizer",
+    "RandomBits",
+    "Rounded",
     "amax",
     "cast_to_fp8",
+    "current_scale",
+    "dequantize",
     "dequantize_blocks",
     "dequantize_mxfp8",
     "inverse",
+    "quantize",
     "quantize_blocks",
     "quantize_mxfp8",
+    "round_both",
+    "round_to",
     "round_to_blocks",
     "round_to_fp8",
     "round_to_mxfp8",
     "tensor_scale",
+    "unpack",
 ]

@@ -5,13 +5,15 @@ Source: Transformer Engine 2.20's delayed-scaling recipe; docs/numerics.md has t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fp8stack.errors import UserError
-from fp8stack.formats import AmaxAlgorithm, fp8_format
+from fp8stack.formats import AmaxAlgorithm, Fp8Name, Quantizer, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
 
 
@@ -24,8 +26,12 @@ class AmaxHistory:
     next scale. Row 0 is the one being recorded (in memory a 0-dim tensor per slot, so that compiled
     code writes just that); the last row is the newest, row 1 the oldest.
 
+    Slots may have windows of different lengths: `history` is as long as the longest, and a shorter
+    window is the last rows of its column.
+
     Args:
-        slots: the format, "e4m3" or "e5m2", of each slot by name.
+        slots: by name the format of each slot, "e4m3" or "e5m2", or its quantizer, whose own
+            length, margin and algorithm count instead of those below.
         length: how many amaxes the window holds.
         margin: headroom in bits: a scale aims at `fp8_max * 2^-margin`.
         algorithm: "max" of the window, or "most_recent".
@@ -38,7 +44,7 @@ class AmaxHistory:
 
     def __init__(
         self,
-        slots: Mapping[str, str] | None = None,
+        slots: Mapping[str, str | Quantizer] | None = None,
         *,
         length: int = 1024,
         margin: int = 0,
@@ -49,15 +55,14 @@ class AmaxHistory:
             raise UserError(f"An amax history of length {length} holds nothing. Use 1 or more.")
         if algorithm not in ("max", "most_recent"):
             raise UserError(f"No amax algorithm '{algorithm}'. Known: max, most_recent.")
-        self.length = length
-        self.margin = margin
-        self.algorithm = algorithm
+        self._default = Quantizer(
+            amax="delayed", history_length=length, margin=margin, amax_algorithm=algorithm
+        )
         self._column: dict[str, int] = {}
+        self._quantizers: list[Quantizer] = []
         self._recorded: list[Tensor] = []
         self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
         self._scale = torch.ones(0, dtype=torch.float32, device=device)
-        # fp8_max * 2^-margin of each slot
-        self._target = torch.ones(0, dtype=torch.float32, device=device)
         self.extend(slots or {})
 
     @property
@@ -65,8 +70,8 @@ class AmaxHistory:
         """The names of the slots, in the order of the columns."""
         return list(self._column)
 
-    def extend(self, slots: Mapping[str, str]) -> None:
-        """Give each of `slots` a column, by its format: nothing seen yet, scale 1.
+    def extend(self, slots: Mapping[str, str | Quantizer]) -> None:
+        """Give each of `slots` a column: nothing seen yet, scale 1.
 
         Raises:
             UserError: a slot is there already.
@@ -76,21 +81,27 @@ class AmaxHistory:
                 raise UserError(
                     f"The amax history has a slot '{slot}' already. Give it another name."
                 )
-        limits = [fp8_format(format).max * 2.0**-self.margin for format in slots.values()]
-        for slot in slots:
+        for slot, told in slots.items():
+            if isinstance(told, str):
+                fp8_format(told)  # raises for others
+                told = replace(self._default, format=cast(Fp8Name, told))
             self._column[slot] = len(self._column)
+            self._quantizers.append(told)
             self._recorded.append(self.history.new_zeros(()))
-        columns = self.history.new_zeros(self.length, len(limits))
-        self.history = torch.cat([self.history, columns], dim=1)
-        self._scale = torch.cat([self._scale, self._scale.new_ones(len(limits))])
-        self._target = torch.cat([self._target, self._target.new_tensor(limits)])
+        length = max((q.history_length for q in self._quantizers), default=len(self.history))
+        history = self.history.new_zeros(length, len(self._column))
+        rows, columns = min(length, len(self.history)), self.history.shape[1]
+        history[length - rows :, :columns] = self.history[len(self.history) - rows :]
+        self.history = history
+        self._scale = torch.cat([self._scale, self._scale.new_ones(len(slots))])
+        self._rules = _Rules.of(self._quantizers, history)
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
         self.history = self.history.to(device)
         self._recorded = [recorded.to(device) for recorded in self._recorded]
         self._scale = self._scale.to(device)
-        self._target = self._target.to(device)
+        self._rules = _Rules.of(self._quantizers, self.history)
         return self
 
     @property
@@ -139,14 +150,7 @@ class AmaxHistory:
         if slots is not None:
             chosen.zero_()
             chosen[[self.column(slot) for slot in slots]] = True
-        _update(
-            self.history,
-            self._scale,
-            self._recorded,
-            self._target,
-            chosen,
-            self.algorithm == "most_recent",
-        )
+        _update(self.history, self._scale, self._recorded, *self._rules, chosen)
 
     def clear_nonfinite(self) -> Tensor:
         """Forget amaxes that are not finite, which would freeze their slot's scale until they left
@@ -163,14 +167,21 @@ class AmaxHistory:
         self.history.masked_fill_(broken, 0.0)
         clean = torch.where(torch.isfinite(recorded), recorded, 0.0)
         torch._foreach_copy_(self._recorded, list(clean.unbind()))
-        _rescale(self.history, self._scale, self._target, slots, self.algorithm == "most_recent")
+        decisive = decisive_amax(self.history, self._rules.most_recent)
+        fresh = (self._rules.target / decisive).clamp(max=FLT_MAX)
+        self._scale.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), self._scale))
         return slots
 
+    @property
+    def most_recent(self) -> Tensor:
+        """Which slots follow the newest amax of their window: bool [slots]."""
+        return self._rules.most_recent
+
     def state_dict(self) -> dict[str, Tensor]:
-        """`<slot>.amax_history` [length] and `<slot>.scale` [], float32, copies."""
+        """`<slot>.amax_history` [its length] and `<slot>.scale` [], float32, copies."""
         state = {}
         for slot, column in self._column.items():
-            rows = self.history[:, column].clone()
+            rows = self.history[self._first_row(column) :, column].clone()
             rows[0] = self._recorded[column]
             state[f"{slot}.amax_history"] = rows
             state[f"{slot}.scale"] = self._scale[column].clone()
@@ -184,7 +195,8 @@ class AmaxHistory:
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for slot in self._column:
-            shapes |= {f"{slot}.amax_history": (self.length,), f"{slot}.scale": ()}
+            length = self._quantizers[self._column[slot]].history_length
+            shapes |= {f"{slot}.amax_history": (length,), f"{slot}.scale": ()}
         odd = sorted(shapes.keys() ^ state.keys())
         if odd:
             where = "is missing" if odd[0] in shapes else "is not a slot of this model"
@@ -197,9 +209,12 @@ class AmaxHistory:
                 )
         for slot, column in self._column.items():
             rows = state[f"{slot}.amax_history"].to(self.history.device)
-            self.history[1:, column] = rows[1:]
+            self.history[self._first_row(column) + 1 :, column] = rows[1:]
             self._recorded[column].copy_(rows[0])
             self._scale[column] = state[f"{slot}.scale"].to(self._scale.device)
+
+    def _first_row(self, column: int) -> int:
+        return len(self.history) - self._quantizers[column].history_length
 
 
 def record_amax(recorded: Tensor, amax: Tensor) -> None:
@@ -208,23 +223,40 @@ def record_amax(recorded: Tensor, amax: Tensor) -> None:
     recorded.copy_(torch.fmax(recorded, amax))
 
 
-def _rescale(
-    history: Tensor, scale: Tensor, target: Tensor, slots: Tensor, most_recent: bool
-) -> None:
-    """Derive the scales of some slots, bool [slots], from their window as it is."""
-    decisive = decisive_amax(history, most_recent)
-    fresh = (target / decisive).clamp(max=FLT_MAX)
-    scale.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), scale))
+class _Rules(NamedTuple):
+    """What the update of each slot goes by, on the history's device.
+
+    Attributes:
+        target: fp8_max * 2^-margin, float32 [slots].
+        most_recent: bool [slots].
+        first_row: the row of the history that is the slot's row 0, int64 [1, slots].
+    """
+
+    target: Tensor
+    most_recent: Tensor
+    first_row: Tensor
+
+    @staticmethod
+    def of(quantizers: Sequence[Quantizer], history: Tensor) -> _Rules:
+        targets = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
+        recent = [q.amax_algorithm == "most_recent" for q in quantizers]
+        rows = [len(history) - q.history_length for q in quantizers]
+        place = history.device
+        return _Rules(
+            torch.tensor(targets, dtype=torch.float32, device=place),
+            torch.tensor(recent, dtype=torch.bool, device=place),
+            torch.tensor([rows], dtype=torch.int64, device=place),
+        )
 
 
-def decisive_amax(history: Tensor, most_recent: bool) -> Tensor:
+def decisive_amax(history: Tensor, most_recent: Tensor) -> Tensor:
     """The amax of each slot's window that its scale follows from, 0 if there is none: the largest,
-    or the newest above 0. [length, slots], all finite -> [slots]."""
-    if not most_recent:
-        return history.amax(dim=0)
+    or the newest above 0 where `most_recent`, bool [slots]. [length, slots], all finite ->
+    [slots]."""
     newest_first = history.flip(0)
     place = (newest_first > 0).int().argmax(dim=0)
-    return newest_first.gather(0, place[None])[0]
+    newest = newest_first.gather(0, place[None])[0]
+    return torch.where(most_recent, newest, history.amax(dim=0))
 
 
 # An operator of its own: opaque to torch.compile, so that eager and compiled code divide alike
@@ -237,16 +269,17 @@ def _update(
     scale: Tensor,
     recorded: list[Tensor],
     target: Tensor,
+    most_recent: Tensor,
+    first_row: Tensor,
     chosen: Tensor,
-    most_recent: bool,
 ) -> None:
     last = torch.stack(recorded)
     moving = chosen & (last != 0)
     # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
-    largest = last if most_recent else torch.maximum(history.amax(dim=0), last)
+    largest = torch.where(most_recent, last, torch.maximum(history.amax(dim=0), last))
     rolled = history.roll(-1, dims=0)
     rolled[-1] = last
-    rolled[0] = 0
+    rolled.scatter_(0, first_row, 0.0)
     history.copy_(torch.where(moving, rolled, history))
     fresh = (target / largest).clamp(max=FLT_MAX)
     usable = moving & torch.isfinite(largest) & (largest > 0)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import ScaleRounding, fp8_format
+from fp8stack.formats import ScaleRounding, fp8_format, quantized_format
 from fp8stack.numerics.cast import FLT_MAX, cast_to_fp8, inverse, magnitude, tensor_scale
 
 MX_BLOCK = 32
@@ -42,12 +42,13 @@ def quantize_mxfp8(
     Raises:
         ValueError: an unknown format or rounding.
     """
+    fp8_format(format)
     block = [1] * x.ndim
     block[dim] = MX_BLOCK
     blocks, restore = split_into_blocks(x, block)
-    codes = e8m0_code(_block_amax(blocks), format, scale_rounding)
+    codes = e8m0_code(block_amax(blocks), format, scale_rounding)
     data = cast_to_fp8(blocks, e8m0_multiplier(codes), format)
-    return restore(data), _drop_block_dims(codes).view(torch.float8_e8m0fnu)
+    return restore(data), drop_block_dims(codes)
 
 
 def dequantize_mxfp8(data: Tensor, scales: Tensor, dim: int = -1) -> Tensor:
@@ -80,10 +81,11 @@ def quantize_blocks(
     Raises:
         ValueError: an unknown format, or a block of more dimensions than `x`.
     """
+    fp8_format(format)
     blocks, restore = split_into_blocks(x, _full_block(x, block))
-    scale = block_scale(_block_amax(blocks), x.dtype, format, power_of_two)
+    scale = block_scale(block_amax(blocks), x.dtype, format, power_of_two)
     data = cast_to_fp8(blocks, scale, format)
-    return restore(data), _drop_block_dims(inverse(scale))
+    return restore(data), drop_block_dims(inverse(scale))
 
 
 def dequantize_blocks(data: Tensor, inv_scale: Tensor, block: Sequence[int] = (1, 128)) -> Tensor:
@@ -94,10 +96,12 @@ def dequantize_blocks(data: Tensor, inv_scale: Tensor, block: Sequence[int] = (1
     return data.to(torch.float32) * spread
 
 
-def block_scale(amax: Tensor, dtype: torch.dtype, format: str, power_of_two: bool) -> Tensor:
+def block_scale(
+    amax: Tensor, dtype: torch.dtype, format: str, power_of_two: bool, eps: float = 0.0
+) -> Tensor:
     """The scale of each block of a tensor of `dtype`, from its amax: float32, same shape."""
     overflow = min(torch.finfo(dtype).max, FLT_MAX)
-    return tensor_scale(amax, format, power_of_two=power_of_two, overflow=overflow)
+    return tensor_scale(amax, format, power_of_two=power_of_two, eps=eps, overflow=overflow)
 
 
 def e8m0_code(amax: Tensor, format: str, rounding: ScaleRounding) -> Tensor:
@@ -106,7 +110,7 @@ def e8m0_code(amax: Tensor, format: str, rounding: ScaleRounding) -> Tensor:
     Raises:
         ValueError: an unknown format or rounding.
     """
-    target = fp8_format(format)
+    target = quantized_format(format)
     if rounding == "rceil":
         return _round_up(amax * torch.tensor(1 / target.max, dtype=torch.float32))
     if rounding not in ("floor", "even"):
@@ -154,20 +158,34 @@ def split_into_blocks(x: Tensor, block: Sequence[int]) -> tuple[Tensor, Callable
 
     def restore(blocks: Tensor) -> Tensor:
         whole = blocks.reshape(padded.shape)
-        return whole[tuple(slice(length) for length in x.shape)].contiguous()
+        return whole.contiguous() if padded is x else trimmed(whole, x.shape)
 
     return padded.reshape(shape), restore
 
 
-def _block_amax(blocks: Tensor) -> Tensor:
+def trimmed(padded: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of `padded` in each dimension, contiguous."""
+    # Stored first: of blocks that were padded, inductor's code for a CPU (torch 2.13) writes other
+    # numbers where it trims them as it computes them.
+    return in_memory(padded)[tuple(slice(length) for length in shape)].contiguous()
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """`x`, which compiled code for a CPU stores instead of computing it anew for each use."""
+    return x.as_strided(x.shape, x.stride()) if x.device.type == "cpu" else x
+
+
+def block_amax(blocks: Tensor) -> Tensor:
     """The amax of each block of [n0, b0, n1, b1, ...], NaN ignored: [n0, 1, n1, 1, ...]."""
     return magnitude(blocks).amax(dim=list(range(1, blocks.ndim, 2)), keepdim=True)
 
 
-def _drop_block_dims(scales: Tensor) -> Tensor:
-    """[n0, 1, n1, 1, ...] as [n0, n1, ...]; codes become bytes."""
+def drop_block_dims(scales: Tensor) -> Tensor:
+    """[n0, 1, n1, 1, ...] as [n0, n1, ...]; codes become `float8_e8m0fnu`."""
     small = scales.reshape(scales.shape[::2])
-    return small.to(torch.uint8) if small.dtype == torch.int32 else small
+    if small.dtype != torch.int32:
+        return small
+    return small.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _full_block(x: Tensor, block: Sequence[int]) -> list[int]:

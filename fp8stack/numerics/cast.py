@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8stack.formats import fp8_format
+from fp8stack.formats import Format, fp8_format, quantized_format
 
 FLT_MAX = torch.finfo(torch.float32).max
 _NAN_CODE = 0x7F  # NaN's sign is dropped, as NVIDIA's conversion does.
@@ -36,6 +36,11 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
     target = fp8_format(format)
     # Upcast first: a bfloat16 tensor times a 0-dim float32 scale would stay bfloat16.
     scaled = x.to(torch.float32) * torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    return saturated(scaled, target)
+
+
+def saturated(scaled: Tensor, target: Format) -> Tensor:
+    """float32 values, scaled already, cast to an FP8 format: float8, of the same shape."""
     # Clamp first: torch's own cast saturates on some versions, overflows on others.
     assert target.dtype is not None
     data = scaled.clamp(-target.max, target.max).to(target.dtype)
@@ -80,7 +85,7 @@ def tensor_scale(
 
     Args:
         amax: float32, any shape; one per tensor or one per block.
-        format: "e4m3" or "e5m2".
+        format: see `FormatName`.
         margin: headroom in bits.
         power_of_two: round the scale down to a power of two.
         eps: the smallest amax that is believed.
@@ -94,10 +99,10 @@ def tensor_scale(
     """
     largest = torch.as_tensor(amax, dtype=torch.float32)
     # Filled on the device: new_tensor would copy from the host, and a GPU be waited for.
-    limit = torch.full_like(largest, fp8_format(format).max * 2.0**-margin)
+    limit = torch.full_like(largest, quantized_format(format).max * 2.0**-margin)
     # A comparison with NaN is false: a NaN amax passes and gives 1 below.
     largest = torch.where(largest < eps, torch.full_like(largest, eps), largest)
-    scale = _quotient(limit, largest)
+    scale = quotient(limit, largest)
     scale = torch.where(scale == torch.inf, torch.full_like(scale, overflow), scale)
     usable = (largest > 0) & (largest < torch.inf)
     scale = torch.where(usable, scale, torch.ones_like(scale))
@@ -106,10 +111,10 @@ def tensor_scale(
 
 def inverse(scale: Tensor) -> Tensor:
     """`1 / scale` as IEEE float32 has it, compiled or not: float32, of the shape of `scale`."""
-    return _quotient(torch.ones_like(scale), scale)
+    return quotient(torch.ones_like(scale), scale)
 
 
-def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The IEEE float32 quotient, in compiled code too.
 
     Compilers for GPUs divide float32 approximately. The quotient in float64 is exact enough that

@@ -2,40 +2,51 @@
 
 The functions give all figures of a matrix as one tensor on its device, `FIGURES`; nothing there is
 read by the host but on a CPU, which has it anyway. Sums are float64, in which no float32 squared
-leaves the range. The casts are those of `rounding`, which equal the bytes of `cast` and `blocks`.
+leaves the range. The values are those of `rounding`, which equal the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, ScaleRounding, fp8_format
-from fp8stack.numerics.blocks import (
-    MX_BLOCK,
-    block_scale,
-    e8m0_code,
-    e8m0_multiplier,
-    split_into_blocks,
+from fp8stack.formats import FORMATS, Format, Quantizer
+from fp8stack.numerics.cast import amax
+from fp8stack.numerics.hadamard import hadamard
+from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
+from fp8stack.numerics.random import RandomBits
+from fp8stack.numerics.rounding import (
+    Block,
+    amax_without_nan,
+    block_of,
+    blocked,
+    of_chunk,
+    padded,
+    round_scaled,
 )
-from fp8stack.numerics.cast import amax, magnitude
-from fp8stack.numerics.rounding import round_to_blocks, round_to_fp8, round_to_mxfp8
 
-FIGURES = ("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest")
-"""What the tensors of this file hold, float64 [7]:
+FIGURES = (
+    *("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest"),
+    *("zero_blocks", "least_scale", "largest_scale"),
+)
+"""What the tensors of this file hold, float64 [10]:
 
 amax: the largest magnitude, NaN ignored.
 saturated: the share of elements that clipping changes by more than rounding could: those whose
-    scaled magnitude is above fp8_max and half of the last step (464 for E4M3, 61440 for E5M2), an
-    inf too.
+    scaled magnitude is above the format's maximum and half of its last step (464 for E4M3, 61440
+    for E5M2, 7 for E2M1), an inf too.
 underflow: the share of elements that were not zero and became zero.
 nonfinite: the share of inf and NaN.
 signal, noise: the sums of x^2 and of (x - q / scale)^2 over the finite elements.
 largest: the largest scaled magnitude; of all blocks, if there are several.
+zero_blocks: the share of blocks that became all zero and were not; 0 where there are no blocks.
+least_scale, largest_scale: the range of the scales that multiply into the format, of blocks that
+    are not all zero if there are such; 1 without scales.
 """
 _MAXIMA = ("amax", "largest")  # of the parts of a matrix; the others are sums
 _SHARES = ("saturated", "underflow", "nonfinite")
@@ -47,7 +58,8 @@ class _Cast(NamedTuple):
     """A part of a matrix after its cast.
 
     `values`, float32, times `factor` are what the cast left; `amax` is that of the part, `largest`
-    the largest scaled magnitude, `clipped` how many elements were, None for none.
+    the largest scaled magnitude, `clipped` how many elements were, None for none, `emptied` how
+    many blocks became all zero.
     """
 
     values: Tensor
@@ -55,73 +67,96 @@ class _Cast(NamedTuple):
     amax: Tensor
     largest: Tensor
     clipped: Tensor | None
+    emptied: Tensor | None = None
 
 
-def tensor_error(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
-    """The figures of a cast with one scale.
+def quantization_error(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    scale: Tensor | None = None,
+    dim: int = 1,
+    generator: RandomBits | None = None,
+) -> Tensor:
+    """The figures of `quantize(x, quantizer, dim, generator, scale=scale)`.
+
+    With a Hadamard transform they are those of the transformed matrix, against itself in bfloat16.
 
     Args:
         x: a matrix, float32, bfloat16, float16 or float64, which counts as float32.
-        scale: float32, 0-dim; multiplies into FP8.
-        format: "e4m3" or "e5m2".
+        quantizer: how it is quantized.
+        scale: float32, 0-dim; multiplies into the format. See `quantize`.
+        dim: what the GEMM reduces over: 1 the columns, 0 the rows.
+        generator: the bits for stochastic rounding.
 
     Returns:
-        float64 [7], see `FIGURES`.
+        float64 [10], see `FIGURES`.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: as `quantize`.
     """
-    target = fp8_format(format)
-    inv_scale = 1.0 / scale.to(torch.float64)
+    check_arguments(quantizer, generator, scale)
+    dim, dtype = dim % 2, x.dtype
+    if not x.numel():
+        return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
+    if quantizer.hadamard:
+        x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
+    target = FORMATS[quantizer.format]
+    block = (1, 1) if quantizer.per_tensor else block_of(x, quantizer, dim)
+    height = block[0] if block[0] < len(x) else 1
+    if quantizer.per_tensor:
+        amaxes = amax(x.to(torch.float32))
+    else:
+        found = [amax_without_nan(part, block) for _, part in _parts(x, block, height)]
+        one_tall = height < block[0]  # a block of all rows has several parts
+        amaxes = torch.stack(found).amax(0) if one_tall else torch.cat(found)
+    scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
+    largest = (amaxes * scales.into).max()
 
-    def cast(part: Tensor) -> _Cast:
-        size = amax(part)
-        largest = size * scale  # a float32 product, as in the cast
-        clipped = _clipped(lambda: part.to(torch.float32) * scale, largest, target)
+    def cast(start: int, part: Tensor) -> _Cast:
+        rows = len(part)
+        into = of_chunk(scales.into, block, start, rows)
+        out = None if scales.out is None else of_chunk(scales.out, block, start, rows)
+        here = Scales(into, into, out, None)
+        clipped = _clipped(lambda: blocked(part, block) * into, largest, target)
         saturates = part.device.type != "cpu" or not float(largest) <= target.max
-        values = round_to_fp8(part, scale, format, saturates)
-        return _Cast(values, inv_scale, size, largest, clipped)
+        bits = None
+        if quantizer.stochastic and generator is not None:
+            bits = replace(generator, first_row=generator.first_row + start)
+        values = round_scaled(part, block, here, target, bits, saturates)
+        factor, emptied = scales.factor, None
+        if quantizer.blocks is None:
+            # One in float64, which has no error beside that of the values.
+            factor = (1.0 / into.to(torch.float64)).expand(blocked(part, block).shape)
+            factor = factor.reshape(part.shape)
+        else:
+            left = blocked(values, block).ne(0).sum(dim=(1, 3), keepdim=True)
+            emptied = ((left == 0) & (of_chunk(amaxes, block, start, rows) > 0)).sum()
+        return _Cast(values, factor, amaxes.max(), largest, clipped, emptied)
 
-    return _figures(x, cast)
+    figures = _figures(x, cast, block, height)
+    shares = figures[7:] / amaxes.numel()
+    return torch.cat([figures[:7], shares, _range(scales.into, amaxes)])
 
 
-def mxfp8_error(x: Tensor, format: str = "e4m3", scale_rounding: ScaleRounding = "rceil") -> Tensor:
-    """The figures of `quantize_mxfp8(x)`: blocks of 32 along the columns, over which the GEMM of
-    the forward pass reduces. Arguments and result are as in `tensor_error`."""
-
-    def multiplier(largest: Tensor, dtype: torch.dtype) -> Tensor:
-        return e8m0_multiplier(e8m0_code(largest, format, scale_rounding))
-
-    def values(part: Tensor) -> Tensor:
-        return round_to_mxfp8(part, (1,), format, scale_rounding)[0]
-
-    return _figures(x, _in_blocks((1, MX_BLOCK), multiplier, values, fp8_format(format)))
-
-
-def block_error(
-    x: Tensor, block: tuple[int, int] = (1, 128), format: str = "e4m3", power_of_two: bool = True
-) -> Tensor:
-    """The figures of `quantize_blocks(x, block)`. Arguments and result are as in `tensor_error`."""
-
-    def scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-        return block_scale(largest, dtype, format, power_of_two)
-
-    def values(part: Tensor) -> Tensor:
-        return round_to_blocks(part, [block], format, power_of_two)[0]
-
-    return _figures(x, _in_blocks(block, scale, values, fp8_format(format)), block[0])
+def _range(scales: Tensor, amaxes: Tensor) -> Tensor:
+    """The least and the largest of the scales, of blocks that are not all zero: float64 [2]."""
+    used = (amaxes > 0) | ~(amaxes > 0).any()
+    least = torch.where(used, scales, torch.inf).min()
+    return torch.stack([least, torch.where(used, scales, 0.0).max()]).to(torch.float64)
 
 
 def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The figures of `x.to(dtype)`, a float format without a scale: what overflows to inf counts as
-    saturated, and its noise is infinite. Arguments and result are as in `tensor_error`."""
+    saturated, and its noise is infinite. `x` and the result are as in `quantization_error`."""
 
-    def cast(part: Tensor) -> _Cast:
+    def cast(start: int, part: Tensor) -> _Cast:
         values = part.to(dtype).to(torch.float32)
         size = amax(part)
         return _Cast(values, None, size, size, values.isinf().sum())
 
-    return _figures(x, cast)
+    found = _figures(x, cast, (1, 1), 1)
+    return torch.cat([found, found.new_full((2,), float(x.numel() > 0))])
 
 
 def sqnr_db(signal: float, noise: float) -> float | None:
@@ -139,13 +174,14 @@ def headroom_bits(largest: float, format: str) -> float | None:
     return math.log2(FORMATS[format].max) - math.log2(largest)
 
 
-def _figures(x: Tensor, cast: Callable[[Tensor], _Cast], height: int = 1) -> Tensor:
-    """The figures of a matrix, whose parts of a multiple of `height` rows are cast alike."""
-    parts = [_figures_of_part(part, cast(part)) for part in _parts(x, height)]
+def _figures(x: Tensor, cast: Callable[[int, Tensor], _Cast], block: Block, height: int) -> Tensor:
+    """The figures of a matrix, but for the range of scales, and with blocks counted; it is cast in
+    parts of a multiple of `height` rows, by their first row."""
+    parts = [_figures_of_part(part, cast(start, part)) for start, part in _parts(x, block, height)]
     if not parts:
-        return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
+        return torch.zeros(len(FIGURES) - 2, dtype=torch.float64, device=x.device)
     whole = []
-    for name, found in zip(FIGURES, zip(*parts, strict=True), strict=True):
+    for name, found in zip(FIGURES[:-2], zip(*parts, strict=True), strict=True):
         known = [value for value in found if value is not None]
         column = torch.stack(known) if known else torch.zeros(1, device=x.device)
         column = column.to(torch.float64)
@@ -154,24 +190,23 @@ def _figures(x: Tensor, cast: Callable[[Tensor], _Cast], height: int = 1) -> Ten
     return torch.stack(whole)
 
 
-def _parts(x: Tensor, height: int) -> Iterator[Tensor]:
-    """The matrix `x` in parts of rows, each contiguous."""
-    if x.dtype == torch.float64:
-        x = x.to(torch.float32)
-    rows, columns = x.shape
+def _parts(x: Tensor, block: Block, height: int) -> Iterator[tuple[int, Tensor]]:
+    """The matrix `x` in parts of rows, each with its first row: float32, contiguous, with zeros up
+    to whole blocks, which change no figure."""
     if not x.numel():
         return
+    rows, columns = x.shape
     chunk = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // columns // height) * height
     for start in range(0, rows, step):
-        yield x[start : start + step].contiguous()
+        yield start, padded(x[start : start + step], height, block[1])
 
 
 def _figures_of_part(part: Tensor, after: _Cast) -> tuple[Tensor | None, ...]:
-    """`FIGURES`, with counts in place of shares; None is a count of 0."""
+    """`FIGURES` without the scales, with counts in place of shares; None is a count of 0."""
     exact, decoded = (t.reshape(-1).to(torch.float64) for t in (part, after.values))
     factor = decoded.new_ones(()) if after.factor is None else after.factor
-    error = torch.addcmul(exact, decoded, factor, value=-1)
+    error = torch.addcmul(exact, decoded, factor.reshape(-1) if factor.ndim else factor, value=-1)
     lost = _nonzeros(part) - _nonzeros(after.values)
     signal, noise = torch.dot(exact, exact), torch.dot(error, error)
     nonfinite = None
@@ -181,7 +216,8 @@ def _figures_of_part(part: Tensor, after: _Cast) -> tuple[Tensor | None, ...]:
         exact, error = (torch.where(finite, t, 0.0) for t in (exact, error))
         signal, noise = torch.dot(exact, exact), torch.dot(error, error)
         nonfinite = finite.numel() - finite.sum()
-    return after.amax, after.clipped, lost, nonfinite, signal, noise, after.largest
+    counts = (after.clipped, lost, nonfinite, signal, noise)
+    return after.amax, *counts, after.largest, after.emptied
 
 
 def _nonzeros(x: Tensor) -> Tensor:
@@ -198,22 +234,3 @@ def _clipped(scaled: Callable[[], Tensor], largest: Tensor, target: Format) -> T
     if largest.device.type == "cpu" and float(largest) <= limit:
         return None
     return (scaled().abs() > limit).sum()  # a comparison with NaN is false
-
-
-def _in_blocks(
-    block: Sequence[int],
-    scale_of: Callable[[Tensor, torch.dtype], Tensor],
-    values_of: Callable[[Tensor], Tensor],
-    target: Format,
-) -> Callable[[Tensor], _Cast]:
-    """The cast of a part whose blocks have a scale each, by their amax and the part's dtype."""
-
-    def cast(part: Tensor) -> _Cast:
-        blocks, _ = split_into_blocks(part, block)
-        amaxes = magnitude(blocks).amax(dim=(1, 3), keepdim=True)
-        scale = scale_of(amaxes, part.dtype)
-        largest = (amaxes * scale).max()
-        clipped = _clipped(lambda: blocks.to(torch.float32) * scale, largest, target)
-        return _Cast(values_of(part), None, amaxes.max(), largest, clipped)
-
-    return cast

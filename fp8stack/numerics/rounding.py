@@ -1,7 +1,7 @@
-"""FP8 values in float32: what a cast would give, with no float8 tensor.
+"""FP8, FP6 and FP4 values in float32: what a cast would give, without its bytes.
 
-An emulated GEMM multiplies these. They equal the casts of `cast` and `blocks` to the bit (only
-the sign of a zero may differ), and cost a few passes over chunks that stay in the cache.
+An emulated GEMM multiplies these. They equal the bytes of `quantized`, `cast` and `blocks` to the
+bit (only the sign of a zero may differ), and cost a few passes over chunks that stay in the cache.
 
 How a value is rounded: adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times the value's own
 power of two leaves just `mantissa_bits` of mantissa, to nearest even, by float32's own addition.
@@ -15,24 +15,26 @@ after, and a GPU is asked for no number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import Format, ScaleRounding, fp8_format
-from fp8stack.numerics.blocks import (
-    MX_BLOCK,
-    block_scale,
-    dequantize_blocks,
-    dequantize_mxfp8,
-    e8m0_code,
-    e8m0_multiplier,
-    e8m0_value,
-    quantize_blocks,
-    quantize_mxfp8,
+from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding, fp8_format
+from fp8stack.numerics.blocks import MX_BLOCK, in_memory, trimmed
+from fp8stack.numerics.cast import amax, inverse, magnitude
+from fp8stack.numerics.hadamard import hadamard
+from fp8stack.numerics.quantized import (
+    Scales,
+    check_arguments,
+    e8m0_scales,
+    float_scales,
+    given_scale,
+    scales_of,
 )
-from fp8stack.numerics.cast import inverse, magnitude
+from fp8stack.numerics.random import RandomBits
 
 # 512 KiB of float32: two such chunks stay in the L2 cache, and the cost of a call is small beside.
 CHUNK = 1 << 17
@@ -40,6 +42,83 @@ _EXPONENT = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 # Beyond these a power of two times the magic number, or a scale, leaves float32's normal range.
 _LARGE, _SMALL = 2.0**100, 2.0**-100
+
+Block = tuple[int, int]
+
+
+class Rounded(NamedTuple):
+    """A matrix as an emulated GEMM takes it.
+
+    Attributes:
+        values: float32 of the shape of the matrix; with a Hadamard transform, the reduced dimension
+            is padded to a multiple of the transform's size. NaN where the matrix has NaN.
+        factor: float32, what the GEMM's output is multiplied by for this operand: 0-dim, or for
+            block = "row" one for each row of the operand as its GEMM reduces it; None if the values
+            carry their scales.
+    """
+
+    values: Tensor
+    factor: Tensor | None
+
+
+def round_to(
+    x: Tensor,
+    quantizer: Quantizer,
+    dim: int,
+    generator: RandomBits | None = None,
+    *,
+    scale: Tensor | None = None,
+    saturates: bool = True,
+) -> Rounded:
+    """The values of `quantize(x, quantizer, dim)` in float32.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        quantizer: how it is quantized.
+        dim: what the GEMM reduces over: 1 the columns, 0 the rows.
+        generator: the bits for stochastic rounding, by the place in `x`.
+        scale: float32, 0-dim, for one scale per tensor: needed for delayed scaling.
+        saturates: False where the caller knows that no `|x * scale|` exceeds the format's largest
+            value; for one scale per tensor.
+
+    Raises:
+        ValueError: no generator or no scale where one is needed, or a scale for blocks.
+    """
+    check_arguments(quantizer, generator, scale)
+    dim, dtype = dim % 2, x.dtype
+    if quantizer.hadamard:
+        x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
+    if not quantizer.per_tensor:
+        return _round_both(x, quantizer, [dim], [block_of(x, quantizer, dim)], dtype, generator)[0]
+    if scale is None:
+        largest = amax(x)
+        scale = scales_of(largest, quantizer, dtype).into
+        saturates = _whole(x) or not bool(largest.isfinite())
+    if not quantizer.stochastic:
+        return Rounded(round_to_fp8(x, scale, quantizer.format, saturates), inverse(scale))
+    scales = given_scale(scale)
+    values = round_scaled(padded(x, 1, 1), (1, 1), scales, FORMATS[quantizer.format], generator)
+    return Rounded(values, scales.factor)
+
+
+def round_both(
+    x: Tensor,
+    along: Quantizer,
+    across: Quantizer,
+    generators: tuple[RandomBits | None, RandomBits | None] = (None, None),
+) -> tuple[Rounded, Rounded]:
+    """`round_to` with dims 1 and 0: for GEMMs that reduce over the columns and over the rows.
+
+    Equal to two calls, and cheaper where the two quantizers are alike.
+    """
+    if along.turns and along == across:
+        both = round_to(x, along, 1, generators[0])
+        return both, both
+    if along.blocks is None or not _alike(along, across) or _whole(x):
+        return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
+    blocks = [block_of(x, along, 1), block_of(x, across, 0)]
+    one, other = _round_both(x, along, [1, 0], blocks, x.dtype, None)
+    return one, other
 
 
 def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool = True) -> Tensor:
@@ -60,12 +139,7 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool
     for start in range(0, source.numel(), CHUNK):
         part = result[start : start + CHUNK]
         torch.mul(source[start : start + CHUNK], scale, out=part)
-        if saturates:
-            part.clamp_(-target.max, target.max)
-        spacing = _spacing(part, scratch[: part.numel()], target).clamp_min_(
-            target.min_normal * _magic(target)
-        )
-        part.add_(spacing).sub_(spacing)
+        _round_in_place(part, scratch[: part.numel()], target, saturates)
     return result.view(x.shape)
 
 
@@ -84,27 +158,13 @@ def round_to_mxfp8(
         scale_rounding: see `quantize_mxfp8`.
     """
     blocks = [(MX_BLOCK, 1) if dim % 2 == 0 else (1, MX_BLOCK) for dim in dims]
-    source = _padded(x, MX_BLOCK)
-    if _whole(x):
-
-        def scales_of(largest: Tensor) -> tuple[Tensor, Tensor]:
-            codes = e8m0_code(largest, format, scale_rounding)
-            return e8m0_multiplier(codes), e8m0_value(codes)
-
-        return [_trimmed(_round_whole(source, block, format, scales_of), x) for block in blocks]
-    amaxes = _block_amaxes(source, blocks)
-    if not all(map(_ordinary, amaxes)):
-        return [
-            dequantize_mxfp8(*quantize_mxfp8(x, dim, format, scale_rounding), dim) for dim in dims
-        ]
-    scales = [e8m0_value(e8m0_code(largest, format, scale_rounding)) for largest in amaxes]
+    scales_of = partial(e8m0_scales, format=format, rounding=scale_rounding)
     # Rounded up, a scale leaves room for its whole block; the other rules saturate.
-    rounded = _round_blocks(source, blocks, scales, format, saturates=scale_rounding != "rceil")
-    return [_trimmed(values, x) for values in rounded]
+    return _round_blocks(x, blocks, fp8_format(format), scales_of, True, scale_rounding != "rceil")
 
 
 def round_to_blocks(
-    x: Tensor, blocks: Sequence[tuple[int, int]], format: str = "e4m3", power_of_two: bool = True
+    x: Tensor, blocks: Sequence[Block], format: str = "e4m3", power_of_two: bool = True
 ) -> list[Tensor]:
     """The values of `quantize_blocks(x, block)` for each of `blocks`: float32, the shape of `x`.
 
@@ -114,32 +174,110 @@ def round_to_blocks(
         format: "e4m3" or "e5m2".
         power_of_two: see `quantize_blocks`.
     """
-    source = _padded(x, max(max(block) for block in blocks))
+    scales_of = partial(float_scales, dtype=x.dtype, format=format, power_of_two=power_of_two)
+    return _round_blocks(x, blocks, fp8_format(format), scales_of, power_of_two, False)
+
+
+def _alike(one: Quantizer, other: Quantizer) -> bool:
+    """Whether two quantizers differ in their blocks alone, and share passes."""
+    return (
+        not (one.stochastic or other.stochastic or one.hadamard or other.hadamard)
+        and None not in (one.blocks, other.blocks)
+        and (one.format, one.scale, one.scale_rounding, one.eps)
+        == (other.format, other.scale, other.scale_rounding, other.eps)
+    )
+
+
+def block_of(x: Tensor, quantizer: Quantizer, dim: int) -> Block:
+    """Rows and columns that share a scale: a block, or a row along `dim`."""
+    across, along = quantizer.blocks or (1, max(1, x.shape[dim]))
+    return (across, along) if dim == 1 else (along, across)
+
+
+def _round_both(
+    x: Tensor,
+    quantizer: Quantizer,
+    dims: Sequence[int],
+    blocks: Sequence[Block],
+    dtype: torch.dtype,
+    generator: RandomBits | None,
+) -> list[Rounded]:
+    """The matrix `x`, transformed if it is to be, rounded in each of `blocks`, for `dims`."""
+    factors: list[Tensor | None] = []
+
+    def scales(largest: Tensor) -> Scales:
+        found = scales_of(largest, quantizer, dtype)
+        factors.append(found.factor)
+        return found
+
+    power_of_two = quantizer.scale in ("power_of_two", "e8m0") and quantizer.blocks is not None
+    saturates = quantizer.scale == "e4m3" or (
+        quantizer.scale == "e8m0" and quantizer.scale_rounding != "rceil"
+    )
+    values = _round_blocks(
+        x,
+        blocks,
+        FORMATS[quantizer.format],
+        scales,
+        power_of_two,
+        saturates,
+        generator if quantizer.stochastic else None,
+    )
+    if quantizer.block == "row" and not x.numel():  # no column has no amax, and yet an output
+        factors = [torch.ones(x.shape[1 - dim], device=x.device) for dim in dims]
+    return [Rounded(*both) for both in zip(values, factors, strict=True)]
+
+
+def _round_blocks(
+    x: Tensor,
+    blocks: Sequence[Block],
+    target: Format,
+    scales_of: Callable[[Tensor], Scales],
+    power_of_two: bool,
+    saturates: bool,
+    generator: RandomBits | None = None,
+) -> list[Tensor]:
+    """The matrix `x` rounded to `target` times the scale of its blocks, for each of `blocks`.
+
+    Args:
+        scales_of: the scales, from the amaxes of the blocks, [n0, 1, n1, 1].
+        power_of_two: whether the scales are powers of two.
+        saturates: whether a scale may leave too little room for its block.
+        generator: rounds at random.
+    """
+    source = padded(x, max(b0 for b0, _ in blocks), max(b1 for _, b1 in blocks))
     if _whole(x):
-
-        def scales_of(largest: Tensor) -> tuple[Tensor, Tensor]:
-            scale = block_scale(largest, x.dtype, format, power_of_two)
-            return scale, inverse(scale)
-
-        return [_trimmed(_round_whole(source, block, format, scales_of), x) for block in blocks]
-    amaxes = _block_amaxes(source, blocks)
-    if not all(map(_ordinary, amaxes)):
-        return [
-            dequantize_blocks(*quantize_blocks(x, block, format, power_of_two), block)
+        largest = [
+            magnitude(blocked(source, block)).amax(dim=(1, 3), keepdim=True)
+            if x.numel()
+            else _block_amaxes(source, [block])[0]
             for block in blocks
         ]
-    scales = [block_scale(largest, x.dtype, format, power_of_two) for largest in amaxes]
-    if power_of_two:
-        inverses = [1.0 / scale for scale in scales]
-        rounded = _round_blocks(source, blocks, inverses, format, saturates=False)
+        scales = [scales_of(in_memory(amaxes)) for amaxes in largest]
+        rounded = [
+            _round_whole(source, block, each, target, generator)
+            for block, each in zip(blocks, scales, strict=True)
+        ]
         return [_trimmed(values, x) for values in rounded]
-    # Such a scale is no power of two: it has to be multiplied in, and its inverse out.
-    results = []
-    for block, scale in zip(blocks, scales, strict=True):
-        scaled = _blocked(source, block) * scale
-        rounded_once = round_to_fp8(scaled, scale.new_ones(()), format, saturates=False)
-        results.append(_trimmed(rounded_once.mul_(1.0 / scale).view_as(source), x))
-    return results
+    largest = _block_amaxes(source, blocks)
+    tame = all(map(_ordinary, largest))
+    if not tame:
+        largest = [
+            torch.where(amaxes.isnan(), amax_without_nan(source, block), amaxes)
+            if bool(amaxes.isnan().any())
+            else amaxes
+            for amaxes, block in zip(largest, blocks, strict=True)
+        ]
+    scales = [scales_of(amaxes) for amaxes in largest]
+    if tame and power_of_two and generator is None:
+        inv_scales = [each.out for each in scales if each.out is not None]
+        rounded = _round_in_blocks(source, blocks, inv_scales, target, saturates)
+    else:
+        rounded = [
+            round_scaled(source, block, each, target, generator, saturates or not tame)
+            for block, each in zip(blocks, scales, strict=True)
+        ]
+    return [_trimmed(values, x) for values in rounded]
 
 
 def _whole(x: Tensor) -> bool:
@@ -148,7 +286,7 @@ def _whole(x: Tensor) -> bool:
 
 
 def _round(scaled: Tensor, target: Format) -> Tensor:
-    """`scaled`, float32, saturated and rounded to FP8, as one expression."""
+    """`scaled`, float32, saturated and rounded to `target`, as one expression."""
     values = scaled.clamp(-target.max, target.max)
     smallest = target.min_normal * _magic(target)
     if values.device.type == "cpu":
@@ -166,36 +304,82 @@ def _round(scaled: Tensor, target: Format) -> Tensor:
 
 
 def _round_whole(
-    source: Tensor,
-    block: tuple[int, int],
-    format: str,
-    scales_of: Callable[[Tensor], tuple[Tensor, Tensor]],
+    source: Tensor, block: Block, scales: Scales, target: Format, generator: RandomBits | None
 ) -> Tensor:
-    """The matrix `source` rounded to FP8, as one expression; `scales_of` gives each block's scale
-    and its inverse from the amax."""
-    blocks = _blocked(source, block)
-    largest = magnitude(blocks).amax(dim=(1, 3), keepdim=True)
-    scale, inv_scale = map(_stored, scales_of(_stored(largest)))
-    return (_round(blocks * scale, fp8_format(format)) * inv_scale).view_as(source)
+    """The matrix `source` rounded to `target`, as one expression."""
+    scaled = blocked(source, block) * in_memory(scales.into)
+    if generator is None:
+        rounded = _round(scaled, target)
+    else:
+        bits = generator.bits(*source.shape).view(scaled.shape)
+        rounded = _round_at_random(scaled.clamp(-target.max, target.max), bits, target)
+    if scales.out is not None:
+        rounded = rounded * in_memory(scales.out)
+    return rounded.view_as(source)
 
 
-def _stored(x: Tensor) -> Tensor:
-    """`x` in memory: inductor would compute a block's scale anew for each of its elements."""
-    return x.as_strided(x.shape, x.stride()) if x.device.type == "cpu" else x
-
-
-def _round_blocks(
+def round_scaled(
     source: Tensor,
-    blocks: Sequence[tuple[int, int]],
+    block: Block,
+    scales: Scales,
+    target: Format,
+    generator: RandomBits | None,
+    saturates: bool = True,
+) -> Tensor:
+    """The matrix `source` rounded to `target`, multiplied by the scales before and after."""
+    if _whole(source):
+        return _round_whole(source, block, scales, target, generator)
+    result = torch.empty_like(source)
+    rows = _chunk_rows(source, [block])
+    scratch = torch.empty_like(source[:rows], dtype=torch.int32)
+    for start in range(0, source.shape[0], rows):
+        out = result[start : start + rows]
+        blocks = blocked(out, block)
+        into = of_chunk(scales.into, block, start, rows)
+        torch.mul(blocked(source[start : start + rows], block), into, out=blocks)
+        if generator is None:
+            _round_in_place(out, scratch[: out.shape[0]], target, saturates)
+        else:
+            bits = generator.rows(start, *out.shape)
+            out.copy_(_round_at_random(out.clamp_(-target.max, target.max), bits, target))
+        if scales.out is not None:
+            blocks.mul_(of_chunk(scales.out, block, start, rows))
+    return result
+
+
+def _round_in_place(values: Tensor, scratch: Tensor, target: Format, saturates: bool) -> None:
+    """Round the scaled float32 `values` to `target`."""
+    if saturates:
+        values.clamp_(-target.max, target.max)
+    spacing = _spacing(values, scratch, target).clamp_min_(target.min_normal * _magic(target))
+    values.add_(spacing).sub_(spacing)
+
+
+def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
+    """`values`, float32 and clamped, rounded to `target`: away from zero where the random number is
+    below the place between the two neighbours times 2^32, rounded up. All of it is exact."""
+    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+    step = (power * 2.0**-target.mantissa_bits).clamp_min(float(target.min_subnormal or 0))
+    per_step = ((254 << 23) - step.view(torch.int32)).view(torch.float32)  # 1 / step
+    steps = values * per_step
+    below = steps.trunc()
+    threshold = ((steps - below).abs() * 2.0**32).ceil()
+    away = (bits < threshold.to(torch.int64)).to(torch.float32)
+    return (below + away.copysign(steps)) * step
+
+
+def _round_in_blocks(
+    source: Tensor,
+    blocks: Sequence[Block],
     inv_scales: Sequence[Tensor],
-    format: str,
+    target: Format,
     saturates: bool,
 ) -> list[Tensor]:
-    """The matrix `source` rounded to FP8 times each of `inv_scales`, powers of two, one per block.
+    """The matrix `source` rounded to `target` times each of `inv_scales`, powers of two, one per
+    block.
 
     A power of two commutes with rounding, so the values are rounded where they stand.
     """
-    target = fp8_format(format)
     smallest = [inv_scale * (target.min_normal * _magic(target)) for inv_scale in inv_scales]
     results = [torch.empty_like(source) for _ in blocks]
     rows = _chunk_rows(source, blocks)
@@ -208,14 +392,14 @@ def _round_blocks(
         for block, least, inv_scale, result in zip(
             blocks, smallest, inv_scales, results, strict=True
         ):
-            chunk = slice(start // block[0], (start + rows) // block[0])
             out = result[start : start + rows]
-            torch.maximum(_blocked(spacing, block), least[chunk], out=_blocked(here, block))
+            lower = of_chunk(least, block, start, rows)
+            torch.maximum(blocked(spacing, block), lower, out=blocked(here, block))
             torch.add(part, here, out=out)
             out.sub_(here)
             if saturates:
-                limit = inv_scale[chunk] * target.max
-                _blocked(out, block).clamp_(-limit, limit)
+                limit = of_chunk(inv_scale, block, start, rows) * target.max
+                blocked(out, block).clamp_(-limit, limit)
     return results
 
 
@@ -229,13 +413,15 @@ def _magic(target: Format) -> float:
     return float(1.5 * 2.0 ** (23 - target.mantissa_bits))
 
 
-def _block_amaxes(source: Tensor, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _block_amaxes(source: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
     """The amax of each block of a matrix, a NaN included: float32 [n0, 1, n1, 1] for each size.
 
     By integers: the bits of magnitudes are ordered as the magnitudes are, NaN above all.
     """
     bits = source.view(torch.int32)
     results = [bits.new_zeros(len(bits) // b0, 1, bits.shape[1] // b1, 1) for b0, b1 in blocks]
+    if not source.numel():
+        return [result.view(torch.float32) for result in results]
     rows = _chunk_rows(source, blocks)
     scratch = torch.empty_like(bits[:rows])
     for start in range(0, source.shape[0], rows):
@@ -243,32 +429,46 @@ def _block_amaxes(source: Tensor, blocks: Sequence[tuple[int, int]]) -> list[Ten
         masked = scratch[: part.shape[0]]
         torch.bitwise_and(part, _MAGNITUDE, out=masked)
         for block, result in zip(blocks, results, strict=True):
-            chunk = slice(start // block[0], (start + rows) // block[0])
-            torch.amax(_blocked(masked, block), dim=(1, 3), keepdim=True, out=result[chunk])
+            here = of_chunk(result, block, start, rows)
+            found = torch.amax(blocked(masked, block), dim=(1, 3), keepdim=True)
+            torch.maximum(here, found, out=here)  # of a block of all rows there are several parts
     return [result.view(torch.float32) for result in results]
 
 
-def _blocked(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """A contiguous matrix as [n0, b0, n1, b1], a view."""
+def amax_without_nan(source: Tensor, block: Block) -> Tensor:
+    """The amax of each block, NaN ignored."""
+    return magnitude(blocked(source, block)).amax(dim=(1, 3), keepdim=True)
+
+
+def blocked(matrix: Tensor, block: Block) -> Tensor:
+    """A contiguous matrix as [n0, b0, n1, b1], a view; of a part of a block of all rows too."""
     (rows, columns), (b0, b1) = matrix.shape, block
+    b0 = min(b0, max(1, rows))
     return matrix.view(rows // b0, b0, columns // b1, b1)
 
 
-def _padded(x: Tensor, multiple: int) -> Tensor:
+def of_chunk(scales: Tensor, block: Block, start: int, rows: int) -> Tensor:
+    """The scales, [n0, 1, n1, 1] or 0-dim, of `rows` rows from `start` on."""
+    if scales.ndim == 0 or scales.shape[0] == 1:
+        return scales
+    return scales[start // block[0] : (start + rows) // block[0]]
+
+
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
     """The matrix `x` in float32, contiguous, with zeros up to a multiple in both dimensions."""
-    rows, columns = x.shape
-    padding = (0, -columns % multiple, 0, -rows % multiple)
+    padding = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
     return F.pad(x.to(torch.float32), padding) if any(padding) else x.to(torch.float32).contiguous()
 
 
 def _trimmed(values: Tensor, x: Tensor) -> Tensor:
     """`values` without the padding, contiguous."""
-    return values[: x.shape[0], : x.shape[1]].contiguous()
+    return values if values.shape == x.shape else trimmed(values, x.shape)
 
 
-def _chunk_rows(matrix: Tensor, blocks: Sequence[tuple[int, int]]) -> int:
-    """How many rows to treat at a time: whole blocks, about as many elements as a chunk has."""
-    tallest = max(block[0] for block in blocks)
+def _chunk_rows(matrix: Tensor, blocks: Sequence[Block]) -> int:
+    """How many rows to treat at a time: whole blocks, about as many elements as a chunk has; for
+    blocks of all rows any number."""
+    tallest = max(1 if b0 >= len(matrix) else b0 for b0, _ in blocks)
     return max(1, CHUNK // max(1, matrix[:1].numel()) // tallest) * tallest
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
+from fp8stack.formats import OPERANDS, FormatName, Quantizer
 from fp8stack.model.config import GPTConfig
-from fp8stack.planner.operations import formats_of, held
+from fp8stack.planner.operations import held, name_of
 from fp8stack.precision import Plan
 
 GRADIENT = ", gradient"
@@ -31,8 +32,8 @@ class Cast:
 
     @property
     def to_fp8(self) -> bool:
-        """Whether it gives FP8 values."""
-        return self.target.startswith(("e4m3", "e5m2"))
+        """Whether it gives values of FP8, FP6 or FP4."""
+        return self.target.split(" ")[0] in get_args(FormatName)
 
 
 def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
@@ -63,22 +64,35 @@ def _there_and_back(path: str, what: str, source: str, target: str) -> Iterator[
 
 def _linear(plan: Plan, path: str, source: str, bias: bool) -> Iterator[Cast]:
     layer, dtype = plan.layer(path), held(plan.compute_dtype)
-    if not layer.fp8:
+    quantizers = layer.quantizers
+    if quantizers is None:
         yield from _there_and_back(path, "input", source, dtype)
         yield from _there_and_back(path, "weight", "fp32", dtype)
         if bias:
             yield from _there_and_back(path, "bias", "fp32", dtype)
         return
-    forward, backward = formats_of(plan, layer)
-    if plan.backend != "te":
+    who = plan.runs(layer)
+    if who != "te":
         yield from _there_and_back(path, "input", source, dtype)
-    yield Cast(path=path, what="input", source=dtype, target=forward)
-    # te and torch keep a quantized weight until an optimizer changes it.
-    kept: Literal["micro-batch", "step"] = "micro-batch" if plan.backend == "emulate" else "step"
-    yield Cast(path=path, what="weight", source="fp32", target=forward, per=kept)
-    if bias and plan.backend == "torch" and dtype != "fp32":
-        yield Cast(path=path, what="bias", source="fp32", target=dtype)
-    yield Cast(path=path, what="output gradient", source=dtype, target=backward, runs="backward")
+    for operand in OPERANDS:
+        if operand == "grad_output" and bias and who == "torch" and dtype != "fp32":
+            yield Cast(path=path, what="bias", source="fp32", target=dtype)
+        what = operand.replace("grad_output", "output gradient")
+        along, across = quantizers.along(operand), quantizers.across(operand)
+        copies: dict[str, Quantizer | None] = {what: along}
+        if across != "forward" and across != along:
+            copies[f"{what} for {'dgrad' if operand == 'weight' else 'wgrad'}"] = across
+        for copy, quantizer in copies.items():
+            if quantizer is not None:
+                yield Cast(
+                    path=path,
+                    what=copy,
+                    source="fp32" if operand == "weight" else dtype,
+                    target=name_of(plan, layer, quantizer, dtype),
+                    runs="backward" if operand == "grad_output" else "forward",
+                    # te and torch keep a quantized weight until an optimizer changes it.
+                    per="step" if operand == "weight" and who != "emulate" else "micro-batch",
+                )
 
 
 def _attention(path: str, config: GPTConfig, plan: Plan) -> Iterator[Cast]:

@@ -1,7 +1,7 @@
 """Which operation of a step computes in what, as data.
 
-Dtypes are spelled fp32, bf16, fp16, e4m3, e5m2. "tf32" is float32 that a GEMM rounds to TF32;
-"e4m3 in fp32" are values of FP8 held in float32, the emulator's operands.
+Dtypes are spelled fp32, bf16, fp16, e4m3, e5m2, e2m1 and so on. "tf32" is float32 that a GEMM
+rounds to TF32; "e4m3 in fp32" are values of FP8 held in float32, the emulator's operands.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fp8stack.formats import Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision import LayerPlan, Plan
-from fp8stack.precision.recipe import BlockRecipe, CurrentRecipe, DelayedRecipe
 
 IN_COMPUTE_DTYPE = {
     "fprop": "the GEMM of a linear's forward pass, y = x w^T: where the time goes",
@@ -130,15 +130,18 @@ def _norm(path: str, config: GPTConfig, plan: Plan, *linears: str) -> Operation:
     one = _in_fp32(path, "norm")
     known = config.norm == "rmsnorm" or config.bias
     known = known and (len(linears) == 1 or config.activation != "gelu")  # TE's is gelu_tanh
-    if plan.backend != "te" or not known or not all(plan.layer(name).fp8 for name in linears):
+    layers = [plan.layer(name) for name in linears]
+    if plan.backend != "te" or not known or any(not la.fp8 or la.backend for la in layers):
         return one
-    dtype = held(plan.compute_dtype)
-    # Where TE fuses norm and cast, nothing is rounded in between.
-    gives = formats_of(plan, plan.layer(linears[0]))[0]
+    dtype, gives = held(plan.compute_dtype), plan.layer(linears[0]).quantizers
+    assert gives is not None
+    assert gives.input is not None
+    # Where TE fuses norm and cast, nothing is rounded in between: no amax of it all is needed.
+    fused = gives.input.delayed or gives.input.scale == "e8m0"
     return replace(
         one,
         operands=(dtype,),
-        output=gives if plan.scaling in ("delayed", "mxfp8") else dtype,
+        output=gives.input.format if fused else dtype,
         why="within Transformer Engine's module, which rounds its input",
     )
 
@@ -146,21 +149,17 @@ def _norm(path: str, config: GPTConfig, plan: Plan, *linears: str) -> Operation:
 def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
     """The three GEMMs of a linear, and the gradient of its bias."""
     layer, dtype = plan.layer(path), held(plan.compute_dtype)
-    forward, backward = formats_of(plan, layer)
     # Float32 where the GEMM itself can give it: rounding to a compute dtype first would lose bits.
-    gradient = "fp32" if layer.fp8 and plan.backend in ("torch", "emulate") else dtype
-    for name, operands, output in (
-        ("fprop", (forward, forward), dtype),
-        ("dgrad", (backward, forward), dtype),
-        ("wgrad", (backward, forward), gradient),
-    ):
+    exact = layer.fp8 and plan.runs(layer) in ("torch", "emulate")
+    gradient = "fp32" if exact else dtype
+    for name in ("fprop", "dgrad", "wgrad"):
         yield Operation(
             path=path,
             name=name,
-            operands=operands,
+            operands=operands_of(plan, layer, name),
             adds_in=_adds_in(plan, layer, name),
-            output=output,
-            why=layer.reason,
+            output=gradient if name == "wgrad" else dtype,
+            why=layer.reason or layer.why,
         )
     if bias:
         yield Operation(
@@ -168,27 +167,38 @@ def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
         )
 
 
-def formats_of(plan: Plan, layer: LayerPlan) -> tuple[str, str]:
-    """What a linear's GEMMs multiply: x and w, and dy."""
-    if not layer.fp8:
+def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
+    """What one of a linear's GEMMs multiplies."""
+    if layer.quantizers is None:
         return plan.compute_dtype, plan.compute_dtype
-    recipe = plan.recipe
-    forward, backward = "e4m3", "e4m3"
-    if isinstance(recipe, DelayedRecipe | CurrentRecipe):
-        forward, backward = recipe.forward_format, recipe.backward_format
-    if plan.backend != "emulate":
-        return forward, backward
-    # A scale that is no power of two makes values that bfloat16 cannot hold.
-    exact = not (isinstance(recipe, BlockRecipe) and not recipe.power_of_two)
-    holder = "bf16" if plan.device == "cuda" and plan.compute_dtype == "bf16" and exact else "fp32"
-    return f"{forward} in {holder}", f"{backward} in {holder}"
+    one, other = layer.quantizers.gemms[gemm]
+    if other == "forward":
+        other = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
+    # What is not quantized is rounded to the compute dtype, but for a weight in float32.
+    left = "fp32" if gemm != "wgrad" and _holder(plan, layer) == "fp32" else plan.compute_dtype
+    return name_of(plan, layer, one, plan.compute_dtype), name_of(plan, layer, other, left)
 
 
-def _adds_in(plan: Plan, layer: LayerPlan, name: str) -> str:
-    per_tensor = isinstance(plan.recipe, DelayedRecipe | CurrentRecipe)
-    native = layer.fp8 and plan.backend in ("torch", "te") and plan.device == "cuda"
+def name_of(plan: Plan, layer: LayerPlan, quantizer: Quantizer | None, plain: str) -> str:
+    """The dtype of an operand of a quantized layer; `plain` if it has no quantizer."""
+    holder = _holder(plan, layer)
+    name = plain if quantizer is None else quantizer.format
+    return name if holder in ("", name) else f"{name} in {holder}"
+
+
+def _holder(plan: Plan, layer: LayerPlan) -> str:
+    return plan.holds(layer) if plan.runs(layer) == "emulate" else ""
+
+
+def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
+    native = plan.device == "cuda" and plan.runs(layer) in ("torch", "te")
+    if layer.quantizers is None or not native or gemm != "fprop":
+        return "fp32"
     # torch's use_fast_accum, TE's split accumulator: Hopper and Ada add in fewer bits.
-    return "fp32, fast" if native and per_tensor and name == "fprop" else "fp32"
+    per_tensor = all(
+        isinstance(q, Quantizer) and q.per_tensor for q in layer.quantizers.gemms[gemm]
+    )
+    return "fp32, fast" if per_tensor else "fp32"
 
 
 def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operation]:
@@ -214,7 +224,7 @@ def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operati
         output="fp32",
         why=why or IN_FP32["optimizer"],
     )
-    if plan.scaling == "delayed" and plan.runs_fp8:
+    if plan.delayed and plan.runs_fp8:
         yield _in_fp32("step", "amax history")
 
 

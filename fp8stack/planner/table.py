@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8stack.formats import FORMATS
 from fp8stack.model.config import GPTConfig
 from fp8stack.planner.casts import GRADIENT, Cast, casts_of
 from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
@@ -125,7 +126,10 @@ def _counts(table: PrecisionTable, per: str) -> str:
         what = f"optimizer step of {table.accumulate} micro-batch{plural}"
     if not fp8 and not other:
         return f"casts per {what}: none"
-    return f"casts per {what}: {fp8} tensors to FP8, {other} between other dtypes"
+    named = {cast.target.split(" ")[0] for cast in table.casts if cast.to_fp8}
+    bits = sorted({FORMATS[name].bits for name in named}) or [8]
+    low = " and ".join(f"FP{each}" for each in bits)
+    return f"casts per {what}: {fp8} tensors to {low}, {other} between other dtypes"
 
 
 def _star(path: str) -> str:

@@ -25,7 +25,10 @@ EVALUATION = "evaluation"
 LONGEST_WARMUP = 0.25
 """The share of a run that the phase `warmup` takes at most, so that short runs have others too."""
 
-Override = bool | int | float | str | list[str]
+_Value = bool | int | float | str | list[int] | list[str]
+_Table = dict[str, _Value | dict[str, _Value | dict[str, _Value]]]
+Override = _Value | _Table | list[_Table]
+"""What a key of a model or a recipe may be set to; a recipe's tables are keys too."""
 
 
 class PhaseConfig(BaseModel):

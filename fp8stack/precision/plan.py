@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fp8stack.errors import UserError
+from fp8stack.formats import Quantizers
 from fp8stack.precision.gpus import find_gpu
+from fp8stack.precision.kernels import KERNELS, feature_multiple, kernel_of
 from fp8stack.precision.profit import Shape, doubt
-from fp8stack.precision.recipe import Block, ComputeDtype, PlainRecipe, Recipe, plain
+from fp8stack.precision.recipe import Block, ComputeDtype, Recipe, plain
 
 BackendName = Literal["te", "torch", "emulate", "reference"]
 
@@ -19,7 +20,8 @@ BackendName = Literal["te", "torch", "emulate", "reference"]
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """How one linear layer runs: `precision` is the recipe's name or a compute dtype, `reason` says
-    why it is not in FP8, `doubt` why one that is may gain nothing by it."""
+    why it is not quantized, `doubt` why one that is may gain nothing by it. `fp8` says whether it
+    is, `quantizers` by what, `backend` who multiplies it, if not the plan's, and `why` not."""
 
     name: str
     in_features: int
@@ -28,11 +30,23 @@ class LayerPlan:
     precision: str
     reason: str = ""
     doubt: str = ""
+    quantizers: Quantizers | None = None
+    backend: BackendName | None = None
+    why: str = ""
 
     @property
     def sentence(self) -> str:
-        """How the layer runs and why, where that is not in FP8."""
-        return f"{self.name}: {self.precision}, {self.reason}"
+        """How the layer runs and why, where that is not as the plan has it."""
+        return f"{self.name}: {self.precision}, {self.reason or self.why}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as JSON data; the quantizers are in the plan's recipe."""
+        told = asdict(replace(self, quantizers=None))
+        del told["quantizers"]
+        return told if self.backend else {k: v for k, v in told.items() if k not in _OTHERS}
+
+
+_OTHERS = ("backend", "why")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +55,8 @@ class Plan:
 
     `asked` is the recipe's name as given ("auto" included), `recipe` the one that runs. `native`
     says whether the recipe as asked runs on the hardware's own units. `gpu` is the name of the GPU,
-    whose rates say where FP8 pays. `layers` is filled by `for_layers`.
+    whose rates say where FP8 pays. `others` are tables of quantizers that some layers have and
+    `backend` does not serve, each with who does and why. `layers` is filled by `for_layers`.
     """
 
     asked: str
@@ -53,17 +68,30 @@ class Plan:
     reasons: tuple[str, ...] = ()
     strict: bool = False
     gpu: str = ""
+    others: tuple[tuple[Quantizers, BackendName, str], ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=())
 
     @property
-    def scaling(self) -> str:
-        """How FP8 operands are scaled: delayed, current, block, mxfp8, or none."""
-        return self.recipe.scaling
+    def kernel(self) -> str | None:
+        """The name in `KERNELS` of what multiplies the recipe's quantizers on some hardware."""
+        return None if self.recipe.quantizers is None else kernel_of(self.recipe.quantizers)
 
     @property
     def is_fp8(self) -> bool:
-        """Whether any GEMM takes FP8 operands."""
+        """Whether any GEMM takes quantized operands."""
         return self.recipe.is_fp8
+
+    @property
+    def tables(self) -> tuple[Quantizers, ...]:
+        """The different tables of quantizers that layers have; before `for_layers`, may have."""
+        if not self.layers:
+            return self.recipe.tables
+        return tuple(dict.fromkeys(la.quantizers for la in self.layers if la.quantizers))
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any layer's scales come from the amaxes of earlier passes."""
+        return any(q.delayed for table in self.tables for q in table.each.values())
 
     @property
     def attention(self) -> ComputeDtype:
@@ -90,8 +118,8 @@ class Plan:
     @property
     def vocabulary_multiple(self) -> int:
         """What the vocabulary is padded to a multiple of, so that the head's GEMM is aligned."""
-        if self.is_fp8:
-            return self._multiple
+        if self.recipe.quantizers is not None:
+            return feature_multiple(self.recipe.quantizers, self.backend)
         return 8 if self.compute_dtype in ("bf16", "fp16") else 1
 
     def for_layers(
@@ -125,19 +153,23 @@ class Plan:
         """
         recipe = self.recipe
         blocks = block_indices(shapes)
-        if not isinstance(recipe, PlainRecipe):
-            self._check_exclusions(shapes, blocks)
+        if recipe.quantizers is not None:
+            recipe.check_layers(shapes, blocks, heads)
         layers = []
         for name, shape in shapes.items():
             reason, doubted = (left_out or {}).get(name) or "", ""
-            if not isinstance(recipe, PlainRecipe):
-                reason = reason or recipe.excluded(name, blocks.get(name), name in heads) or ""
-                reason = reason or self.unserved(name, shape)
+            quantizers, called, backend, why = None, recipe.name, None, ""
+            if recipe.quantizers is not None and not reason:
+                choice = recipe.for_layer(name, blocks.get(name), name in heads)
+                quantizers, called, reason = choice.quantizers, choice.recipe, choice.reason
+            if quantizers is not None:
+                backend, why = self._served_by(quantizers)
+                reason = self.unserved(name, shape, quantizers)
                 if tokens is not None and not reason:
-                    doubted = self._doubt((tokens, *shape), measured or {})
+                    doubted = self._doubt((tokens, *shape), quantizers, measured or {})
             if doubted and self.asked == "auto":
                 reason, doubted = f"FP8 does not pay for {doubted}", ""
-            fp8 = self.is_fp8 and not reason
+            fp8 = quantizers is not None and not reason
             without = otherwise if reason and otherwise is not None else self.compute_dtype
             layers.append(
                 LayerPlan(
@@ -145,17 +177,27 @@ class Plan:
                     in_features=shape[0],
                     out_features=shape[1],
                     fp8=fp8,
-                    precision=recipe.name if fp8 else without,
+                    precision=called if fp8 else without,
                     reason=reason,
                     doubt=doubted,
+                    quantizers=quantizers if fp8 else None,
+                    backend=backend if fp8 else None,
+                    why=why if fp8 else "",
                 )
             )
         made = replace(self, layers=tuple(layers))
         if self.asked == "auto" and self.is_fp8 and layers and not made.runs_fp8:
             return made._without_fp8(left_out or {}).for_layers(shapes, heads, left_out, otherwise)
         said = set(self.reasons)
-        new = [layer.sentence for layer in layers if layer.reason and layer.sentence not in said]
+        told = [layer.sentence for layer in layers if layer.reason or layer.why]
+        new = [sentence for sentence in told if sentence not in said]
         return replace(made, reasons=(*self.reasons, *new))
+
+    def _served_by(self, quantizers: Quantizers) -> tuple[BackendName | None, str]:
+        """Who multiplies a layer of these quantizers, if not the plan's backend, and why."""
+        return next(
+            ((who, why) for table, who, why in self.others if table == quantizers), (None, "")
+        )
 
     def _without_fp8(self, left_out: Collection[str]) -> Plan:
         """What "auto" would have chosen if it had known that no layer is to run in FP8."""
@@ -171,50 +213,43 @@ class Plan:
             layers=(),
         )
 
-    def _check_exclusions(
-        self, shapes: Mapping[str, tuple[int, int]], blocks: Mapping[str, Block]
-    ) -> None:
-        assert not isinstance(self.recipe, PlainRecipe)
-        if not blocks and (self.recipe.exclude_first_blocks or self.recipe.exclude_last_blocks):
-            raise UserError(
-                f"recipe '{self.recipe.name}': exclude_first_blocks and exclude_last_blocks need a "
-                "model with numbered blocks, such as 'blocks.0.mlp.up'. Use exclude instead."
-            )
-        for pattern in self.recipe.exclude:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
-                raise UserError(
-                    f"recipe '{self.recipe.name}': the pattern '{pattern}' in exclude matches no "
-                    f"layer. Layers: {', '.join(shapes)}."
-                )
-
-    @property
-    def _multiple(self) -> int:
-        """What both sizes of a layer must be divisible by, for the FP8 GEMMs of the backend."""
-        if self.scaling == "block" and self.backend == "torch":
-            return 128
-        return 32 if self.scaling == "mxfp8" else 16
-
-    def unserved(self, name: str, shape: tuple[int, int]) -> str:
+    def unserved(self, name: str, shape: tuple[int, int], quantizers: Quantizers) -> str:
         """Why the hardware cannot run a layer of this shape in FP8; "" if it can.
 
         Raises:
             UserError: it cannot, under `strict`.
         """
-        if self.backend == "emulate":
+        backend = self._served_by(quantizers)[0] or self.backend
+        if backend == "emulate":
             return ""  # it pads
+        multiple = feature_multiple(quantizers, backend)
         for what, size in zip(("in", "out"), shape, strict=True):
-            if size % self._multiple:
-                why = f"{size} {what} features, not divisible by {self._multiple}"
+            if size % multiple:
+                why = f"{size} {what} features, not divisible by {multiple}"
                 if self.strict:
                     raise UserError(f"--strict: {name} cannot run in FP8: {why}.")
                 return why
         return ""
 
-    def _doubt(self, shape: Shape, measured: Mapping[Shape, float]) -> str:
+    def _doubt(self, shape: Shape, quantizers: Quantizers, measured: Mapping[Shape, float]) -> str:
         """Why native FP8 does not seem to pay for a GEMM of this shape; "" if it does."""
-        if self.device != "cuda" or self.backend not in ("te", "torch"):
+        kernel = kernel_of(quantizers)
+        backend = self._served_by(quantizers)[0] or self.backend
+        if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
             return ""  # emulated: it is for the numerics, not for speed
-        return doubt(shape, self.scaling, find_gpu(self.gpu), measured)
+        own = (kernel, backend) == (self.kernel, self.backend)  # what was measured is the plan's
+        return doubt(shape, quantizers, find_gpu(self.gpu), measured if own else {})
+
+    def runs(self, layer: LayerPlan) -> BackendName:
+        """Who multiplies a layer."""
+        return layer.backend or self.backend
+
+    def holds(self, layer: LayerPlan) -> ComputeDtype:
+        """What the emulator holds the operands of a quantized layer in: the compute dtype if their
+        values are exact in it, on a GPU; else float32."""
+        assert layer.quantizers is not None
+        exact = all(q.exact_in_bf16 for q in layer.quantizers.each.values())
+        return self.compute_dtype if exact and self.device != "cpu" else "fp32"
 
     @property
     def notes(self) -> list[str]:
@@ -257,7 +292,7 @@ class Plan:
         """The plan as JSON data: it is stored with every run and checkpoint."""
         return {
             "asked": self.asked,
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.to_json(),
             "backend": self.backend,
             "native": self.native,
             "device": self.device,
@@ -266,7 +301,7 @@ class Plan:
             "loss_scaling": self.loss_scaling,
             "reasons": list(self.reasons),
             "notes": self.notes,
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [layer.to_json() for layer in self.layers],
         }
 
 

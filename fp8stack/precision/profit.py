@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fp8stack.formats import Operand, Quantizer, Quantizers
 from fp8stack.precision.gpus import Gpu
 
 Shape = tuple[int, int, int]
@@ -49,38 +50,48 @@ def achievable(gpu: Gpu, efficiency: Efficiency) -> Rates:
     )
 
 
-# Bytes moved per element of x and of dy, whose casts make two copies of 1 byte, and per element of
-# w, which is float32: read it, for current scaling once more for the amax, and write both copies.
-# Block scaling quantizes x and dy in two passes, mxfp8 w as well, and writes 4 bytes of scale per
-# 128 elements or 1 per 32, for each copy.
-_SCALES = 2 * 4 / 128
-CAST_BYTES = {
-    "delayed": (2 + 1 + 1, 4 + 1 + 1),
-    "current": (2 + 2 + 1 + 1, 4 + 4 + 1 + 1),
-    "block": (2 * (2 + 1) + _SCALES, 4 + 1 + 1),
-    "mxfp8": (2 * (2 + 1) + _SCALES, 2 * (4 + 1) + _SCALES),
-}
+def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
+    """The bytes that the casts of an operand move per element: x and dy come in bf16, w in float32.
+
+    Both copies are written in one pass where the bytes of one are those of the other, turned;
+    else each reads the operand for itself. A scale that follows from the amax of the whole tensor
+    has it read once more before. Scales are counted where a block is a row of elements: those of
+    larger blocks are few. A copy of w that is not quantized is cast to bf16.
+    """
+    along, across = quantizers.along(operand), quantizers.across(operand)
+    copies = [q for q in (along, across) if isinstance(q, Quantizer)]
+    passes = copies[:1] if copies and along == across and copies[0].turns else copies
+    source = 4 if operand == "weight" else 2
+    amaxes = sum(q.scale == "e4m3" or (q.per_tensor and not q.delayed) for q in passes)
+    written = sum(q.element_bits / 8 for q in copies)
+    written += sum(q.scale_bytes / q.blocks[1] for q in copies if q.blocks and q.blocks[0] == 1)
+    plain = 4 + 2 if operand == "weight" and None in (along, across) else 0
+    return source * (len(passes) + amaxes) + written + plain
+
 
 LEAST_GEMM_S = 11.4e-6
 """A GEMM that takes less than this in bf16 does not fill a GPU: M K N = 4e9 on an H200."""
 
 
-def least_ratio(gpu: Gpu, scaling: str) -> float:
+def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
     """The K N / (K + N) from which three FP8 GEMMs save more than the casts of x and dy take.
 
     They save 6 M K N (1 / bf16 rate - 1 / FP8 rate), the casts move c M (K + N) bytes.
     """
     rates = achievable(gpu, Efficiency())
     saved = 6 * (1 / rates.half - 1 / rates.fp8)
-    return CAST_BYTES[scaling][0] / rates.memory / saved
+    moved = (cast_bytes(quantizers, "input") + cast_bytes(quantizers, "grad_output")) / 2
+    return moved / rates.memory / saved
 
 
-def doubt(shape: Shape, scaling: str, gpu: Gpu | None, measured: Mapping[Shape, float]) -> str:
+def doubt(
+    shape: Shape, quantizers: Quantizers, gpu: Gpu | None, measured: Mapping[Shape, float]
+) -> str:
     """Why FP8 does not seem to pay for a GEMM of this shape; "" if it does, or nothing is known.
 
     Args:
         shape: of the forward pass.
-        scaling: "delayed", "current", "block" or "mxfp8".
+        quantizers: of the layer.
         gpu: whose rates count, for a shape that was not measured.
         measured: bf16's time / FP8's time by shape; it decides alone.
     """
@@ -92,7 +103,7 @@ def doubt(shape: Shape, scaling: str, gpu: Gpu | None, measured: Mapping[Shape, 
         return f"{what} measured at {speed:g} of bf16's speed" if measured[shape] < 1.0 else ""
     if gpu is None or gpu.fp8_tflops is None:
         return ""
-    ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, scaling)
+    ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, quantizers)
     if ratio < least:
         return f"{what} on {gpu.name}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
     least = LEAST_GEMM_S * achievable(gpu, Efficiency()).half / 2

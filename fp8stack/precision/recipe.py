@@ -1,19 +1,31 @@
 """Recipes: what is asked of the numbers, as data. Nothing here knows what a machine can do.
 
-`recipes/*.toml` are recipes; a user's own file is one too. "auto" is a rule, not a recipe.
+A recipe is a table of quantizers: one for each operand of a linear's GEMMs, and others for layers
+that it names. `recipes/*.toml` are recipes; a user's own file is one too (docs/recipes.md has its
+keys). "auto" is a rule, not a recipe.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fp8stack import presets
-from fp8stack.formats import AmaxAlgorithm, Fp8Name, ScaleRounding
+from fp8stack.errors import UserError, quoted
+from fp8stack.formats import (
+    OPERANDS,
+    AmaxAlgorithm,
+    FormatName,
+    Quantizer,
+    Quantizers,
+    ScaleFormat,
+    ScaleRounding,
+)
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionDtype = Literal["compute", "fp32"]
@@ -31,41 +43,113 @@ def _blocks(count: int) -> str:
     return f"{count} block{'s' * (count != 1)}"
 
 
-class _Base(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+class LayerRule(BaseModel):
+    """What some layers run in instead of the recipe's own quantizers.
+
+    Attributes:
+        match: "head", "first N blocks", "last N blocks", or a pattern of module paths.
+        recipe: the name of what they run in.
+        quantizers: None leaves them in the compute dtype.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    match: str
+    recipe: str = ""
+    quantizers: Quantizers | None
+
+    def matches(self, layer: str, block: Block | None, head: bool) -> bool:
+        """Whether this is the rule of a layer; the arguments are those of `Recipe.for_layer`."""
+        if self.match == "head":
+            return head
+        if found := _IN_BLOCKS.fullmatch(self.match):
+            count = int(found[2])
+            if block is None:
+                return False
+            return (
+                block.index < count if found[1] == "first" else block.index >= block.count - count
+            )
+        return fnmatch.fnmatchcase(layer, self.match)
+
+
+_IN_BLOCKS = re.compile(r"(first|last) ([1-9]\d{0,5}) blocks?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice:
+    """What a recipe asks for in one layer: its quantizers and what they are called; None and the
+    reason where it is not quantized."""
+
+    quantizers: Quantizers | None
+    recipe: str
+    reason: str = ""
+
+
+class Recipe(BaseModel):
+    """A recipe as it was read, with nothing left to look up.
+
+    Attributes:
+        name: its file's.
+        description: in a line.
+        attention: what queries, keys and values are multiplied in: the compute dtype, or float32.
+        compute_dtype: of a recipe without quantizers, what every GEMM computes in.
+        head: whether the layer that gives the logits is quantized.
+        exclude: patterns of the layers that stay in the compute dtype.
+        exclude_first_blocks: how many blocks do at the start of the model.
+        exclude_last_blocks: how many at its end.
+        quantizers: of every layer that no rule names; None for a recipe without.
+        layers: rules, of which the first that matches a layer holds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     description: str = ""
     attention: AttentionDtype = "compute"
-    """What queries, keys and values are multiplied in: the compute dtype, or float32."""
+    compute_dtype: ComputeDtype | None = None
+    head: bool = False
+    exclude: tuple[str, ...] = ()
+    exclude_first_blocks: Annotated[int, Field(ge=0)] = 0
+    exclude_last_blocks: Annotated[int, Field(ge=0)] = 0
+    quantizers: Quantizers | None = None
+    layers: tuple[LayerRule, ...] = ()
 
     @property
     def is_fp8(self) -> bool:
-        """Whether any GEMM of this recipe takes FP8 operands."""
-        return True
+        """Whether any GEMM of this recipe takes quantized operands."""
+        return self.quantizers is not None
 
+    @property
+    def tables(self) -> tuple[Quantizers, ...]:
+        """The different tables of quantizers that its layers may have, its own first."""
+        found = (self.quantizers, *(rule.quantizers for rule in self.layers))
+        return tuple(dict.fromkeys(table for table in found if table is not None))
 
-class _Fp8(_Base):
-    """What every FP8 recipe may leave out of FP8; such layers run in the compute dtype."""
+    @property
+    def delayed(self) -> bool:
+        """Whether any scale comes from the amaxes of earlier passes."""
+        return any(q.delayed for table in self.tables for q in table.each.values())
 
-    head: bool = False
-    exclude: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    exclude_first_blocks: Annotated[int, Field(ge=0)] = 0
-    exclude_last_blocks: Annotated[int, Field(ge=0)] = 0
+    def for_layer(self, layer: str, block: Block | None, head: bool) -> LayerChoice:
+        """What this recipe asks for in one layer.
 
-    @field_validator("exclude", mode="before")
-    @classmethod
-    def _listed(cls, exclude: object) -> object:
-        return (exclude,) if isinstance(exclude, str) else exclude
-
-    def excluded(self, layer: str, block: Block | None, head: bool) -> str | None:
-        """Why `layer` is not in FP8 by this recipe's own choice, or None.
-
-        `layer` is a module path, such as `blocks.0.mlp.up`; `block` its place among the blocks, if
-        it is in one; `head` whether it gives the logits.
+        Args:
+            layer: its module path, such as `blocks.0.mlp.up`.
+            block: its place among the blocks, if it is in one.
+            head: whether it gives the logits.
         """
-        if head and not self.head:
-            return "the recipe says head = false"
+        assert self.quantizers is not None
+        rule = next((rule for rule in self.layers if rule.matches(layer, block, head)), None)
+        if rule is None and head and not self.head:
+            why: str | None = "the recipe says head = false"
+        elif (why := self._excluded(layer, block)) is None and rule is not None:
+            if rule.quantizers is not None:
+                return LayerChoice(quantizers=rule.quantizers, recipe=rule.recipe)
+            why = f"the recipe has '{rule.match}' in {rule.recipe}"
+        table = self.quantizers if why is None else None
+        return LayerChoice(quantizers=table, recipe=self.name, reason=why or "")
+
+    def _excluded(self, layer: str, block: Block | None) -> str | None:
         for pattern in self.exclude:
             if fnmatch.fnmatchcase(layer, pattern):
                 return f"excluded by the pattern '{pattern}'"
@@ -76,69 +160,134 @@ class _Fp8(_Base):
                 return f"in the last {_blocks(self.exclude_last_blocks)}"
         return None
 
+    def check_layers(
+        self, layers: Iterable[str], blocks: Mapping[str, Block], heads: Iterable[str]
+    ) -> None:
+        """See that every exclusion and every rule speaks of some layer of a model.
 
-class _PerTensor(_Fp8):
-    """One scale per tensor. HYBRID by default: E4M3 for x and w, E5M2 for gradients."""
-
-    forward_format: Fp8Name = "e4m3"
-    backward_format: Fp8Name = "e5m2"
-
-
-class DelayedRecipe(_PerTensor):
-    """The scale comes from the amaxes of earlier passes."""
-
-    scaling: Literal["delayed"]
-    margin: Annotated[int, Field(ge=-64, le=64)] = 0
-    history_length: Annotated[int, Field(ge=1, le=2**20)] = 1024
-    amax_algorithm: AmaxAlgorithm = "max"
-
-
-class CurrentRecipe(_PerTensor):
-    """The scale comes from the amax of the tensor itself."""
-
-    scaling: Literal["current"]
-    power_of_two: bool = False
-    eps: Annotated[float, Field(ge=0)] = 0.0
-
-
-class BlockRecipe(_Fp8):
-    """One scale per 1x128 block of x and dy, and per 128x128 block of w; E4M3 throughout."""
-
-    scaling: Literal["block"]
-    power_of_two: bool = True
-
-
-class Mxfp8Recipe(_Fp8):
-    """One power-of-two scale per 32 elements along the reduction; E4M3 throughout."""
-
-    scaling: Literal["mxfp8"]
-    scale_rounding: ScaleRounding = "rceil"
-
-
-class PlainRecipe(_Base):
-    """No FP8: every GEMM in `compute_dtype`, with float32 master weights."""
-
-    scaling: Literal["none"]
-    compute_dtype: ComputeDtype
-
-    @model_validator(mode="after")
-    def _attention_can_be_exact(self) -> PlainRecipe:
-        # The switch for TF32 is torch's, for all matrices of a model.
-        if self.compute_dtype == "tf32" and self.attention == "fp32":
-            raise ValueError(
-                "attention = 'fp32' is not possible in tf32, which rounds all products. "
-                "Use fp32, bf16 or an FP8 recipe."
+        Raises:
+            UserError: one does not.
+        """
+        names, heads = list(layers), set(heads)
+        numbered = [f"'{r.match}' needs" for r in self.layers if _IN_BLOCKS.fullmatch(r.match)]
+        if self.exclude_first_blocks or self.exclude_last_blocks:
+            numbered = ["exclude_first_blocks and exclude_last_blocks need"]
+        if numbered and not blocks:
+            raise UserError(
+                f"recipe '{self.name}': {numbered[0]} a model with numbered blocks, such as "
+                "'blocks.0.mlp.up'. Use exclude instead."
             )
-        return self
+        for pattern in self.exclude:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise UserError(
+                    f"recipe '{self.name}': the pattern '{pattern}' in exclude matches no "
+                    f"layer. Layers: {', '.join(names)}."
+                )
+        for place, rule in enumerate(self.layers, 1):
+            if not any(rule.matches(name, blocks.get(name), name in heads) for name in names):
+                raise UserError(
+                    f"recipe '{self.name}': layers entry {place}: '{rule.match}' matches no layer. "
+                    f"Layers: {', '.join(names)}."
+                )
+
+    def to_json(self, *, words: bool = True) -> dict[str, Any]:
+        """The recipe as JSON data, which `recipe_from_json` reads; without `words`, what its
+        numbers depend on alone."""
+        told = self.model_dump(mode="json", exclude=None if words else {"name", "description"})
+        if not words:
+            for rule in told["layers"]:
+                del rule["recipe"]
+        return told
+
+
+class QuantizerFields(BaseModel):
+    """The keys of a quantizer that a table of a recipe's file may set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: FormatName | None = None
+    block: Literal["tensor", "row"] | Annotated[tuple[int, int], Field(strict=False)] | None = None
+    scale: ScaleFormat | None = None
+    scale_rounding: ScaleRounding | None = None
+    amax: Literal["current", "delayed"] | None = None
+    history_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    amax_algorithm: AmaxAlgorithm | None = None
+    margin: Annotated[int, Field(ge=-64, le=64)] | None = None
+    eps: Annotated[float, Field(ge=0)] | None = None
+    rounding: Literal["nearest", "stochastic"] | None = None
+    hadamard: Literal[0, 16, 32] | None = None
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether any GEMM of this recipe takes FP8 operands."""
-        return False
+    def set(self) -> dict[str, Any]:
+        """The fields of `Quantizer` that are set here."""
+        names = set(QuantizerFields.model_fields) & self.model_fields_set
+        return {name: getattr(self, name) for name in names}
 
 
-Fp8Recipe = DelayedRecipe | CurrentRecipe | BlockRecipe | Mxfp8Recipe
-Recipe = Annotated[Fp8Recipe | PlainRecipe, Field(discriminator="scaling")]
+class _Input(QuantizerFields):
+    fprop: QuantizerFields | Literal["none"] | None = None
+    wgrad: QuantizerFields | Literal["none", "forward"] | None = None
+
+
+class _Weight(QuantizerFields):
+    fprop: QuantizerFields | Literal["none"] | None = None
+    dgrad: QuantizerFields | Literal["none", "forward"] | None = None
+
+
+class _GradOutput(QuantizerFields):
+    dgrad: QuantizerFields | Literal["none"] | None = None
+    wgrad: QuantizerFields | Literal["none"] | None = None
+
+
+class _Tables(BaseModel):
+    """What a recipe's file and its entries for layers have in common: tables of quantizers, and
+    short forms that set one field of all quantizers that have it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    quantizer: QuantizerFields | None = None
+    input: _Input | Literal["none"] | None = None
+    weight: _Weight | Literal["none"] | None = None
+    grad_output: _GradOutput | Literal["none"] | None = None
+    backward: Literal["same", "dequantized", "high_precision"] | None = None
+    forward_format: FormatName | None = None
+    backward_format: FormatName | None = None
+    history_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    amax_algorithm: AmaxAlgorithm | None = None
+    margin: Annotated[int, Field(ge=-64, le=64)] | None = None
+    power_of_two: bool | None = None
+    eps: Annotated[float, Field(ge=0)] | None = None
+    scale_rounding: ScaleRounding | None = None
+    rounding: Literal["nearest", "stochastic"] | None = None
+    hadamard: Literal[0, 16, 32] | None = None
+
+
+class _Entry(_Tables):
+    """One entry of `[[layers]]`."""
+
+    match: Annotated[str, Field(min_length=1)]
+    recipe: str | None = None
+
+
+class RecipeFile(_Tables):
+    """A recipe as it is written."""
+
+    name: str
+    description: str = ""
+    like: str | None = None
+    scaling: Literal["delayed", "current", "block", "mxfp8", "none"] | None = None
+    compute_dtype: ComputeDtype | None = None
+    attention: AttentionDtype | None = None
+    head: bool | None = None
+    exclude: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    exclude_first_blocks: Annotated[int, Field(ge=0)] | None = None
+    exclude_last_blocks: Annotated[int, Field(ge=0)] | None = None
+    layers: Annotated[tuple[_Entry, ...], Field(strict=False)] = ()
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _listed(cls, exclude: object) -> object:
+        return (exclude,) if isinstance(exclude, str) else exclude
 
 
 def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Recipe:
@@ -151,15 +300,248 @@ def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Rec
     Raises:
         UserError: no such recipe or file, an unknown key, a value out of range.
     """
+    return _load(name, overrides, ())
+
+
+def _load(name: str, overrides: Mapping[str, object] | None, above: tuple[str, ...]) -> Recipe:
     stem, table = presets.read("recipes", name)
-    table = {"name": stem, **table, **(overrides or {})}
-    recipe: Recipe = presets.parse(Recipe, table, f"recipe '{stem}'")
-    return recipe
+    if name in above:
+        raise UserError(f"recipe '{stem}': it is like itself, by way of {', '.join(above)}.")
+    made = _expanded({"name": stem, **table}, f"recipe '{stem}'", (*above, name))
+    # Overrides are a recipe of their own, like the one that is named: what they set comes last.
+    if overrides:
+        if odd := overrides.keys() & {"like", "scaling"}:
+            raise UserError(f"recipe '{stem}': {odd.pop()} cannot be overridden. Name that recipe.")
+        made = _changed(made, {"name": made.name, **overrides}, f"recipe '{stem}'", (*above, name))
+    return made
 
 
-def plain(compute_dtype: ComputeDtype, attention: AttentionDtype = "compute") -> PlainRecipe:
-    """The recipe without FP8 that computes in `compute_dtype`, which ships as a preset, with
+def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
+    """The recipe that `Recipe.to_json` gave, or an older version of this program.
+
+    Raises:
+        UserError: `where` holds no recipe.
+    """
+    named = {"name": "", **data}
+    if "quantizers" in data:
+        recipe: Recipe = presets.parse(Recipe, named, where)
+        return recipe
+    return _expanded(named, where, ())
+
+
+def plain(compute_dtype: ComputeDtype, attention: AttentionDtype = "compute") -> Recipe:
+    """The recipe without quantizers that computes in `compute_dtype`, which ships as a preset, with
     `attention` as another recipe asked for it."""
-    recipe = load_recipe(compute_dtype, {"attention": attention})
-    assert isinstance(recipe, PlainRecipe)
-    return recipe
+    return load_recipe(compute_dtype, {"attention": attention})
+
+
+_NO_RECIPE = Recipe(name="")
+_CHANGED = ", changed"
+
+
+def _expanded(table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
+    """A recipe's file with everything that it refers to."""
+    base = table.get("like", table.get("scaling"))
+    start = _shipped(base, where, above) if isinstance(base, str) and base != "none" else _NO_RECIPE
+    return _changed(start, table, where, above)
+
+
+def _shipped(name: str, where: str, above: tuple[str, ...]) -> Recipe:
+    """Another recipe that a file refers to: one that ships, or the file could not be moved."""
+    if name.endswith(".toml") or "/" in name or "\\" in name:
+        raise UserError(
+            f"{where}: '{quoted(name)}' is a file. Name a recipe that ships, and change its keys."
+        )
+    return _load(name, None, above)
+
+
+def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Recipe:
+    """The recipe `start` with what `table`, in the form of a file, sets otherwise."""
+    file: RecipeFile = presets.parse(RecipeFile, dict(table), where)
+    if file.like is not None and file.scaling is not None:
+        raise UserError(f"{where}: 'like' and 'scaling' are the same key. Leave scaling out.")
+    quantizers = _with_tables(start.quantizers, file, where)
+    plain_keys = {"name": file.name, "description": file.description or start.description}
+    for key in ("attention", "head", "exclude", "exclude_first_blocks", "exclude_last_blocks"):
+        if (value := getattr(file, key)) is not None:
+            plain_keys[key] = value
+    if file.compute_dtype is not None:
+        plain_keys["compute_dtype"] = file.compute_dtype
+    made = start.model_copy(update={**plain_keys, "quantizers": quantizers})
+    if file.layers:
+        rules = tuple(
+            _rule(entry, made, f"{where}: layers entry {place}", above)
+            for place, entry in enumerate(file.layers, 1)
+        )
+        made = made.model_copy(update={"layers": rules})
+    elif quantizers != start.quantizers and any(_CHANGED in rule.recipe for rule in start.layers):
+        raise UserError(
+            f"{where}: its layers have quantizers of their own. Write the recipe's layers again."
+        )
+    _require_sound(made, where)
+    return made
+
+
+def _rule(entry: _Entry, recipe: Recipe, where: str, above: tuple[str, ...]) -> LayerRule:
+    """An entry of `[[layers]]` with its quantizers."""
+    other = recipe if entry.recipe is None else _shipped(entry.recipe, where, above)
+    if other.quantizers is None and other.compute_dtype not in ("bf16", None):
+        raise UserError(
+            f"{where}: layers are not in {other.name} by themselves. Use recipe = 'bf16', which "
+            "leaves them in the compute dtype."
+        )
+    quantizers = _with_tables(other.quantizers, entry, where)
+    changed = entry.recipe is None or quantizers != other.quantizers
+    if entry.recipe is None and quantizers == recipe.quantizers:
+        raise UserError(f"{where}: '{entry.match}' changes nothing. Give a recipe or a quantizer.")
+    name = other.name + _CHANGED if changed else other.name
+    return LayerRule(match=entry.match, recipe=name, quantizers=quantizers)
+
+
+def _require_sound(recipe: Recipe, where: str) -> None:
+    """Refuse a recipe that says two things at once, or nothing."""
+    matches = [rule.match for rule in recipe.layers]
+    for place, match in enumerate(matches, 1):
+        if match in matches[: place - 1] or match in recipe.exclude:
+            raise UserError(
+                f"{where}: layers entry {place}: '{match}' is said twice. Keep one of the two."
+            )
+    if recipe.quantizers is None and recipe.compute_dtype is None:
+        raise UserError(
+            f'{where}: it has no quantizer. Begin with a key like = "delayed", or give '
+            "[quantizer], or compute_dtype for a recipe without."
+        )
+    if recipe.quantizers is None and (recipe.layers or recipe.exclude or recipe.head):
+        raise UserError(f"{where}: head, exclude and layers need quantizers, and it has none.")
+    if recipe.quantizers is not None and recipe.compute_dtype is not None:
+        raise UserError(
+            f"{where}: compute_dtype is for recipes without quantizers. Leave it out: the plan "
+            "chooses what the layers that are not quantized compute in."
+        )
+    # The switch for TF32 is torch's, for all matrices of a model.
+    if recipe.compute_dtype == "tf32" and recipe.attention == "fp32":
+        raise UserError(
+            f"{where}: attention = 'fp32' is not possible in tf32, which rounds all products. "
+            "Use fp32, bf16 or a recipe with quantizers."
+        )
+
+
+_PLACES = {
+    "input": {"fprop": "input", "wgrad": "input_wgrad"},
+    "weight": {"fprop": "weight", "dgrad": "weight_dgrad"},
+    "grad_output": {"dgrad": "grad_output", "wgrad": "grad_output_wgrad"},
+}
+"""The fields of `Quantizers` that hold an operand's two copies, by the GEMM that takes them."""
+
+
+def _with_tables(start: Quantizers | None, told: _Tables, where: str) -> Quantizers | None:
+    """The quantizers `start` with what the tables and short forms of `told` set otherwise."""
+    short = {key: getattr(told, key) for key in _SHORT if getattr(told, key) is not None}
+    operands = {name: getattr(told, name) for name in OPERANDS if getattr(told, name) is not None}
+    if told.quantizer is None and not operands and told.backward is None and not short:
+        return start
+    found: dict[str, Any] = {field: None for of in _PLACES.values() for field in of.values()}
+    if start is not None:
+        found = {field: getattr(start, field) for field in found}
+    elif told.quantizer is not None:
+        found = dict.fromkeys(found, Quantizer())
+    if told.backward is not None and any(
+        name == "grad_output" or (table != "none" and table.model_fields_set & _SECOND)
+        for name, table in operands.items()
+    ):
+        raise UserError(
+            f"{where}: backward = '{told.backward}' stands for keys of the backward operands, "
+            "which are given too. Leave one of the two out."
+        )
+    if told.quantizer is not None:
+        for field, quantizer in found.items():
+            if isinstance(quantizer, Quantizer):
+                found[field] = _replaced(quantizer, told.quantizer.set, f"{where}: quantizer")
+    for name, table in operands.items():
+        _set_operand(found, name, table, f"{where}: {name}")
+    if told.backward in ("dequantized", "high_precision"):
+        copies = "forward" if told.backward == "dequantized" else None
+        if any(isinstance(q, Quantizer) and q.delayed for q in found.values()):
+            raise UserError(f"{where}: backward = '{told.backward}' is not for delayed scaling.")
+        found |= {"grad_output": None, "grad_output_wgrad": None}
+        found |= {"input_wgrad": copies, "weight_dgrad": copies}
+    for key, value in short.items():
+        _set_short(found, key, value, where)
+    try:
+        return Quantizers(**found)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}.") from error
+
+
+def _set_operand(found: dict[str, Any], name: str, table: Any, where: str) -> None:
+    """Change both copies of an operand by its table, then each by the table within for its GEMM."""
+    for gemm, field in _PLACES[name].items():
+        own = None if table == "none" else getattr(table, gemm)
+        for told, place in ((table, where), (own, f"{where}.{gemm}")):
+            if isinstance(told, str):
+                found[field] = None if told == "none" else told
+            elif told is not None and told.set:
+                given = found[field] if isinstance(found[field], Quantizer) else Quantizer()
+                found[field] = _replaced(given, told.set, place)
+
+
+_SECOND = {"wgrad", "dgrad"}
+
+_SHORT: dict[str, str] = {
+    "forward_format": "format",
+    "backward_format": "format",
+    "history_length": "history_length",
+    "amax_algorithm": "amax_algorithm",
+    "margin": "margin",
+    "power_of_two": "scale",
+    "eps": "eps",
+    "scale_rounding": "scale_rounding",
+    "rounding": "rounding",
+    "hadamard": "hadamard",
+}
+"""The field of a quantizer that each short form sets."""
+
+
+def _set_short(found: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set one field of all quantizers that have it."""
+    if key == "power_of_two":
+        value = "power_of_two" if value else "float32"
+    having = [
+        field for field, q in found.items() if isinstance(q, Quantizer) and _has(key, field, q)
+    ]
+    if not having:
+        raise UserError(f"{where}: {key} changes nothing: no quantizer {_LACKS[key]}.")
+    for field in having:
+        found[field] = _replaced(found[field], {_SHORT[key]: value}, f"{where}: {key}")
+
+
+_LACKS = {
+    "forward_format": "of input or weight is there",
+    "backward_format": "of grad_output is there",
+    **dict.fromkeys(("history_length", "amax_algorithm", "margin"), "has amax = 'delayed'"),
+    **dict.fromkeys(("power_of_two", "eps"), "has amax = 'current' and a scale in float32"),
+    "scale_rounding": "has scale = 'e8m0'",
+    "rounding": "is there",
+    "hadamard": "has a copy for wgrad",
+}
+
+
+def _has(key: str, field: str, quantizer: Quantizer) -> bool:
+    """Whether a short form speaks of the quantizer at a place."""
+    if key in ("forward_format", "backward_format"):
+        return field.startswith("grad_output") == (key == "backward_format")
+    if key in ("history_length", "amax_algorithm", "margin"):
+        return quantizer.delayed
+    if key in ("power_of_two", "eps"):
+        return not quantizer.delayed and quantizer.scale in ("float32", "power_of_two")
+    if key == "scale_rounding":
+        return quantizer.scale == "e8m0"
+    # Gradients alone, as published: NVIDIA's recipe for NVFP4, and OCP MXFP4 training.
+    return field.startswith("grad_output") if key == "rounding" else field.endswith("_wgrad")
+
+
+def _replaced(quantizer: Quantizer, fields: Mapping[str, Any], where: str) -> Quantizer:
+    try:
+        return replace(quantizer, **fields)
+    except ValueError as error:
+        raise UserError(f"{where}: {str(error).rstrip('.')}.") from error

@@ -10,20 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
 
+from fp8stack import presets
 from fp8stack.errors import UserError, unknown
+from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
+from fp8stack.precision.kernels import KERNELS, kernel_of
 from fp8stack.precision.plan import BackendName, Plan
-from fp8stack.precision.recipe import (
-    BlockRecipe,
-    ComputeDtype,
-    CurrentRecipe,
-    DelayedRecipe,
-    Mxfp8Recipe,
-    PlainRecipe,
-    Recipe,
-    load_recipe,
-    plain,
-)
+from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe, plain
 
 # Who runs FP8 where several can and none was named, first choice first. Source: none measured yet;
 # Transformer Engine is the longest in use. Put the figures of `python -m bench gpu` here.
@@ -63,7 +56,7 @@ def resolve(
                 f"auto needs compute capability 7.0 for more, this is {_kind(hardware)}: fp32",
             )
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    if isinstance(chosen, PlainRecipe):
+    if chosen.quantizers is None:
         plan, substitutions = _resolve_plain(asked, chosen, hardware, backend)
     else:
         unwanted = {name: why for name, why in (without or {}).items() if name != backend}
@@ -77,6 +70,21 @@ def resolve(
     runs = plan.recipe.model_copy(update={"attention": chosen.attention})
     gpu = hardware.name if hardware.device == "cuda" else ""
     return replace(plan, recipe=runs, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
+
+
+def shipped() -> list[str]:
+    """The recipes that ship, by name: those that some hardware multiplies as they are, as `KERNELS`
+    has them, then other ones with quantizers, the most bits first, then those without."""
+
+    def place(name: str) -> tuple[int, int, str]:
+        recipe = load_recipe(name)
+        if recipe.quantizers is None:
+            return len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
+        bits = [FORMATS[q.format].bits for q in recipe.quantizers.each.values()]
+        kernel = kernel_of(recipe.quantizers)
+        return [*KERNELS, kernel].index(kernel), -min(bits), name
+
+    return sorted(presets.names("recipes"), key=place)
 
 
 def auto_recipe(hardware: Hardware) -> str:
@@ -98,9 +106,10 @@ def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
 
 
 def _resolve_plain(
-    asked: str, recipe: PlainRecipe, hardware: Hardware, backend: str
+    asked: str, recipe: Recipe, hardware: Hardware, backend: str
 ) -> tuple[Plan, list[str]]:
     wanted = recipe.compute_dtype
+    assert wanted is not None
     capability = hardware.capability
     runs: ComputeDtype = wanted
     notes: list[str] = []
@@ -139,10 +148,6 @@ def _resolve_plain(
 _NEEDS = {
     "bf16": "compute capability 8.0",
     "tf32": "a GPU of compute capability 8.0",
-    "delayed": "compute capability 8.9",
-    "current": "compute capability 8.9",
-    "block": "compute capability 9.0 or 10.x",
-    "mxfp8": "compute capability 10.x",
 }
 
 
@@ -151,6 +156,8 @@ def _resolve_fp8(
 ) -> tuple[Plan, list[str]]:
     """The plan for an FP8 recipe: native, emulated, or without FP8; and what was substituted."""
     capability = hardware.capability
+    quantizers = recipe.quantizers
+    assert quantizers is not None
 
     def planned(backend: BackendName, native: bool, *reasons: str) -> Plan:
         if native:
@@ -165,6 +172,7 @@ def _resolve_fp8(
             device=hardware.device,
             compute_dtype=dtype,
             reasons=reasons,
+            others=_others(recipe, backend, hardware),
         )
 
     if backend == "emulate":
@@ -173,24 +181,25 @@ def _resolve_fp8(
         reason = f"the reference backend has no FP8, which {recipe.name} asks for"
         return _without_fp8(asked, reason, hardware)
     if capability is None:
-        problem = _unable_on_cpu(backend, recipe, hardware)
+        problem = _unable_on_cpu(backend, quantizers, hardware)
         if backend == "torch" and not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
             return planned("torch", False, reason), []
-        problem = problem or f"{recipe.name} needs an FP8 GPU and this is a CPU"
+        bits = min(FORMATS[q.format].bits for q in quantizers.each.values())
+        problem = problem or f"{recipe.name} needs an FP{bits} GPU and this is a CPU"
         reason = f"{problem}: emulated, same bytes and scales"
         return planned("emulate", False, reason), [reason]
-    problem = _lacking_hardware(recipe, hardware)
+    problem = _lacking_hardware(quantizers, hardware)
     unable: dict[str, str] = {
-        name: problem or _unable(name, recipe, hardware) or without.get(name, "")
+        name: problem or _unable(name, quantizers, hardware) or without.get(name, "")
         for name in PREFERENCE
     }
     able = [name for name in PREFERENCE if not unable[name]]
     if not able:
         problem = "; ".join(dict.fromkeys(unable.values()))
         # Emulation on other hardware is near bf16's speed: worth it where nothing else is exact.
-        special = capability >= (8, 9) and _too_special(recipe)
-        if special or (isinstance(recipe, Mxfp8Recipe) and capability >= (8, 0)):
+        special = capability >= (8, 9) and _too_special(quantizers)
+        if special or (kernel_of(quantizers) not in _OR_BF16 and capability >= (8, 0)):
             reason = f"{problem}: emulated by bf16 GEMMs on the exact operands"
             return planned("emulate", False, reason), [reason]
         return _without_fp8(asked, problem, hardware)
@@ -200,7 +209,9 @@ def _resolve_fp8(
         return planned(chosen, True, reason), [reason]
     # One that auto would have preferred, and that is there, but does not work or may not be used.
     mended = replace(hardware, has_te=True, te_problem="")
-    better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable("te", recipe, mended)
+    better = PREFERENCE.index("te") < PREFERENCE.index(chosen) and not _unable(
+        "te", quantizers, mended
+    )
     if backend == "auto" and better:
         if hardware.has_te:
             return planned(chosen, True, f"{without['te']}: {chosen} runs"), []
@@ -217,54 +228,83 @@ def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, lis
     return replace(plan, native=False, reasons=(sentence, *plan.reasons)), [sentence]
 
 
-def _lacking_hardware(recipe: Recipe, hardware: Hardware) -> str:
-    """Why the GPU, or CUDA on it, has no GEMM for `recipe`; "" if it has one."""
-    scaling, capability = recipe.scaling, hardware.capability
-    assert capability is not None
-    if scaling in ("delayed", "current"):
-        served = capability >= (8, 9)
-    elif scaling == "mxfp8":
-        served = _is_blackwell(hardware)
-    else:
-        served = capability == (9, 0) or _is_blackwell(hardware)
-    if not served:
-        return f"{scaling} needs {_NEEDS[scaling]}, this is {_kind(hardware)}"
-    if scaling == "mxfp8" and not _has_cuda(hardware, (12, 8)):
-        return "mxfp8 needs CUDA 12.8"
-    if scaling == "block" and not _has_cuda(hardware, (12, 9)):
-        return "block needs CUDA 12.9"
+_OR_BF16 = ("delayed", "current", "block")
+"""What runs in bf16 on GPUs that lack it; other kinds of quantizers are for study, and emulated."""
+
+
+def _others(
+    recipe: Recipe, backend: BackendName, hardware: Hardware
+) -> tuple[tuple[Quantizers, BackendName, str], ...]:
+    """The tables of a recipe's layers that `backend`, which runs the recipe's own, does not serve:
+    who does, and why."""
+    found: list[tuple[Quantizers, BackendName, str]] = []
+    if backend in ("te", "torch") and hardware.capability is not None:
+        for table in recipe.tables[1:]:
+            problem = _lacking_hardware(table, hardware)
+            why = problem or _unable("torch", table, hardware)
+            if not why and backend == "te":
+                found.append((table, "torch", "Transformer Engine runs one recipe in a model"))
+            elif why:
+                found.append((table, "emulate", f"{why}: emulated"))
+    return tuple(found)
+
+
+def _lacking_hardware(quantizers: Quantizers, hardware: Hardware) -> str:
+    """Why the GPU, or CUDA on it, has no GEMM for these operands; "" if it has one."""
+    assert hardware.capability is not None
+    name = kernel_of(quantizers)
+    if name is None:
+        return "no GEMM of the GPU backends takes these operands"
+    kernel = KERNELS[name]
+    if not kernel.served_by(hardware.capability):
+        return f"{name} needs {kernel.needs}, this is {_kind(hardware)}"
+    if kernel.cuda is not None and not _has_cuda(hardware, kernel.cuda):
+        return "{} needs CUDA {}.{}".format(name, *kernel.cuda)
     return ""
 
 
-def _unable(backend: BackendName, recipe: Recipe, hardware: Hardware) -> str:
-    """Why `backend` cannot run `recipe` on a GPU whose FP8 units could; "" if it can."""
-    if special := _too_special(recipe):
+def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) -> str:
+    """Why `backend` cannot run these operands on a GPU whose FP8 units could; "" if it can."""
+    if special := _too_special(quantizers):
         return special
+    kernel, x = kernel_of(quantizers), quantizers.input
+    assert x is not None
     if backend == "te":
         if not hardware.has_te:
             return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
-        if isinstance(recipe, Mxfp8Recipe) and recipe.scale_rounding != "rceil":
-            return f"Transformer Engine rounds MXFP8's scales by rceil, not {recipe.scale_rounding}"
-        if isinstance(recipe, BlockRecipe) and _is_blackwell(hardware) and not recipe.power_of_two:
+        if kernel == "mxfp8" and x.scale_rounding != "rceil":
+            return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
+        if kernel == "block" and _is_blackwell(hardware) and x.scale != "power_of_two":
             return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
+        if kernel in ("delayed", "current") and not _as_te_has_it(quantizers):
+            return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
     if not _has_scaled_mm(hardware):
         return _old_torch(hardware)
-    if isinstance(recipe, BlockRecipe) and _is_blackwell(hardware):
+    if kernel == "block" and _is_blackwell(hardware):
         # There it runs as MXFP8 with the block recipe's scales, which only TE does.
         return "the torch backend has no block scaling on 10.x"
     return ""
 
 
-def _unable_on_cpu(backend: str, recipe: Recipe, hardware: Hardware) -> str:
-    """Why the backend that was asked for by name cannot run `recipe` on a CPU; "" if it can."""
+def _as_te_has_it(quantizers: Quantizers) -> bool:
+    """Whether the operands differ in nothing but a gradient of E5M2."""
+    each = {replace(quantizer, format="e4m3") for quantizer in quantizers.each.values()}
+    one, other = quantizers.input, quantizers.weight
+    return len(each) == 1 and one is not None and other is not None and one.format == other.format
+
+
+def _unable_on_cpu(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:
+    """Why the backend that was asked for by name cannot run these operands on a CPU; "" if it
+    can."""
     if backend == "te":
         return "Transformer Engine needs a CUDA GPU"
     if backend == "torch" and not _has_scaled_mm(hardware):
         return _old_torch(hardware)
-    if backend == "torch" and not isinstance(recipe, DelayedRecipe | CurrentRecipe):
-        return f"torch's scaled_mm on a CPU has no {recipe.scaling} scaling"
-    return _too_special(recipe) if backend == "torch" else ""
+    kernel = kernel_of(quantizers)
+    if backend == "torch" and kernel not in ("delayed", "current"):
+        return f"torch's scaled_mm on a CPU has no {kernel or 'such'} scaling"
+    return _too_special(quantizers) if backend == "torch" else ""
 
 
 def _old_torch(hardware: Hardware) -> str:
@@ -275,10 +315,11 @@ def _old_torch(hardware: Hardware) -> str:
     )
 
 
-def _too_special(recipe: Recipe) -> str:
-    """Why no FP8 unit multiplies what `recipe` asks for; "" if some do."""
-    if isinstance(recipe, DelayedRecipe | CurrentRecipe) and recipe.forward_format == "e5m2":
-        return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
+def _too_special(quantizers: Quantizers) -> str:
+    """Why no FP8 unit multiplies these operands; "" if some do."""
+    for pair in quantizers.gemms.values():
+        if [q.format for q in pair if isinstance(q, Quantizer)] == ["e5m2", "e5m2"]:
+            return "FP8 units take one E5M2 operand at most, and forward_format = e5m2 makes it two"
     return ""
 
 

@@ -52,13 +52,13 @@ def cache_path() -> Path:
     return folder / "fp8stack" / "shapes.json"
 
 
-def load_measured(hardware: Hardware, backend: str, scaling: str) -> dict[Shape, float]:
+def load_measured(hardware: Hardware, backend: str, kernel: str) -> dict[Shape, float]:
     """What was measured on `hardware` with its present software, for `Plan.for_layers`.
 
     Args:
         hardware: a machine; its GPU's name and its versions of torch and Transformer Engine count.
         backend: who ran FP8: "te" or "torch".
-        scaling: "delayed", "current", "block" or "mxfp8".
+        kernel: the plan's.
 
     Returns:
         bf16's time / FP8's time by (tokens, in, out); empty if nothing was measured. A file that
@@ -66,12 +66,12 @@ def load_measured(hardware: Hardware, backend: str, scaling: str) -> dict[Shape,
     """
     if backend not in ("te", "torch"):
         return {}
-    stored = _read(cache_path()).measured.get(_key(hardware, backend, scaling), {})
+    stored = _read(cache_path()).measured.get(_key(hardware, backend, kernel), {})
     return {_parsed(name): ratio for name, ratio in stored.items()}
 
 
 def save_measured(
-    hardware: Hardware, backend: str, scaling: str, measured: Mapping[Shape, float]
+    hardware: Hardware, backend: str, kernel: str, measured: Mapping[Shape, float]
 ) -> Path:
     """Add measurements to the cache, over older ones of the same shapes; returns its path.
 
@@ -80,7 +80,7 @@ def save_measured(
     """
     path = cache_path()
     content = _read(path)
-    entry = content.measured.setdefault(_key(hardware, backend, scaling), {})
+    entry = content.measured.setdefault(_key(hardware, backend, kernel), {})
     entry.update({"{} x {} -> {}".format(*shape): ratio for shape, ratio in measured.items()})
     _File.model_validate(content.model_dump())  # what is written can be read
     try:
@@ -94,10 +94,10 @@ def save_measured(
     return path
 
 
-def _key(hardware: Hardware, backend: str, scaling: str) -> str:
+def _key(hardware: Hardware, backend: str, kernel: str) -> str:
     te = f"Transformer Engine {hardware.te_version}"
     return " | ".join(
-        (hardware.name, f"torch {hardware.torch_version}", te, f"backend {backend}", scaling)
+        (hardware.name, f"torch {hardware.torch_version}", te, f"backend {backend}", kernel)
     )
 
 

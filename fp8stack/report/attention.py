@@ -2,11 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from fp8stack.errors import UserError
+from fp8stack.formats import FORMATS
+from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.report.events import ending, failure, from_events
 from fp8stack.report.flow import judged as of_gradients
 from fp8stack.report.read import Operand, Run, table
@@ -17,6 +21,7 @@ MOST = 6  # stand-outs that are named one by one
 CLIPPED_BITS = 3.0  # an amax of 8 times what its scale can hold; less is usual in delayed scaling
 CLIPPED_SHARE = 1e-2
 LOW_SQNR_DB = 15.0  # E5M2 at its best has 25 dB, E4M3 31 dB
+LOWER_SQNR_DB = 10.0  # of formats with one bit of mantissa: E2M1 at its best has 20 dB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,7 @@ class Judged:
 
 def judge(run: Run) -> Judged:
     """Look at everything in `run`."""
-    delayed = table(run.plan.get("recipe")).get("scaling") == "delayed" or any(
+    delayed = _is_delayed(table(run.plan.get("recipe"))) or any(
         np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
         for operand in run.operands
         if len(operand.steps) and operand.figures["scale"][0] == 1.0
@@ -69,6 +74,14 @@ def judge(run: Run) -> Judged:
         done=done,
         state="failed" if failure(run) is not None else state,
     )
+
+
+def _is_delayed(recipe: Mapping[str, Any]) -> bool:
+    """Whether a run's recipe has delayed scaling; one that cannot be read has not."""
+    try:
+        return recipe_from_json(recipe, "the run").delayed
+    except UserError:
+        return False
 
 
 def verdict(judged: Judged) -> str:
@@ -159,17 +172,19 @@ def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
 
 def _low_sqnr(operands: Sequence[Operand], named: Sequence[StandOut]) -> Iterable[Finding]:
     known = {id(out.operand) for out in named if "sqnr_db" in out.values}
-    low: list[tuple[float, Operand]] = []
+    low: dict[float, list[tuple[float, Operand]]] = {}
     for operand in operands:
         sqnr = operand.figures["sqnr_db"]
         sqnr = sqnr[np.isfinite(sqnr)]
-        if len(sqnr) and id(operand) not in known and float(np.median(sqnr)) < LOW_SQNR_DB:
-            low.append((float(np.median(sqnr)), operand))
-    if low:
-        value, operand = min(low, key=lambda pair: pair[0])
+        format = FORMATS.get(operand.format)
+        least = LOWER_SQNR_DB if format and format.mantissa_bits < 2 else LOW_SQNR_DB
+        if len(sqnr) and id(operand) not in known and float(np.median(sqnr)) < least:
+            low.setdefault(least, []).append((float(np.median(sqnr)), operand))
+    for least, found in low.items():
+        value, operand = min(found, key=lambda pair: pair[0])
         yield Finding(
             "warning",
-            f"{times(len(low), 'operand keeps', 'operands keep')} less than {LOW_SQNR_DB:.0f} dB "
+            f"{times(len(found), 'operand keeps', 'operands keep')} less than {least:.0f} dB "
             f"of signal to quantization noise. The worst: {operand.name}, {value:.1f} dB (median).",
         )
 

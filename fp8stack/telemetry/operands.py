@@ -12,35 +12,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.backends.base import DTYPES
-from fp8stack.backends.observe import Operand, fp8_linears, observing, scale_of
+from fp8stack.backends.observe import Place, fp8_linears, observing, scale_of
 from fp8stack.errors import UserError
+from fp8stack.formats import Operand, Quantizer, Quantizers
+from fp8stack.numerics import RandomBits
 from fp8stack.numerics.error import (
     FIGURES,
-    block_error,
     cast_error,
     headroom_bits,
-    mxfp8_error,
+    quantization_error,
     sqnr_db,
-    tensor_error,
 )
 from fp8stack.precision import Plan, Recipe, load_recipe
-from fp8stack.precision.recipe import (
-    BlockRecipe,
-    CurrentRecipe,
-    DelayedRecipe,
-    Mxfp8Recipe,
-    PlainRecipe,
-)
+from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.telemetry import gradients
 
 Row = dict[str, Any]
-_Cast = Literal["input", "weight", "grad_output"]
+_OF_BLOCKS = ("zero_blocks", "least_scale", "largest_scale")
 _TRACKED = ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db")
 
 
@@ -59,12 +53,15 @@ class Sample(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One operand in one recipe; `figures`: `FIGURES` and the scale, NaN where there are many."""
+    """One operand in one recipe; `figures`: `FIGURES` and the scale, NaN where there are many.
+    `format` is what it was cast to, `blocks` whether it has a scale per block."""
 
     layer: str
-    operand: _Cast
-    recipe: Recipe
+    operand: str
+    recipe: str
     what_if: bool
+    format: str
+    blocks: bool
     figures: Tensor
 
 
@@ -117,12 +114,12 @@ class Telemetry:
         self._seen.clear()
         done: set[tuple[str, str]] = set()
 
-        def see(path: str, layer: nn.Module, operand: Operand, x: Tensor) -> None:
-            if not done and self.plan.runs_fp8 and isinstance(self.plan.recipe, DelayedRecipe):
+        def see(path: str, layer: nn.Module, operand: Place, x: Tensor) -> None:
+            if not done and self.plan.runs_fp8 and self.plan.delayed:
                 self._compare_scales(layer)
             if (path, operand) not in done:
                 done.add((path, operand))
-                self._measure(path, layer, cast(_Cast, operand), x)
+                self._measure(path, layer, cast(Operand, operand), x)
 
         try:
             with observing(model, see, layers=self._layers(model)):
@@ -174,14 +171,24 @@ class Telemetry:
             and path.rpartition(".")[2] != "lm_head"
         }
 
-    def _measure(self, path: str, layer: nn.Module, operand: _Cast, x: Tensor) -> None:
-        own = [(self.plan.recipe, False)] if self.plan.runs_fp8 else []
-        for recipe, what_if in [*own, *((recipe, True) for recipe in self.what_if)]:
-            scale = None
-            if isinstance(recipe, DelayedRecipe | CurrentRecipe):
-                scale = scale_of(path, layer, operand, x, recipe)
-            figures = _figures(recipe, operand, x, scale)
-            self._seen.append(_Measured(path, operand, recipe, what_if, figures))
+    def _measure(self, path: str, layer: nn.Module, operand: Operand, x: Tensor) -> None:
+        tables: list[tuple[str, bool, Quantizers | ComputeDtype | None]] = []
+        if self.plan.runs_fp8:
+            own = self.plan.layer(path)
+            tables.append((self.plan.recipe.name, False, own.quantizers))
+        tables += [(r.name, True, r.quantizers or r.compute_dtype) for r in self.what_if]
+        for recipe, what_if, table in tables:
+            if isinstance(table, Quantizers):
+                for place, quantizer, dim in _copies(table, operand):
+                    scale = scale_of(path, layer, place, x, quantizer)
+                    figures = _with_scale(_error(x, quantizer, scale, dim), scale)
+                    blocks = quantizer.blocks is not None
+                    self._seen.append(
+                        _Measured(path, place, recipe, what_if, quantizer.format, blocks, figures)
+                    )
+            elif table is not None:
+                figures = _with_scale(cast_error(x, DTYPES[table]), None)
+                self._seen.append(_Measured(path, operand, recipe, what_if, table, False, figures))
 
     def _compare_scales(self, layer: nn.Module) -> None:
         """Count the scales that are others than at the sample before."""
@@ -211,12 +218,12 @@ def _recipes_to_try(names: Sequence[str]) -> tuple[Recipe, ...]:
     recipes = {}
     for name in names:
         recipe = load_recipe(name)
-        if isinstance(recipe, DelayedRecipe):
+        if recipe.delayed:
             raise UserError(
                 f"what_if: '{name}' is delayed scaling, whose scales come from the amaxes of every "
                 "step; telemetry looks at some only. Try current, which has no such delay."
             )
-        if isinstance(recipe, PlainRecipe) and recipe.compute_dtype == "tf32":
+        if recipe.compute_dtype == "tf32":
             raise UserError(
                 "what_if: tf32 rounds within the tensor cores, which telemetry cannot see. "
                 "Leave it out, or try bf16 or fp16."
@@ -227,48 +234,50 @@ def _recipes_to_try(names: Sequence[str]) -> tuple[Recipe, ...]:
     return tuple(recipes.values())
 
 
-def _format(recipe: Recipe, operand: _Cast) -> str:
-    """The number format that a recipe casts an operand to."""
-    if isinstance(recipe, DelayedRecipe | CurrentRecipe):
-        return recipe.backward_format if operand == "grad_output" else recipe.forward_format
-    return recipe.compute_dtype if isinstance(recipe, PlainRecipe) else "e4m3"
+def _copies(table: Quantizers, operand: Operand) -> Iterator[tuple[str, Quantizer, int]]:
+    """The quantizers of an operand by their places, each with the dimension that its GEMM reduces:
+    that of its first copy, and of the second if that is quantized by other rules."""
+    along, across = table.along(operand), table.across(operand)
+    if along is not None:
+        yield operand, along, 1
+    if isinstance(across, Quantizer) and across != along:
+        yield f"{operand}.{'dgrad' if operand == 'weight' else 'wgrad'}", across, 0
 
 
-def _figures(recipe: Recipe, operand: _Cast, x: Tensor, scale: Tensor | None) -> Tensor:
-    """What `recipe` does to `x`: `FIGURES` and `scale`, NaN for None; float64 [8]."""
-    if scale is not None:
-        found = tensor_error(x, scale, _format(recipe, operand))
-    elif isinstance(recipe, Mxfp8Recipe):
-        found = mxfp8_error(x, "e4m3", recipe.scale_rounding)
-    elif isinstance(recipe, BlockRecipe):
-        block = (128, 128) if operand == "weight" else (1, 128)
-        found = block_error(x, block, "e4m3", recipe.power_of_two)
-    else:
-        assert isinstance(recipe, PlainRecipe)
-        found = cast_error(x, DTYPES[recipe.compute_dtype])
-    one = found.new_full((1,), math.nan) if scale is None else scale.to(found).view(1)
-    return torch.cat([found, one])
+def _error(x: Tensor, quantizer: Quantizer, scale: Tensor | None, dim: int) -> Tensor:
+    """What a quantizer does to `x`; at random in the same way each time, so that recipes meet the
+    same bits."""
+    bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
+    generator = bits if quantizer.stochastic else None
+    return quantization_error(x, quantizer, scale=scale, dim=dim, generator=generator)
+
+
+def _with_scale(figures: Tensor, scale: Tensor | None) -> Tensor:
+    one = figures.new_full((1,), math.nan) if scale is None else scale.to(figures).view(1)
+    return torch.cat([figures, one])
 
 
 def _operand_row(step: int, measured: _Measured, values: Sequence[float]) -> Row:
     """The figures of one operand in one recipe; null for what JSON has no number for."""
     found = dict(zip((*FIGURES, "scale"), values, strict=True))
-    format = _format(measured.recipe, measured.operand)
-    return {
+    row = {
         "step": step,
         "layer": measured.layer,
         "operand": measured.operand,
-        "recipe": measured.recipe.name,
+        "recipe": measured.recipe,
         "what_if": measured.what_if,
-        "format": format,
+        "format": measured.format,
         "amax": _number(found["amax"], 9),
         "scale": _number(found["scale"], 9),
-        "headroom_bits": _number(headroom_bits(found["largest"], format)),
+        "headroom_bits": _number(headroom_bits(found["largest"], measured.format)),
         "saturated": _number(found["saturated"]),
         "underflow": _number(found["underflow"]),
         "nonfinite": _number(found["nonfinite"]),
         "sqnr_db": _number(sqnr_db(found["signal"], found["noise"])),
     }
+    if measured.blocks:
+        row |= {key: _number(found[key], 9) for key in _OF_BLOCKS}
+    return row
 
 
 def _gradient_rows(step: int, flow: gradients.Flow, numbers: Sequence[float]) -> list[Row]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
@@ -13,7 +12,7 @@ from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, ne
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, Recipe, probe
+from fp8stack.precision import Hardware, Recipe, probe, recipe_from_json
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -66,9 +65,10 @@ def model_in(
     config = model_of(checkpoint)
     asked: str | Recipe = recipe
     if recipe == ran["recipe"]["name"]:  # with the keys changed in it: scales of E5M2 are no E4M3's
-        asked = presets.parse(Recipe, ran["recipe"], f"recipe in {path / 'checkpoint.json'}")
+        asked = recipe_from_json(ran["recipe"], f"recipe in {path / 'checkpoint.json'}")
     plan = plan_for(config, asked, hardware, backend)
-    if plan.scaling == identity["recipe"]["scaling"]:  # its FP8 state is that of its FP8 layers
+    trained_in = recipe_from_json(identity["recipe"], f"identity.recipe in {path}")
+    if plan.recipe.quantizers == trained_in.quantizers:  # its FP8 state is that of its FP8 layers
         left_out = layers_left_out(ran)
         plan = plan_for(config, asked, hardware, backend, left_out=left_out)
     model = GPT(config, build_backend(plan))

@@ -80,7 +80,7 @@ class Phases:
             found = numerics.amax(x)
             if operand == "grad_output" and scaler is not None:  # the loss was scaled
                 found = found / scaler.now(found)
-            amaxes[f"{path}.{operand}"] = found
+            amaxes.update(dict.fromkeys(delayed.slots_of(path, operand), found))
 
         modules = dict(self.run.model.named_modules())
         named = (layer.name for layer in self.run.main.plan.layers if layer.fp8)

@@ -149,7 +149,8 @@ def test_a_block_that_is_recomputed_is_seen_once(use_reentrant: bool) -> None:
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
 def test_the_scale_is_that_of_the_cast(recipe: str, backend: str) -> None:
     model = gpt(recipe, backend)
-    rules = load_recipe(recipe)
+    rules = load_recipe(recipe).quantizers
+    assert rules is not None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):  # delayed scaling has seen amaxes by then
         loss_of(model, step).backward()
@@ -158,7 +159,9 @@ def test_the_scale_is_that_of_the_cast(recipe: str, backend: str) -> None:
     amaxes: dict[str, float] = {}
 
     def see(path: str, layer: nn.Module, operand: Any, x: Tensor) -> None:
-        scales[f"{path}.{operand}"] = float(scale_of(path, layer, operand, x, rules))
+        scale = scale_of(path, layer, operand, x, rules.each[operand])
+        assert scale is not None
+        scales[f"{path}.{operand}"] = float(scale)
         amaxes[f"{path}.{operand}"] = float(x.abs().max())
 
     before = {n: float(t) for n, t in fp8_state(model).items() if n.endswith(".scale")}

@@ -350,7 +350,9 @@ KINDS = {"current": "float8_current_scaling", "block": "float8_block_scaling"}
 def test_the_options_of_a_recipe_reach_every_operand(te, name, options, quantization, fields):
     from fp8stack.backends.te import te_recipe
 
-    recipe = te_recipe(load_recipe(name, options))
+    quantizers = load_recipe(name, options).quantizers
+    assert quantizers is not None
+    recipe = te_recipe(quantizers)
     assert getattr(recipe, KINDS.get(name, name))()
     found = {field: operator.attrgetter(field)(recipe) for field in fields}
     assert found == fields

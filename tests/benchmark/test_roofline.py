@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from fp8stack.benchmark import roofline
-from fp8stack.benchmark.roofline import PARTS, Prediction, casts_s, gemm_s, predict
+from fp8stack.benchmark.roofline import PARTS, Prediction, casts_s, gemm_s, linear_s, predict
+from fp8stack.benchmark.step import FP8
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Efficiency, Rates, achievable
+from fp8stack.presets import names
 from tests.conftest import refusal
 
 INF = math.inf
@@ -70,21 +72,47 @@ def test_a_gemm_takes_as_long_as_its_operations_or_its_bytes():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "activations", "weights"),
+    ("recipe", "inputs", "gradients", "weights"),
     [
-        (None, 0, 12),
-        ("delayed", 4, 6),
-        ("current", 6, 10),
-        ("block", 6 + 8 / 128, 6),
-        ("mxfp8", 6 + 2 / 32, 10 + 2 / 32),
+        ("bf16", 0, 0, 12),
+        ("delayed", 4, 4, 6),
+        ("current", 6, 6, 10),
+        ("block", 6 + 8 / 128, 6 + 8 / 128, 6),
+        ("mxfp8", 6 + 2 / 32, 6 + 2 / 32, 10 + 2 / 32),
+        ("mxfp4", 5 + 2 / 32, 5 + 2 / 32, 9 + 2 / 32),  # half a byte each
+        ("mxfp6_e2m3", 6 + 2 / 32, 6 + 2 / 32, 10 + 2 / 32),  # a byte each
+        # Two copies of their own, each with an amax of all before; the weight's serves both.
+        ("nvfp4", 9 + 2 / 16, 9 + 2 / 16, 9),
+        ("rowwise_wgrad_hp", 3, 3, 5 + 9),
+        ("nvfp4_forward_high", 4.5 + 1 / 16, 9 + 2 / 16, 8.5 + 6),
     ],
 )
-def test_casts_move_so_many_bytes_per_element_of_activations_and_weights(
-    scaling, activations, weights
-):
-    # M (K + N) = 10 x 300 elements of x and dy, K N = 20000 of w
-    got = casts_s(10, (100, 200), scaling, BYTES)
-    assert got == pytest.approx(activations * 3000 + weights * 20_000)
+def test_casts_move_so_many_bytes_per_element_of_each_operand(recipe, inputs, gradients, weights):
+    # M K = 10 x 100 elements of x, M N = 10 x 200 of dy, K N = 20000 of w
+    got = casts_s(10, (100, 200), load_recipe(recipe).quantizers, BYTES)
+    assert got == pytest.approx(inputs * 1000 + gradients * 2000 + weights * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"),
+    [
+        ("bf16", (2, 2, 2, 2)),
+        ("delayed", (1, 1, 1, 4)),
+        ("nvfp4", (0.5, 0.5, 0.5, 4)),
+        ("rowwise_wgrad_hp", (1, 1, 2, 2)),
+        ("nvfp4_forward_high", (2, 0.5, 0.5, 4)),
+    ],
+)
+def test_each_gemm_of_a_linear_has_the_bytes_of_its_own_operands(recipe, sizes):
+    fprop, dgrad, wgrad, gradient = sizes
+    quantizers = load_recipe(recipe).quantizers
+    # M = 10, K = 100, N = 200: what is read, and the outputs
+    read = fprop * (1000 + 20_000) + dgrad * (2000 + 20_000) + wgrad * (2000 + 1000)
+    written = 2 * 2000 + 2 * 1000 + gradient * 20_000
+    assert linear_s(10, (100, 200), quantizers, BYTES) == pytest.approx(read + written)
+    fast = dataclasses.replace(FLOPS, fp8=2.0)
+    halves = sum(0.5 if size <= 1 else 1 for size in (fprop, dgrad, wgrad))
+    assert linear_s(10, (100, 200), quantizers, fast) == pytest.approx(2 * 200_000 * halves)
 
 
 SMALL = GPTConfig(vocabulary=64, context=16, layers=3, width=10, heads=1, mlp_width=7, bias=False)
@@ -283,8 +311,10 @@ def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_sa
 ):
     made = table(capability)
     assert [row.precision for row in made.predictions] == predicted
-    assert set(made.left_out) == {"block", "current", "delayed", "mxfp8"} - set(predicted)
-    assert all("compute capability" in why for why in made.left_out.values())
+    quantized = {name for name in names("recipes") if load_recipe(name).is_fp8}
+    assert set(made.left_out) == quantized - set(predicted)
+    for name, why in made.left_out.items():
+        assert ("compute capability" if name in FP8 else "no GEMM of the GPU") in why
 
 
 def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():
@@ -306,7 +336,8 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
     assert "measured" not in lines[3]
     assert len({line.count("|") for line in lines[3:9]}) == 1
-    assert lines[9].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
+    assert lines[9].startswith("mxfp4, mxfp6_e2m3, ")  # what is the same of many is said once
+    assert lines[10].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
     assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
     base, *rows = (cells(line) for line in lines[5:9])
     for row in rows:

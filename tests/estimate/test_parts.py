@@ -19,6 +19,7 @@ import fp8stack
 from fp8stack.backends import build_backend
 from fp8stack.config import RunConfig
 from fp8stack.estimate import Setting, estimate, largest_batch, optimizer_bytes, savings
+from fp8stack.estimate.answer import PhaseEstimate
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
@@ -44,6 +45,14 @@ RUNS = [
     ("delayed", "emulate", False), ("delayed", "emulate", True), ("current", "emulate", True),
     ("block", "emulate", False), ("block", "emulate", True), ("mxfp8", "emulate", False),
     ("mxfp8", "emulate", True), ("delayed", "torch", False), ("current", "torch", False),
+    *[
+        (name, "emulate", save)
+        for name in (
+            "nvfp4", "nvfp4_backward_high", "nvfp4_forward_high", "mxfp4", "rowwise_wgrad_hp",
+        )
+        for save in (False, True)
+    ],
+    ("mxfp6_e3m2", "emulate", True), ("nvfp4_no_hadamard", "emulate", True),
 ]  # fmt: skip
 
 
@@ -262,10 +271,36 @@ def test_amax_histories_are_estimated_to_the_byte():
     model, setting = made("gpt2", "delayed", "emulate", recipe_overrides={"history_length": 16})
     delayed: Any = model.delayed_scaling
     history = delayed.history
-    tensors = [history.history, history.scales, history._target, *history.all_recorded]
+    tensors = [history.history, history.scales, *history._rules, *history.all_recorded]
     tensors += [delayed.first_scales, delayed.first, delayed.weights.flag]
     tensors += [slot._column for slot in delayed._slots]
     assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_random_bits():
+    gradients = {"amax": "current", "block": "tensor", "rounding": "stochastic"}
+    changes: dict[str, Any] = {"quantizer": {"history_length": 8}, "grad_output": gradients}
+    changes["weight"] = {"dgrad": {"history_length": 20}}
+    model, setting = made("gpt2", "delayed", "emulate", recipe_overrides=changes)
+    delayed: Any = model.delayed_scaling
+    assert delayed.history.history.shape == (20, 3 * 8)  # input, weight, weight.dgrad
+    tensors = [delayed.history.history, delayed.history.scales, *delayed.history._rules]
+    tensors += [*delayed.history.all_recorded, delayed.first_scales, delayed.first]
+    tensors += [delayed.weights.flag, *(slot._column for slot in delayed._slots)]
+    draws: Any = model.stochastic_rounding
+    tensors += draws.state_dict().values()
+    assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_an_element_takes_what_its_quantizer_has_on_average_over_gemms_and_layers():
+    def bytes_of(recipe: str, **changes: Any) -> float:
+        plan = made("gpt2", recipe, recipe_overrides=changes)[1].plan
+        return PhaseEstimate(name="", steps=1, plan=plan, estimates={}).element_bytes
+
+    assert [bytes_of(name) for name in ("fp32", "delayed", "mxfp6_e2m3", "nvfp4")] == [4, 1, 1, 0.5]
+    assert bytes_of("rowwise_wgrad_hp") == (1 + 1 + 4) / 3
+    half = bytes_of("mxfp8", layers=[{"match": "blocks.*.mlp.*", "recipe": "mxfp4"}])
+    assert half == (1 + 0.5) / 2
 
 
 def test_fsdp_shares_out_what_ddp_keeps_whole():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -18,6 +19,7 @@ from fp8stack.checkpoint.state import restore_weights
 from fp8stack.export.files import Source
 from fp8stack.export.quantized import quantized_files
 from fp8stack.export.writing import replace_folder
+from fp8stack.hf import layout_of, parts_of
 from fp8stack.precision import Hardware, load_recipe
 from tests.support.hf_models import (
     ROPE,
@@ -214,13 +216,100 @@ def test_a_strategy_that_was_asked_for_is_what_readers_decompress(recipe, strate
     require_same_logits(plain, theirs, atol=2e-5)
 
 
+PACKED = {
+    "nvfp4": ("nvfp4-pack-quantized", "nvfp4: activations are not quantized"),
+    "mxfp4": ("mxfp4-pack-quantized", ""),
+    "mxfp6_e2m3": ("mxfp6-pack-quantized", "mxfp6_e2m3: activations are not quantized"),
+}
+
+
+@pytest.mark.parametrize("recipe", PACKED)
+def test_packed_weights_are_decompressed_by_their_library_to_the_runs_own(recipe, tmp_path):
+    plan = plan_for(LLAMA, recipe, CPU)
+    model = random_model(LLAMA)
+    source = source_of(model, plan=plan.to_json())
+    files = quantized_files(source, None)
+    format, note = PACKED[recipe]
+    assert any(line.startswith(note) for line in files.notes)
+    assert any("--dtype bf16" in line for line in files.notes)
+    table = json.loads(files.texts["config.json"])["quantization_config"]
+    told = QuantizationConfig.model_validate(table)
+    assert (told.format, told.ignore) == (format, ["lm_head"])
+    scheme = told.config_groups["group_0"]
+    assert (scheme.input_activations is None) == bool(note)
+    compressor = BaseCompressor.get_value_from_registry(format)
+    made = weights_of(model)
+    for name, parts in parts_of(LLAMA, layout_of(LLAMA)).items():
+        if name == "lm_head":
+            continue
+        quantizer = plan.layer(name).quantizers.weight
+        weight = source.weights[f"{name}.weight"]
+        ours = made[f"{name}.weight"] = numerics.dequantize(numerics.quantize(weight, quantizer))
+        for part in parts:
+            begin = f"{part.module}."
+            state = {
+                key.removeprefix(begin): tensor
+                for key, tensor in files.tensors.items()
+                if key.startswith(begin)
+            }
+            assert set(state) == set(compressor.compression_param_names(scheme))
+            theirs = compressor.decompress(state, scheme)["weight"]
+            # They give bfloat16, in which all of it is exact but the scale of an NVFP4 tensor.
+            tolerance = 2.0**-8 if recipe == "nvfp4" else 0.0
+            torch.testing.assert_close(theirs.float(), part.of(ours), rtol=tolerance, atol=0)
+    replace_folder(tmp_path / "x", files)
+    theirs = loaded(tmp_path / "x", quantization_config=CompressedTensorsConfig(dequantize=True))
+    plain, x = GPT(LLAMA).eval(), tokens(LLAMA.vocabulary)
+    exact = logits(model, x)
+    restore_weights(plain, made)
+    own = (logits(plain, x) - exact).square().mean().sqrt()
+    assert (logits(theirs, x) - logits(plain, x)).square().mean().sqrt() < 0.1 * own
+
+
+def test_layers_of_different_quantizers_are_groups_of_their_own(tmp_path):
+    rules = [
+        {"match": "blocks.*.mlp.*", "recipe": "mxfp4"},
+        {"match": "blocks.0.attention.output", "recipe": "nvfp4_forward_high"},
+    ]
+    plan = plan_for(LLAMA, load_recipe("block", {"layers": rules}), CPU)
+    model = random_model(LLAMA)
+    source = source_of(model, plan=plan.to_json(), dtype=torch.bfloat16)
+    files = quantized_files(source, None)
+    assert not any("--dtype bf16" in note for note in files.notes)
+    assert "FP8 weights by block, dynamic activations; FP4 weights by group" in files.title
+    table = json.loads(files.texts["config.json"])["quantization_config"]
+    told = QuantizationConfig.model_validate(table)
+    assert told.format == "mixed-precision"
+    first, second = told.config_groups.values()
+    assert (first.format, second.format) == ("float-quantized", "mxfp4-pack-quantized")
+    assert "model.layers.0.self_attn.q_proj" in first.targets
+    assert "model.layers.1.mlp.up_proj" in second.targets
+    # Its forward pass is not quantized.
+    assert "model.layers.0.self_attn.o_proj" in told.ignore
+    assert files.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert files.tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.uint8
+    replace_folder(tmp_path / "x", files)
+    theirs = loaded(tmp_path / "x")
+    logits(theirs, tokens(LLAMA.vocabulary))  # what decompresses them
+    weight = model.blocks[1].mlp.down.weight
+    ours = numerics.dequantize(numerics.quantize(weight, load_recipe("mxfp4").quantizers.weight))
+    assert torch.equal(theirs.state_dict()["model.layers.1.mlp.down_proj.weight"].float(), ours)
+
+
 def test_what_has_no_fp8_layout_is_refused():
     _, source = trained(GPTConfig(**SHAPES["gpt2"]), "current")
     with pytest.raises(UserError, match="Conv1D"):
         quantized_files(source, None)
-    _, source = trained(QWEN3, "current", forward_format="e5m2")
-    with pytest.raises(UserError, match="forward_format = e5m2"):
-        quantized_files(source, None)
+    for recipe, changes, words in (
+        ("current", {"forward_format": "e5m2"}, "weights of e5m2, block = tensor"),
+        ("mxfp6_e3m2", {}, r"weights of e3m2, block = \[1, 32\], scale = e8m0"),
+        ("nvfp4", {"weight": {"block": [1, 32]}}, r"e2m1, block = \[1, 32\], scale = e4m3"),
+    ):
+        plan = plan_for(QWEN3, load_recipe(recipe, changes), CPU).to_json()
+        source = source_of(random_model(QWEN3), plan=plan)
+        with pytest.raises(UserError, match=rf"{words}.* Use --format hf, or --strategy channel"):
+            quantized_files(source, None)
+        assert "FP8 weights by channel" in quantized_files(source, None, "channel").title
 
 
 def test_a_trained_run_in_delayed_scaling_says_the_same_in_their_fp8(tmp_path):

@@ -8,17 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8stack.numerics.error import block_error, mxfp8_error, tensor_error
+from fp8stack.formats import Quantizer
+from fp8stack.numerics.error import quantization_error
 from tests.gpu.machine import CONTEXT
 from tests.support.small_loop import SmallLoop
 
 pytestmark = pytest.mark.gpu
 
 ERRORS = {
-    "tensor e4m3": lambda x: tensor_error(x, torch.tensor(100.0, device=x.device), "e4m3"),
-    "tensor e5m2": lambda x: tensor_error(x, torch.tensor(1e4, device=x.device), "e5m2"),
-    "mxfp8": mxfp8_error,
-    "block": block_error,
+    **{
+        f"tensor {format}": lambda x, format=format: quantization_error(
+            x, Quantizer(format=format), scale=torch.tensor(100.0, device=x.device)
+        )
+        for format in ("e4m3", "e5m2")
+    },
+    "mxfp8": lambda x: quantization_error(x, Quantizer(block=(1, 32), scale="e8m0")),
+    "block": lambda x: quantization_error(x, Quantizer(block=(1, 128), scale="power_of_two")),
 }
 
 

@@ -52,7 +52,7 @@ pytestmark = [
 
 
 def plan(recipe="delayed", backend="emulate", hardware=CPU, strict=False, **options):
-    asked = load_recipe(recipe).model_copy(update=options)
+    asked = load_recipe(recipe, options)
     return resolve(asked, hardware, "auto" if recipe in ("fp32", "bf16") else backend, strict)
 
 

@@ -128,8 +128,8 @@ def test_a_model_that_no_layer_of_which_would_be_in_fp8_is_refused(make, options
 
 def test_an_attribute_that_a_converted_layer_needs_is_not_taken_from_its_owner():
     model = MLP()
-    model.down.scaling = 0.5
-    with pytest.raises(UserError, match="down has an attribute 'scaling' of its own"):
+    model.down.operands = 0.5
+    with pytest.raises(UserError, match="down has an attribute 'operands' of its own"):
         convert(model, plan())
     assert replaced(model) == []
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def backend_for(config: GPTConfig, recipe: str, **options: object) -> Backend:
-    plan = resolve(load_recipe(recipe).model_copy(update=options), CPU)
+    plan = resolve(load_recipe(recipe, options), CPU)
     vocabulary = padded_vocabulary(config, plan.vocabulary_multiple)
     return build_backend(plan.for_layers(config.linear_shapes(vocabulary)))
 

@@ -12,22 +12,41 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.numerics import error
+from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
+from fp8stack.numerics.hadamard import hadamard
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
     FP8_MAX,
     ML_DTYPES,
     blocked,
+    by_hand,
     fp8_codes,
     mxfp8,
     scale_of,
     to_numpy,
 )
+from tests.support.quantizers import EVERY, uneven
 
 FORMATS = ["e4m3", "e5m2"]
 LIMIT = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half of the last step
+
+
+def tensor_error(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
+    return error.quantization_error(x, Quantizer(format=format, amax="delayed"), scale=scale)
+
+
+def mxfp8_error(x: Tensor, format: str = "e4m3", scale_rounding: str = "rceil") -> Tensor:
+    quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0", scale_rounding=scale_rounding)
+    return error.quantization_error(x, quantizer)
+
+
+def block_error(x: Tensor, block=(1, 128), format="e4m3", power_of_two: bool = True) -> Tensor:
+    scale = "power_of_two" if power_of_two else "float32"
+    return error.quantization_error(x, Quantizer(format=format, block=block, scale=scale))
+
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -114,7 +133,7 @@ def test_one_scale(stale: float) -> None:
             scale = np.float32(min(scale_of(largest, format) * np.float32(stale), FLT_MAX))
             scaled = (numbers * scale).astype(np.float64)
             decoded = decode(fp8_codes(numbers, scale, format), format) / np.float64(scale)
-        found = error.tensor_error(x, torch.tensor(scale), format)
+        found = tensor_error(x, torch.tensor(scale), format)
         check(found, expected(numbers, decoded, scaled, LIMIT[format]))
 
 
@@ -125,7 +144,7 @@ def test_mxfp8() -> None:
         with np.errstate(all="ignore"):
             decoded = decode(codes, format) * power
             wanted = expected(numbers, decoded, numbers / power, LIMIT[format])
-        check(error.mxfp8_error(x, format), wanted)
+        check(mxfp8_error(x, format), wanted)
 
 
 @pytest.mark.parametrize("rounding", ["floor", "even"])
@@ -136,7 +155,7 @@ def test_mxfp8_scales_that_do_not_round_up_saturate(rounding: str) -> None:
     decoded = decode(data.view(torch.uint8).numpy(), "e4m3") * power
     wanted = expected(to_numpy(x), decoded, to_numpy(x) / power, LIMIT["e4m3"])
     assert wanted["saturated"] > 0
-    check(error.mxfp8_error(x, "e4m3", rounding), wanted)
+    check(mxfp8_error(x, "e4m3", rounding), wanted)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -153,7 +172,7 @@ def test_blocks(block: tuple[int, int], power_of_two: bool) -> None:
             decoded = (decode(codes, format).astype(np.float32) * spread).astype(np.float64)
             scaled = numbers / spread.astype(np.float64)
             wanted = expected(numbers, decoded, scaled, LIMIT[format])
-        check(error.block_error(x, block, format, power_of_two), wanted)
+        check(block_error(x, block, format, power_of_two), wanted)
 
 
 @pytest.mark.parametrize("to", ["bf16", "fp16", "fp32"])
@@ -172,36 +191,36 @@ def test_what_rounds_down_to_the_maximum_is_not_saturated(format: str) -> None:
     limit = LIMIT[format]
     above = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
     x = torch.tensor([[limit, -limit, FP8_MAX[format], 1.0]])
-    found = error.tensor_error(x, torch.ones(()), format)
+    found = tensor_error(x, torch.ones(()), format)
     assert found[FIGURES.index("saturated")] == 0
     x[0, 1] = -above
-    found = error.tensor_error(x, torch.ones(()), format)
+    found = tensor_error(x, torch.ones(()), format)
     assert found[FIGURES.index("saturated")] == 0.25
 
 
 def test_float64_counts_as_float32() -> None:
     x = normal(8, 64)
-    for figures in (error.tensor_error(x.double(), torch.tensor(50.0)), error.mxfp8_error(x)):
-        assert figures[4] == error.block_error(x.double())[4]
+    for figures in (tensor_error(x.double(), torch.tensor(50.0)), mxfp8_error(x)):
+        assert figures[4] == block_error(x.double())[4]
 
 
 def test_a_transposed_weight_gives_its_own_figures() -> None:
     x = normal(96, 160)
-    assert torch.equal(error.mxfp8_error(x.t()), error.mxfp8_error(x.t().contiguous()))
-    assert not torch.equal(error.mxfp8_error(x.t()), error.mxfp8_error(x))
+    assert torch.equal(mxfp8_error(x.t()), mxfp8_error(x.t().contiguous()))
+    assert not torch.equal(mxfp8_error(x.t()), mxfp8_error(x))
 
 
 def test_an_empty_matrix_has_zeros() -> None:
     x = torch.zeros(0, 32)
-    for found in (error.tensor_error(x, torch.ones(())), error.mxfp8_error(x)):
+    for found in (tensor_error(x, torch.ones(())), mxfp8_error(x)):
         assert found.tolist() == [0.0] * len(FIGURES)
 
 
 @pytest.mark.parametrize("power", [-30, 0, 30])
 def test_the_ratio_does_not_depend_on_the_magnitude(power: int) -> None:
     x = normal(64, 128)
-    wanted = error.mxfp8_error(x)
-    found = error.mxfp8_error(x * 2.0 ** (3 * power))
+    wanted = mxfp8_error(x)
+    found = mxfp8_error(x * 2.0 ** (3 * power))
     db = [sqnr_db(float(f[4]), float(f[5])) for f in (found, wanted)]
     assert db[0] == pytest.approx(db[1], abs=1e-9)
     assert 25 < db[0] < 35
@@ -226,11 +245,69 @@ def test_headroom_is_in_bits_and_negative_where_values_are_clipped() -> None:
 def test_a_device_is_asked_for_no_number() -> None:
     x = torch.ones(256, 256, device="meta")  # where reading a value raises
     for found in (
-        error.tensor_error(x, torch.ones((), device="meta")),
-        error.mxfp8_error(x),
-        error.block_error(x),
-        error.block_error(x, (128, 128)),
+        tensor_error(x, torch.ones((), device="meta")),
+        mxfp8_error(x),
+        block_error(x),
+        block_error(x, (128, 128)),
         error.cast_error(x, torch.bfloat16),
     ):
         assert found.device.type == "meta"
         assert found.shape == (len(FIGURES),)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", EVERY)
+def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
+    quantizer = EVERY[name]
+    bits = RandomBits(1, 2, torch.tensor(3)) if quantizer.stochastic else None
+    x = uneven(75, 140)
+    x[32:64, 32:64] *= 2.0**-60  # all zero under a scale of E4M3, or of the tensor
+    x[64:, :32] = 0
+    found = error.quantization_error(x, quantizer, dim=dim, generator=bits)
+    source = hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x
+    numbers = to_numpy(source)
+    drawn = None if bits is None else bits.bits(*source.shape).numpy()
+    made = by_hand(numbers, quantizer, dim, FLT_MAX, drawn)
+    values = dequantize(quantize(x, quantizer, dim, bits)).double().numpy()
+    with np.errstate(all="ignore"):
+        scaled = (numbers * made.into).astype(np.float64)
+    limit = {"e2m1": 7.0, "e2m3": 7.75, "e3m2": 30.0}.get(quantizer.format) or LIMIT[
+        quantizer.format
+    ]
+    wanted = expected(numbers, values, scaled, limit)
+    found_ = dict(zip(FIGURES, found.tolist(), strict=True))
+    for figure, value in wanted.items():
+        assert found_[figure] == pytest.approx(value, rel=2e-5, abs=0), figure
+
+    rows, columns = made.stored.shape
+    tall, wide = -(-source.shape[0] // rows), -(-source.shape[1] // columns)
+    if quantizer.blocks is not None:
+        across, along = quantizer.blocks
+        tall, wide = (across, along) if dim == 1 else (along, across)
+    emptied, used = 0, []
+    for i, j in np.ndindex(rows, columns):
+        here = (slice(i * tall, i * tall + tall), slice(j * wide, j * wide + wide))
+        if numbers[here].any():
+            used.append(made.into[here][0, 0])
+            emptied += not values[here].any()
+    share = emptied / made.stored.size if quantizer.blocks is not None else 0
+    assert found_["zero_blocks"] == pytest.approx(share)
+    assert share > 0 or quantizer.scale != "e4m3"
+    assert (found_["least_scale"], found_["largest_scale"]) == (min(used), max(used))
+
+
+def test_what_an_error_needs_is_asked_for() -> None:
+    x = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="needs a generator"):
+        error.quantization_error(x, Quantizer(rounding="stochastic"))
+    with pytest.raises(ValueError, match="needs a scale"):
+        error.quantization_error(x, Quantizer(amax="delayed"))
+
+
+def test_a_matrix_of_zeros_and_a_cast_without_a_scale_have_ranges_too() -> None:
+    for quantizer in EVERY.values():
+        bits = RandomBits(1, 2, torch.tensor(3)) if quantizer.stochastic else None
+        found = error.quantization_error(torch.zeros(8, 40), quantizer, generator=bits)
+        assert found[:8].tolist() == [0.0] * 8
+        assert 0 < found[8] <= found[9]
+    assert error.cast_error(torch.ones(2, 2), torch.bfloat16)[7:].tolist() == [0, 1, 1]

@@ -48,6 +48,9 @@ RUNS = [
     ("mxfp8", "emulate", "bf16"),
     ("delayed", "torch", "fp32"),
     ("current", "torch", "bf16"),
+    *[(name, "emulate", "fp32") for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "rowwise_wgrad_hp")],
+    ("nvfp4_backward_high", "emulate", "bf16"),
+    ("nvfp4_forward_high", "emulate", "fp32"),
 ]
 
 
@@ -74,7 +77,12 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> Recorder:
 def planned(operations: list[Operation]) -> set[Seen]:
     """The operations of a pass as the recorder writes them: of alike operands one, but for GEMMs
     and attention."""
-    return {(x.path, x.name, x.operands, x.output) for x in operations if x.path != "step"}
+    return {(x.path, x.name, _seen(x.operands), x.output) for x in operations if x.path != "step"}
+
+
+def _seen(operands: tuple[str, ...]) -> tuple[str, ...]:
+    """What the recorder can tell of dtypes: formats by their significands alone."""
+    return tuple(x.replace("e2m3", "e4m3").replace("e3m2", "e5m2") for x in operands)
 
 
 def observed(recorder: Recorder) -> set[Seen]:
@@ -91,7 +99,8 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> set[Seen]:
     for cast in casts_of(config, plan):
         times = 1 if cast.per == "step" else passes
         if cast.to_fp8:
-            what = {"output gradient": "grad_output"}.get(cast.what, cast.what)
+            what, _, gemm = cast.what.replace("output gradient", "grad_output").partition(" for ")
+            what += " across" if gemm else ""
             quantized[cast.path, what, cast.runs] += times
         else:
             casts[cast.path, cast.source, cast.target, cast.runs] += times
@@ -148,7 +157,7 @@ def test_the_significand_tells_the_formats_apart():
     for dtype, name in ((torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
         values = codes.view(dtype).float()
         assert fp8_of(values[values.isfinite()] * 2.0**-9) == name
-    assert fp8_of(torch.tensor([1.0, 1 + 2.0**-4])) == "no FP8"
+    assert fp8_of(torch.tensor([1.0, 1 + 2.0**-12])) == ""
 
 
 # Sums, and what happens once per optimizer step

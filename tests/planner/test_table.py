@@ -194,7 +194,7 @@ def test_tf32_with_float32_attention_is_refused():
 
 
 def test_patterns_first_and_last_blocks_and_the_head_are_planned_layer_by_layer():
-    ends = {"exclude_first_blocks": 1, "exclude_last_blocks": 1}
+    ends: dict[str, Any] = {"exclude_first_blocks": 1, "exclude_last_blocks": 1}
     found = rows("delayed", exclude=("*.attention.output",), head=True, **ends)
     in_fp8 = {path for (path, name), one in found.items() if one.operands[0] == "e4m3"}
     parts = ("attention.qkv", "mlp.up", "mlp.down")

@@ -7,6 +7,7 @@ import pytest
 import fp8stack
 from fp8stack.config import parse_config, to_toml
 from fp8stack.errors import UserError
+from fp8stack.formats import Quantizer
 from fp8stack.precision import Hardware
 from fp8stack.precision.phases import (
     Phase,
@@ -110,7 +111,8 @@ def test_the_precision_of_a_phase_is_a_plan_for_loops_of_ones_own(
 def test_the_precision_of_a_phase_has_its_overrides_and_refuses_other_names() -> None:
     phases = [PhaseConfig(name="mine", recipe_overrides={"margin": 2})]
     found = fp8stack.precision_for_phase("mine", "delayed", phases, H100)
-    assert found.recipe.margin == 2
+    assert found.recipe.quantizers is not None
+    assert found.recipe.quantizers.input == Quantizer(amax="delayed", margin=2)
     with pytest.raises(UserError, match=r"No phase 'warmpu'.*Did you mean 'warmup'"):
         fp8stack.precision_for_phase("warmpu", hardware=H100)
 

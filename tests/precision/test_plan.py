@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import (
@@ -217,7 +218,7 @@ def test_every_recipe_runs_on_every_machine_as_the_table_says(expected):
     assert made.compute_dtype == expected.compute_dtype
     assert made.device == MACHINES[expected.machine].device
     assert made.is_fp8 == (expected.recipe in FP8)
-    assert made.scaling == (expected.recipe if expected.recipe in FP8 else "none")
+    assert made.kernel == (expected.recipe if expected.recipe in FP8 else None)
     suffix = "-emulated" if made.backend == "emulate" else ""
     assert made.precision == expected.recipe + suffix
     assert made.loss_scaling == (expected.compute_dtype == "fp16")
@@ -702,7 +703,7 @@ def shapes(blocks: int = 6, vocabulary: int = VOCABULARY) -> dict[str, tuple[int
 
 def changed(asked: str = "delayed", **over: object) -> Recipe:
     """A recipe that ships, changed by `over`."""
-    return load_recipe(asked).model_copy(update=over)
+    return load_recipe(asked, over)
 
 
 def layered(
@@ -1239,3 +1240,41 @@ def test_a_plan_and_its_parts_are_never_mutated():
         made.layers[0].fp8 = True
     with pytest.raises(ValidationError):
         made.recipe.margin = 3
+
+
+# Quantizers that no hardware multiplies as they are
+
+
+@pytest.mark.parametrize("asked", [name for name in rules.shipped() if name not in RECIPES])
+@pytest.mark.parametrize(
+    ("machine", "runs"), [(CPU, "fp32"), (V100, "fp16"), (A100, "bf16"), (B200, "bf16")], ids=str
+)
+def test_other_quantizers_are_emulated_where_the_gpu_has_bf16(asked, machine, runs):
+    made = resolve(asked, machine).for_layers(shapes())
+    emulated = runs != "fp16"
+    assert (made.recipe.name, made.compute_dtype) == (asked if emulated else "fp16", runs)
+    assert (made.backend, made.native) == ("emulate" if emulated else "reference", False)
+    assert made.kernel is None
+    assert made.notes == []
+    assert json.loads(json.dumps(made.to_json())) == made.to_json()
+
+
+def test_recipes_are_in_the_order_of_what_runs_them():
+    found = rules.shipped()
+    assert found[:4] == list(FP8)
+    assert found[-4:] == ["bf16", "fp16", "tf32", "fp32"]
+    assert found.index("rowwise") < found.index("mxfp6_e2m3") < found.index("nvfp4")
+    assert sorted(found) == presets.names("recipes")
+
+
+def test_what_was_measured_counts_for_the_plans_own_kernel_alone():
+    rules = [{"match": "blocks.1.*", "recipe": "current"}]
+    layers = {"blocks.0.up": (768, 768), "blocks.1.up": (768, 768)}
+    measured = {(2**16, 768, 768): 0.9}
+    made = resolve(changed("delayed", layers=rules), H200, "torch").for_layers(
+        layers, heads=(), tokens=2**16, measured=measured
+    )
+    own, other = made.layers
+    assert own.doubt == "65536 x 768 -> 768 measured at 0.9 of bf16's speed"
+    assert other.precision == "current"
+    assert other.doubt == ""  # by its GPU's rates: 384 is above the 370 of current scaling

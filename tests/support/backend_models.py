@@ -46,7 +46,7 @@ def machine(recipe: str) -> Hardware:
 def planned(recipe: str, backend: str, hardware: Hardware | None = None, **options: Any) -> Plan:
     """A plan for some hardware, or for what the backend runs on, to be run on the CPU."""
     on = hardware or (machine(recipe) if backend == "te" else CPU)
-    plan = resolve(load_recipe(recipe).model_copy(update=options), on, backend)
+    plan = resolve(load_recipe(recipe, options), on, backend)
     assert backend in (plan.backend, "auto")
     return replace(plan, device="cpu")
 

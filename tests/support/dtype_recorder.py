@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8stack.backends.emulate import EmulatedLinear, Gemm
 from fp8stack.backends.torch import ScaledLinear
+from fp8stack.formats import Operand
 
 SHORT = {
     torch.float32: "fp32",
@@ -71,7 +72,7 @@ class Recorder(TorchDispatchMode):
         patches = [
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
             mock.patch.object(Gemm, "__call__", self._gemm()),
-            mock.patch.object(EmulatedLinear, "operands", self._quantize(EmulatedLinear.operands)),
+            mock.patch.object(EmulatedLinear, "round", self._quantize(EmulatedLinear.round)),
             mock.patch.object(ScaledLinear, "quantize", self._quantize(ScaledLinear.quantize)),
         ]
         try:
@@ -126,7 +127,7 @@ class Recorder(TorchDispatchMode):
 
         def gemm(this: Gemm, a: Any, b: Any, out_dtype: torch.dtype, **more: Any) -> Tensor:
             self._inside += 1
-            operands = tuple(f"{fp8_of(x.values)} in {dtypes(x.values)[0]}" for x in (a, b))
+            operands = tuple(_held(x.values) for x in (a, b))
             y = real(this, a, b, out_dtype, **more)
             self._inside -= 1
             self._note_gemm(operands, y)
@@ -135,10 +136,19 @@ class Recorder(TorchDispatchMode):
         return gemm
 
     def _quantize(self, real: Any) -> Any:
-        def quantize(this: nn.Module, x: Tensor, name: str, *more: Any) -> Any:
-            self.quantized[self._paths[this], name, self._place()[1]] += 1
+        def quantize(this: Any, x: Tensor, name: Operand, *more: Any) -> Any:
+            place = self._place()[1]
             self._inside += 1
             made = real(this, x, name, *more)
+            quantizers = this.operands.quantizers
+            ways = {name: quantizers.along(name), f"{name} across": quantizers.across(name)}
+            if ways[name] == ways[f"{name} across"]:  # one cast, however many copies
+                del ways[f"{name} across"]
+            for way, copy in zip(ways, made, strict=False):
+                values = getattr(copy, "values", None)
+                is_quantized = copy is not None and (values is None or fp8_of(values) in FP8)
+                if is_quantized and ways[way] != "forward":
+                    self.quantized[self._paths[this], way, place] += 1
             self._inside -= 1
             return made
 
@@ -196,10 +206,20 @@ def dtypes(*tensors: Tensor) -> tuple[str, ...]:
     return tuple(SHORT.get(x.dtype, str(x.dtype)) for x in tensors)
 
 
+FP8 = ("e2m1", "e5m2", "e4m3")
+
+
 def fp8_of(values: Tensor) -> str:
-    """The FP8 format whose significands `values` have, whatever powers of two scale them."""
+    """The format whose significands `values` have, whatever powers of two scale them: E2M3's are
+    those of E4M3, E3M2's those of E5M2. Scales in E4M3 make six bits of the two of E2M1."""
     mantissas = values.float().abs().frexp().mantissa  # [0.5, 1)
-    for bits, name in ((3, "e5m2"), (4, "e4m3")):
+    for bits, name in ((2, "e2m1"), (3, "e5m2"), (4, "e4m3"), (6, "e2m1"), (8, "bf16")):
         if torch.equal(mantissas * 2**bits, (mantissas * 2**bits).round()):
             return name
-    return "no FP8"
+    return ""
+
+
+def _held(values: Tensor) -> str:
+    """What operands are and what they are held in, as the planner spells it."""
+    dtype, name = dtypes(values)[0], fp8_of(values)
+    return dtype if name in ("", dtype) else f"{name} in {dtype}"

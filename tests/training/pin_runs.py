@@ -46,6 +46,10 @@ RUNS = {
     "current": ["--recipe", "current"],
     "block": ["--recipe", "block"],
     "mxfp8": ["--recipe", "mxfp8"],
+    **{
+        name: ["--recipe", name]
+        for name in ("rowwise", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+    },
     "current-torch": ["--recipe", "current", "--backend", "torch"],
     "phases": ["--recipe", "delayed", "--phases", "default"],
     "sgd": ["--recipe", "fp32", "--optimizer", "sgd"],

@@ -372,7 +372,7 @@ def test_recipes_that_are_alike_share_a_variant_and_resume(tmp_path):
     small.run.folder.release()
     resumed = SmallLoop(tmp_path / "r", "current", resume=str(tmp_path / "r"))
     resumed.advance(2)
-    assert resumed.run.plan.scaling == "delayed"
+    assert resumed.run.plan.delayed
 
 
 def test_more_steps_that_move_the_phases_are_announced(tmp_path):

@@ -39,7 +39,8 @@ class Amaxes:
         self.delayed, self.config, self.passes = delayed, config, passes
         self._before: list[Tensor] = []
         self._limits = torch.zeros(0)  # above which an amax spikes, [slots]
-        self._largest = torch.zeros(0)  # FP8 value of each slot's format
+        self._largest = torch.zeros(0)  # FP8 value that each slot's scale takes the amax to
+        self._remembers = torch.zeros(0, dtype=torch.bool)
         # Which slots were mended since the last `forget`, bool [slots]; None if no step began.
         self.cleared: Tensor | None = None
 
@@ -89,26 +90,23 @@ class Amaxes:
         """
         history, device = self.delayed.history, self.delayed.history.history.device
         if len(self._largest) != len(self.slots):
-            self._largest = self._find_largest().to(device)
+            quantizers = [self.delayed.quantizers[slot] for slot in self.slots]
+            largest = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
+            self._largest = torch.tensor(largest, device=device)
+            # A window of one is empty between two passes.
+            self._remembers = torch.tensor(
+                [q.history_length > 1 for q in quantizers], device=device
+            )
         _, window = self.delayed.amaxes(0, self.config.window)
         known = (window > 0) & (window < LARGEST)
         factor = self.config.amax_factor
         self._limits = spike_limit(window.where(known, torch.nan), self.config, factor)
         rows, scales = history.history, history.scales
         rows.masked_fill_(rows >= LARGEST, torch.inf)  # cleared below
-        most_recent = history.algorithm == "most_recent"
-        usable = decisive_amax(rows.where(rows.isfinite(), 0.0), most_recent)
+        usable = decisive_amax(rows.where(rows.isfinite(), 0.0), history.most_recent)
         wrong = scales * usable > self._largest * (1 + _ROUNDING)
         wrong |= scales < self._largest / LARGEST
-        if history.length > 1:  # a window of one is empty between two passes
-            wrong |= (usable == 0) & (scales != 1)
+        wrong |= self._remembers & (usable == 0) & (scales != 1)
         scales.masked_fill_(wrong, torch.nan)  # made anew below
         cleared = history.clear_nonfinite()
         self.cleared = cleared if self.cleared is None else self.cleared | cleared
-
-    def _find_largest(self) -> Tensor:
-        """What a scale takes the amax of each slot to: float32 [slots]."""
-        recipe = self.delayed.recipe
-        formats = {True: recipe.backward_format, False: recipe.forward_format}
-        largest = [fp8_format(formats[slot.endswith(".grad_output")]).max for slot in self.slots]
-        return torch.tensor(largest) * 2.0**-recipe.margin

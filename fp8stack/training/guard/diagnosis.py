@@ -116,6 +116,7 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
     """Be as if `step` were next; put FP8 state, gradients, random state and counters back after."""
     delayed, device = run.backend.delayed, run.accelerator.device
     snapshot = None if delayed is None else delayed.snapshot()
+    drawn = run.backend.draws.state_dict()
     gemms = run.backend.fp8_gemms()
     now, run.state.step = run.step, step - 1
     try:
@@ -126,6 +127,7 @@ def _unchanged(run: Run, step: int) -> Iterator[None]:
         run.optimizer.zero_grad(set_to_none=True)
         if delayed is not None and snapshot is not None:
             delayed.put_back(snapshot, torch.ones((), dtype=torch.bool, device=device))
+        run.backend.draws.load_state_dict(drawn)
         run.backend.weights.mark()  # the next step is again the first with these weights
         run.backend.fp8_gemms()
         run.backend.count_gemms(gemms)

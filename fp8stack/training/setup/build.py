@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.optim.grad_scaler import build_scaler
 from fp8stack.optim.optimizer import build_optimizer, require_optimizer
-from fp8stack.precision import Hardware, Plan
+from fp8stack.precision import Hardware, Plan, recipe_from_json
 from fp8stack.precision.hardware import available_memory
 from fp8stack.telemetry.operands import Telemetry
 from fp8stack.training.metrics.trackers import build_trackers
@@ -215,10 +215,7 @@ def _identity(
     """What a resumed run must share with its checkpoint, besides the configuration."""
 
     def recipe(plan: Plan) -> dict[str, Any]:
-        told = plan.recipe.model_dump(mode="json", exclude={"name", "description"})
-        if told["attention"] == "compute":  # of which older checkpoints do not speak
-            del told["attention"]
-        return told
+        return plan.recipe.to_json(words=False)
 
     parts = {"train": reading.train, "validation": reading.validation}
     same = {
@@ -230,6 +227,18 @@ def _identity(
     if len(places) > 1:  # the reference for the guard is none of them: it may come and go
         numbered = ((place, one) for place, one in enumerate(variants) if place in places)
         same["recipes"] = {str(place): recipe(one.plan) for place, one in numbered}
+    return same
+
+
+def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity in a checkpoint, with its recipes as this version writes them."""
+
+    def recipe(told: Mapping[str, Any]) -> dict[str, Any]:
+        return recipe_from_json(told, "identity in checkpoint.json").to_json(words=False)
+
+    same = {**identity, "recipe": recipe(identity["recipe"])}
+    if "recipes" in identity:
+        same["recipes"] = {place: recipe(told) for place, told in identity["recipes"].items()}
     return same
 
 

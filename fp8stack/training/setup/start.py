@@ -21,7 +21,7 @@ from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
 from fp8stack.training.setup.allocator import expand_segments
-from fp8stack.training.setup.build import build
+from fp8stack.training.setup.build import build, with_quantizers
 from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
 from fp8stack.training.setup.resume import (
     Resumption,
@@ -179,7 +179,8 @@ def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
             run.folder.forget_after(0)
         return ()
     notes, info = list[str](), checkpoint.info
-    refuse_differences(found, list(differences(info["identity"], dict(run.identity))))
+    was = with_quantizers(info["identity"])
+    refuse_differences(found, list(differences(was, dict(run.identity))))
     if checkpoint.step > config.steps:
         raise UserError(
             f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "

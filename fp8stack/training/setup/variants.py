@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8stack.backends import build_backend
+from fp8stack.backends import Draws, build_backend
 from fp8stack.backends.compiler import TE_COMPILED
 from fp8stack.backends.linear import CastLinear
 from fp8stack.config import RunConfig
@@ -100,8 +100,9 @@ def build_variants(
     """A variant for each of `plans`, with the same parameters in all."""
     multiple = max(plan.vocabulary_multiple for plan in plans)
     variants: list[Variant] = []
+    draws = Draws(config.seed)  # of all: a phase goes on where the one before it stopped
     for plan in plans:
-        backend = build_backend(plan, save_fp8=config.save_fp8)
+        backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
         backend.vocabulary_multiple = multiple
         made = GPT(model, backend, seed=config.seed)
         made.recompute = config.activation_checkpointing
@@ -211,13 +212,12 @@ def _require_possible(
 ) -> None:
     begins_with = plans[places[phases[0].asked]]
     evaluates = begins_with if evaluation is None else plans[places[evaluation.asked]]
-    switches = evaluates.scaling == "delayed" != begins_with.scaling
-    if switches and not config.calibration_steps:
+    if evaluates.delayed and not begins_with.delayed and not config.calibration_steps:
         raise UserError(
             "phases: validation losses in delayed scaling before a phase trains in it need the "
             "amaxes of a calibration. Set calibration_steps to 1 or more."
         )
-    if sum(plan.scaling == "delayed" for plan in plans) > 1:
+    if sum(plan.delayed for plan in plans) > 1:
         raise UserError(
             "phases: two of them are in delayed scaling of different settings, and a run keeps one "
             "amax history. Use one delayed recipe."

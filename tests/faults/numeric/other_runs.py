@@ -32,12 +32,10 @@ PLAIN: list[tuple[str, Any, Any]] = [
     ("document_mask", True, False), ("calibration_steps", 3, 16),
 ]  # fmt: skip
 OTHERS = [
-    Other({"recipe": "current"}, "recipe.scaling is 'current' here and 'delayed'"),
-    Other({"recipe": "fp32"}, "recipe.scaling is 'none' here and 'delayed'"),
-    Other({"recipe_overrides": {"margin": 1}}, "recipe.margin is 1 here and 0"),
-    Other(
-        {"recipe_overrides": {"history_length": 16}}, "recipe.history_length is 16 here and 1024"
-    ),
+    Other({"recipe": "current"}, "grad_output.amax is 'current' here and 'delayed'"),
+    Other({"recipe": "fp32"}, "recipe.compute_dtype is 'fp32' here and None"),
+    Other({"recipe_overrides": {"margin": 1}}, "margin is 1 here and 0"),
+    Other({"recipe_overrides": {"history_length": 16}}, "history_length is 16 here and 1024"),
     Other({"model_overrides": {"vocabulary": 300}}, "model.vocabulary is 300 here and 256"),
     Other({"model_overrides": {"layers": 2}}, "model.layers is 2 here and 1"),
     Other({"model_overrides": {"activation": "gelu"}}, "model.activation is 'gelu' here"),

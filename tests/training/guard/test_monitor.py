@@ -372,7 +372,9 @@ def test_a_training_step_reads_nothing_on_the_host(recipe, keys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "read", [float, bool, lambda x: torch.equal(x, x + 1), lambda x: x[x > 0]], ids=str
+    "read",
+    [float, bool, lambda x: torch.equal(x, x + 1), lambda x: x[x > 0]],
+    ids=["float", "bool", "equal", "mask"],
 )
 def test_what_reads_on_the_host_is_counted(read):
     assert sum(host_reads(lambda: read(torch.ones(1))).values()) > 0

@@ -16,7 +16,7 @@ from fp8stack import presets
 from fp8stack.backends import base, fp8_state
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure
-from fp8stack.precision.recipe import load_recipe
+from fp8stack.precision.recipe import RecipeFile
 from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -90,6 +90,21 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"exclude": ["*.mlp.down"]}, {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1},
         {"attention": "fp32"},
     ],
+    "rowwise": [{"power_of_two": False}, {"backward": "high_precision"}],
+    "rowwise_wgrad_hp": [{"head": True}],
+    "mxfp6_e2m3": [{"weight": {"format": "e3m2"}}],
+    "mxfp6_e3m2": [{"backward": "dequantized"}],
+    "mxfp4": [
+        {"rounding": "stochastic", "hadamard": 32}, {"grad_output": {"format": "e5m2"}},
+        {"quantizer": {"block": [1, 16]}}, {"input": {"wgrad": "forward"}},
+        {"layers": [{"match": "blocks.0.*", "recipe": "delayed"}]},
+    ],
+    "nvfp4": [{"head": True}, {"layers": [{"match": "head", "recipe": "mxfp8"}]}],
+    "nvfp4_nearest": [{"exclude_last_blocks": 1}],
+    "nvfp4_no_hadamard": [{"attention": "fp32"}],
+    "nvfp4_last_bf16": [{"rounding": "nearest"}],
+    "nvfp4_forward_high": [{"exclude": ["*.mlp.down"]}],
+    "nvfp4_backward_high": [{"exclude_first_blocks": 1}],
     "bf16": [{"attention": "fp32"}, {"compute_dtype": "fp32"}],
     "fp16": [{"attention": "fp32"}, {"compute_dtype": "bf16"}],
     "tf32": [{"compute_dtype": "fp32"}],
@@ -97,12 +112,10 @@ KEYS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_every_key_of_every_recipe_is_tried_with_the_guard():
-    for name in presets.names("recipes"):
-        keys = set(type(load_recipe(name)).model_fields) - {"name", "description", "scaling"}
-        if name == "tf32":  # it rounds all products, those of attention too
-            keys.discard("attention")
-        assert {key for tried in KEYS[name] for key in tried} == keys, name
+def test_every_recipe_and_every_key_are_tried_with_the_guard():
+    assert sorted(KEYS) == presets.names("recipes")
+    tried = {key for ones in KEYS.values() for one in ones for key in one}
+    assert tried == RecipeFile.model_fields.keys() - {"name", "description", "scaling", "like"}
 
 
 @pytest.mark.parametrize(

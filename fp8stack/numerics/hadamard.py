@@ -1,0 +1,78 @@
+"""The Hadamard transform of an operand: outliers spread over their block before it is quantized.
+
+Both operands of a GEMM are transformed along the dimension that it reduces over, and the transforms
+cancel. Source: Transformer Engine 2.20's NVFP4 recipe, from which the signs are; its products are
+bfloat16 GEMMs, here they are float32 sums in one order, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Bit i of these is set where the sign of element i of a block is minus.
+_MINUS = {16: 0b1101_0111_1110_1000, 32: 0}
+# Elements at a time on a CPU: a part and its copy in float32 stay in the cache.
+_CHUNK = 1 << 17
+
+
+def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
+    """`x` with each block of `size` along `dim` multiplied by `diag(signs) H / sqrt(size)`.
+
+    `x` is rounded to bfloat16, its elements get their signs, Sylvester's H is applied as sums and
+    differences in float32 over strides 1, 2, 4, ..., and the product with float32(1 / sqrt(size))
+    is rounded to bfloat16.
+
+    Args:
+        x: any shape, float32, bfloat16 or float16.
+        size: 16 or 32.
+        dim: the dimension that the GEMM reduces over; padded with zeros to a multiple of `size`.
+
+    Returns:
+        float32 that bfloat16 holds exactly, of the shape of `x`, `dim` padded.
+    """
+    dim %= x.ndim
+    padding = [0, 0] * (x.ndim - 1 - dim) + [0, -x.shape[dim] % size]
+    padded = F.pad(x, padding) if any(padding) else x
+    blocks = torch.unflatten(padded, dim, (padded.shape[dim] // size, size)).movedim(dim + 1, 0)
+    signs = 1.0 - 2.0 * ((_MINUS[size] >> torch.arange(size, device=x.device)) & 1)
+    signs = signs.to(torch.float32).view(size, *[1] * x.ndim)
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        values = _rounded(blocks.to(torch.float32)) * signs
+        for level in range(size.bit_length() - 1):
+            # One sum: a + b above, a - b below; a product with -1 is exact.
+            pairs = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level))
+            values = (pairs.flip(1) + pairs * _plus_minus(pairs)).flatten(0, 2)
+        return _rounded(values * size**-0.5).movedim(0, dim + 1).flatten(dim, dim + 1)
+    result = torch.empty(padded.shape, dtype=torch.float32)
+    target = torch.unflatten(result, dim, (padded.shape[dim] // size, size)).movedim(dim + 1, 0)
+    # Elements of a block first, the blocks in a row: so the sums are of long rows.
+    step = max(1, _CHUNK // max(1, blocks[:, :1].numel()))
+    for start in range(0, blocks.shape[1], step):
+        part = blocks[:, start : start + step].to(torch.bfloat16)
+        values = torch.empty(part.shape, dtype=torch.float32)
+        torch.mul(part, signs, out=values)
+        spare = torch.empty_like(values)
+        for level in range(size.bit_length() - 1):
+            shape = (size >> (level + 1), 2, 1 << level)
+            one, other = torch.unflatten(values, 0, shape).unbind(1)
+            sums = torch.unflatten(spare, 0, shape)
+            torch.add(one, other, out=sums[:, 0])
+            torch.sub(one, other, out=sums[:, 1])
+            values, spare = spare, values
+        target[:, start : start + step] = values.mul_(size**-0.5).to(torch.bfloat16)
+    return result
+
+
+def _plus_minus(pairs: Tensor) -> Tensor:
+    """1 and -1 along dimension 1."""
+    signs = 1.0 - 2.0 * torch.arange(2, dtype=torch.float32, device=pairs.device)
+    return signs.view(1, 2, *[1] * (pairs.ndim - 2))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """float32 `x` rounded to bfloat16, by its bits: compilers take two casts for none."""
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return torch.where(x != x, x, rounded.view(torch.float32))

@@ -1,0 +1,104 @@
+"""Random bits that follow from a counter: Philox4x32-10, the same on every device.
+
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), and
+their library Random123.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# 1 MiB of int64, whose quarters are what the rounds work on.
+_CHUNK = 1 << 17
+
+
+@dataclass(frozen=True)
+class RandomBits:
+    """32 random bits for each element of a matrix, by its place in the matrix.
+
+    The same place has the same bits, whatever part of the matrix is asked for: rows may be drawn in
+    parts, on several devices.
+
+    Attributes:
+        seed: half of the key; of a run. Taken modulo 2^32, as `stream` is.
+        stream: the other half of the key; of a layer and an operand.
+        counter: int64, 0-dim, on the device of the matrix: of a pass. A tensor, so that compiled
+            code and the device serve every value.
+        first_row: the row of the whole matrix that row 0 is, int or int64 0-dim.
+    """
+
+    seed: int
+    stream: int
+    counter: Tensor
+    first_row: int | Tensor = 0
+
+    def bits(self, rows: int, columns: int) -> Tensor:
+        """The bits of each element: int64 [rows, columns] in [0, 2^32)."""
+        if torch.compiler.is_compiling() or self.counter.device.type != "cpu":
+            return self._draw(0, rows, columns)
+        result = torch.empty(rows, columns, dtype=torch.int64)
+        for start, part in self.parts(rows, columns):
+            result[start : start + len(part)] = part
+        return result
+
+    def parts(self, rows: int, columns: int) -> Iterator[tuple[int, Tensor]]:
+        """`bits` in parts of rows that stay in a CPU's cache, each with its first row."""
+        step = max(1, _CHUNK // max(1, columns))
+        for start in range(0, rows, step):
+            yield start, self.rows(start, min(step, rows - start), columns)
+
+    def rows(self, start: int, rows: int, columns: int) -> Tensor:
+        """The bits of some rows from `start` on: int64 [rows, columns]."""
+        return self._draw(start, rows, columns)
+
+    def _draw(self, start: int, rows: int, columns: int) -> Tensor:
+        device = self.counter.device
+        lanes = torch.arange(-(-columns // 4), device=device)
+        row = (torch.arange(rows, device=device) + (self.first_row + start)) & _WORD
+        low, high = self.counter & _WORD, (self.counter >> 32) & _WORD
+        key: tuple[int | Tensor, ...] = (self.seed, self.stream)
+        if torch.compiler.is_compiling():
+            # As tensors: inductor's code for a CPU makes floats of numbers that may vary.
+            numbers = (self.seed, self.stream)
+            key = tuple(torch.full((), n, dtype=torch.int64, device=device) for n in numbers)
+        words = philox4x32(lanes, row[:, None], low, high, *key)
+        return torch.stack(words, dim=-1).flatten(1)[:, :columns]
+
+
+def philox4x32(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int | Tensor, k1: int | Tensor
+) -> tuple[Tensor, ...]:
+    """Philox4x32-10 of four counter words and two key words.
+
+    Args:
+        c0, c1, c2, c3: int64 in [0, 2^32), broadcast with each other.
+        k0, k1: taken modulo 2^32, int or int64 0-dim.
+
+    Returns:
+        Four words, int64 in [0, 2^32), of the shape that the counter words broadcast to.
+    """
+    shape = torch.broadcast_tensors(c0, c1, c2, c3)[0].shape  # type: ignore[no-untyped-call]
+    for _ in range(_ROUNDS):
+        k0, k1 = k0 & _WORD, k1 & _WORD
+        # The product wraps modulo 2^64, which leaves all its bits; the sign that the shift brings
+        # in is masked. The low halves keep what is above them: only their low bits are used.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = _mixed(p1 >> 32, c1, k0, shape), p1
+        c2, c3 = _mixed(p0 >> 32, c3, k1, shape), p0
+        k0, k1 = k0 + _KEY_STEPS[0], k1 + _KEY_STEPS[1]
+    return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def _mixed(high: Tensor, low: Tensor, key: int | Tensor, shape: torch.Size) -> Tensor:
+    """The low 32 bits of `high ^ low ^ key`; in place where `high` has the whole `shape`."""
+    if high.shape != shape:  # the first rounds: words of a row or of a column alone
+        return (high ^ low ^ key) & _WORD
+    return high.bitwise_xor_(low).bitwise_xor_(key).bitwise_and_(_WORD)

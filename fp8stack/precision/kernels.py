@@ -1,0 +1,100 @@
+"""Which hardware multiplies what a table of quantizers gives: data, and how a table is recognized.
+
+A table that is none of these kinds is emulated. Sources: docs.nvidia.com/cuda/cublas for the GEMMs,
+Transformer Engine 2.20's recipes and their checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8stack.formats import OPERANDS, Quantizer, Quantizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kind of GEMM on quantized operands that some GPUs have.
+
+    Attributes:
+        name: what plans call it.
+        needs: the GPU that it needs, in words.
+        least: the least compute capability that has it.
+        majors: if given, the only major numbers that do.
+        exact: a capability that does beside them.
+        cuda: the least CUDA that torch must be built for.
+        feature_multiple: what in and out features must be divisible by.
+    """
+
+    name: str
+    needs: str
+    least: tuple[int, int]
+    majors: tuple[int, ...] | None = None
+    exact: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+    feature_multiple: int = 16
+
+    def served_by(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability has it."""
+        if capability == self.exact:
+            return True
+        return capability >= self.least and (self.majors is None or capability[0] in self.majors)
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(name="delayed", needs="compute capability 8.9", least=(8, 9)),
+        Kernel(name="current", needs="compute capability 8.9", least=(8, 9)),
+        Kernel(
+            name="block",
+            needs="compute capability 9.0 or 10.x",
+            least=(10, 0),
+            majors=(10,),
+            exact=(9, 0),
+            cuda=(12, 9),
+        ),
+        Kernel(
+            name="mxfp8",
+            needs="compute capability 10.x",
+            least=(10, 0),
+            majors=(10,),
+            cuda=(12, 8),
+            feature_multiple=32,
+        ),
+    )
+}
+
+
+def kernel_of(quantizers: Quantizers) -> str | None:
+    """The name in `KERNELS` of what multiplies these operands, None if nothing does."""
+    found = [(quantizers.along(o), quantizers.across(o)) for o in OPERANDS]
+    if any(not isinstance(q, Quantizer) for pair in found for q in pair):
+        return None
+    if any(along != across for along, across in found):
+        return None
+    x, w, dy = (along for along, _ in found)
+    assert x is not None
+    assert w is not None
+    assert dy is not None
+    if any(q.stochastic or q.hadamard or q.format not in ("e4m3", "e5m2") for q in (x, w, dy)):
+        return None
+    if all(q.per_tensor for q in (x, w, dy)):
+        delayed = {q.delayed for q in (x, w, dy)}
+        return None if len(delayed) > 1 else "delayed" if delayed.pop() else "current"
+    if (
+        any(q.format != "e4m3" or q.eps for q in (x, w, dy))
+        or len({q.scale for q in (x, w, dy)}) > 1
+    ):
+        return None
+    if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale != "e8m0":
+        return "block"
+    mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"
+    return "mxfp8" if mx and len({q.scale_rounding for q in (x, w, dy)}) == 1 else None
+
+
+def feature_multiple(quantizers: Quantizers, backend: str) -> int:
+    """What both sizes of a layer must be divisible by, for a backend's GEMMs."""
+    kernel = kernel_of(quantizers)
+    if kernel == "block" and backend == "torch":
+        return 128
+    return KERNELS[kernel].feature_multiple if kernel else 16

@@ -1,0 +1,111 @@
+"""Operands of any table of quantizers, in the layers that the emulator builds."""
+
+import pytest
+import torch
+
+from fp8stack import numerics, presets
+from fp8stack.backends import fp8_state, load_fp8_state
+from fp8stack.errors import UserError
+from fp8stack.formats import OPERANDS, Quantizer
+from fp8stack.precision import load_recipe
+from tests.support.backend_models import linear
+
+RECIPES = {name: load_recipe(name) for name in presets.names("recipes")}
+LOW = [name for name, one in RECIPES.items() if one.is_fp8 and not one.layers]
+
+
+def run(recipe, x, dy, **options):
+    """A layer's output and gradients: y, dx, dw."""
+    layer, _ = linear(recipe, x.shape[1], dy.shape[1], bias=False, **options)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize("recipe", LOW)
+def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it(recipe, save_fp8):
+    x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
+    x[5, 7] = torch.nan
+    y, dx, dw = run(recipe, x, dy, save_fp8=save_fp8)
+    assert y[5].isnan().all()
+    assert dw[:, 7].isnan().all()
+    assert not dx.isnan().any()
+    x[5, 7], dy[3, 4] = 0, torch.nan
+    y, dx, dw = run(recipe, x, dy, save_fp8=save_fp8)
+    assert not y.isnan().any()
+    assert dx[3].isnan().all()
+    assert dw[4].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [48, 41])
+@pytest.mark.parametrize("recipe", LOW)
+def test_packed_operands_give_the_gradients_of_those_in_float32(recipe, rows):
+    x, dy = normal(rows, 36, seed=1), normal(rows, 20, seed=2)
+    kept, packed = (run(recipe, x, dy, save_fp8=save) for save in (False, True))
+    for one, other in zip(kept, packed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [name for name in LOW if name != "delayed"])
+def test_every_gemm_multiplies_what_its_two_quantizers_give(recipe):
+    x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
+    layer, _ = linear(recipe, 32, 64, bias=False)
+    weight, table = layer.weight.detach(), load_recipe(recipe).quantizers
+    draws = layer.operands.draws
+
+    def values(name, tensor, dim):
+        quantizer = table.along(name) if dim else table.across(name)
+        if not isinstance(quantizer, Quantizer):
+            return tensor.double()
+        bits = draws.bits(name, dim == 0, len(tensor)) if quantizer.stochastic else None
+        return numerics.dequantize(numerics.quantize(tensor, quantizer, dim, bits)).double()
+
+    exact = {
+        "y": values("input", x, 1) @ values("weight", weight, 1).t(),
+        "dx": values("grad_output", dy, 1) @ values("weight", weight, 0),
+        "dw": values("grad_output", dy, 0).t() @ values("input", x, 0),
+    }
+    for (name, wanted), found in zip(exact.items(), run(recipe, x, dy), strict=True):
+        error = (found.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < 1e-6, name
+
+
+def test_gradients_are_rounded_anew_in_every_backward_pass_and_the_same_after_loading():
+    x, dy = normal(48, 32, seed=1), normal(48, 64, seed=2)
+    layer, _ = linear("nvfp4", 32, 64, bias=False)
+
+    def gradient():
+        layer.weight.grad = None
+        layer(x).backward(dy)
+        return layer.weight.grad
+
+    first, state = gradient(), fp8_state(layer)
+    second = gradient()
+    assert not torch.equal(first, second)
+    assert state.keys() == {"layer.draws"}
+    load_fp8_state(layer, state)
+    assert torch.equal(gradient(), second)
+    with pytest.raises(UserError, match=r"'layer\.draws' is only in this model"):
+        load_fp8_state(layer, {"other.draws": torch.zeros((), dtype=torch.int64)})
+
+
+def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_are_alike():
+    alike, _ = linear("delayed", 32, 64)
+    assert {name.rpartition(".")[0] for name in fp8_state(alike)} == {
+        f"layer.{name}" for name in OPERANDS
+    }
+    other = {"grad_output": {"wgrad": {"format": "e4m3", "history_length": 2}}}
+    apart, _ = linear("delayed", 32, 64, **other)
+    state = fp8_state(apart)
+    assert state["layer.grad_output.wgrad.amax_history"].shape == (2,)
+    assert state["layer.grad_output.amax_history"].shape == (1024,)
+    dy = normal(48, 64, seed=2)
+    apart(normal(48, 32, seed=1)).backward(dy)
+    scales = [fp8_state(apart)[f"layer.grad_output{of}.scale"] for of in ("", ".wgrad")]
+    assert torch.equal(scales[0] / scales[1], torch.tensor(57344.0 / 448.0))

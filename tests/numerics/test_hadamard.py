@@ -1,0 +1,119 @@
+"""The Hadamard transform against SciPy's matrix in float64, and a loop in float32."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import hadamard as sylvester
+
+from fp8stack.numerics.hadamard import hadamard
+from tests.support.oracles import FLOAT_DTYPES, every_value, to_numpy
+
+SIGNS = {16: [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], 32: [1] * 32}
+SIZES = [16, 32]
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def by_hand(x: np.ndarray, size: int, dim: int) -> np.ndarray:
+    """The rule, element by element of a block; numpy float32."""
+    rows = np.moveaxis(x, dim, -1)
+    rows = np.pad(rows, [(0, 0)] * (x.ndim - 1) + [(0, -rows.shape[-1] % size)])
+    with np.errstate(all="ignore"):
+        blocks = bf16(rows).reshape(*rows.shape[:-1], rows.shape[-1] // size, size) * np.array(
+            SIGNS[size], np.float32
+        )
+        stride = 1
+        while stride < size:
+            next_ = blocks.copy()
+            for i in range(size):
+                if not i & stride:
+                    next_[..., i] = blocks[..., i] + blocks[..., i + stride]
+                    next_[..., i + stride] = blocks[..., i] - blocks[..., i + stride]
+            blocks, stride = next_, 2 * stride
+        out = bf16(blocks * np.float32(1 / math.sqrt(size)))
+    return np.moveaxis(out.reshape(rows.shape), -1, dim)
+
+
+def uneven(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator) * 2.0 ** torch.randint(
+        -12, 12, shape, generator=generator
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((33,), 0), ((40, 64), 1), ((40, 64), 0), ((64, 50), -1), ((50, 64), -2), ((1, 7), 1),
+     ((2, 48, 5), 1), ((2, 3, 70), -1), ((0, 32), 1), ((32, 0), 0), ((600, 512), 1),
+     ((600, 512), 0)],
+)  # fmt: skip
+def test_it_equals_a_loop_over_the_elements_of_a_block(shape, dim, size, dtype):
+    x = uneven(*shape).to(dtype)
+    before = x.clone()
+    for matrix in (x, x.mT.contiguous().mT if x.ndim > 1 else x):
+        ours = hadamard(matrix, size, dim)
+        assert (ours.dtype, ours.is_contiguous()) == (torch.float32, True)
+        np.testing.assert_array_equal(ours.numpy(), by_hand(to_numpy(x), size, dim))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_matrix_with_signed_rows(size):
+    x = uneven(64, size).bfloat16()
+    matrix = np.diag(SIGNS[size]) @ sylvester(size) / math.sqrt(size)
+    exact = to_numpy(x).astype(np.float64) @ matrix
+    ours = hadamard(x, size, 1).double().numpy()
+    error = np.abs(ours - exact)
+    assert (
+        error <= np.abs(exact) * 2**-8 + np.abs(to_numpy(x)).max(1, keepdims=True) * 2**-19
+    ).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_transforms_of_two_operands_cancel(size):
+    x, w = torch.randn(24, 70), torch.randn(40, 70)
+    product = hadamard(x, size, 1) @ hadamard(w, size, 1).T
+    torch.testing.assert_close(product, x @ w.T, atol=0.1, rtol=0.02)
+    other = hadamard(x.T.contiguous(), size, 0).T @ hadamard(w.T.contiguous(), size, 0)
+    torch.testing.assert_close(other, product, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_not_finite_stays_in_its_block(size):
+    x = torch.ones(4, 3 * size)
+    x[0, 3], x[1, 5], x[2, 0], x[2, 1] = math.nan, math.inf, math.inf, math.inf
+    ours = hadamard(x, size, 1)
+    clean = hadamard(torch.ones(4, 3 * size), size, 1)
+    assert not ours[:3, :size].isfinite().any()
+    assert torch.equal(ours[:, size:], clean[:, size:])
+    assert torch.equal(ours[3], clean[3])
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_compiled_code_gives_the_same_bits(size, dtype):
+    torch.compiler.reset()  # each test may compile as often as the limit says
+    compiled = torch.compile(hadamard, fullgraph=True)
+    x = uneven(48, 100).to(dtype)
+    x[0, 0], x[1, 1], x[2], x[3, 5] = math.nan, math.inf, 0.0, -0.0
+    for dim in (0, 1):
+        ours = hadamard(x, size, dim)
+        np.testing.assert_array_equal(compiled(x, size, dim).numpy(), ours.numpy())
+
+
+def test_compiled_code_rounds_every_magnitude_to_bfloat16():
+    torch.compiler.reset()
+    compiled = torch.compile(hadamard, fullgraph=True)
+    bits = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32)
+    x = torch.from_numpy(bits.view(np.float32)).view(-1, 64)
+    x = torch.cat([x, every_value(torch.bfloat16).float().view(-1, 64)])
+    np.testing.assert_array_equal(compiled(x, 16, 1).numpy(), hadamard(x, 16, 1).numpy())

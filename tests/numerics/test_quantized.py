@@ -1,0 +1,368 @@
+"""Any quantizer's bytes and scales against numpy, block after block, and ml_dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fp8stack.formats import FORMATS
+from fp8stack.numerics import (
+    Quantizer,
+    RandomBits,
+    amax,
+    dequantize,
+    quantize,
+    quantize_blocks,
+    quantize_mxfp8,
+)
+from fp8stack.numerics.hadamard import hadamard
+from fp8stack.numerics.quantized import encode
+from tests.support.oracles import (
+    BITS,
+    FLOAT_DTYPES,
+    MAX,
+    by_hand,
+    codes,
+    decoded,
+    nearest_codes,
+    random_codes,
+    to_numpy,
+)
+from tests.support.quantizers import (
+    EVERY,
+    HADAMARD,
+    MXFP4,
+    NVFP4,
+    PLAIN,
+    STOCHASTIC,
+    extreme,
+    numbers,
+    uneven,
+    with_specials,
+)
+
+SMALL_FORMATS = ["e2m1", "e2m3", "e3m2"]
+DRAWN = RandomBits(1, 2, torch.tensor(3))
+
+
+def generator_of(quantizer: Quantizer) -> RandomBits | None:
+    return DRAWN if quantizer.stochastic else None
+
+
+def unpacked(data: torch.Tensor, quantizer: Quantizer, dim: int, length: int) -> np.ndarray:
+    """The codes, one to an element."""
+    if quantizer.format != "e2m1":
+        return codes(data)
+    packed = np.moveaxis(data.numpy(), dim, -1)
+    both = np.stack([packed % 16, packed // 16], -1).reshape(*packed.shape[:-1], -1)
+    assert not both[..., length:].any()
+    return np.moveaxis(both[..., :length], -1, dim)
+
+
+def assert_made_by_hand(x: torch.Tensor, quantizer: Quantizer, dim: int, **options) -> None:
+    """The bytes, scales and values of a matrix, against the loop over its blocks."""
+    before = x.clone()
+    generator = generator_of(quantizer)
+    made = quantize(x, quantizer, dim, generator, **options)
+    np.testing.assert_array_equal(to_numpy(x), to_numpy(before))
+    source = to_numpy(hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x)
+    dtype = torch.bfloat16 if quantizer.hadamard else x.dtype
+    bits = None if generator is None else generator.bits(*source.shape).numpy()
+    wanted = by_hand(source, quantizer, dim, float(torch.finfo(dtype).max), bits)
+
+    assert (made.quantizer, made.dim, made.shape) == (quantizer, dim, x.shape)
+    assert bool(made.has_nan) == bool(np.isnan(source).any())
+    assert (made.has_nan.dtype, made.has_nan.shape) == (torch.bool, ())
+    assert (made.amax.dtype, made.amax.shape) == (torch.float32, ())
+    assert made.amax == amax(torch.from_numpy(source))
+    length = source.shape[dim]
+    np.testing.assert_array_equal(unpacked(made.data, quantizer, dim, length), wanted.codes)
+
+    if quantizer.per_tensor:
+        assert (made.scales.shape, made.scales.dtype) == ((), torch.float32)
+        assert made.scales == wanted.stored.item()
+    else:
+        assert made.scales.shape == wanted.stored.shape
+        scales = codes(made.scales) if quantizer.scale == "e8m0" else made.scales.float().numpy()
+        np.testing.assert_array_equal(scales, wanted.stored)
+    with np.errstate(all="ignore"):
+        spread = wanted.out
+        if quantizer.scale == "e4m3":
+            spread = spread * np.float32(made.amax) * np.float32(1 / 2688)
+        values = decoded(quantizer.format)[wanted.codes] * spread
+    back = dequantize(made)
+    assert back.dtype == torch.float32
+    np.testing.assert_array_equal(back.numpy(), values)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_matrix_with_tails_and_specials_equals_the_loop_over_its_blocks(name, dim):
+    assert_made_by_hand(with_specials(uneven(75, 140)), EVERY[name], dim)
+    assert_made_by_hand(uneven(70, 133), EVERY[name], dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_other_dtypes_ties_and_views_equal_the_loop(name, dtype):
+    x = uneven(75, 140)
+    assert_made_by_hand(with_specials(x).to(dtype), EVERY[name], 1)
+    assert_made_by_hand(numbers(x).to(dtype).T, EVERY[name], 0)
+    assert_made_by_hand(numbers(x).to(dtype)[::2, 1::3], EVERY[name], 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_magnitude_of_float32_equals_the_loop(name, dim):
+    assert_made_by_hand(extreme(), EVERY[name], dim)
+    assert_made_by_hand(extreme() * 2.0**-126, EVERY[name], dim)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_tensor_of_zeros_or_of_nan_alone(name):
+    quantizer = EVERY[name]
+    for fill in (0.0, -0.0, math.nan):
+        assert_made_by_hand(torch.full((20, 40), fill), quantizer, 1)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0)], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_an_empty_matrix(name, shape):
+    quantizer = EVERY[name]
+    made = quantize(torch.ones(shape), quantizer, 1, generator_of(quantizer))
+    assert made.data.numel() == 0
+    assert (made.amax, bool(made.has_nan)) == (0, False)
+    assert dequantize(made).shape == shape
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *HADAMARD])
+def test_more_dimensions_are_blocked_like_the_matrix_of_their_rows(name):
+    quantizer = EVERY[name]
+    x = uneven(48, 100)
+    if quantizer.blocks is not None and quantizer.blocks[0] > 1:
+        three = x[None].expand(2, 48, 100)
+        made, flat = quantize(three, quantizer), quantize(x, quantizer)
+        assert torch.equal(made.data[1], flat.data)
+    else:
+        made, flat = quantize(x.view(4, 12, 100), quantizer), quantize(x, quantizer)
+        assert torch.equal(made.data.reshape(48, -1).view(torch.uint8), flat.data.view(torch.uint8))
+        assert torch.equal(dequantize(made).view(48, -1), dequantize(flat))
+        first = quantize(x.view(4, 12, 100).movedim(2, 0), quantizer, 0)
+        assert torch.equal(dequantize(first).movedim(0, 2).reshape(48, -1), dequantize(flat))
+
+
+def test_stochastic_rows_of_more_dimensions_draw_like_their_matrix():
+    x, quantizer = uneven(48, 100), replace(MXFP4, rounding="stochastic")
+    made = quantize(x.view(4, 12, 100), quantizer, -1, DRAWN)
+    assert torch.equal(made.data.view(48, -1), quantize(x, quantizer, -1, DRAWN).data)
+
+
+# The older functions
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_functions_for_one_recipe_give_the_same_bytes(dim, dtype):
+    x = with_specials(uneven(75, 140)).to(dtype)
+    for rounding in ("rceil", "floor", "even"):
+        made = quantize(x, Quantizer(block=(1, 32), scale="e8m0", scale_rounding=rounding), dim)
+        data, scales = quantize_mxfp8(x, dim, "e4m3", rounding)
+        assert np.array_equal(codes(made.data), codes(data))
+        assert np.array_equal(codes(made.scales), codes(scales))
+    for power_of_two in (True, False):
+        scale = "power_of_two" if power_of_two else "float32"
+        for block in ((1, 128), (128, 128)):
+            made = quantize(x, Quantizer(block=block, scale=scale), dim)
+            data, scales = quantize_blocks(x, block if dim else block[::-1], "e4m3", power_of_two)
+            assert np.array_equal(codes(made.data), codes(data))
+            assert torch.equal(made.scales, scales)
+
+
+# Rules that are told in numbers
+
+
+def test_the_codes_of_e2m1_and_its_ties():
+    exact = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    ties = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5: 6}
+    x = torch.tensor([*exact, *ties, 7, math.inf, math.nan])
+    wanted = torch.tensor([*range(8), *ties.values(), 7, 7, 7], dtype=torch.uint8)
+    assert torch.equal(encode(x, FORMATS["e2m1"], None), wanted)
+    minus = wanted + 8
+    minus[-1] = 7  # NaN has no sign
+    assert torch.equal(encode(-x, FORMATS["e2m1"], None), minus)  # -0 is code 8
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_every_mantissa_rounds_as_ml_dtypes_casts_it(name):
+    # All high bits, with low bits that make a tie, or just not.
+    mantissas = (torch.arange(2**16, dtype=torch.int32)[:, None] << 7) + torch.tensor([0, 1, 127])
+    for exponent in (118, 124, 125, 126, 127, 129, 131):
+        x = (mantissas.int() | exponent << 23).view(torch.float32)
+        ours = encode(x, FORMATS[name], None)
+        assert np.array_equal(ours.numpy(), nearest_codes(x.numpy(), name))
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_random_rounding_is_exact_at_the_edge_of_every_draw(name):
+    """The bits just below the threshold and just not, of values everywhere in the format."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200_000, generator=generator) * 2.0 ** torch.randint(
+        -12, 6, (200_000,), generator=generator
+    )
+    grid = decoded(name)
+    grid = np.sort(grid[np.isfinite(grid) & (grid >= 0)]).astype(np.float64)
+    size = np.minimum(np.abs(x.numpy().astype(np.float64)), MAX[name])
+    below = np.searchsorted(grid, size, side="right") - 1
+    gap = np.where(below + 1 < len(grid), np.append(grid, 2 * grid[-1])[below + 1] - grid[below], 1)
+    threshold = torch.from_numpy(np.ceil((size - grid[below]) / gap * 2.0**32).astype(np.int64))
+    for bits in (threshold - 1, threshold, threshold + 1):
+        bits = bits.clamp(0, 2**32 - 1)
+        ours = encode(x, FORMATS[name], bits)
+        assert np.array_equal(ours.numpy(), random_codes(x.numpy(), name, bits.numpy()))
+    up = encode(x, FORMATS[name], (threshold - 1).clamp(min=0)).int() & 0x7F >> 8 - BITS[name]
+    down = encode(x, FORMATS[name], threshold.clamp(max=2**32 - 1)).int() & 0x7F >> 8 - BITS[name]
+    assert ((up - down)[threshold > 0] == 1).all()
+    assert ((up - down)[threshold == 0] == 0).all()
+
+
+def test_two_codes_to_a_byte_with_the_even_element_in_the_low_half():
+    x = torch.tensor([[0.5, -6.0, 3.0], [1.0, 6.0, -0.0]])
+    made = quantize(x, MXFP4, 1)
+    assert made.data.tolist() == [[0xF1, 0x05], [0x72, 0x08]]
+    assert codes(made.scales).tolist() == [[127], [127]]
+    made = quantize(x.T.contiguous(), MXFP4, 0)
+    assert made.data.tolist() == [[0xF1, 0x72], [0x05, 0x08]]
+
+
+def test_nvfp4_by_hand():
+    x = torch.zeros(2, 32)
+    x[0, :4] = torch.tensor([6.0, 3.0, -1.4, 0.2])
+    x[1, 16:18] = torch.tensor([-0.5, 0.1])
+    made = quantize(x, NVFP4, 1)
+    # g = 2688 / 6 = 448; the first block's scale is 6 * (448 / 6) = 448, the last's 37.33 -> 36.
+    assert made.scales.float().tolist() == [[448.0, 0.0], [0.0, 36.0]]
+    assert unpacked(made.data, NVFP4, 1, 32)[0, :4].tolist() == [7, 5, 11, 0]
+    # -0.5 * 448 / 36 = -6.2 is clamped; 0.1 * 448 / 36 = 1.24 -> 1
+    assert unpacked(made.data, NVFP4, 1, 32)[1, 16:18].tolist() == [15, 2]
+    back = dequantize(made)
+    assert back[0, :3].tolist() == pytest.approx([6.0, 3.0, -1.5])
+    assert back[1, 16:18].tolist() == pytest.approx([-6 * 36 / 448, 36 / 448])
+
+
+def test_an_inf_shows_in_the_values():
+    for name, quantizer in PLAIN.items():
+        if quantizer.format not in SMALL_FORMATS:
+            continue
+        x = torch.ones(32, 64)
+        x[3, 5] = math.inf
+        made = quantize(x, quantizer)
+        assert not made.has_nan
+        if quantizer.scale in ("e8m0", "e4m3"):
+            assert dequantize(made)[3, 5].isinf(), name
+        else:  # as FP8: it saturates, and the amax tells of it
+            assert made.amax.isinf()
+
+
+# Scales from outside
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_scale_may_be_given(stochastic):
+    x = uneven(40, 70)
+    scale = torch.tensor(448 / 3)
+    rounding = "stochastic" if stochastic else "nearest"
+    for amax_ in ("current", "delayed"):
+        quantizer = Quantizer(amax=amax_, rounding=rounding)
+        made = quantize(x, quantizer, 1, DRAWN if stochastic else None, scale=scale)
+        scaled = to_numpy(x) * np.float32(448 / 3)
+        bits = DRAWN.bits(40, 70).numpy()
+        wanted = random_codes(scaled, "e4m3", bits) if stochastic else nearest_codes(scaled, "e4m3")
+        np.testing.assert_array_equal(codes(made.data), wanted)
+        assert made.scales == np.float32(1) / np.float32(448 / 3)
+        assert made.amax == x.abs().max()
+
+
+def test_what_is_missing_is_asked_for():
+    x = torch.ones(16, 16)
+    with pytest.raises(ValueError, match="needs a generator"):
+        quantize(x, replace(NVFP4, rounding="stochastic"))
+    with pytest.raises(ValueError, match="'delayed' needs a scale"):
+        quantize(x, Quantizer(amax="delayed"))
+    with pytest.raises(ValueError, match="takes no scale from outside"):
+        quantize(x, NVFP4, scale=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="does not fit a tensor of one dimension"):
+        quantize(x[0], replace(NVFP4, block=(16, 16)))
+
+
+# Stochastic rounding as a whole
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_draws_do_not_depend_on_how_rows_are_split_and_change_with_the_counter(name):
+    quantizer = STOCHASTIC[name]
+    x = uneven(64, 128)
+    if quantizer.per_tensor or quantizer.scale == "e4m3":
+        x[::16, 0] = 3e4  # the same amax in all parts
+        x[::16, 1:] = 0
+    whole = quantize(x, quantizer, 1, DRAWN)
+    again = quantize(x, quantizer, 1, DRAWN)
+    assert np.array_equal(codes(whole.data), codes(again.data))
+    for first in (torch.tensor(16), 16):
+        parts = [
+            quantize(x[:16], quantizer, 1, DRAWN),
+            quantize(x[16:], quantizer, 1, replace(DRAWN, first_row=first)),
+        ]
+        both = np.concatenate([codes(part.data) for part in parts])
+        assert np.array_equal(both, codes(whole.data))
+    other = quantize(x, quantizer, 1, replace(DRAWN, counter=torch.tensor(4)))
+    assert not np.array_equal(codes(other.data), codes(whole.data))
+
+
+@pytest.mark.parametrize("name", SMALL_FORMATS)
+def test_random_rounding_is_unbiased_at_every_value_tried(name):
+    """A million draws of each: within 4 standard errors of the value itself."""
+    grid = decoded(name)[: 1 << BITS[name] - 1]
+    tried = [(grid[i] * (1 - f) + grid[i + 1] * f) for i in (0, 1, 2, 5) for f in (0.01, 0.3, 0.77)]
+    tried += [2.0**-20, -0.3, -MAX[name] * 0.9, MAX[name]]
+    bits = RandomBits(5, 6, torch.tensor(7)).bits(1000, 1000)
+    table = torch.from_numpy(decoded(name))
+    for value in tried:
+        x = torch.full((1000, 1000), float(value))
+        drawn = table[encode(x, FORMATS[name], bits).int()].double()
+        error = drawn.std() / 1000
+        assert abs(drawn.mean() - x[0, 0].double()) <= 4 * error, value
+
+
+def test_it_is_unbiased_through_the_scales_of_a_block():
+    x = uneven(1, 64, seed=5).expand(20_000, 64)
+    for quantizer in (MXFP4, NVFP4):
+        made = quantize(x, replace(quantizer, rounding="stochastic"), 1, DRAWN)
+        drawn = dequantize(made).double()
+        # NVFP4's scale is rounded: what exceeds its 6 is cut off, not rounded.
+        limit = dequantize(quantize(x[:1] * 1e6, quantizer)).abs().max() * 0 + drawn.abs().max(0)[0]
+        inside = x[0].double().abs() < limit
+        error = drawn.std(0) / 20_000**0.5
+        assert inside.sum() > 40
+        assert ((drawn.mean(0) - x[0].double()).abs() <= 4.5 * error + 1e-6 * limit)[inside].all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4 16x16", "stochastic nvfp4", "hadamard row"])
+def test_compiled_code_makes_the_same_bytes(name):
+    # inductor's code for a CPU knows no float8_e8m0fnu.
+    # inductor's code for a CPU knows no float8_e8m0fnu.
+    torch.compiler.reset()
+    quantizer = EVERY[name]
+    x = with_specials(uneven(75, 140))
+
+    def both(x: torch.Tensor, generator: RandomBits | None) -> tuple[torch.Tensor, ...]:
+        made = quantize(x, quantizer, 1, generator)
+        return made.data.view(torch.uint8), made.scales.float(), made.amax, dequantize(made)
+
+    ours = both(x, generator_of(quantizer))
+    theirs = torch.compile(both, fullgraph=True)(x, generator_of(quantizer))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())

@@ -1,0 +1,117 @@
+"""Philox4x32-10 against Random123's known answers and plain Python integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fp8stack.numerics import RandomBits
+from fp8stack.numerics.random import philox4x32
+
+WORD = 2**32 - 1
+# Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((WORD,) * 4, (WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+COUNTER = 0x0370734413198A2E
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """The paper's algorithm in Python's integers."""
+    (a, b, c, d), (k0, k1) = counter, key
+    for _ in range(10):
+        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (q >> 32) ^ b ^ k0, q & WORD, (p >> 32) ^ d ^ k1, p & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return a, b, c, d
+
+
+def random_bits(counter: int = COUNTER, **changes) -> RandomBits:
+    return RandomBits(
+        **{"seed": 0xA4093822, "stream": 0x299F31D0, "counter": torch.tensor(counter)} | changes
+    )
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
+def test_the_known_answers_of_random123(counter, key, result):
+    assert philox(counter, key) == result  # the reference of the other tests
+    words = philox4x32(*map(torch.tensor, counter), *key)
+    assert tuple(map(int, words)) == result
+
+
+def test_the_known_answer_is_found_at_its_place():
+    row, lane = 0x85A308D3, 0x243F6A88
+    drawn = random_bits(first_row=row)
+    # The column, 2.4 billion, is too far right for a tensor: the word by itself, and what makes it.
+    words = philox4x32(
+        torch.tensor(lane), torch.tensor(row), torch.tensor(COUNTER & WORD),
+        torch.tensor(COUNTER >> 32), drawn.seed, drawn.stream,
+    )  # fmt: skip
+    assert tuple(map(int, words)) == KNOWN[2][2]
+    wanted = philox((0, row, COUNTER & WORD, COUNTER >> 32), (drawn.seed, drawn.stream))
+    assert tuple(drawn.bits(1, 4)[0].tolist()) == wanted
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 10), (1, 1), (5, 4), (0, 7), (7, 0)], ids=str)
+@pytest.mark.parametrize("counter", [0, 7, 2**32 - 1, 2**40 + 3, 2**63 - 1])
+def test_every_element_has_the_word_of_its_place(rows, columns, counter):
+    drawn = random_bits(counter, first_row=2**31 + 5).bits(rows, columns)
+    wanted = [
+        [
+            philox((j // 4, 2**31 + 5 + i, counter & WORD, counter >> 32), KNOWN[2][1])[j % 4]
+            for j in range(columns)
+        ]
+        for i in range(rows)
+    ]
+    assert (drawn.dtype, drawn.shape) == (torch.int64, (rows, columns))
+    np.testing.assert_array_equal(drawn.numpy(), np.array(wanted).reshape(rows, columns))
+
+
+def test_seed_and_stream_count_modulo_2_to_the_32():
+    one = random_bits(seed=5, stream=-1).bits(4, 9)
+    assert torch.equal(one, random_bits(seed=5 + 2**32, stream=2**32 - 1).bits(4, 9))
+    assert not torch.equal(one, random_bits(seed=6, stream=-1).bits(4, 9))
+    assert not torch.equal(one, random_bits(seed=5, stream=-2).bits(4, 9))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_rows_in_parts_equal_the_whole(as_tensor):
+    whole = random_bits(first_row=11).bits(700, 401)  # more than one chunk
+    for start in (0, 1, 326, 699):
+        first = torch.tensor(11 + start) if as_tensor else 11 + start
+        part = random_bits(first_row=first).bits(700 - start, 401)
+        assert torch.equal(part, whole[start:])
+    assert torch.equal(random_bits(first_row=11).bits(9, 400), whole[:9, :400])
+
+
+def test_the_bits_are_uniform():
+    bits = random_bits().bits(1000, 1000)
+    ones = torch.stack([(bits >> k & 1).double().mean() for k in range(32)])
+    assert (ones - 0.5).abs().max() < 5 * 0.5e-3  # standard error of a million coins
+    assert abs(bits.double().mean() / 2**32 - 0.5) < 5 * 12**-0.5 * 1e-3
+    assert (int(bits.min()) < 2**14) & (int(bits.max()) > 2**32 - 2**14)
+
+
+def test_compiled_code_draws_alike_for_every_counter_and_stream():
+    def draw(bits: RandomBits, x: Tensor) -> Tensor:
+        return bits.bits(*x.shape)
+
+    torch.compiler.reset()
+    counted = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(draw, fullgraph=True, backend=counted)
+    x = torch.empty(6, 10)
+    for stream in (3, 4, 99, -1):
+        for counter in (0, 2**40 + 1):
+            for first in (torch.tensor(0), torch.tensor(77)):
+                one = random_bits(counter, stream=stream, first_row=first)
+                assert torch.equal(compiled(one, x), one.bits(6, 10))
+    assert counted.frame_count == 2  # for the first stream, and for any

@@ -1,0 +1,305 @@
+"""What an emulated GEMM multiplies against the bytes of `quantize`, for every kind of quantizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8stack.numerics import (
+    Quantizer,
+    RandomBits,
+    Rounded,
+    dequantize,
+    quantize,
+    round_both,
+    round_to,
+    rounding,
+)
+from fp8stack.numerics.hadamard import hadamard
+from fp8stack.numerics.quantized import Quantized
+from tests.support.oracles import FLOAT_DTYPES, STEADY, to_numpy
+from tests.support.quantizers import (
+    EVERY,
+    HADAMARD,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    PLAIN,
+    STOCHASTIC,
+    extreme,
+    numbers,
+    uneven,
+    with_specials,
+)
+
+DRAWN = RandomBits(1, 2, torch.tensor(3))
+# One quantizer of each way through the code; compiling takes ten seconds each.
+COMPILED = [
+    *("mxfp4", "nvfp4 16x16", "stochastic mxfp6 e3m2 floor"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            *("tensor e5m2", "row", "1x64", "mxfp8 e5m2 floor", "mxfp6 e2m3", "fp6 power of two"),
+            *("nvfp4", "hadamard nvfp4", "hadamard tensor", "stochastic tensor e5m2"),
+            *("stochastic row e5m2", "stochastic hadamard nvfp4"),
+        )
+    ),
+]
+
+
+def generator_of(quantizer: Quantizer) -> RandomBits | None:
+    return DRAWN if quantizer.stochastic else None
+
+
+def wanted(x: Tensor, quantizer: Quantizer, dim: int, **options) -> tuple[np.ndarray, object]:
+    """Values and factor from the bytes."""
+    made = quantize(x, quantizer, dim, generator_of(quantizer), **options)
+    one = made._replace(scales=torch.ones_like(made.scales))
+    if quantizer.blocks is None:
+        values, factor = dequantize(one), made.scales.reshape(-1 if made.scales.ndim else ())
+    elif quantizer.scale == "e4m3":
+        values, factor = dequantize(two_levels(made)), made.amax * np.float32(1 / 2688)
+    else:
+        values, factor = dequantize(made), None
+    source = hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x
+    return torch.where(source.isnan(), math.nan, values).numpy(), factor
+
+
+def two_levels(made: Quantized) -> Quantized:
+    """The same blocks with the E4M3 scale alone, as float32."""
+    quantizer = replace(made.quantizer, scale="float32")
+    return made._replace(scales=made.scales.float(), quantizer=quantizer)
+
+
+def assert_same(ours: Rounded, theirs: tuple[np.ndarray, object]) -> None:
+    """Equal values, NaN equal to NaN, and no telling +0 from -0."""
+    assert ours.values.dtype == torch.float32
+    assert ours.values.is_contiguous()
+    np.testing.assert_array_equal(ours.values.numpy(), theirs[0])
+    if theirs[1] is None:
+        assert ours.factor is None
+    else:
+        assert (ours.factor.dtype, ours.factor.shape) == (torch.float32, theirs[1].shape)
+        np.testing.assert_array_equal(ours.factor.numpy(), np.asarray(theirs[1]))
+
+
+@pytest.fixture(params=[50, 2**17], ids=["many chunks", "one chunk"])
+def chunks(request, monkeypatch):
+    monkeypatch.setattr(rounding, "CHUNK", request.param)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_values_are_those_of_the_bytes(name, dim, chunks):
+    quantizer, generator = EVERY[name], generator_of(EVERY[name])
+    x = uneven(75, 140)
+    for matrix in (x, with_specials(x), extreme(), extreme() * 2.0**-126, numbers(x).T, x[::2, 3:]):
+        before = matrix.clone()
+        ours = round_to(matrix, quantizer, dim, generator)
+        assert_same(ours, wanted(matrix, quantizer, dim))
+        np.testing.assert_array_equal(to_numpy(matrix), to_numpy(before))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_the_values_of_other_dtypes_are_those_of_the_bytes(name, dtype):
+    quantizer, generator = EVERY[name], generator_of(EVERY[name])
+    for x in (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128)):
+        ours = round_to(x.to(dtype), quantizer, 1, generator)
+        assert_same(ours, wanted(x.to(dtype), quantizer, 1))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (1, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_small_and_empty_matrices(name, shape):
+    quantizer, generator = EVERY[name], generator_of(EVERY[name])
+    for dim in (0, 1):
+        ours = round_to(torch.full(shape, -3.3), quantizer, dim, generator)
+        if 0 not in shape:
+            assert_same(ours, wanted(torch.full(shape, -3.3), quantizer, dim))
+        assert ours.values.numel() == (0 if 0 in shape else max(1, quantizer.hadamard))
+        if quantizer.block == "row":
+            assert ours.factor.shape == (shape[1 - dim],)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *STOCHASTIC])
+def test_a_nan_reaches_the_output_of_the_gemm(name):
+    quantizer = EVERY[name]
+    x = uneven(64, 64)
+    x[3, 5] = math.nan
+    for dim in (0, 1):
+        rounded = round_to(x, quantizer, dim, generator_of(quantizer))
+        factor = 1.0 if rounded.factor is None else rounded.factor
+        assert (rounded.values.mT if dim == 0 else rounded.values).shape == (64, 64)
+        product = rounded.values.sum(dim) * factor
+        row = 5 if dim == 0 else 3
+        assert product[row].isnan()
+
+
+# Both directions at once
+
+
+PAIRS = [
+    *((one, one) for one in (*PLAIN, *HADAMARD)),
+    *(("1x128", "128x128"), ("mxfp4", "mxfp4 32x32"), ("nvfp4", "nvfp4 16x16"), ("1x64", "1x64")),
+    *(("nvfp4", "hadamard nvfp4"), ("mxfp8", "tensor"), ("tensor", "mxfp8"), ("mxfp4", "mxfp8")),
+    *(("mxfp4", "mxfp4 floor"), ("tensor", "tensor e5m2"), ("stochastic nvfp4", "nvfp4")),
+    *(("stochastic mxfp4", "stochastic hadamard mxfp4"), ("row", "row e5m2"), ("tensor", "row")),
+    *(("stochastic tensor", "stochastic tensor"), ("stochastic nvfp4 16x16", "nvfp4 16x16")),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_both_directions_equal_one_after_the_other(pair, chunks):
+    along, across = (EVERY[name] for name in pair)
+    generators = (DRAWN, replace(DRAWN, stream=9))
+    for x in (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16()):
+        for ours, quantizer, dim in zip(
+            round_both(x, along, across, generators), (along, across), (1, 0), strict=True
+        ):
+            one = round_to(x, quantizer, dim, generators[1 - dim])
+            assert_same(ours, (one.values.numpy(), one.factor))
+
+
+def test_alike_quantizers_share_their_passes_and_turned_ones_their_values(monkeypatch):
+    x = uneven(64, 128)
+    one, other = round_both(x, replace(NVFP4, block=(16, 16)), replace(NVFP4, block=(16, 16)))
+    assert one is other
+    calls = []
+    real = rounding._block_amaxes
+    monkeypatch.setattr(rounding, "_block_amaxes", lambda *a: calls.append(a) or real(*a))
+    for along, across in (
+        (MXFP8, MXFP8),
+        (NVFP4, NVFP4),
+        (MXFP4, MXFP4),
+        (NVFP4, replace(NVFP4, block=(16, 16))),
+    ):
+        calls.clear()
+        round_both(x, along, across)
+        assert len(calls) == 1
+
+
+# What is given
+
+
+@pytest.mark.parametrize("name", ["tensor", "stochastic tensor"])
+def test_a_scale_may_be_given(name):
+    quantizer, generator = EVERY[name], generator_of(EVERY[name])
+    x = uneven(75, 140)
+    for amax in ("current", "delayed"):
+        quantizer = replace(quantizer, amax=amax)
+        for scale in (torch.tensor(448 / 3), torch.tensor(2.0**-10)):
+            ours = round_to(x, quantizer, 0, generator, scale=scale)
+            assert_same(ours, wanted(x, quantizer, 0, scale=scale))
+    small = torch.tensor(1e-3) / x.abs().max()
+    ours = round_to(x, quantizer, 1, generator, scale=small, saturates=False)
+    assert_same(ours, wanted(x, quantizer, 1, scale=small))
+
+
+def test_what_is_missing_is_asked_for():
+    x = torch.ones(16, 16)
+    with pytest.raises(ValueError, match="needs a generator"):
+        round_to(x, replace(NVFP4, rounding="stochastic"), 1)
+    with pytest.raises(ValueError, match="'delayed' needs a scale"):
+        round_to(x, Quantizer(amax="delayed"), 1)
+    with pytest.raises(ValueError, match="'delayed' needs a scale"):
+        round_both(x, Quantizer(amax="delayed"), Quantizer(amax="delayed"))
+    with pytest.raises(ValueError, match="takes no scale from outside"):
+        round_to(x, NVFP4, 1, scale=torch.tensor(1.0))
+
+
+# Draws
+
+
+@pytest.mark.parametrize(
+    "name", ["stochastic mxfp4", "stochastic tensor e5m2", "stochastic row e5m2"]
+)
+def test_draws_depend_on_the_place_alone(name, monkeypatch):
+    quantizer = EVERY[name]
+    x = uneven(96, 64)
+    x[:, 0] = 1e4  # one amax for the tensor and for each part
+    whole = round_to(x, quantizer, 1, DRAWN)
+    for size in (1, 64 * 7, 2**17):
+        monkeypatch.setattr(rounding, "CHUNK", size)
+        again = round_to(x, quantizer, 1, DRAWN)
+        assert torch.equal(again.values, whole.values)
+    for cut in (32, 33, 95):
+        above = round_to(x[:cut], quantizer, 1, DRAWN)
+        below = round_to(x[cut:], quantizer, 1, replace(DRAWN, first_row=torch.tensor(cut)))
+        assert torch.equal(torch.cat([above.values, below.values]), whole.values)
+
+
+def test_a_generator_does_not_change_what_is_rounded_to_the_nearest():
+    x = uneven(64, 64)
+    for name, quantizer in (PLAIN | HADAMARD).items():
+        ours, theirs = round_to(x, quantizer, 1, DRAWN), round_to(x, quantizer, 1)
+        assert torch.equal(ours.values, theirs.values), name
+
+
+# Any matrix
+
+
+@st.composite
+def matrices(draw) -> Tensor:
+    rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 150))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    spread = draw(st.sampled_from([0, 3, 20, 120]))
+    x = np.ldexp(
+        random.standard_normal((rows, columns)), random.integers(-spread, spread + 1, (rows, 1))
+    ).astype(np.float32)
+    if draw(st.booleans()):
+        x = (np.round(x * 8) / 8).astype(np.float32)
+    x[random.random(x.shape) < draw(st.sampled_from([0, 0.3]))] = 0
+    for special in draw(st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 2e-45]))):
+        x[random.integers(rows), random.integers(columns)] = special
+    whole = torch.from_numpy(x).to(draw(st.sampled_from(FLOAT_DTYPES)))
+    return whole.T if draw(st.booleans()) else whole
+
+
+@STEADY
+@given(matrices(), st.sampled_from(sorted(EVERY)), st.sampled_from([0, 1]))
+def test_any_matrix_rounds_to_the_values_of_its_bytes(x, name, dim):
+    ours = round_to(x, EVERY[name], dim, generator_of(EVERY[name]))
+    assert_same(ours, wanted(x, EVERY[name], dim))
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_gives_the_values_of_eager_code(name):
+    torch.compiler.reset()
+    quantizer = EVERY[name]
+
+    def rounded(x: Tensor, generator: RandomBits | None) -> tuple[Rounded, Rounded]:
+        return round_both(x, quantizer, quantizer, (generator, generator))
+
+    compiled = torch.compile(rounded, fullgraph=True, dynamic=False)
+    for counter in (3, 2**35):
+        generator = replace(DRAWN, counter=torch.tensor(counter))
+        for x in (with_specials(uneven(75, 140)), extreme()[:, :140]):
+            x = torch.cat([x, x])[:75]
+            for one, other in zip(compiled(x, generator), rounded(x, generator), strict=True):
+                np.testing.assert_array_equal(one.values.numpy(), other.values.numpy())
+                if other.factor is not None:
+                    np.testing.assert_array_equal(one.factor.numpy(), other.factor.numpy())
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2"])
+def test_compiled_code_rounds_every_mantissa_as_eager_code_does(name):
+    torch.compiler.reset()
+    quantizer = Quantizer(format=name, block=(1, 32), scale="e8m0")
+    mantissas = (torch.arange(2**16, dtype=torch.int32)[:, None] << 7) + torch.tensor([0, 1, 127])
+    compiled = torch.compile(lambda x: round_to(x, quantizer, 1).values, fullgraph=True)
+    for exponent in (110, 122, 124, 125, 126, 127):
+        x = (mantissas.int() | exponent << 23).view(torch.float32).view(-1, 1).expand(-1, 2).clone()
+        x[:, 1] = 0.99  # so that exponents below are small in their block
+        np.testing.assert_array_equal(compiled(x).numpy(), round_to(x, quantizer, 1).values.numpy())

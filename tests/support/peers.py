@@ -1,0 +1,275 @@
+"""Other people's quantizers, as functions from a matrix to codes and scales.
+
+Each takes what a case of `CASES` gives and returns numpy arrays: codes one to an element, and
+scales, or values. Transformer Engine's file is loaded without its extension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import gfloat
+import gfloat.formats
+import numpy as np
+import torch
+from torch import Tensor
+from torchao.float8 import float8_utils
+from torchao.float8.config import ScalingGranularity
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+from fp8stack.formats import Quantizer
+from fp8stack.numerics import RandomBits, dequantize, quantize
+from fp8stack.numerics.hadamard import hadamard
+from tests.support.oracles import MAX, ML_DTYPES, codes, nearest_codes
+from tests.support.quantizers import MXFP4, MXFP8, NVFP4
+
+GFLOAT = {
+    "e4m3": gfloat.formats.format_info_ocp_e4m3,
+    "e5m2": gfloat.formats.format_info_ocp_e5m2,
+    "e2m1": gfloat.formats.format_info_ocp_e2m1,
+    "e2m3": gfloat.formats.format_info_ocp_e2m3,
+    "e3m2": gfloat.formats.format_info_ocp_e3m2,
+}
+TORCHAO = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
+TORCHAO |= {"e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2"}
+DRAWN = RandomBits(2, 3, torch.tensor(2**33 + 1))
+
+
+class Compared(NamedTuple):
+    """How many numbers were compared, how many differ, and how many were left out."""
+
+    compared: int
+    differing: int
+    excluded: int
+
+
+def find_te() -> Path | None:
+    """Transformer Engine's Python reference of NVFP4, None where it is not installed."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], "pytorch/custom_recipes/reference_nvfp4.py")
+    return path if path.exists() else None
+
+
+@contextmanager
+def te_reference(path: Path) -> Iterator[Any]:
+    """The module at `path`, with empty stand-ins for what it imports beside torch."""
+
+    def module(name: str, **contents: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        made.__dict__.update(contents)
+        return made
+
+    class Base:
+        def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+            self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+    utils = _load("reference_utils", path.with_name("reference_utils.py"))
+    recipes = module(f"{_TE}.custom_recipes", gemm=mock.MagicMock(), reference_utils=utils)
+    tensor = module(f"{_TE}.quantized_tensor", QuantizedTensorStorage=object, Quantizer=Base)
+    stubs = {
+        "transformer_engine": module("transformer_engine"),
+        _TE: module(_TE),
+        f"{_TE}.custom_recipes": recipes,
+        f"{_TE}.quantized_tensor": tensor,
+    }
+    with mock.patch.dict(sys.modules, stubs):
+        yield _load("reference_nvfp4", path)
+
+
+_TE = "transformer_engine.pytorch"
+
+
+def _load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {name: made}):  # dataclasses look themselves up
+        spec.loader.exec_module(made)
+    return made
+
+
+def te_nvfp4(reference: Any, x: Tensor, tile: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Packed codes and E4M3 scales, one for each row and 16 columns, by TE's reference."""
+    quantizer = reference.NVFP4QuantizerRef(
+        reference.reference_utils.Fp4Formats.E2M1, columnwise=False, quant_tile_shape=tile
+    )
+    made = quantizer.quantize(x)
+    return made.data.numpy(), codes(made.scale)
+
+
+def _count(*pairs: tuple[np.ndarray, np.ndarray], excluded: np.ndarray | None = None) -> Compared:
+    """Differences of arrays, the first of them element by element, less what is excluded."""
+    first, rest = pairs[0], pairs[1:]
+    kept = np.ones(first[0].shape, bool) if excluded is None else ~excluded
+    differing = int((first[0] != first[1])[kept].sum())
+    differing += sum(int((one != other).sum()) for one, other in rest)
+    return Compared(int(kept.sum()), differing, int((~kept).sum()))
+
+
+def mx_by_ml_dtypes(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Codes and scales of 1x32 blocks: numpy for the scale, ml_dtypes for the cast."""
+    made = quantize(x, quantizer, 1)
+    name, limit = quantizer.format, MAX[quantizer.format]
+    blocks = x.float().numpy().reshape(x.shape[0], -1, 32)
+    largest = np.abs(blocks).max(2)
+    if quantizer.scale_rounding == "rceil":
+        part, exponent = np.frexp(largest * np.float32(1 / limit))
+        power = exponent - 1 + (part > 0.5)
+    else:
+        part, exponent = np.frexp(largest)
+        if quantizer.scale_rounding == "even":
+            bits = int(ml_mantissa(name))
+            exponent = exponent + (np.floor(part * 2 ** (bits + 1) + 0.5) == 2 ** (bits + 1))
+        power = exponent - 1 - int(np.log2(limit))
+    scaled = np.ldexp(blocks, -power[..., None]).reshape(x.shape)
+    return _count(
+        (one_to_an_element(made.data, name), nearest_codes(scaled, name)),
+        (codes(made.scales), (power + 127).astype(np.uint8)),
+    )
+
+
+def ml_mantissa(name: str) -> int:
+    """The mantissa's bits, by ml_dtypes."""
+    import ml_dtypes
+
+    return int(ml_dtypes.finfo(ML_DTYPES[name]).nmant)
+
+
+def mx_by_gfloat(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Values of 1x32 blocks by the OCP rule: gfloat's scale and its rounding."""
+    made = quantize(x, quantizer, 1)
+    info = GFLOAT[quantizer.format]
+    blocks = x.float().numpy().astype(np.float64).reshape(x.shape[0], -1, 32)
+    largest = np.abs(blocks).max(2, keepdims=True)
+    scale = 2.0 ** np.clip(np.floor(np.log2(largest)) - info.emax, -127, 127)
+    values = gfloat.round_ndarray(info, blocks / scale, sat=True) * scale
+    return _count((dequantize(made).numpy(), values.reshape(x.shape)))
+
+
+def draws_by_gfloat(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Stochastic rounding by gfloat with 32 bits: it rounds up from a sum, so its bits count from
+    the other end; and it rounds the place between two neighbours to 32 bits, ours up. Places that
+    need more bits, of values below 2^-9 of a step, are left out."""
+    quantizer = replace(quantizer, rounding="stochastic")
+    made = quantize(x, quantizer, 1, DRAWN)
+    info = GFLOAT[quantizer.format]
+    bits = DRAWN.bits(*x.shape).numpy()
+    power = made.scales.view(torch.uint8).numpy().astype(int) - 127
+    blocks = x.float().numpy().astype(np.float64).reshape(x.shape[0], -1, 32)
+    scaled = np.ldexp(blocks, -power[..., None]).reshape(x.shape)
+    held = np.clip(scaled, -info.max, info.max)
+    values = gfloat.round_ndarray(
+        info, held, gfloat.RoundMode.Stochastic, True, srbits=2**32 - 1 - bits, srnumbits=32
+    )
+    values = np.ldexp(values.reshape(blocks.shape), power[..., None]).reshape(x.shape)
+    exponent = np.maximum(np.frexp(np.where(held == 0, 1, held))[1] - 1, 1 - info.bias)
+    steps = np.ldexp(np.abs(held), 32 + info.precision - 1 - exponent)
+    return _count((dequantize(made).numpy(), values), excluded=steps != np.floor(steps))
+
+
+def mx_by_torchao(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Codes and scales of 1x32 blocks by torchao's `to_mx`."""
+    made = quantize(x, quantizer, 1)
+    mode = ScaleCalculationMode(quantizer.scale_rounding)
+    scales, data = to_mx(x, TORCHAO[quantizer.format], 32, mode)
+    return _count((_bytes(made.data), _bytes(data)), (codes(made.scales), codes(scales)))
+
+
+def row_by_torchao(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Bytes and scales of rows by torchao's recipe `rowwise`. Left out: rows whose scale is so
+    close below a power of two that torchao's float32 logarithm takes it for one."""
+    made = quantize(x, quantizer, 1)
+    scale = float8_utils.tensor_to_scale(
+        x,
+        torch.float8_e4m3fn,
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=-1,
+        round_scales_to_power_of_2=True,
+    )
+    data = float8_utils.to_fp8_saturated(x.float() * scale, torch.float8_e4m3fn)
+    exact = 448 / x.double().abs().amax(1, keepdim=True)
+    near = (exact.log2() - exact.log2().round()).abs() < 2e-6
+    excluded = near.numpy().repeat(x.shape[1], 1)
+    kept = ~near.numpy()
+    return _count(
+        (codes(made.data), codes(data)),
+        (made.scales.numpy()[kept], (1 / scale).numpy()[kept]),
+        excluded=excluded,
+    )
+
+
+def nvfp4_by_te(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Codes and scales by Transformer Engine's reference, of the transformed tensor where there is
+    a transform. Its function drops the sign of -0; TE's kernels do not."""
+    path = find_te()
+    assert path is not None
+    made = quantize(x, quantizer, 1)
+    if quantizer.hadamard:
+        x = hadamard(x, 16, 1).bfloat16()
+    assert quantizer.blocks is not None
+    with te_reference(path) as reference:
+        data, scales = te_nvfp4(reference, x, quantizer.blocks)
+    ours = codes(made.scales).repeat(quantizer.blocks[0], 0)
+    zeros = (x == 0) & x.signbit()
+    excluded = (zeros[:, ::2] | zeros[:, 1::2]).numpy()
+    return _count((made.data.numpy(), data), (ours, scales), excluded=excluded)
+
+
+def mx_by_microxcaling(x: Tensor, quantizer: Quantizer) -> Compared:
+    """Values of 1x32 blocks by microxcaling, with its rounding to even and the OCP rule."""
+    mx_ops = importlib.import_module("mx.mx_ops")
+    name = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "e2m1": "fp4_e2m1"}.get(
+        quantizer.format, f"fp6_{quantizer.format}"
+    )
+    values = mx_ops._quantize_mx(
+        x.float(), 8, mx_ops.ElemFormat.from_str(name), axes=[-1], block_size=32, round="even"
+    )
+    return _count((dequantize(quantize(x, quantizer, 1)).numpy(), values.numpy()))
+
+
+def one_to_an_element(data: Tensor, name: str) -> np.ndarray:
+    """Codes, of packed ones too."""
+    if name != "e2m1":
+        return codes(data)
+    packed = data.numpy()
+    return np.stack([packed % 16, packed // 16], -1).reshape(packed.shape[0], -1)
+
+
+def _bytes(data: Tensor) -> np.ndarray:
+    return data.view(torch.uint8).numpy()
+
+
+_MX = {"mxfp8": MXFP8, "mxfp8 e5m2": replace(MXFP8, format="e5m2"), "mxfp4": MXFP4}
+_MX |= {f"mxfp6 {name}": replace(MXFP8, format=name) for name in ("e2m3", "e3m2")}
+_RULES = ("rceil", "floor", "even")
+_FLOOR = {f"{name} floor": replace(q, scale_rounding="floor") for name, q in _MX.items()}
+_EVERY_MX = {
+    f"{name} {rule}": replace(q, scale_rounding=rule) for name, q in _MX.items() for rule in _RULES
+}
+_NVFP4 = {
+    "nvfp4": NVFP4,
+    "nvfp4 16x16": replace(NVFP4, block=(16, 16)),
+    "nvfp4 hadamard": replace(NVFP4, hadamard=16),
+}
+Peer = Callable[[Tensor, Quantizer], Compared]
+PEERS: dict[str, tuple[Peer, dict[str, Quantizer]]] = {
+    "ml_dtypes": (mx_by_ml_dtypes, _EVERY_MX),
+    "gfloat": (mx_by_gfloat, _FLOOR),
+    "gfloat stochastic": (draws_by_gfloat, _MX),
+    "torchao to_mx": (mx_by_torchao, _EVERY_MX),
+    "torchao rowwise": (row_by_torchao, {"row": Quantizer(block="row", scale="power_of_two")}),
+    "Transformer Engine": (nvfp4_by_te, _NVFP4),
+    "microxcaling": (mx_by_microxcaling, _FLOOR),
+}

@@ -1,0 +1,102 @@
+"""Recipes are data: those that ship, and one that no code knows, train, are seen and resume."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8stack import presets
+from fp8stack.precision import load_recipe
+from tests.conftest import losses
+from tests.training.pin_runs import SHAPE, TEXT
+
+NEW = [name for name in presets.names("recipes") if name not in ("block", "current", "delayed")]
+NEW = [name for name in NEW if load_recipe(name).is_fp8 and name != "mxfp8"]
+QUICK = ("nvfp4", "rowwise_wgrad_hp", "mxfp6_e3m2")
+FLAGS = [
+    "--model", "shape.toml", "--data", str(TEXT), "--batch", "4", "--device", "cpu", "--seed", "5",
+    "--save-every", "3", "--eval-every", "6", "--set", "sample_tokens=0", "--set", "eval_windows=2",
+    "--set", "telemetry_every=3", "--set", "warmup_steps=2", "--lr", "1e-2",
+]  # fmt: skip
+MINE = """
+description = "FP6 weights, FP4 inputs, gradients by rows, some layers in delayed scaling"
+[quantizer]
+format = "e2m1"
+block = [1, 16]
+scale = "power_of_two"
+[weight]
+format = "e2m3"
+block = [16, 16]
+[grad_output]
+format = "e5m2"
+block = "row"
+rounding = "stochastic"
+[[layers]]
+match = "*.mlp.down"
+recipe = "delayed"
+history_length = 4
+[[layers]]
+match = "head"
+recipe = "mxfp8"
+grad_output = "none"
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("shape.toml").write_text(SHAPE)
+    Path("mine.toml").write_text(MINE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("./mine.toml", *QUICK),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NEW if name not in QUICK),
+    ],
+)
+def test_a_run_cut_off_goes_on_to_the_bit(recipe, here, command):
+    for out in ("whole", "cut"):
+        assert command("pretrain", "--recipe", recipe, "--steps", "6", "--out", out, *FLAGS) == 0
+    shutil.rmtree(here / "cut" / "checkpoints" / "step-000006")
+    assert command("pretrain", "--resume", "cut") == 0
+    whole, cut = (here / out / "checkpoints" / "step-000006" for out in ("whole", "cut"))
+    assert losses(here / "whole") == losses(here / "cut")
+    groups = [file.name for file in whole.glob("*.safetensors") if file.stem != "rng"]
+    assert "model.safetensors" in groups
+    for name in groups:
+        one, other = load_file(whole / name), load_file(cut / name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    table = load_recipe(recipe).tables
+    if any(q.stochastic for one in table for q in one.each.values()):
+        state = load_file(cut / "fp8.safetensors")
+        assert {int(v) for key, v in state.items() if key.endswith(".draws")} == {6}
+
+
+def test_telemetry_plan_estimate_and_report_know_a_recipe_that_no_code_knows(here, command, capsys):
+    options = ("--telemetry-every", "3", "--what-if", "nvfp4,mxfp6_e2m3,rowwise")
+    assert (
+        command(
+            "pretrain", "--recipe", "./mine.toml", "--steps", "3", "--out", "r", *FLAGS, *options
+        )
+        == 0
+    )
+    rows = [json.loads(line) for line in (here / "r" / "telemetry.jsonl").read_text().splitlines()]
+    of = {(row["layer"], row["operand"]): row for row in rows if row.get("what_if") is False}
+    assert of["blocks.0.mlp.up", "weight"]["format"] == "e2m3"
+    assert of["blocks.0.mlp.down", "weight"]["format"] == "e4m3"
+    assert 0 <= of["blocks.0.mlp.up", "input"]["zero_blocks"] <= 1
+    tried = {row["recipe"] for row in rows if row.get("what_if")}
+    assert tried == {"nvfp4", "mxfp6_e2m3", "rowwise"}
+    capsys.readouterr()
+    for words in (["plan"], ["estimate"]):
+        assert command(*words, "--model", "shape.toml", "--recipe", "./mine.toml") == 0
+    assert "e2m3" in capsys.readouterr().out
+    assert command("report", "r", "--text") == 0
+    assert "blocks.0.mlp.up" in capsys.readouterr().out
