@@ -326,6 +326,21 @@ class Quantizers:
                 found[f"{operand}.{_ACROSS[operand].rpartition('_')[2]}"] = across
         return found
 
+    @property
+    def delayed(self) -> bool:
+        """Whether any scale comes from earlier passes."""
+        return any(q.delayed for q in self.each.values())
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any operand is rounded at random."""
+        return any(q.stochastic for q in self.each.values())
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether all that the GEMMs multiply has at most 8 significant bits."""
+        return all(q.exact_in_bf16 for q in self.each.values())
+
 
 _ACROSS: dict[str, str] = {
     "input": "input_wgrad",

@@ -64,8 +64,7 @@ class Backend:
         if layer is None or layer.quantizers is None:
             return plain_linear(size, self.compute_dtype)
         slots = None if self.delayed is None else self.delayed.add_layer(name, layer.quantizers)
-        stochastic = any(q.stochastic for q in layer.quantizers.each.values())
-        draws = self.draws.layer(name) if stochastic else None
+        draws = self.draws.layer(name) if layer.quantizers.stochastic else None
         operands = LayerOperands(layer.quantizers, slots, draws)
         builder = self._lenders[layer.backend] if layer.backend else self
         return builder.fp8_linear(layer, size, operands)

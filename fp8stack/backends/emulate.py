@@ -169,8 +169,7 @@ class EmulatedLinear(LowPrecisionLinear):
         self, size: Size, backend: EmulateBackend, operands: LayerOperands, save_fp8: bool
     ) -> None:
         super().__init__(size, backend.compute_dtype, backend.delayed)
-        exact = all(q.exact_in_bf16 for q in operands.quantizers.each.values())
-        self.gemm = backend.gemm(exact)
+        self.gemm = backend.gemm(operands.quantizers.exact_in_bf16)
         self.operands = operands
         self.save_fp8 = save_fp8
 

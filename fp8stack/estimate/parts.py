@@ -217,7 +217,7 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     for layer in plan.layers:
         if layer.quantizers is not None:
             each = layer.quantizers.each
-            total += 8 * any(q.stochastic for q in each.values())
+            total += 8 * layer.quantizers.stochastic
             copies = {(place.partition(".")[0], q) for place, q in each.items() if q.delayed}
             lengths += [q.history_length for _, q in copies]
     if lengths:

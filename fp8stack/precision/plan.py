@@ -91,7 +91,7 @@ class Plan:
     @property
     def delayed(self) -> bool:
         """Whether any layer's scales come from the amaxes of earlier passes."""
-        return any(q.delayed for table in self.tables for q in table.each.values())
+        return any(table.delayed for table in self.tables)
 
     @property
     def attention(self) -> ComputeDtype:
@@ -248,7 +248,7 @@ class Plan:
         """What the emulator holds the operands of a quantized layer in: the compute dtype if their
         values are exact in it, on a GPU; else float32."""
         assert layer.quantizers is not None
-        exact = all(q.exact_in_bf16 for q in layer.quantizers.each.values())
+        exact = layer.quantizers.exact_in_bf16
         return self.compute_dtype if exact and self.device != "cpu" else "fp32"
 
     @property

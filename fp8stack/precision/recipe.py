@@ -128,7 +128,7 @@ class Recipe(BaseModel):
     @property
     def delayed(self) -> bool:
         """Whether any scale comes from the amaxes of earlier passes."""
-        return any(q.delayed for table in self.tables for q in table.each.values())
+        return any(table.delayed for table in self.tables)
 
     def for_layer(self, layer: str, block: Block | None, head: bool) -> LayerChoice:
         """What this recipe asks for in one layer.

@@ -343,7 +343,7 @@ def test_it_is_unbiased_through_the_scales_of_a_block():
         made = quantize(x, replace(quantizer, rounding="stochastic"), 1, DRAWN)
         drawn = dequantize(made).double()
         # NVFP4's scale is rounded: what exceeds its 6 is cut off, not rounded.
-        limit = dequantize(quantize(x[:1] * 1e6, quantizer)).abs().max() * 0 + drawn.abs().max(0)[0]
+        limit = drawn.abs().max(0)[0]
         inside = x[0].double().abs() < limit
         error = drawn.std(0) / 20_000**0.5
         assert inside.sum() > 40
@@ -352,7 +352,6 @@ def test_it_is_unbiased_through_the_scales_of_a_block():
 
 @pytest.mark.parametrize("name", ["nvfp4 16x16", "stochastic nvfp4", "hadamard row"])
 def test_compiled_code_makes_the_same_bytes(name):
-    # inductor's code for a CPU knows no float8_e8m0fnu.
     # inductor's code for a CPU knows no float8_e8m0fnu.
     torch.compiler.reset()
     quantizer = EVERY[name]
