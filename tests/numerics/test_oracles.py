@@ -1,7 +1,8 @@
 """Quantizers against other people's: ml_dtypes, gfloat, torchao, Transformer Engine, microxcaling.
 
 The quick form compares 100 thousand values of each, the slow one 10 million, and writes its counts
-to bench/results/cpu/oracles.md where FP8STACK_WRITE_RESULTS is 1.
+to bench/results/cpu/oracles.md where FP8STACK_WRITE_RESULTS is 1. microxcaling is no package on
+PyPI: put a clone of it (github.com/microsoft/microxcaling) on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def table(rows: list[str]) -> str:
     told = (
         "# Quantizers against their peers\n\n"
         "Codes and scales, or values, of about ten million elements each, half float32, half\n"
-        "bfloat16, with many ties; every one compared for equality. A row of Transformer Engine\n"
-        "counts bytes, two codes each. What is left out, and why, is in `tests/support/peers.py`.\n"
+        "bfloat16, with many ties; every one compared for equality. FP4 of Transformer Engine and\n"
+        "torchao is counted in bytes, two codes each. What is left out, and why, is in\n"
+        "`tests/support/peers.py`.\n"
         "Written by `FP8STACK_WRITE_RESULTS=1 python -m pytest -m slow "
         "tests/numerics/test_oracles.py`.\n\n"
         "| peer | quantizer | compared | differing | left out |\n|---|---|---|---|---|\n"
