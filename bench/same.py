@@ -5,7 +5,8 @@
 Both trees train every shipped recipe on the same text, resume from the checkpoint in the middle,
 and plan and estimate every model on every kind of GPU. What is compared: losses and gradient norms,
 the bytes of every tensor of the checkpoints, telemetry's figures, and the JSON of `plan` and
-`estimate`. Exit code 1 if anything differs.
+`estimate`. Recipes are compared as this checkout reads them, whatever form they are written in.
+Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -95,8 +96,11 @@ def _in_tree(tree: Path, folder: Path) -> dict[str, Any]:
     words = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child", str(out)]
     with tempfile.TemporaryDirectory() as work:
         subprocess.run(words, cwd=work, env=environment, check=True)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    return {
+        name: leaf
+        for fact, value in json.loads(out.read_text()).items()
+        for name, leaf in _leaves(fact, value)
+    }
 
 
 def _facts(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
@@ -156,15 +160,19 @@ def _planned(model: str, recipe: str, capability: str) -> Iterator[tuple[str, An
             answer = json.loads(text)
         except ValueError:
             answer = text
-        yield from _leaves(f"{command} {model} {recipe} {capability}", answer)
+        yield f"{command} {model} {recipe} {capability}", answer
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The single values of nested JSON, by their path."""
+    """The single values of nested JSON, by their path; recipes in this checkout's form."""
+    from fp8stack.precision.recipe import recipe_from_json
+
     if not isinstance(value, dict | list):
         yield name, value
         return
     for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+        if key == "recipe" and isinstance(one, dict):
+            one = recipe_from_json(one, name).to_json()
         if key not in TIMES:
             yield from _leaves(f"{name} {key}", one)
 
