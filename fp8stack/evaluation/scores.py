@@ -21,7 +21,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
-from fp8stack.training.load import find_checkpoint, model_in
+from fp8stack.training.load import find_checkpoint, model_in, plan_in
 from fp8stack.training.setup.datasets import tokenizer_of_run
 
 
@@ -109,7 +109,10 @@ def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
     config: RunConfig = presets.parse(RunConfig, checkpoint.info["config"], where)
     scores: list[Score] = []
     windows: Windows | None = None
-    for recipe in request.recipes or [str(checkpoint.info["plan"]["recipe"]["name"])]:
+    recipes = request.recipes or [str(checkpoint.info["plan"]["recipe"]["name"])]
+    for recipe in recipes:  # all are refused before the first one is evaluated
+        plan_in(recipe, checkpoint, path, hardware, request.backend)
+    for recipe in recipes:
         model = model_in(recipe, checkpoint, path, hardware, request.backend)
         if windows is None:
             tokenizer = tokenizer_of_run(run, request.tokenizer)

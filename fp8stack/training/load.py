@@ -12,7 +12,7 @@ from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, ne
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, Recipe, probe, recipe_from_json
+from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -55,12 +55,12 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     )
 
 
-def model_in(
+def plan_in(
     recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
-) -> GPT:
-    """The model of `checkpoint`, found at `path`, in eval mode, to be run in `recipe` whatever it
-    was trained in, on the device of `hardware`. Raises what `resolve` raises, and a UserError if
-    delayed scaling is asked of a checkpoint without its scales."""
+) -> Plan:
+    """How the model of `checkpoint`, found at `path`, runs in `recipe`, whatever it was trained in,
+    on `hardware`. Raises what `resolve` raises, and a UserError if delayed scaling is asked of a
+    checkpoint without its scales."""
     identity, ran = checkpoint.info["identity"], checkpoint.info["plan"]
     config = model_of(checkpoint)
     asked: str | Recipe = recipe
@@ -71,16 +71,33 @@ def model_in(
     if plan.recipe.quantizers == trained_in.quantizers:  # its FP8 state is that of its FP8 layers
         left_out = layers_left_out(ran)
         plan = plan_for(config, asked, hardware, backend, left_out=left_out)
-    model = GPT(config, build_backend(plan))
+    if plan.delayed and not any(map(_is_scale, checkpoint.tensors.get("fp8", {}))):
+        raise UserError(
+            f"{path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
+            f"in {ran['recipe']['name']}. Use recipe 'current'."
+        )
+    return plan
+
+
+def model_in(
+    recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
+) -> GPT:
+    """The model of `checkpoint` in eval mode, on the device of `hardware`, as `plan_in` says.
+    Raises what that raises."""
+    plan = plan_in(recipe, checkpoint, path, hardware, backend)
+    model = GPT(model_of(checkpoint), build_backend(plan))
     restore_weights(model, checkpoint.tensors.get("model", {}))
-    if fp8_state(model):
-        if "fp8" not in checkpoint.tensors:
-            raise UserError(
-                f"{path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
-                f"in {ran['recipe']['name']}. Use recipe 'current'."
-            )
-        load_fp8_state(model, checkpoint.tensors["fp8"])
+    saved = checkpoint.tensors.get("fp8", {})
+    scales = {name: tensor for name, tensor in saved.items() if plan.delayed and _is_scale(name)}
+    # Random draws of layers that drew none in the run begin anew.
+    draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
+    load_fp8_state(model, scales | draws)
     return model.to(hardware.device).eval()
+
+
+def _is_scale(name: str) -> bool:
+    """Whether a tensor of an FP8 state belongs to delayed scaling, and not to random draws."""
+    return not name.endswith(".draws")
 
 
 def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:

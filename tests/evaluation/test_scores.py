@@ -278,6 +278,7 @@ def test_a_terminals_table_has_the_same_cells(run):
         (["--batch", "0"], "--batch 0"),
         (["--context", "1000"], "--context 1000 is more than the 128"),
         (["--recipes", "mxpf8,fp32"], "Did you mean 'mxfp8'?"),
+        (["--recipes", "fp32,mxpf8"], "Did you mean 'mxfp8'?"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),
     ],
@@ -287,6 +288,21 @@ def test_bad_input_is_one_line(refused, run, flags, words):
     assert words in refused("eval", str(run), *flags)
 
 
-def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path):
+def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path, capsys):
     plain = trained(tmp_path, recipe="fp32")
-    assert "holds no scales for recipe 'delayed'" in refusal(scores, plain, recipes=["delayed"])
+    capsys.readouterr()
+    said = refusal(scores, plain, recipes=["fp32", "delayed"])
+    assert "holds no scales for recipe 'delayed'" in said
+    assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
+
+
+@pytest.mark.parametrize("trained_in", ["fp32", "delayed", "nvfp4"])
+def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path):
+    plain = trained(tmp_path, recipe=trained_in)
+    found = scores(plain, recipes=["fp32", "nvfp4", "nvfp4_no_hadamard", "mxfp4"])
+    assert [score.plan.precision.removesuffix("-emulated") for score in found[1:]] == [
+        *("nvfp4", "nvfp4_no_hadamard", "mxfp4")
+    ]
+    assert all(0 < abs(score.difference or 0) < 0.5 for score in found[1:])
+    if trained_in != "delayed":
+        assert "no scales" in refusal(scores, plain, recipes=["delayed"])
