@@ -38,6 +38,7 @@ class RunFolder:
         self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
         self._own.append(self.sessions)
         self._lock: TextIO | None = None
+        self._made: list[Path] = []  # the folders that this process made for it
 
     @property
     def holds_run(self) -> bool:
@@ -118,6 +119,7 @@ class RunFolder:
         wrote left behind is removed. Raises a UserError if another process trains in it, and a
         StorageError if it cannot be made."""
         with storage_errors(self.path):
+            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a")
         if not lock(self._lock.fileno()):
@@ -131,10 +133,15 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Within, an error lets others have the folder."""
+        """Within, an error lets others have the folder; one that was made for nothing goes."""
         try:
             yield
         except BaseException:
+            if self._made and self.is_vacant:
+                with suppress(OSError):  # something else was put there
+                    (self.path / ".lock").unlink()
+                    for folder in (self.checkpoints, *self._made):
+                        folder.rmdir()
             self.release()
             raise
 

@@ -231,7 +231,10 @@ def test_a_package_that_is_missing_is_one_line(package, tmp_path, monkeypatch):
         trackers.build_trackers(RunConfig(**{package: True}), tmp_path)
 
 
-def test_trackio_with_a_server_and_no_token_is_one_line(tmp_path, monkeypatch):
+def test_trackio_with_a_server_and_no_token_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
-    message = refusal(fp8stack.pretrain, out=tmp_path / "r", trackio=True, steps=1)
-    assert message.startswith("--trackio: Self-hosted logging requires a write token")
+    (tmp_path / "mine").mkdir()
+    for out in ("runs/r", "mine/r"):
+        message = refusal(fp8stack.pretrain, out=tmp_path / out, trackio=True, steps=1)
+        assert message.startswith("--trackio: Self-hosted logging requires a write token")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
