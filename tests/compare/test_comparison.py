@@ -460,6 +460,33 @@ def test_recipes_are_added_by_name_or_file(copy, command, trained, refused):
     assert "recipes.mine.quantizers." in said
 
 
+# What `contents.recipes` was before recipes were tables of quantizers.
+OLD_RECIPES: dict[str, dict[str, Any]] = {
+    "fp32": {"name": "fp32", "scaling": "none", "compute_dtype": "fp32"},
+    "delayed": {
+        "name": "delayed", "attention": "compute", "head": False, "exclude": [],
+        "exclude_first_blocks": 0, "exclude_last_blocks": 0, "forward_format": "e4m3",
+        "backward_format": "e5m2", "scaling": "delayed", "margin": 0, "history_length": 1024,
+        "amax_algorithm": "max",
+    },
+}  # fmt: skip
+
+
+def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, refused):
+    found = report(copy)
+    found["contents"]["recipes"] = OLD_RECIPES
+    (copy / "compare.json").write_text(json.dumps(found))
+    assert command("compare", "--out", "c", *AGAIN, "--seeds", "3") == 0
+    assert trained == ["fp32-seed2", "delayed-seed2"]
+    # What its recipes were is still held to.
+    found["contents"]["recipes"] = OLD_RECIPES | {
+        "delayed": OLD_RECIPES["delayed"] | {"history_length": 16}
+    }
+    (copy / "compare.json").write_text(json.dumps(found))
+    said = refused("compare", "--out", "c", *AGAIN)
+    assert "history_length is 1024 here and 16 there" in said
+
+
 def test_added_seeds_are_all_that_is_trained(copy, command, trained):
     assert command("compare", "--out", "c", *AGAIN, "--seeds", "4") == 0
     assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
