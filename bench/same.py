@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,12 +66,21 @@ def _report(then: dict[str, Any], now: dict[str, Any]) -> int:
     print(
         f"{len(then)} facts: {len(differing)} differ, {len(missing)} are gone, {len(new)} are new"
     )
-    for key in differing[:SHOWN]:
-        print(f"  {key}: {then[key]} -> {now[key]}")
-    for word, keys in (("gone", missing), ("new", new)):
-        for key in keys[:SHOWN]:
-            print(f"  {word}: {key}")
+    for keys in _alike(differing):
+        print(f"  {len(keys)} such as {keys[0]}: {then[keys[0]]} -> {now[keys[0]]}")
+    for word, changed in (("gone", missing), ("new", new)):
+        for keys in _alike(changed):
+            print(f"  {word}: {len(keys)} such as {keys[0]}")
     return 1 if differing or missing else 0
+
+
+def _alike(keys: list[str]) -> list[list[str]]:
+    """Facts of the same command or run that have the same last word, numbers apart."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        words = re.sub(r"\d+", "", key).split()
+        found.setdefault(f"{words[0]} {words[-1]}", []).append(key)
+    return list(found.values())[:SHOWN]
 
 
 @contextlib.contextmanager
