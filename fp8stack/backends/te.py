@@ -32,7 +32,7 @@ from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.observe import Observer
 from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.formats import Quantizers
-from fp8stack.precision.kernels import KERNELS, kernel_of
+from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
 
 # TE's name of an activation; its gelu is the tanh approximation.
@@ -51,11 +51,12 @@ _BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
 def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
     """TE's form of a table of quantizers that one of its recipes has."""
     made: te_recipes.Recipe
-    kernel, x, dy = kernel_of(quantizers), quantizers.input, quantizers.grad_output
+    x, dy = quantizers.input, quantizers.grad_output
+    assert kernel_of(quantizers) is not None
     assert x is not None
     assert dy is not None
     formats = te_recipes.Format.HYBRID if dy.format == "e5m2" else te_recipes.Format.E4M3
-    if kernel == "delayed":
+    if x.delayed:
         # One row: TE records into it. The window, and what follows from it, is in `AmaxHistory`.
         made = te_recipes.DelayedScaling(
             fp8_format=formats,
@@ -65,17 +66,16 @@ def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
             reduce_amax=False,
             backward_override=None,
         )
-    elif kernel == "current":
+    elif x.per_tensor:
         made = te_recipes.Float8CurrentScaling(fp8_format=formats, backward_override=None)
         made.use_power_2_scales = x.scale == "power_of_two"
         _set_quantization(made, x.scale == "power_of_two", x.eps)
-    elif kernel == "block":
+    elif x.scale == "e8m0":
+        made = te_recipes.MXFP8BlockScaling(backward_override=None)
+    else:
         made = te_recipes.Float8BlockScaling(backward_override=None)
         made.use_f32_scales = x.scale == "float32"
         _set_quantization(made, x.scale == "power_of_two", 0.0)
-    else:
-        assert kernel == "mxfp8"
-        made = te_recipes.MXFP8BlockScaling(backward_override=None)
     return made
 
 
@@ -259,10 +259,12 @@ class TEBackend(Backend):
 
     def __init__(self, plan: Plan, *, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
-        assert plan.recipe.quantizers is not None
-        assert plan.kernel is not None
-        self.row_multiple = KERNELS[plan.kernel].feature_multiple
-        self.te_recipe = te_recipe(plan.recipe.quantizers)
+        quantizers = plan.recipe.quantizers
+        assert quantizers is not None
+        assert quantizers.input is not None
+        self.row_multiple = feature_multiple(quantizers, "te")
+        self.te_recipe = te_recipe(quantizers)
+        self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
 
     def delayed_scaling(self) -> DelayedScaling:
@@ -310,8 +312,8 @@ class TEBackend(Backend):
         lent = _norm_parameters(norm) | up.parameters_for("fc1_") | down.parameters_for("fc2_")
         y = self.run(core, x, lent, [up, down])
         if self.observer is not None:
-            # TE computes these recipes' activations and casts them in one kernel.
-            fused = self.plan.kernel in ("delayed", "mxfp8")
+            # With these scales TE computes the activation and casts it in one kernel.
+            fused = self.input.delayed or self.input.scale == "e8m0"
             inner = torch.float32 if fused else self.compute_dtype
             normed = self._normed(x, norm)
             self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
@@ -320,8 +322,7 @@ class TEBackend(Backend):
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """What a norm hands to the cast within a fused module, computed once more."""
         # Where TE fuses norm and cast, the values are not rounded in between.
-        kernel = self.plan.kernel
-        fused = kernel == "delayed" or (kernel == "mxfp8" and _cudnn_norms(x))
+        fused = self.input.delayed or (self.input.scale == "e8m0" and _cudnn_norms(x))
         with torch.no_grad(), no_autocast(x.device.type):
             normed: Tensor = norm(x.detach().to(self.compute_dtype))
             return normed.to(torch.float32 if fused else self.compute_dtype)

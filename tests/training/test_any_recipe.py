@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8stack import presets
+from fp8stack.benchmark.step import FP8, QUANTIZED
 from fp8stack.precision import load_recipe
 from tests.conftest import losses
 from tests.training.pin_runs import SHAPE, TEXT
 
-NEW = [name for name in presets.names("recipes") if name not in ("block", "current", "delayed")]
-NEW = [name for name in NEW if load_recipe(name).is_fp8 and name != "mxfp8"]
+NEW = [name for name in QUANTIZED if name not in FP8]
 QUICK = ("nvfp4", "rowwise_wgrad_hp", "mxfp6_e3m2")
 FLAGS = [
     "--model", "shape.toml", "--data", str(TEXT), "--batch", "4", "--device", "cpu", "--seed", "5",
