@@ -94,7 +94,10 @@ def _order(name: str) -> int:
 def so_far(folder: Path | None, facts: Row) -> Report:
     """The report with the rows that `folder` has already."""
     path = folder / "reliability.json" if folder else None
-    results = json.loads(path.read_text())["results"] if path and path.exists() else []
+    results = []
+    if path and path.exists():
+        before = json.loads(path.read_text())
+        results = [{"machine": before["machine"]["machine"], **row} for row in before["results"]]
     return {"scenario": "reliability", "machine": facts, "results": results}
 
 
@@ -118,6 +121,7 @@ def measured(name: str, case: Case, short: bool, keep: Path | None) -> Row:
         "seconds": round(time.monotonic() - began, 1),
         "command": f"python -m bench reliability --only {name}{' --short' if short else ''}",
         "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine()["machine"],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
 
@@ -140,7 +144,7 @@ def table(found: Report, known: Mapping[str, Case]) -> str:
     """Every row, those that were not run included, and what was lost."""
     rows = {row["case"]: row for row in found["results"]}
     text = "# Reliability\n\nFaults put into whole runs, and how many of them passed, each row by a"
-    text += f" rule of its own. Measured on {found['machine']['machine']}, torch "
+    text += f" rule of its own. Measured on {_machines(found)}, torch "
     text += f"{found['machine']['torch']}, row by row, by `python -m bench reliability`.\n\n"
     cells = [
         _cells(rows[name]) if name in rows else _not_run(name, known[name])
@@ -148,6 +152,16 @@ def table(found: Report, known: Mapping[str, Case]) -> str:
     ]
     header = ["row", "faults", "a fault passes when", "injected", "survived", "lost", "seconds"]
     return text + reports.markdown([*header, "run on"], cells) + "".join(_lost(rows.values()))
+
+
+def _machines(found: Report) -> str:
+    """Where the rows were run; which where, if not all were on one machine."""
+    by_machine: dict[str, list[str]] = {}
+    for row in found["results"]:
+        by_machine.setdefault(row["machine"], []).append(row["case"])
+    if len(by_machine) < 2:
+        return str(next(iter(by_machine), found["machine"]["machine"]))
+    return "; ".join(f"{name} ({', '.join(cases)})" for name, cases in by_machine.items())
 
 
 def _cells(row: Row) -> list[str]:

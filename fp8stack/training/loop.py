@@ -121,6 +121,7 @@ class _Loop:
             run.main.backend.delayed,
             config.accumulate,
             keep_norms=config.clip_window if config.clip_mode == "adaptive" else 0,
+            draws=run.backend.draws,
         )
         self.saver = Saver(
             run.folder.checkpoints,

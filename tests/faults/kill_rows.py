@@ -30,7 +30,7 @@ from tests.faults.processes import (
 )
 from tests.faults.twins import Twin
 
-RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
+RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8", "nvfp4")
 KILLED, DONE, DISK_FULL, PREEMPTED = -signal.SIGKILL, 0, 4, 75
 SECONDS_TO_STOP = 10.0
 IN_BACKGROUND = ["--checkpoint-async"]
@@ -352,7 +352,7 @@ SAME = "every tensor of the last checkpoint and all losses equal, bit for bit, t
 SAME += " was left alone"
 CASES = {
     "R1": Case(
-        what="kill -9 at random places and times of training, in seven recipes",
+        what="kill -9 at random places and times of training, in eight recipes",
         passes=f"gone on with, {SAME}",
         run=kills,
         short=8,

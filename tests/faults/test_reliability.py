@@ -74,6 +74,20 @@ def test_rows_that_are_not_run_now_stay_as_they_were(cases, tmp_path):
     assert "(short) |" in (tmp_path / "reliability.md").read_text()
 
 
+def test_rows_of_another_machine_are_told_apart(cases, tmp_path):
+    _run(tmp_path)
+    path = tmp_path / "reliability.json"
+    before = json.loads(path.read_text())
+    before["machine"]["machine"] = "a Z80"
+    for row in before["results"]:
+        del row["machine"]  # as older versions wrote it
+    path.write_text(json.dumps(before))
+    _run(tmp_path, "--only", "R10")
+    text = (tmp_path / "reliability.md").read_text()
+    assert "Measured on a Z80 (R2); " in text
+    assert "(R10), torch" in text
+
+
 def test_what_was_lost_is_shown_and_the_exit_code_is_1(cases, tmp_path, capsys):
     cases["R2"] = _case(Outcome(injected=3, survived=1, lost=("spark 2: burnt", "spark 3: gone")))
     with pytest.raises(SystemExit) as exit:

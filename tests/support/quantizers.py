@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.formats import Quantizer
+from fp8stack.precision import load_recipe
 
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 MXFP4 = replace(MXFP8, format="e2m1")
@@ -99,3 +100,18 @@ def numbers(x: Tensor) -> Tensor:
         / 16
         * 2.0 ** torch.randint(-4, 4, (x.shape[0], 1), generator=generator)
     )
+
+
+def has_amax_of_tensors(recipe: str) -> bool:
+    """Whether a scale of this recipe follows from the whole of the tensor that is cast: then each
+    rank has those of its own part of a batch."""
+    return any(not q.delayed and (q.per_tensor or q.scale == "e4m3") for q in _each(recipe))
+
+
+def has_draws(recipe: str) -> bool:
+    """Whether a quantizer of this recipe rounds at random."""
+    return any(q.stochastic for q in _each(recipe))
+
+
+def _each(recipe: str) -> list[Quantizer]:
+    return [q for table in load_recipe(recipe).tables for q in table.each.values()]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8stack.backends.delayed import DelayedScaling, several_ranks
+from fp8stack.backends.operands import Draws
 from fp8stack.checkpoint.state import largest_of_state
 from fp8stack.config import GuardConfig
 from fp8stack.optim.chained import optimizers_in
@@ -104,6 +105,7 @@ class Monitor:
         delayed: the amax history of the model, in delayed scaling: its amaxes are judged as well.
         passes: micro-batches per step: how many amaxes a slot gets.
         keep_norms: how many gradient norms of good steps to keep, in `norms`; 0 for none.
+        draws: the counters of stochastic rounding, which a step that is skipped does not move.
     """
 
     def __init__(
@@ -113,8 +115,11 @@ class Monitor:
         delayed: DelayedScaling | None = None,
         passes: int = 1,
         keep_norms: int = 0,
+        draws: Draws | None = None,
     ) -> None:
         self.config = config
+        self._draws = draws or Draws()
+        self._drawn: Tensor | None = None  # the counters before the step under way, [layers]
         kept = delayed is not None and delayed.history.slots  # none, if no layer is in FP8
         self.amaxes = Amaxes(delayed, config, passes) if delayed is not None and kept else None
         self._judged = self.amaxes  # in the step under way
@@ -140,7 +145,10 @@ class Monitor:
 
     @torch.no_grad()
     def begin(self, records_amaxes: bool = True) -> None:
-        """Mend the FP8 state if it is broken and remember it, before a step that records amaxes."""
+        """Remember the FP8 state before a step; mend it first if it is broken and the step records
+        amaxes."""
+        counters = self._counters()
+        self._drawn = torch.stack(counters) if counters else None
         self._judged = self.amaxes if records_amaxes else None
         if self._judged is not None:
             self._judged.begin(self.device)
@@ -199,7 +207,15 @@ class Monitor:
             self.norms.add(now[1], ~skip)
         if self._judged is not None:
             self._judged.put_back(skip)
+        if self._drawn is not None:
+            counters = self._counters()
+            put_back = torch.where(skip, self._drawn, torch.stack(counters))
+            torch._foreach_copy_(counters, list(put_back.unbind()))
         return now
+
+    def _counters(self) -> list[Tensor]:
+        """Those of the layers that round at random, int64 and 0-dim."""
+        return [layer.counter for layer in self._draws.layers.values()]
 
     def _overflowed(self, norms: Tensor | None, largest: float) -> Tensor:
         """Whose gradients are not finite: bool [optimizers]; all, if it is not clear whose."""

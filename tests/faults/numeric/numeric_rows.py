@@ -14,8 +14,8 @@ from tests.faults.numeric.numeric_faults import VALUES, Fault, places
 from tests.faults.numeric.other_runs import OTHERS, refusal, saved_run
 from tests.faults.numeric.small_runs import Digest, Recorder, events, is_sound, small_run, trained
 
-RECIPES = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
-FP8 = ("delayed", "current", "block", "mxfp8")
+FP8 = ("delayed", "current", "block", "mxfp8", "nvfp4")
+RECIPES = ("fp32", "bf16", "fp16", *FP8)
 FIRST = 6  # the first step with a fault
 APART = 2  # steps from one fault of a run to the next; it is saved as often
 

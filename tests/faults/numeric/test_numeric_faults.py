@@ -35,7 +35,9 @@ def told(run: Run) -> list[tuple[int, str]]:
     return [(row["step"], row["event"]) for row in events(run)]
 
 
-SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("bf16", "block", "mxfp8")]
+SLOW = [
+    pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("bf16", "block", "mxfp8", "nvfp4")
+]
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "delayed", "current", *SLOW])
@@ -92,6 +94,7 @@ def left_out(step: int) -> dict[str, Any]:
     [
         *((recipe, step, []) for recipe in ("fp32", "delayed") for step in (1, 4, 8)),
         ("delayed", 5, ["recipe_overrides.history_length=1"]),
+        ("nvfp4", 4, []),
     ],
 )
 def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(
@@ -207,7 +210,7 @@ def test_a_loss_scale_that_is_no_scale_is_begun_anew(tmp_path):
 
 def test_the_long_form_of_the_row_has_every_fault():
     everything = sum(len(places(recipe)) * len(VALUES) for recipe in RECIPES)
-    assert everything + 7 * 8 + 5 == numeric_rows.ALL_FAULTS
+    assert everything + 8 * 8 + 6 == numeric_rows.ALL_FAULTS
 
 
 def test_a_digest_tells_any_single_change():
