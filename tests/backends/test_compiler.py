@@ -25,6 +25,7 @@ from tests.support.small_loop import SmallLoop
 
 CPU, H100, B200 = Hardware("cpu"), Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
 RECIPES = ["delayed", "current", "block", "mxfp8"]
+EMULATED = ["nvfp4", "mxfp4", "rowwise"]  # by no torch GEMM
 SHAPE: dict[str, Any] = {"vocabulary": 128, "context": 16, "width": 128, "heads": 4}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,8 +167,11 @@ BLOCKS = {("block", "emulate"), ("block", "torch"), ("mxfp8", "torch")}
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        pytest.param(*pair, marks=[pytest.mark.slow] if pair in BLOCKS else [])
-        for pair in product(RECIPES, ["emulate", "torch"])
+        *(
+            pytest.param(*pair, marks=[pytest.mark.slow] if pair in BLOCKS else [])
+            for pair in product(RECIPES, ["emulate", "torch"])
+        ),
+        *(pytest.param(recipe, "emulate", marks=pytest.mark.slow) for recipe in EMULATED),
     ],
 )
 def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
@@ -180,6 +184,8 @@ def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
 SLOW = pytest.mark.slow
 WHOLE: list[Any] = [("delayed", "emulate"), ("delayed", "torch"), ("current", "emulate")]
 WHOLE += [pytest.param(r, b, marks=SLOW) for r in ("block", "mxfp8") for b in ("emulate", "torch")]
+
+WHOLE += [pytest.param(recipe, "emulate", marks=SLOW) for recipe in EMULATED]
 
 
 @pytest.mark.parametrize(("recipe", "backend"), WHOLE)
@@ -198,7 +204,11 @@ def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param("block", marks=pytest.mark.slow), "delayed", "current", "mxfp8", "fp32"]
+    "recipe",
+    [
+        *("delayed", "current", "mxfp8", "fp32"),
+        *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("block", "mxfp4", "rowwise")),
+    ],
 )
 def test_one_compilation_serves_all_blocks(recipe):
     counter = CompileCounterWithBackend("aot_eager")
@@ -223,11 +233,14 @@ def test_save_fp8_compiles():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["emulate", "torch"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *((recipe, "emulate") for recipe in (*RECIPES, *EMULATED)),
+        *(("delayed", "torch"), ("current", "torch")),  # a CPU has no other FP8 GEMMs
+    ],
+)
 def test_a_model_compiled_by_inductor_learns_as_in_eager_mode(recipe, backend):
-    if backend == "torch" and recipe in ("block", "mxfp8"):
-        pytest.skip("no FP8 GEMM of blocks on a CPU")
     plain, fast = made(recipe, backend), made(recipe, backend)
     fast.compile_blocks()
     assert train(fast, 5) == pytest.approx(train(plain, 5), rel=0.01)

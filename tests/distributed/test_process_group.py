@@ -22,11 +22,12 @@ from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import part_of, require_divisible
 from fp8stack.distributed.process_group import ALONE, ElsewhereError, Ranks, join
 from fp8stack.errors import RankLost, UserError
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, load_recipe
 from fp8stack.training.setup import variants
 from tests.conftest import metrics
 from tests.faults.processes import Change, in_ranks, run_ranks, states, telling_states, unchanged
 from tests.faults.twins import TEXT
+from tests.support.quantizers import has_amax_of_tensors, has_draws
 from tests.support.small_loop import changed
 
 WORDS = [
@@ -38,11 +39,9 @@ WORDS = [
 ]  # fmt: skip
 RECKONED = {  # which backend computes which recipes here
     "reference": ("fp32", "bf16", "fp16"),
-    "emulate": ("delayed", "current", "block", "mxfp8"),
+    "emulate": ("delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4"),
     "torch": ("delayed", "current"),
 }
-
-FP8 = {"delayed", "current", "block", "mxfp8"}
 
 
 # What ranks say to each other
@@ -241,14 +240,17 @@ def compare(
 ) -> None:
     """Train with so many ranks and with one; the rules are those of the reliability matrix.
 
-    A rank takes the scales of current scaling from its own part of a micro-batch: one rank has
+    A rank takes the current amax of a tensor from its own part of a micro-batch: one rank has
     those parts if it accumulates as many times more. A delayed history is one for all ranks, and
-    blocks lie within a rank's part; there one rank does the same micro-batches.
+    blocks lie within a rank's part; there one rank does the same micro-batches. Random bits follow
+    from the micro-batch and the place in it: of more micro-batches one rank draws others, so the
+    weights are to move little.
     """
     # A block of a gradient has 128 tokens, those of one rank's part of a micro-batch.
     context = ("--context", "64") if recipe == "block" else ()
-    shared = ("--recipe", recipe, "--backend", backend, *context, *flags)
-    accumulate = 2 * ranks if recipe == "current" else 2
+    accumulate = 2 * ranks if has_amax_of_tensors(recipe) else 2
+    little = ("--lr", "3e-4") if accumulate > 2 and has_draws(recipe) else ()
+    shared = ("--recipe", recipe, "--backend", backend, *context, *little, *flags)
     one = trained.one((*shared, "--accumulate", str(accumulate)), change)
     told = trained.folder / f"fp8-{len(list(trained.folder.iterdir()))}"
     told.mkdir()
@@ -259,7 +261,7 @@ def compare(
         partial(_both, change, partial(telling_states, str(told))),
     )
     known = states(told, ranks)
-    assert bool(known[0]) == (recipe == "delayed")
+    assert bool(known[0]) == (load_recipe(recipe).delayed or has_draws(recipe))
     assert all(changed(known[0], other) == [] for other in known[1:])
     require_near(metrics(several), metrics(one), recipe)
     assert (several / "sample.txt").exists()
@@ -267,6 +269,7 @@ def compare(
 
 def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], recipe: str) -> None:
     assert [row["step"] for row in rows] == [row["step"] for row in expected] == [*range(1, 7)]
+    fp8 = load_recipe(recipe).is_fp8
     for row, other in zip(rows, expected, strict=True):
         near = 1e-5 if recipe == "fp32" or row["step"] == 1 else 5e-3
         assert row["loss"] == pytest.approx(other["loss"], rel=near, abs=0), row["step"]
@@ -274,7 +277,7 @@ def require_near(rows: list[dict[str, Any]], expected: list[dict[str, Any]], rec
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=far), row["step"]
         assert row["lr"] == other["lr"]
         if row["fp8_gemms"] is not None:  # compiled code does not count
-            assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == (recipe in FP8)
+            assert (row["fp8_gemms"] > 0) == (other["fp8_gemms"] > 0) == fp8
     assert rows[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=near)
 
 
@@ -304,6 +307,12 @@ assert set(GRID) > QUICK
 )
 def test_two_ranks_train_as_one(trained, recipe, backend, parallel):
     compare(trained, recipe, backend, parallel)
+
+
+def test_two_ranks_draw_the_random_bits_of_one(trained):
+    mine = trained.folder / "mine.toml"
+    mine.write_text('like = "mxfp4"\nrounding = "stochastic"\n')
+    compare(trained, str(mine), "emulate", "ddp")
 
 
 def test_two_ranks_go_through_the_phases_of_one(trained):
