@@ -19,7 +19,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """GPT-2's kind (LayerNorm, GELU, learned positions, biases), or Llama's if `llama` is true
-    (RMSNorm, SwiGLU, RoPE, none)."""
+    (RMSNorm, SwiGLU, RoPE, none); `qk_norm` has queries and keys normalized."""
 
     vocabulary: int
     context: int
@@ -30,6 +30,7 @@ class Shape:
     hidden: int
     llama: bool = False
     tied: bool = True
+    qk_norm: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
 
@@ -47,11 +48,17 @@ class _Attention(nn.Module):
         qkv = (self.heads + 2 * self.groups) * self.head_width
         self.qkv = nn.Linear(shape.width, qkv, bias=not shape.llama)
         self.output = nn.Linear(shape.width, shape.width, bias=not shape.llama)
+        if shape.qk_norm:
+            self.query_norm = nn.RMSNorm(self.head_width, eps=shape.norm_eps)
+            self.key_norm = nn.RMSNorm(self.head_width, eps=shape.norm_eps)
+        self.qk_norm = shape.qk_norm
 
     def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         B, T, D = x_BTD.shape
         heads = self.qkv(x_BTD).view(B, T, -1, self.head_width).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
+        if self.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = _rotate(q, *rotation).to(v.dtype), _rotate(k, *rotation).to(v.dtype)
         gqa = self.groups != self.heads

@@ -14,6 +14,7 @@ from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.ops.attention import Mask, attend
+from fp8stack.ops.eager import RMSNorm
 from fp8stack.ops.matmul_precision import MatmulPrecision
 from fp8stack.precision.plan import LayerPlan, Plan
 from fp8stack.precision.recipe import ComputeDtype
@@ -87,7 +88,7 @@ class Backend:
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
         """A norm over the last dimension; it reads the residual stream, which is float32."""
         if kind == "rmsnorm":
-            return nn.RMSNorm(width, eps=eps)
+            return RMSNorm(width, eps=eps)
         return nn.LayerNorm(width, eps=eps, bias=bias)
 
     def norm_linear(self, x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:

@@ -48,7 +48,7 @@ class Pass:
 
     @property
     def on_cpu(self) -> bool:
-        """Where torch composes RMSNorm, dropout and attention's dropout of several operators."""
+        """Where torch composes dropout and attention's dropout of several operators."""
         return self.plan.device == "cpu"
 
     @property
@@ -171,14 +171,11 @@ def block_workspace(of: Pass) -> int:
 
 
 def _norm(of: Pass, fused: bool) -> int:
-    """A norm's input, float32 [N, D], and one or two float32 statistics per row. A CPU composes
-    RMSNorm of operators, of which one keeps the normalized rows; Transformer Engine's norm that is
-    fused with the linear after it keeps the input in the compute dtype."""
+    """A norm's input, float32 [N, D], and one or two float32 statistics per row. Transformer
+    Engine's norm that is fused with the linear after it keeps the input in the compute dtype."""
     size = value_bytes(of.plan) if fused else 4
-    if of.config.norm == "layernorm":
-        return of.rows * (size * of.config.width + 2 * 4)
-    copies = 2 if of.on_cpu else 1
-    return of.rows * (copies * size * of.config.width + 4)
+    statistics = 2 if of.config.norm == "layernorm" else 1
+    return of.rows * (size * of.config.width + statistics * 4)
 
 
 def _dropout(of: Pass, size: int) -> int:
@@ -213,9 +210,8 @@ def _attention(of: Pass, qkv: LayerPlan, output: LayerPlan) -> int:
     total, keeps_qkv = 0, False
     if config.qk_norm:  # in float32
         total += 4 * rows * heads  # statistics
-        copies = (1 if c == 4 else 2) if of.on_cpu else 1
-        total += copies * 4 * rows * heads * width
-        keeps_qkv = of.on_cpu and c == 4
+        keeps_qkv = of.on_cpu and c == 4  # else the norms' inputs are copies
+        total += 0 if keeps_qkv else 4 * rows * heads * width
     if _composes_attention(of):
         scores = (3 if config.dropout else 1) * config.heads * of.context
         total += 4 * rows * (3 * config.heads * width + scores)
@@ -226,6 +222,6 @@ def _attention(of: Pass, qkv: LayerPlan, output: LayerPlan) -> int:
             keeps_qkv = True
             total += a * rows * heads * width if turned else 0
         total += 4 * rows * config.heads
-        if turned or not keeps_input(output, of.plan) or a != c:
+        if not keeps_input(output, of.plan) or a != c:
             total += a * rows * config.heads * width
     return total + (made if keeps_qkv else 0)

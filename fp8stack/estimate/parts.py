@@ -212,7 +212,7 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     """Delayed scaling: for each quantizer a history as long as the longest, four float32 (its
     scale, target, amax, and the scale of the pass before), a bool, and two places, int64; and two
     flags. Stochastic rounding: a count for each layer, int64. RoPE: a cosine and a sine for each
-    token of the model's context and half of a head."""
+    token of the model's context and element of a head."""
     total, lengths = 0, []
     for layer in plan.layers:
         if layer.quantizers is not None:
@@ -223,7 +223,7 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     if lengths:
         total += len(lengths) * (4 * (max(lengths) + 4) + 1 + 2 * 8) + 2
     if config.positions == "rope":
-        total += 2 * 4 * config.context * (config.head_width // 2)
+        total += 2 * 4 * config.context * config.head_width
     return total
 
 

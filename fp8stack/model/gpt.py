@@ -54,8 +54,10 @@ class Attention(nn.Module):
         """
         config = self.config
         groups = config.query_groups
-        heads_BHTE = rearrange(qkv_BTF, "b t (h e) -> b h t e", e=config.head_width)
-        q_BHTE, k_BGTE, v_BGTE = torch.split(heads_BHTE, [config.heads, groups, groups], dim=1)
+        heads_BTHE = rearrange(qkv_BTF, "b t (h e) -> b t h e", e=config.head_width)
+        # Split first: so the gradients are joined in the layout of `qkv_BTF`, without a copy.
+        parts = torch.split(heads_BTHE, [config.heads, groups, groups], dim=2)
+        q_BHTE, k_BGTE, v_BGTE = (part.transpose(1, 2) for part in parts)
         if config.qk_norm:
             q_BHTE, k_BGTE = self.query_norm(q_BHTE.float()), self.key_norm(k_BGTE.float())
         if rotation is not None:
@@ -233,7 +235,7 @@ class GPT(nn.Module):
             x_BTD = x_BTD + self.position_embedding.weight[start : start + T]
         else:
             cosine, sine = self._rotation(x_BTD.device)
-            rotation = (cosine[start : start + T], sine[start : start + T])
+            rotation = (cosine[start : start + T, None], sine[start : start + T, None])
         x_BTD = self.dropout(x_BTD)
         x_BTD = self._through_blocks(x_BTD, rotation, mask, cache)
         if targets_BT is not None:
@@ -325,18 +327,21 @@ def allow_many_compilations() -> None:
 
 
 def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E / 2] each."""
+    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E] each, those of a pair
+    in both its places, the sine in the first negated."""
     half = config.head_width // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     places = torch.arange(config.context, dtype=torch.float64)
     angles = torch.outer(places, config.rope_theta**-exponents)
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+    cosine, sine = angles.cos().float(), angles.sin().float()
+    return torch.cat([cosine, cosine], -1).to(device), torch.cat([-sine, sine], -1).to(device)
 
 
-def rotate(x_BHTE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x_BHTE: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor) -> Tensor:
     """Rotate the pairs (i, i + E/2) of each head in float32, as Llama does."""
-    first, second = x_BHTE.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    x_BTHE = x_BHTE.float().transpose(1, 2)  # as it lies in memory
+    swapped_BTHE = x_BTHE.roll(x_BTHE.shape[-1] // 2, dims=-1)
+    return (x_BTHE * cosine_T1E + swapped_BTHE * sine_T1E).transpose(1, 2)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8stack.ops.eager import swiglu
+
 
 def _gelu_tanh(hidden: Tensor) -> Tensor:
     return F.gelu(hidden, approximate="tanh")
@@ -16,15 +18,10 @@ def _relu2(hidden: Tensor) -> Tensor:
     return F.relu(hidden).square()
 
 
-def _swiglu(hidden: Tensor) -> Tensor:
-    gate, value = hidden.chunk(2, dim=-1)
-    return F.silu(gate) * value
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu2": _relu2,
-    "swiglu": _swiglu,
+    "swiglu": swiglu,
 }
 """Each takes what the first linear gave; SwiGLU's gate and value are its halves, gate first."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import peers
 from bench.cost import emulation
 from bench.peers import te, torchao
 from bench.peers.plain_gpt import PlainGPT
+from fp8stack.benchmark.step import Work, arms, build_step
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware
 from tests.support.te.te_stand_in import Source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,7 +25,9 @@ LLAMA = {"kv_heads": 2, "mlp_width": 48, "norm": "rmsnorm", "activation": "swigl
          "positions": "rope", "bias": False, "tied": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "more", [{}, LLAMA, LLAMA | {"qk_norm": True}], ids=["gpt2", "llama", "qk_norm"]
+)
 def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
     config = GPTConfig(**SIZES | more)
     mine, plain = GPT(config, seed=3), PlainGPT(peers.shape_of(config))
@@ -34,6 +41,31 @@ def test_the_plain_gpt_has_our_parameters_and_our_loss(more):
         loss.backward()
     gradients = [model.embedding.weight.grad for model in (plain, mine)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts():
+    work = Work(model="gpt-nano", config=load_config("gpt-nano"), batch=2, context=16)
+    hardware = Hardware("cpu")
+    (arm,) = arms(hardware, ["fp32"], ())
+    steps = {"ours": build_step(arm, work, hardware), "plain": peers.step(work, "cpu", "", False)}
+    counts = {}
+    for name, step in steps.items():
+        step()  # the first one makes what later ones have
+        with Operations() as operations:
+            step()
+        counts[name] = operations.count
+    assert counts["ours"] <= 850  # torch 2.13: 842
+    assert counts["ours"] < counts["plain"]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_the_vocabulary_of_a_peer_is_padded_as_asked():

@@ -250,8 +250,9 @@ def test_rope_tables_are_float32_and_stay_so_in_a_bfloat16_model():
     model = build(**MODERN, rope_theta=50.0)
     angles = [[t / 50.0 ** (2 * i / 8) for i in range(4)] for t in range(16)]
     for table, of in zip(rope_tables(model.config, "cpu"), (math.cos, math.sin), strict=True):
-        assert (table.dtype, table.shape) == (torch.float32, (16, 4))
-        expected = torch.tensor([[of(a) for a in row] for row in angles])
+        assert (table.dtype, table.shape) == (torch.float32, (16, 8))
+        half = torch.tensor([[of(a) for a in row] for row in angles])
+        expected = torch.cat([-half if of is math.sin else half, half], dim=-1)
         torch.testing.assert_close(table, expected, rtol=0, atol=6e-8)
     model(tokens())
     model.bfloat16()
