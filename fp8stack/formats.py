@@ -199,6 +199,9 @@ class Quantizer:
         elif self.block not in BLOCKS:
             known = ", ".join(str(list(block)) for block in BLOCKS)
             raise ValueError(f"no block {list(self.block)}. Known: tensor, row, {known}")
+        if self.scale_rounding not in get_args(ScaleRounding):
+            known = ", ".join(get_args(ScaleRounding))
+            raise ValueError(f"No scale rounding '{self.scale_rounding}'. Known: {known}.")
         if self.scale in ("e8m0", "e4m3") and isinstance(self.block, str):
             raise ValueError(f"scale = '{self.scale}' needs a block such as [1, 32]")
         if self.scale == "e4m3" and self.format != "e2m1":

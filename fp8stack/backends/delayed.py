@@ -50,25 +50,35 @@ class Slot:
         self._delayed = delayed
         self._is_weight = is_weight
         self._column = torch.zeros(1, dtype=torch.int64)
-        self._recorded = torch.zeros((), dtype=torch.float32)
+        self._scale = torch.ones((), dtype=torch.float32)
+        self.recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
         """Find the slot's place in the history, which was made or moved to another device."""
         history = self._delayed.history
-        self._recorded = history.recorded(self.name)
-        self._column = torch.tensor([history.column(self.name)], device=self._recorded.device)
+        self.recorded = history.recorded(self.name)
+        self._column = torch.tensor([history.column(self.name)], device=self.recorded.device)
+        self._scale = self._delayed.scale(self.name)
 
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
+        if not torch.compiler.is_compiling():
+            return self._scale
         delayed = self._delayed
         scales = delayed.first_scales if self._is_weight else delayed.history.scales
         return scales.index_select(0, self._column).view(())
 
+    @property
+    def counts(self) -> Tensor | None:
+        """Whether the amax of a cast counts, bool, 0-dim: not that of a weight that was cast before
+        in its present state. None: it does."""
+        return self._delayed.first if self._is_weight else None
+
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
-        if self._is_weight:  # cast before in its present state, it counts no more
-            amax = torch.where(self._delayed.first, amax, 0.0)
-        record_amax(self._recorded, amax)
+        if self.counts is not None:
+            amax = torch.where(self.counts, amax, 0.0)
+        record_amax(self.recorded, amax)
 
 
 Slots = dict[tuple[Operand, bool], Slot]

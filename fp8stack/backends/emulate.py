@@ -6,6 +6,7 @@ the hardware.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.operands import Draws, LayerOperands, Saved
 from fp8stack.formats import Operand
 from fp8stack.numerics import Rounded
+from fp8stack.numerics.operators import operator, seen
 from fp8stack.ops.matmul_precision import exact_matmul
 from fp8stack.precision.plan import LayerPlan, Plan
 
@@ -41,19 +43,21 @@ class Gemm:
         `turn` is given as its transpose."""
         self.backend.count_gemms(1)
         left, right = a.values, b.values
-        scale, rows, columns = _factors(a.factor, b.factor)
+        whole, rows, columns = _factors(a.factor, b.factor)
         with exact_matmul():  # TF32 would round the operands
-            if left.device.type == "cpu":
+            if left.is_cpu:
                 bias = None if bias is None else bias.float()
-                at_once = rows is None and columns is None
-                y: Tensor = _cpu_gemm(left, right, turn, scale, bias if at_once else None)
-                return (y if at_once else _finished(y, None, rows, columns, bias)).to(out_dtype)
+                multiply = _cpu_gemm if seen(left) else _gemm
+                if rows is None and columns is None:
+                    return multiply(left, right, turn, whole, bias).to(out_dtype)
+                y = multiply(left, right, turn, whole, None)
+                return _finished(y, [], rows, columns, bias).to(out_dtype)
             left, right = _turned(left, right, turn)
             if self.dtype == torch.float32:
                 y = left @ right
             else:
                 y = torch.mm(left, right, out_dtype=torch.float32)
-        return _finished(y, scale, rows, columns, bias).to(out_dtype)
+        return _finished(y, whole, rows, columns, bias).to(out_dtype)
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The dtype of its operands: on a CPU float32, which is the fastest there."""
@@ -62,22 +66,22 @@ class Gemm:
 
 def _factors(
     a: Tensor | None, b: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """What a GEMM's output is multiplied by for its operands: in all, by row, by column."""
     whole = [factor for factor in (a, b) if factor is not None and factor.ndim == 0]
-    scale = whole[0] * whole[1] if len(whole) == 2 else next(iter(whole), None)
     rows = a[:, None] if a is not None and a.ndim else None
-    return scale, rows, b if b is not None and b.ndim else None
+    return whole, rows, b if b is not None and b.ndim else None
 
 
 def _finished(
     y: Tensor,
-    scale: Tensor | None,
+    whole: list[Tensor],
     rows: Tensor | None,
     columns: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    for factor in (scale, rows, columns):
+    scale = [whole[0] * whole[1]] if len(whole) == 2 else whole
+    for factor in (*scale, rows, columns):
         if factor is not None:
             y = y * factor
     return y if bias is None else y + bias
@@ -87,22 +91,30 @@ def _turned(a: Tensor, b: Tensor, turn: str) -> tuple[Tensor, Tensor]:
     return a.t() if turn == "a" else a, b.t() if turn == "b" else b
 
 
-# An operator of its own: the scale goes into the GEMM's alpha, which costs no pass over the output,
-# and compiled code could not read it. It turns operands itself: inductor 2.13 would copy them.
-@torch.library.custom_op("fp8stack::cpu_gemm", mutates_args=())
-def _cpu_gemm(a: Tensor, b: Tensor, turn: str, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+# An operator of its own: scales go into the GEMM's alpha, which costs no pass over the output, and
+# compiled code could not read them. It turns operands itself: inductor 2.13 would copy them.
+def _gemm(a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None) -> Tensor:
     a, b = _turned(a, b, turn)
-    alpha = 1.0 if scale is None else float(scale)
+    if not scales:
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    # In float64, which holds a product of two float32, and rounded once by the GEMM.
+    alpha = math.prod([scale.item() for scale in scales])
     if bias is not None:
         return torch.addmm(bias, a, b, alpha=alpha)
-    y = a.new_empty(a.shape[0], b.shape[1])
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)
     return torch.addmm(y, a, b, beta=0, alpha=alpha, out=y)
 
 
-@_cpu_gemm.register_fake
-def _(a: Tensor, b: Tensor, turn: str, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+def _fake_gemm(a: Tensor, b: Tensor, turn: str, *others: Any) -> Tensor:
     a, b = _turned(a, b, turn)
     return a.new_empty(a.shape[0], b.shape[1])
+
+
+_cpu_gemm = operator(
+    "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias) -> Tensor",
+    _gemm,
+    _fake_gemm,
+)
 
 
 class _Multiply(torch.autograd.Function):
@@ -184,12 +196,8 @@ class EmulatedLinear(LowPrecisionLinear):
         self, x: Tensor, name: Operand, record: bool, both: bool
     ) -> tuple[Rounded, Rounded | None]:
         """See `LayerOperands.round`; the values have the dtype of the GEMM."""
-        dtype = self.gemm.dtype_on(x.device)
-        one, other = self.operands.round(x, name, record, both)
-        first = one._replace(values=one.values.to(dtype))
-        if other is None or other is one:
-            return first, other and first
-        return first, other._replace(values=other.values.to(dtype))
+        bf16 = not x.is_cpu and self.gemm.dtype == torch.bfloat16
+        return self.operands.round(x, name, record, both, bf16)
 
     def saved(self, saved: Saved, name: Operand, shape: torch.Size) -> Rounded:
         """An operand of this shape that was saved for the backward pass."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,11 +122,9 @@ def plain_linear(size: Size, compute_dtype: torch.dtype) -> nn.Linear:
     return nn.Linear(*size) if plain else CastLinear(size, compute_dtype)
 
 
-@contextmanager
-def no_autocast(device: str) -> Iterator[None]:
+def no_autocast(device: str) -> AbstractContextManager[Any]:
     """Keep an autocast around a model from rounding what is inside."""
-    if not _autocasts(device):
-        yield
-        return
-    with torch.autocast(device, enabled=False):
-        yield
+    return torch.autocast(device, enabled=False) if _autocasts(device) else _NOTHING
+
+
+_NOTHING = nullcontext()

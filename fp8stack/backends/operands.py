@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,9 @@ from torch import Tensor
 from fp8stack import numerics
 from fp8stack.backends.delayed import Slots, several_ranks
 from fp8stack.errors import UserError
-from fp8stack.formats import FORMATS, Operand, Quantizer, Quantizers
+from fp8stack.formats import FORMATS, OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import Quantized, RandomBits, Rounded
-
-# A scaled value this little above fp8_max still rounds down to it, so it needs no clamp.
-_ROUNDS_DOWN = 1.01
+from fp8stack.numerics.rounding import Rounding, alike, rounding
 
 
 class Draws:
@@ -46,6 +44,7 @@ class Draws:
             if layer.counter.device != device:
                 with torch.inference_mode(False):
                     layer.counter = layer.counter.to(device)
+                    layer.stream = layer.stream.to(device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module path>.draws` by layer, int64 and 0-dim, copies."""
@@ -78,11 +77,14 @@ class LayerDraws:
         self._stream = zlib.crc32(path.encode())
         with torch.inference_mode(False):
             self.counter = torch.zeros((), dtype=torch.int64)
+            # A tensor, so that code that is compiled for one layer serves all that are like it.
+            self.stream = torch.tensor(self._stream)
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
         """Those to round one copy of an operand of `rows` rows with; every rank draws those of its
         own rows of the whole batch, which is shared out in order."""
-        stream = self._stream ^ _STREAMS[name] ^ across
+        stream = self.stream if torch.compiler.is_compiling() else self._stream
+        stream = stream ^ (_STREAMS[name] + across)
         first_row = 0 if name == "weight" or not several_ranks() else dist.get_rank() * rows
         return RandomBits(self._seed, stream, self.counter, first_row)
 
@@ -114,6 +116,21 @@ class LayerOperands:
         self.quantizers = quantizers
         self.slots = slots or {}
         self.draws = draws
+        # By operand: how each copy is rounded, and both at once where that is possible.
+        self._roundings: dict[tuple[Operand, bool], Rounding] = {}
+        self._both: dict[Operand, Rounding] = {}
+        self._turned: set[Operand] = set()  # whose second copy is the first one's values
+        for name in OPERANDS:
+            along, across = quantizers.along(name), quantizers.across(name)
+            if along is not None:
+                self._roundings[name, False] = rounding(along, [1])
+            if across == "forward" or (along == across and (along is None or along.turns)):
+                self._turned.add(name)
+            elif across is not None:
+                self._roundings[name, True] = rounding(across, [0])
+                if along is not None and alike(along, across):
+                    blocks = rounding(along, [1]).blocks + rounding(across, [0]).blocks
+                    self._both[name] = Rounding(along, blocks)
 
     def scale(
         self, x: Tensor, name: Operand, record: bool, across: bool = False
@@ -136,36 +153,30 @@ class LayerOperands:
         return scale, largest
 
     def round(
-        self, x: Tensor, name: Operand, record: bool, both: bool
+        self, x: Tensor, name: Operand, record: bool, both: bool, bf16: bool = False
     ) -> tuple[Rounded, Rounded | None]:
         """`x` [rows, columns] for a GEMM that reduces over its columns and, if `both`, for one that
-        reduces over its rows; `record` its amax, if amaxes are recorded at all."""
-        along, across = self.quantizers.along(name), self.quantizers.across(name)
-        turned = across == "forward" or (along == across and (along is None or along.turns))
-        if both and not turned and _in_parts(along) and _in_parts(across):
-            bits = self._bits(along, name, False, x), self._bits(across, name, True, x)
-            return numerics.round_both(x, along, across, bits)
-        first = self._round(x, name, along, record, False)
-        if not both or turned:
+        reduces over its rows; `record` its amax, if amaxes are recorded at all; the values in
+        float32, or in bfloat16."""
+        if both and (at_once := self._both.get(name)) is not None:
+            one, other = at_once(x, bf16=bf16)
+            return one, other
+        first = self._round(x, name, False, record, bf16)
+        if not both or name in self._turned:
             return first, first if both else None
-        assert across != "forward"
-        return first, self._round(x, name, across, record, True)
+        return first, self._round(x, name, True, record, bf16)
 
-    def _round(
-        self, x: Tensor, name: Operand, quantizer: Quantizer | None, record: bool, across: bool
-    ) -> Rounded:
-        if quantizer is None:
-            return Rounded(x.to(torch.float32), None)
-        scale, largest = self.scale(x, name, record, across)
-        saturates = True
-        # Elsewhere a clamp costs less than asking for a number.
-        if largest is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            assert scale is not None
-            saturates = not float(largest * scale) < FORMATS[quantizer.format].max * _ROUNDS_DOWN
-        bits = self._bits(quantizer, name, across, x)
-        return numerics.round_to(
-            x, quantizer, 0 if across else 1, bits, scale=scale, saturates=saturates
-        )
+    def _round(self, x: Tensor, name: Operand, across: bool, record: bool, bf16: bool) -> Rounded:
+        rounding = self._roundings.get((name, across))
+        if rounding is None:
+            return Rounded(x.to(torch.bfloat16 if bf16 else torch.float32), None)
+        bits = self._bits(rounding.quantizer, name, across, x)
+        slot = self.slots.get((name, across))
+        if slot is None:
+            return rounding(x, bits, bf16=bf16)[0]
+        if not record:
+            return rounding(x, bits, slot.scale(), bf16=bf16)[0]
+        return rounding(x, bits, slot.scale(), slot.recorded, slot.counts, bf16)[0]
 
     def _bits(
         self, quantizer: Quantizer, name: Operand, across: bool, x: Tensor
@@ -200,8 +211,3 @@ class LayerOperands:
         assert saved.scales is not None
         made = Quantized(saved.data, saved.scales, saved.amax, across, 0, shape, saved.has_nan)
         return Rounded(*numerics.unpack(made))
-
-
-def _in_parts(quantizer: object) -> TypeGuard[Quantizer]:
-    """Whether it has a scale for each part of a tensor, so that both copies are made at once."""
-    return isinstance(quantizer, Quantizer) and not quantizer.per_tensor

@@ -22,12 +22,12 @@ from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, sc
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding import (
     Block,
-    amax_without_nan,
-    block_of,
     blocked,
-    of_chunk,
     padded,
     round_scaled,
+)
+from fp8stack.numerics.rounding import (
+    amaxes as amaxes_of,
 )
 
 FIGURES = (
@@ -102,12 +102,12 @@ def quantization_error(
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
     target = FORMATS[quantizer.format]
-    block = (1, 1) if quantizer.per_tensor else block_of(x, quantizer, dim)
+    block = (1, 1) if quantizer.per_tensor else _block_of(x, quantizer, dim)
     height = block[0] if block[0] < len(x) else 1
     if quantizer.per_tensor:
         amaxes = amax(x.to(torch.float32))
     else:
-        found = [amax_without_nan(part, block) for _, part in _parts(x, block, height)]
+        found = [amaxes_of(part, block) for _, part in _parts(x, block, height)]
         one_tall = height < block[0]  # a block of all rows has several parts
         amaxes = torch.stack(found).amax(0) if one_tall else torch.cat(found)
     scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
@@ -115,15 +115,14 @@ def quantization_error(
 
     def cast(start: int, part: Tensor) -> _Cast:
         rows = len(part)
-        into = of_chunk(scales.into, block, start, rows)
-        out = None if scales.out is None else of_chunk(scales.out, block, start, rows)
+        into = _of_part(scales.into, block, start, rows)
+        out = None if scales.out is None else _of_part(scales.out, block, start, rows)
         here = Scales(into, into, out, None)
         clipped = _clipped(lambda: blocked(part, block) * into, largest, target)
-        saturates = part.device.type != "cpu" or not float(largest) <= target.max
         bits = None
         if quantizer.stochastic and generator is not None:
             bits = replace(generator, first_row=generator.first_row + start)
-        values = round_scaled(part, block, here, target, bits, saturates)
+        values = round_scaled(part, block, here, target, bits)
         factor, emptied = scales.factor, None
         if quantizer.blocks is None:
             # One in float64, which has no error beside that of the values.
@@ -131,12 +130,25 @@ def quantization_error(
             factor = factor.reshape(part.shape)
         else:
             left = blocked(values, block).ne(0).sum(dim=(1, 3), keepdim=True)
-            emptied = ((left == 0) & (of_chunk(amaxes, block, start, rows) > 0)).sum()
+            emptied = ((left == 0) & (_of_part(amaxes, block, start, rows) > 0)).sum()
         return _Cast(values, factor, amaxes.max(), largest, clipped, emptied)
 
     figures = _figures(x, cast, block, height)
     shares = figures[7:] / amaxes.numel()
     return torch.cat([figures[:7], shares, _range(scales.into, amaxes)])
+
+
+def _block_of(x: Tensor, quantizer: Quantizer, dim: int) -> Block:
+    """Rows and columns that share a scale: a block, or a row along `dim`."""
+    across, along = quantizer.blocks or (1, max(1, x.shape[dim]))
+    return (across, along) if dim == 1 else (along, across)
+
+
+def _of_part(scales: Tensor, block: Block, start: int, rows: int) -> Tensor:
+    """The scales, [n0, 1, n1, 1] or 0-dim, of `rows` rows from `start` on."""
+    if scales.ndim == 0 or scales.shape[0] == 1:
+        return scales
+    return scales[start // block[0] : (start + rows) // block[0]]
 
 
 def _range(scales: Tensor, amaxes: Tensor) -> Tensor:

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Bit i of these is set where the sign of element i of a block is minus.
-_MINUS = {16: 0b1101_0111_1110_1000, 32: 0}
-# Elements at a time on a CPU: a part and its copy in float32 stay in the cache.
-_CHUNK = 1 << 17
+MINUS = {16: 0b1101_0111_1110_1000, 32: 0}
 
 
 def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
@@ -36,33 +34,14 @@ def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
     padding = [0, 0] * (x.ndim - 1 - dim) + [0, -x.shape[dim] % size]
     padded = F.pad(x, padding) if any(padding) else x
     blocks = torch.unflatten(padded, dim, (padded.shape[dim] // size, size)).movedim(dim + 1, 0)
-    signs = 1.0 - 2.0 * ((_MINUS[size] >> torch.arange(size, device=x.device)) & 1)
+    signs = 1.0 - 2.0 * ((MINUS[size] >> torch.arange(size, device=x.device)) & 1)
     signs = signs.to(torch.float32).view(size, *[1] * x.ndim)
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        values = _rounded(blocks.to(torch.float32)) * signs
-        for level in range(size.bit_length() - 1):
-            # One sum: a + b above, a - b below; a product with -1 is exact.
-            pairs = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level))
-            values = (pairs.flip(1) + pairs * _plus_minus(pairs)).flatten(0, 2)
-        return _rounded(values * size**-0.5).movedim(0, dim + 1).flatten(dim, dim + 1)
-    result = torch.empty(padded.shape, dtype=torch.float32)
-    target = torch.unflatten(result, dim, (padded.shape[dim] // size, size)).movedim(dim + 1, 0)
-    # Elements of a block first, the blocks in a row: so the sums are of long rows.
-    step = max(1, _CHUNK // max(1, blocks[:, :1].numel()))
-    for start in range(0, blocks.shape[1], step):
-        part = blocks[:, start : start + step].to(torch.bfloat16)
-        values = torch.empty(part.shape, dtype=torch.float32)
-        torch.mul(part, signs, out=values)
-        spare = torch.empty_like(values)
-        for level in range(size.bit_length() - 1):
-            shape = (size >> (level + 1), 2, 1 << level)
-            one, other = torch.unflatten(values, 0, shape).unbind(1)
-            sums = torch.unflatten(spare, 0, shape)
-            torch.add(one, other, out=sums[:, 0])
-            torch.sub(one, other, out=sums[:, 1])
-            values, spare = spare, values
-        target[:, start : start + step] = values.mul_(size**-0.5).to(torch.bfloat16)
-    return result
+    values = _rounded(blocks.to(torch.float32)) * signs
+    for level in range(size.bit_length() - 1):
+        # One sum: a + b above, a - b below; a product with -1 is exact.
+        pairs = torch.unflatten(values, 0, (size >> (level + 1), 2, 1 << level))
+        values = (pairs.flip(1) + pairs * _plus_minus(pairs)).flatten(0, 2)
+    return _rounded(values * size**-0.5).movedim(0, dim + 1).flatten(dim, dim + 1).contiguous()
 
 
 def _plus_minus(pairs: Tensor) -> Tensor:

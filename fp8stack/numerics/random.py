@@ -6,7 +6,6 @@ their library Random123.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,6 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-# 1 MiB of int64, whose quarters are what the rounds work on.
-_CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -29,46 +26,33 @@ class RandomBits:
 
     Attributes:
         seed: half of the key; of a run. Taken modulo 2^32, as `stream` is.
-        stream: the other half of the key; of a layer and an operand.
+        stream: the other half of the key; of a layer and an operand. int, or int64 0-dim.
         counter: int64, 0-dim, on the device of the matrix: of a pass. A tensor, so that compiled
             code and the device serve every value.
         first_row: the row of the whole matrix that row 0 is, int or int64 0-dim.
     """
 
     seed: int
-    stream: int
+    stream: int | Tensor
     counter: Tensor
     first_row: int | Tensor = 0
 
     def bits(self, rows: int, columns: int) -> Tensor:
         """The bits of each element: int64 [rows, columns] in [0, 2^32)."""
-        if torch.compiler.is_compiling() or self.counter.device.type != "cpu":
-            return self._draw(0, rows, columns)
-        result = torch.empty(rows, columns, dtype=torch.int64)
-        for start, part in self.parts(rows, columns):
-            result[start : start + len(part)] = part
-        return result
+        return self._draw(rows, columns)
 
-    def parts(self, rows: int, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """`bits` in parts of rows that stay in a CPU's cache, each with its first row."""
-        step = max(1, _CHUNK // max(1, columns))
-        for start in range(0, rows, step):
-            yield start, self.rows(start, min(step, rows - start), columns)
-
-    def rows(self, start: int, rows: int, columns: int) -> Tensor:
-        """The bits of some rows from `start` on: int64 [rows, columns]."""
-        return self._draw(start, rows, columns)
-
-    def _draw(self, start: int, rows: int, columns: int) -> Tensor:
+    def _draw(self, rows: int, columns: int) -> Tensor:
         device = self.counter.device
         lanes = torch.arange(-(-columns // 4), device=device)
-        row = (torch.arange(rows, device=device) + (self.first_row + start)) & _WORD
+        row = (torch.arange(rows, device=device) + self.first_row) & _WORD
         low, high = self.counter & _WORD, (self.counter >> 32) & _WORD
         key: tuple[int | Tensor, ...] = (self.seed, self.stream)
         if torch.compiler.is_compiling():
             # As tensors: inductor's code for a CPU makes floats of numbers that may vary.
-            numbers = (self.seed, self.stream)
-            key = tuple(torch.full((), n, dtype=torch.int64, device=device) for n in numbers)
+            key = tuple(
+                n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int64, device=device)
+                for n in key
+            )
         words = philox4x32(lanes, row[:, None], low, high, *key)
         return torch.stack(words, dim=-1).flatten(1)[:, :columns]
 

@@ -1,21 +1,21 @@
 """FP8, FP6 and FP4 values in float32: what a cast would give, without its bytes.
 
 An emulated GEMM multiplies these. They equal the bytes of `quantized`, `cast` and `blocks` to the
-bit (only the sign of a zero may differ), and cost a few passes over chunks that stay in the cache.
+bit (only the sign of a zero may differ).
 
 How a value is rounded: adding and subtracting `1.5 * 2^(23 - mantissa_bits)` times the value's own
 power of two leaves just `mantissa_bits` of mantissa, to nearest even, by float32's own addition.
 That power is not let below the format's smallest normal, which keeps the subnormals' fixed step.
 
-Eager code on a CPU works in place, chunk by chunk, and leaves out what it can see to be needless.
-Elsewhere there is one expression for all cases: a compiler fuses it with what comes before and
-after, and a GPU is asked for no number.
+On a CPU `fused` computes all of it in one sweep. In compiled code, on a GPU, and where numba is
+missing, it is the expressions here: a compiler fuses them with what comes before and after, and a
+GPU is asked for no number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,25 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding, fp8_format
-from fp8stack.numerics.blocks import MX_BLOCK, in_memory, trimmed
-from fp8stack.numerics.cast import amax, inverse, magnitude
+from fp8stack.numerics import fused
+from fp8stack.numerics.amax import record_amax
+from fp8stack.numerics.blocks import MX_BLOCK, block_amax, in_memory, trimmed
+from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import (
     Scales,
     check_arguments,
-    e8m0_scales,
-    float_scales,
     given_scale,
     scales_of,
 )
 from fp8stack.numerics.random import RandomBits
 
-# 512 KiB of float32: two such chunks stay in the L2 cache, and the cost of a call is small beside.
-CHUNK = 1 << 17
 _EXPONENT = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
-# Beyond these a power of two times the magic number, or a scale, leaves float32's normal range.
-_LARGE, _SMALL = 2.0**100, 2.0**-100
 
 Block = tuple[int, int]
 
@@ -50,8 +45,9 @@ class Rounded(NamedTuple):
     """A matrix as an emulated GEMM takes it.
 
     Attributes:
-        values: float32 of the shape of the matrix; with a Hadamard transform, the reduced dimension
-            is padded to a multiple of the transform's size. NaN where the matrix has NaN.
+        values: of the shape of the matrix; with a Hadamard transform, the reduced dimension is
+            padded to a multiple of the transform's size. NaN where the matrix has NaN. float32, or
+            bfloat16 where that was asked for.
         factor: float32, what the GEMM's output is multiplied by for this operand: 0-dim, or for
             block = "row" one for each row of the operand as its GEMM reduces it; None if the values
             carry their scales.
@@ -61,6 +57,106 @@ class Rounded(NamedTuple):
     factor: Tensor | None
 
 
+class Rounding(fused.Rule):
+    """How a matrix is rounded, for one GEMM or for two: a rule that can be called."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        generator: RandomBits | None = None,
+        scale: Tensor | None = None,
+        recorded: Tensor | None = None,
+        counts: Tensor | None = None,
+        bf16: bool = False,
+    ) -> list[Rounded]:
+        """`x` for each of the blocks.
+
+        Args:
+            x: a matrix, float32, bfloat16 or float16.
+            generator: the bits for stochastic rounding, by the place in `x`.
+            scale: float32, 0-dim, of the whole matrix, if it is known.
+            recorded: float32, 0-dim, becomes at least the amax of `x`; with a scale.
+            counts: bool, 0-dim: whether that amax is recorded.
+            bf16: give bfloat16, which holds the values of `Quantizer.exact_in_bf16`.
+        """
+        if fused.serves(x):
+            found = fused.round(x, self.number, scale, recorded, counts, _bits(generator), bf16)
+            if self.has_factor:
+                return [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
+            return [Rounded(values, None) for values in found]
+        if recorded is not None:
+            largest = amax(x)
+            if counts is not None:
+                largest = torch.where(counts, largest, 0.0)
+            record_amax(recorded, largest)
+        dtype = x.dtype
+        if self.quantizer.hadamard:
+            x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
+        if scale is None and (0, 0) in self.blocks:
+            scale = scales_of(amax(x), self.quantizer, dtype).into
+        made = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
+        return (
+            [each._replace(values=each.values.to(torch.bfloat16)) for each in made]
+            if bf16
+            else made
+        )
+
+    def _one(
+        self,
+        x: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        generator: RandomBits | None,
+        scale: Tensor | None,
+    ) -> Rounded:
+        """`x`, transformed if it is to be, of a tensor of `dtype`, for one of the blocks."""
+        target = FORMATS[self.quantizer.format]
+        if block == (0, 0):
+            assert scale is not None
+            scales = given_scale(scale)
+            source, block = padded(x, 1, 1), (1, 1)
+        else:
+            shape = self.factor_shape(block, *x.shape)
+            block = (block[0] or max(1, x.shape[0]), block[1] or max(1, x.shape[1]))
+            source = padded(x, *block)
+            scales = scales_of(in_memory(amaxes(source, block)), self.quantizer, dtype)
+            if not x.numel() and not self.carries:  # no column has no amax, and yet an output
+                scales = scales._replace(factor=source.new_ones(shape))
+        generator = generator if self.quantizer.stochastic else None
+        values = round_scaled(source, block, scales, target, generator)
+        if values.shape != x.shape:
+            values = trimmed(values, x.shape)
+        return Rounded(values, scales.factor)
+
+
+def _bits(generator: RandomBits | None) -> fused.Bits:
+    if generator is None:
+        return None, 0, 0, 0
+    return generator.counter, generator.seed, int(generator.stream), int(generator.first_row)
+
+
+def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
+    """How `quantizer` rounds for GEMMs that reduce over each of `dims`: 1 the columns, 0 the
+    rows."""
+    blocks = []
+    for dim in dims:
+        if quantizer.per_tensor:
+            blocks.append((0, 0))
+        else:
+            across, along = quantizer.blocks or (1, 0)
+            blocks.append((across, along) if dim == 1 else (along, across))
+    return Rounding(quantizer, tuple(blocks), dims[0])
+
+
+def alike(one: Quantizer, other: Quantizer) -> bool:
+    """Whether two quantizers differ in their blocks alone, so that one sweep makes both copies."""
+    return (
+        not (one.per_tensor or other.per_tensor or one.stochastic or one.hadamard)
+        and (one.block == "row") == (other.block == "row")
+        and replace(one, block=other.block) == other
+    )
+
+
 def round_to(
     x: Tensor,
     quantizer: Quantizer,
@@ -68,7 +164,6 @@ def round_to(
     generator: RandomBits | None = None,
     *,
     scale: Tensor | None = None,
-    saturates: bool = True,
 ) -> Rounded:
     """The values of `quantize(x, quantizer, dim)` in float32.
 
@@ -78,27 +173,12 @@ def round_to(
         dim: what the GEMM reduces over: 1 the columns, 0 the rows.
         generator: the bits for stochastic rounding, by the place in `x`.
         scale: float32, 0-dim, for one scale per tensor: needed for delayed scaling.
-        saturates: False where the caller knows that no `|x * scale|` exceeds the format's largest
-            value; for one scale per tensor.
 
     Raises:
         ValueError: no generator or no scale where one is needed, or a scale for blocks.
     """
     check_arguments(quantizer, generator, scale)
-    dim, dtype = dim % 2, x.dtype
-    if quantizer.hadamard:
-        x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
-    if not quantizer.per_tensor:
-        return _round_both(x, quantizer, [dim], [block_of(x, quantizer, dim)], dtype, generator)[0]
-    if scale is None:
-        largest = amax(x)
-        scale = scales_of(largest, quantizer, dtype).into
-        saturates = _whole(x) or not bool(largest.isfinite())
-    if not quantizer.stochastic:
-        return Rounded(round_to_fp8(x, scale, quantizer.format, saturates), inverse(scale))
-    scales = given_scale(scale)
-    values = round_scaled(padded(x, 1, 1), (1, 1), scales, FORMATS[quantizer.format], generator)
-    return Rounded(values, scales.factor)
+    return rounding(quantizer, [dim % 2])(x, generator, scale)[0]
 
 
 def round_both(
@@ -114,33 +194,24 @@ def round_both(
     if along.turns and along == across:
         both = round_to(x, along, 1, generators[0])
         return both, both
-    if along.blocks is None or not _alike(along, across) or _whole(x):
+    if not alike(along, across):
         return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
-    blocks = [block_of(x, along, 1), block_of(x, across, 0)]
-    one, other = _round_both(x, along, [1, 0], blocks, x.dtype, None)
+    check_arguments(along, None, None)
+    blocks = rounding(along, [1]).blocks + rounding(across, [0]).blocks
+    one, other = Rounding(along, blocks)(x)
     return one, other
 
 
-def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3", saturates: bool = True) -> Tensor:
+def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
     """The values of `cast_to_fp8(x, scale, format)`, still multiplied by `scale`: float32.
 
     Args:
         x: any shape, float32, bfloat16 or float16.
-        scale: float32, 0-dim.
+        scale: float32, 0-dim; multiplies into the format.
         format: "e4m3" or "e5m2".
-        saturates: False where the caller knows that no `|x * scale|` exceeds fp8_max.
     """
-    target = fp8_format(format)
-    if _whole(x):
-        return _round(x.to(torch.float32) * scale, target)
-    source = x.contiguous().to(torch.float32).view(-1)
-    result = torch.empty_like(source)
-    scratch = torch.empty(min(CHUNK, source.numel()), dtype=torch.int32)
-    for start in range(0, source.numel(), CHUNK):
-        part = result[start : start + CHUNK]
-        torch.mul(source[start : start + CHUNK], scale, out=part)
-        _round_in_place(part, scratch[: part.numel()], target, saturates)
-    return result.view(x.shape)
+    quantizer = Quantizer(format=fp8_format(format).name)  # type: ignore[arg-type]
+    return round_to(x.reshape(1, -1), quantizer, 1, scale=scale).values.view(x.shape)
 
 
 def round_to_mxfp8(
@@ -157,10 +228,14 @@ def round_to_mxfp8(
         format: "e4m3" or "e5m2".
         scale_rounding: see `quantize_mxfp8`.
     """
-    blocks = [(MX_BLOCK, 1) if dim % 2 == 0 else (1, MX_BLOCK) for dim in dims]
-    scales_of = partial(e8m0_scales, format=format, rounding=scale_rounding)
-    # Rounded up, a scale leaves room for its whole block; the other rules saturate.
-    return _round_blocks(x, blocks, fp8_format(format), scales_of, True, scale_rounding != "rceil")
+    name = fp8_format(format).name
+    quantizer = Quantizer(
+        format=name,  # type: ignore[arg-type]
+        block=(1, MX_BLOCK),
+        scale="e8m0",
+        scale_rounding=scale_rounding,
+    )
+    return [each.values for each in rounding(quantizer, [dim % 2 for dim in dims])(x)]
 
 
 def round_to_blocks(
@@ -174,115 +249,9 @@ def round_to_blocks(
         format: "e4m3" or "e5m2".
         power_of_two: see `quantize_blocks`.
     """
-    scales_of = partial(float_scales, dtype=x.dtype, format=format, power_of_two=power_of_two)
-    return _round_blocks(x, blocks, fp8_format(format), scales_of, power_of_two, False)
-
-
-def _alike(one: Quantizer, other: Quantizer) -> bool:
-    """Whether two quantizers differ in their blocks alone, and share passes."""
-    return (
-        not (one.stochastic or other.stochastic or one.hadamard or other.hadamard)
-        and None not in (one.blocks, other.blocks)
-        and (one.format, one.scale, one.scale_rounding, one.eps)
-        == (other.format, other.scale, other.scale_rounding, other.eps)
-    )
-
-
-def block_of(x: Tensor, quantizer: Quantizer, dim: int) -> Block:
-    """Rows and columns that share a scale: a block, or a row along `dim`."""
-    across, along = quantizer.blocks or (1, max(1, x.shape[dim]))
-    return (across, along) if dim == 1 else (along, across)
-
-
-def _round_both(
-    x: Tensor,
-    quantizer: Quantizer,
-    dims: Sequence[int],
-    blocks: Sequence[Block],
-    dtype: torch.dtype,
-    generator: RandomBits | None,
-) -> list[Rounded]:
-    """The matrix `x`, transformed if it is to be, rounded in each of `blocks`, for `dims`."""
-    factors: list[Tensor | None] = []
-
-    def scales(largest: Tensor) -> Scales:
-        found = scales_of(largest, quantizer, dtype)
-        factors.append(found.factor)
-        return found
-
-    power_of_two = quantizer.scale in ("power_of_two", "e8m0") and quantizer.blocks is not None
-    saturates = quantizer.scale == "e4m3" or (
-        quantizer.scale == "e8m0" and quantizer.scale_rounding != "rceil"
-    )
-    values = _round_blocks(
-        x,
-        blocks,
-        FORMATS[quantizer.format],
-        scales,
-        power_of_two,
-        saturates,
-        generator if quantizer.stochastic else None,
-    )
-    if quantizer.block == "row" and not x.numel():  # no column has no amax, and yet an output
-        factors = [torch.ones(x.shape[1 - dim], device=x.device) for dim in dims]
-    return [Rounded(*both) for both in zip(values, factors, strict=True)]
-
-
-def _round_blocks(
-    x: Tensor,
-    blocks: Sequence[Block],
-    target: Format,
-    scales_of: Callable[[Tensor], Scales],
-    power_of_two: bool,
-    saturates: bool,
-    generator: RandomBits | None = None,
-) -> list[Tensor]:
-    """The matrix `x` rounded to `target` times the scale of its blocks, for each of `blocks`.
-
-    Args:
-        scales_of: the scales, from the amaxes of the blocks, [n0, 1, n1, 1].
-        power_of_two: whether the scales are powers of two.
-        saturates: whether a scale may leave too little room for its block.
-        generator: rounds at random.
-    """
-    source = padded(x, max(b0 for b0, _ in blocks), max(b1 for _, b1 in blocks))
-    if _whole(x):
-        largest = [
-            magnitude(blocked(source, block)).amax(dim=(1, 3), keepdim=True)
-            if x.numel()
-            else _block_amaxes(source, [block])[0]
-            for block in blocks
-        ]
-        scales = [scales_of(in_memory(amaxes)) for amaxes in largest]
-        rounded = [
-            _round_whole(source, block, each, target, generator)
-            for block, each in zip(blocks, scales, strict=True)
-        ]
-        return [_trimmed(values, x) for values in rounded]
-    largest = _block_amaxes(source, blocks)
-    tame = all(map(_ordinary, largest))
-    if not tame:
-        largest = [
-            torch.where(amaxes.isnan(), amax_without_nan(source, block), amaxes)
-            if bool(amaxes.isnan().any())
-            else amaxes
-            for amaxes, block in zip(largest, blocks, strict=True)
-        ]
-    scales = [scales_of(amaxes) for amaxes in largest]
-    if tame and power_of_two and generator is None:
-        inv_scales = [each.out for each in scales if each.out is not None]
-        rounded = _round_in_blocks(source, blocks, inv_scales, target, saturates)
-    else:
-        rounded = [
-            round_scaled(source, block, each, target, generator, saturates or not tame)
-            for block, each in zip(blocks, scales, strict=True)
-        ]
-    return [_trimmed(values, x) for values in rounded]
-
-
-def _whole(x: Tensor) -> bool:
-    """Whether `x` is treated as one expression, not chunk by chunk."""
-    return torch.compiler.is_compiling() or x.device.type != "cpu"
+    name, scale = fp8_format(format).name, "power_of_two" if power_of_two else "float32"
+    quantizer = Quantizer(format=name, block=(1, 128), scale=scale)  # type: ignore[arg-type]
+    return [each.values for each in Rounding(quantizer, tuple(blocks))(x)]
 
 
 def _round(scaled: Tensor, target: Format) -> Tensor:
@@ -303,10 +272,10 @@ def _round(scaled: Tensor, target: Format) -> Tensor:
     return (values + spacing) - spacing
 
 
-def _round_whole(
+def round_scaled(
     source: Tensor, block: Block, scales: Scales, target: Format, generator: RandomBits | None
 ) -> Tensor:
-    """The matrix `source` rounded to `target`, as one expression."""
+    """The matrix `source` rounded to `target`, multiplied by the scales before and after."""
     scaled = blocked(source, block) * in_memory(scales.into)
     if generator is None:
         rounded = _round(scaled, target)
@@ -316,43 +285,6 @@ def _round_whole(
     if scales.out is not None:
         rounded = rounded * in_memory(scales.out)
     return rounded.view_as(source)
-
-
-def round_scaled(
-    source: Tensor,
-    block: Block,
-    scales: Scales,
-    target: Format,
-    generator: RandomBits | None,
-    saturates: bool = True,
-) -> Tensor:
-    """The matrix `source` rounded to `target`, multiplied by the scales before and after."""
-    if _whole(source):
-        return _round_whole(source, block, scales, target, generator)
-    result = torch.empty_like(source)
-    rows = _chunk_rows(source, [block])
-    scratch = torch.empty_like(source[:rows], dtype=torch.int32)
-    for start in range(0, source.shape[0], rows):
-        out = result[start : start + rows]
-        blocks = blocked(out, block)
-        into = of_chunk(scales.into, block, start, rows)
-        torch.mul(blocked(source[start : start + rows], block), into, out=blocks)
-        if generator is None:
-            _round_in_place(out, scratch[: out.shape[0]], target, saturates)
-        else:
-            bits = generator.rows(start, *out.shape)
-            out.copy_(_round_at_random(out.clamp_(-target.max, target.max), bits, target))
-        if scales.out is not None:
-            blocks.mul_(of_chunk(scales.out, block, start, rows))
-    return result
-
-
-def _round_in_place(values: Tensor, scratch: Tensor, target: Format, saturates: bool) -> None:
-    """Round the scaled float32 `values` to `target`."""
-    if saturates:
-        values.clamp_(-target.max, target.max)
-    spacing = _spacing(values, scratch, target).clamp_min_(target.min_normal * _magic(target))
-    values.add_(spacing).sub_(spacing)
 
 
 def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
@@ -368,76 +300,16 @@ def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
     return (below + away.copysign(steps)) * step
 
 
-def _round_in_blocks(
-    source: Tensor,
-    blocks: Sequence[Block],
-    inv_scales: Sequence[Tensor],
-    target: Format,
-    saturates: bool,
-) -> list[Tensor]:
-    """The matrix `source` rounded to `target` times each of `inv_scales`, powers of two, one per
-    block.
-
-    A power of two commutes with rounding, so the values are rounded where they stand.
-    """
-    smallest = [inv_scale * (target.min_normal * _magic(target)) for inv_scale in inv_scales]
-    results = [torch.empty_like(source) for _ in blocks]
-    rows = _chunk_rows(source, blocks)
-    scratch = torch.empty_like(source[:rows], dtype=torch.int32)
-    floor = torch.empty_like(source[:rows])
-    for start in range(0, source.shape[0], rows):
-        part = source[start : start + rows]
-        spacing = _spacing(part, scratch[: part.shape[0]], target)
-        here = floor[: part.shape[0]]
-        for block, least, inv_scale, result in zip(
-            blocks, smallest, inv_scales, results, strict=True
-        ):
-            out = result[start : start + rows]
-            lower = of_chunk(least, block, start, rows)
-            torch.maximum(blocked(spacing, block), lower, out=blocked(here, block))
-            torch.add(part, here, out=out)
-            out.sub_(here)
-            if saturates:
-                limit = of_chunk(inv_scale, block, start, rows) * target.max
-                blocked(out, block).clamp_(-limit, limit)
-    return results
-
-
-def _spacing(values: Tensor, scratch: Tensor, target: Format) -> Tensor:
-    """The magic number of each of the float32 `values`, in the memory of the int32 `scratch`."""
-    torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=scratch)
-    return scratch.view(torch.float32).mul_(_magic(target))
-
-
 def _magic(target: Format) -> float:
     return float(1.5 * 2.0 ** (23 - target.mantissa_bits))
 
 
-def _block_amaxes(source: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
-    """The amax of each block of a matrix, a NaN included: float32 [n0, 1, n1, 1] for each size.
-
-    By integers: the bits of magnitudes are ordered as the magnitudes are, NaN above all.
-    """
-    bits = source.view(torch.int32)
-    results = [bits.new_zeros(len(bits) // b0, 1, bits.shape[1] // b1, 1) for b0, b1 in blocks]
+def amaxes(source: Tensor, block: Block) -> Tensor:
+    """The amax of each block of a matrix, NaN ignored: float32 [n0, 1, n1, 1]."""
     if not source.numel():
-        return [result.view(torch.float32) for result in results]
-    rows = _chunk_rows(source, blocks)
-    scratch = torch.empty_like(bits[:rows])
-    for start in range(0, source.shape[0], rows):
-        part = bits[start : start + rows]
-        masked = scratch[: part.shape[0]]
-        torch.bitwise_and(part, _MAGNITUDE, out=masked)
-        for block, result in zip(blocks, results, strict=True):
-            here = of_chunk(result, block, start, rows)
-            found = torch.amax(blocked(masked, block), dim=(1, 3), keepdim=True)
-            torch.maximum(here, found, out=here)  # of a block of all rows there are several parts
-    return [result.view(torch.float32) for result in results]
-
-
-def amax_without_nan(source: Tensor, block: Block) -> Tensor:
-    """The amax of each block, NaN ignored."""
-    return magnitude(blocked(source, block)).amax(dim=(1, 3), keepdim=True)
+        (rows, columns), (b0, b1) = source.shape, block
+        return source.new_zeros(rows // b0, 1, columns // b1, 1)
+    return block_amax(blocked(source, block))
 
 
 def blocked(matrix: Tensor, block: Block) -> Tensor:
@@ -447,32 +319,7 @@ def blocked(matrix: Tensor, block: Block) -> Tensor:
     return matrix.view(rows // b0, b0, columns // b1, b1)
 
 
-def of_chunk(scales: Tensor, block: Block, start: int, rows: int) -> Tensor:
-    """The scales, [n0, 1, n1, 1] or 0-dim, of `rows` rows from `start` on."""
-    if scales.ndim == 0 or scales.shape[0] == 1:
-        return scales
-    return scales[start // block[0] : (start + rows) // block[0]]
-
-
 def padded(x: Tensor, rows: int, columns: int) -> Tensor:
     """The matrix `x` in float32, contiguous, with zeros up to a multiple in both dimensions."""
     padding = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
     return F.pad(x.to(torch.float32), padding) if any(padding) else x.to(torch.float32).contiguous()
-
-
-def _trimmed(values: Tensor, x: Tensor) -> Tensor:
-    """`values` without the padding, contiguous."""
-    return values if values.shape == x.shape else trimmed(values, x.shape)
-
-
-def _chunk_rows(matrix: Tensor, blocks: Sequence[Block]) -> int:
-    """How many rows to treat at a time: whole blocks, about as many elements as a chunk has; for
-    blocks of all rows any number."""
-    tallest = max(1 if b0 >= len(matrix) else b0 for b0, _ in blocks)
-    return max(1, CHUNK // max(1, matrix[:1].numel()) // tallest) * tallest
-
-
-def _ordinary(largest: Tensor) -> bool:
-    """Whether every block's amax is 0 or far from the ends of float32's range (and no NaN)."""
-    tame = (largest == 0) | ((largest > _SMALL) & (largest < _LARGE))
-    return bool(tame.all())

@@ -206,7 +206,7 @@ def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("delayed", "current", "mxfp8", "fp32"),
+        *("delayed", "current", "mxfp8", "nvfp4", "fp32"),
         *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("block", "mxfp4", "rowwise")),
     ],
 )

@@ -17,13 +17,14 @@ from fp8stack.numerics import (
     RandomBits,
     Rounded,
     dequantize,
+    fused,
     quantize,
     round_both,
     round_to,
-    rounding,
 )
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import Quantized
+from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import FLOAT_DTYPES, STEADY, to_numpy
 from tests.support.quantizers import (
     EVERY,
@@ -90,14 +91,15 @@ def assert_same(ours: Rounded, theirs: tuple[np.ndarray, object]) -> None:
         np.testing.assert_array_equal(ours.factor.numpy(), np.asarray(theirs[1]))
 
 
-@pytest.fixture(params=[50, 2**17], ids=["many chunks", "one chunk"])
-def chunks(request, monkeypatch):
-    monkeypatch.setattr(rounding, "CHUNK", request.param)
+@pytest.fixture(params=WAYS)
+def way(request):
+    with cast_by(request.param):
+        yield
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
 @pytest.mark.parametrize("name", EVERY)
-def test_the_values_are_those_of_the_bytes(name, dim, chunks):
+def test_the_values_are_those_of_the_bytes(name, dim, way):
     quantizer, generator = EVERY[name], generator_of(EVERY[name])
     x = uneven(75, 140)
     for matrix in (x, with_specials(x), extreme(), extreme() * 2.0**-126, numbers(x).T, x[::2, 3:]):
@@ -157,7 +159,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_both_directions_equal_one_after_the_other(pair, chunks):
+def test_both_directions_equal_one_after_the_other(pair, way):
     along, across = (EVERY[name] for name in pair)
     generators = (DRAWN, replace(DRAWN, stream=9))
     for x in (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16()):
@@ -173,8 +175,8 @@ def test_alike_quantizers_share_their_passes_and_turned_ones_their_values(monkey
     one, other = round_both(x, replace(NVFP4, block=(16, 16)), replace(NVFP4, block=(16, 16)))
     assert one is other
     calls = []
-    real = rounding._block_amaxes
-    monkeypatch.setattr(rounding, "_block_amaxes", lambda *a: calls.append(a) or real(*a))
+    real = fused.round
+    monkeypatch.setattr(fused, "round", lambda *a, **k: calls.append(a) or real(*a, **k))
     for along, across in (
         (MXFP8, MXFP8),
         (NVFP4, NVFP4),
@@ -199,7 +201,7 @@ def test_a_scale_may_be_given(name):
             ours = round_to(x, quantizer, 0, generator, scale=scale)
             assert_same(ours, wanted(x, quantizer, 0, scale=scale))
     small = torch.tensor(1e-3) / x.abs().max()
-    ours = round_to(x, quantizer, 1, generator, scale=small, saturates=False)
+    ours = round_to(x, quantizer, 1, generator, scale=small)
     assert_same(ours, wanted(x, quantizer, 1, scale=small))
 
 
@@ -221,14 +223,14 @@ def test_what_is_missing_is_asked_for():
 @pytest.mark.parametrize(
     "name", ["stochastic mxfp4", "stochastic tensor e5m2", "stochastic row e5m2"]
 )
-def test_draws_depend_on_the_place_alone(name, monkeypatch):
+def test_draws_depend_on_the_place_alone(name):
     quantizer = EVERY[name]
     x = uneven(96, 64)
     x[:, 0] = 1e4  # one amax for the tensor and for each part
     whole = round_to(x, quantizer, 1, DRAWN)
-    for size in (1, 64 * 7, 2**17):
-        monkeypatch.setattr(rounding, "CHUNK", size)
-        again = round_to(x, quantizer, 1, DRAWN)
+    for way in WAYS:
+        with cast_by(way):
+            again = round_to(x, quantizer, 1, DRAWN)
         assert torch.equal(again.values, whole.values)
     for cut in (32, 33, 95):
         above = round_to(x[:cut], quantizer, 1, DRAWN)

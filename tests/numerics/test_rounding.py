@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,8 +20,8 @@ from fp8stack.numerics import (
     round_to_blocks,
     round_to_fp8,
     round_to_mxfp8,
-    rounding,
 )
+from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
@@ -102,14 +99,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
     return whole.T if draw(st.booleans()) else whole
 
 
-@contextmanager
-def chunks_of(elements: int) -> Iterator[None]:
-    """How many elements are treated at a time: so few that there are many chunks, or all."""
-    with mock.patch.object(rounding, "CHUNK", elements):
-        yield
-
-
-chunk_sizes = st.sampled_from([50, 2**17])
+ways = st.sampled_from(WAYS)
 
 
 # round_to_fp8
@@ -146,16 +136,10 @@ def test_random_float32_bits_round_like_the_cast(name, scale):
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (13, 29), (2, 3, 4, 5)], ids=str)
 def test_any_shape_rounds_like_the_cast(shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with chunks_of(50):
+    with cast_by("many tiles"):
         assert_rounds_like_the_cast(x, 100.0, "e4m3")
         if x.ndim == 2:
             assert_rounds_like_the_cast(x[::2, 1::3], 3.0, "e4m3")
-
-
-def test_a_caller_who_knows_that_nothing_saturates_gets_the_same_values():
-    x = uneven(64, 64)
-    scale = 448 / x.abs().max()
-    assert_same(round_to_fp8(x, scale, saturates=False), round_to_fp8(x, scale))
 
 
 # round_to_mxfp8
@@ -207,9 +191,9 @@ def test_blocks_round_as_a_numpy_loop_casts_them(name, block, power_of_two, dtyp
 
 
 @STEADY
-@given(matrices(), st.floats(2.0**-149, FLT_MAX, width=32), names, chunk_sizes)
-def test_any_matrix_rounds_like_the_cast(x, scale, name, size):
-    with chunks_of(size):
+@given(matrices(), st.floats(2.0**-149, FLT_MAX, width=32), names, ways)
+def test_any_matrix_rounds_like_the_cast(x, scale, name, way):
+    with cast_by(way):
         assert_rounds_like_the_cast(x, scale, name)
 
 
@@ -217,35 +201,27 @@ rules = st.sampled_from(["rceil", "floor", "even"])
 
 
 @STEADY
-@given(matrices(), st.sampled_from([0, 1, -1, -2]), names, rules, chunk_sizes)
-def test_any_matrix_rounds_to_its_mxfp8_values(x, dim, name, rule, size):
-    with chunks_of(size):
+@given(matrices(), st.sampled_from([0, 1, -1, -2]), names, rules, ways)
+def test_any_matrix_rounds_to_its_mxfp8_values(x, dim, name, rule, way):
+    with cast_by(way):
         assert_rounds_like_mxfp8(x, dim, name, rule)
 
 
 @STEADY
-@given(matrices(), st.sampled_from(BLOCKS), names, st.booleans(), chunk_sizes)
-def test_any_matrix_rounds_to_its_block_values(x, block, name, power_of_two, size):
-    with chunks_of(size):
+@given(matrices(), st.sampled_from(BLOCKS), names, st.booleans(), ways)
+def test_any_matrix_rounds_to_its_block_values(x, block, name, power_of_two, way):
+    with cast_by(way):
         assert_rounds_like_blocks(x, block, name, power_of_two)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_a_matrix_larger_than_a_chunk_rounds_like_the_cast(dtype):
-    assert rounding.CHUNK == 2**17
+def test_a_matrix_of_many_tiles_rounds_like_the_cast(dtype, way):
     x = uneven(513, 601).to(dtype)
-    assert_rounds_like_the_cast(x, 50.0, "e4m3")
-    assert_rounds_like_mxfp8(x, 0, "e4m3", "rceil")
-    assert_rounds_like_blocks(x, (128, 128), "e4m3", True)
-
-
-def test_zero_blocks_and_common_magnitudes_are_rounded_where_they_stand(monkeypatch):
-    # Otherwise the tests above would not meet what is done without multiplying by scales.
-    monkeypatch.setattr(rounding, "round_scaled", None)
-    x = uneven(64, 256)
-    x[:, 64:192] = 0
-    assert not round_to_mxfp8(x, [1])[0][:, 64:192].any()
-    assert not round_to_blocks(x, [(1, 128)])[0][:, 64:192].any()
+    with cast_by(way):
+        assert_rounds_like_the_cast(x, 50.0, "e4m3")
+        assert_rounds_like_mxfp8(x, 0, "e4m3", "rceil")
+        assert_rounds_like_blocks(x, (128, 128), "e4m3", True)
 
 
 def test_an_unknown_format_is_refused():

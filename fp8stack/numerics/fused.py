@@ -1,0 +1,301 @@
+"""The casts of emulated FP8 on a CPU in one sweep: amax, scale and rounding, compiled by numba.
+
+What is computed stands in `rounding`, as expressions of torch; here are the same values, to the
+bit, without temporaries. A matrix is treated in tiles that stay in a core's cache, by the threads
+that torch itself has: OpenMP's, of the library that torch loaded.
+
+Where numba is missing or fails, `why_not` says so, and `rounding` computes its expressions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import FORMATS, Quantizer
+from fp8stack.numerics.hadamard import MINUS
+from fp8stack.numerics.operators import operator, seen
+
+if TYPE_CHECKING:
+    from fp8stack.numerics.fused_kernels import Work
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale; 0 is all of them."""
+
+_RULES: list[Rule] = []
+Bits = tuple[Tensor | None, int, int, int]
+
+# Below so many elements a second thread costs more than it takes over.
+_ALONE = 1 << 15
+# Elements of a tile; five such, of float32, stay in a core's L2 cache.
+_TILE = 1 << 13
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a matrix is rounded.
+
+    Attributes:
+        quantizer: by what.
+        blocks: for one or two results.
+        dim: what a Hadamard transform mixes.
+    """
+
+    quantizer: Quantizer
+    blocks: tuple[Block, ...]
+    dim: int = 1
+
+    @cached_property
+    def number(self) -> int:
+        """By what the operator knows it."""
+        _RULES.append(self)
+        return len(_RULES) - 1
+
+    @property
+    def carries(self) -> bool:
+        """Whether values carry the scales of their blocks."""
+        return self.blocks[0][0] * self.blocks[0][1] > 0
+
+    @cached_property
+    def has_factor(self) -> bool:
+        """Whether what multiplies the GEMM's output is not 1."""
+        return not self.carries or self.quantizer.scale == "e4m3"
+
+    def shape(self, rows: int, columns: int) -> Block:
+        """Rows and columns of the result, padded for a Hadamard transform."""
+        size = self.quantizer.hadamard or 1
+        if self.dim == 0:
+            return -(-rows // size) * size, columns
+        return rows, -(-columns // size) * size
+
+    def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of what multiplies out for one result."""
+        return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
+
+
+def serves(x: Tensor) -> bool:
+    """Whether `x` is rounded here: on a CPU, not in compiled code."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and why_not() is None
+    )
+
+
+def why_not() -> str | None:
+    """Why casts on this machine are not compiled by numba; None if they are."""
+    return _loaded()[1]
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> tuple[Any, str | None]:
+    """The kernels, or why there are none. The first time, numba compiles them, and keeps them."""
+
+    def tell() -> None:
+        print("Compiling the casts for this CPU, once: about 10 s.", file=sys.stderr, flush=True)
+
+    waits = threading.Timer(3.0, tell)
+    waits.daemon = True
+    waits.start()
+    try:
+        from fp8stack.numerics import fused_kernels
+    except ImportError as error:
+        return None, f"numba cannot be imported ({error})"
+    except Exception as error:  # whatever a compiler may say on an odd machine
+        return None, f"numba failed ({str(error).splitlines()[0]})"
+    finally:
+        waits.cancel()
+    return fused_kernels, None
+
+
+@lru_cache(maxsize=1)
+def _team() -> Callable[..., None] | None:
+    """OpenMP's function that runs a C function in all threads, of GNU's library, which torch's
+    wheels for Linux have loaded; None elsewhere."""
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    run: Callable[..., None] = parallel
+    return run
+
+
+def _run(kernel: Any, work: Work, threads: int) -> None:
+    team = _team() if threads > 1 else None
+    if team is None:
+        kernel.ctypes(ctypes.addressof(work))
+    else:
+        team(kernel.address, ctypes.addressof(work), threads, 0)
+
+
+def _tile(rule: Rule, rows: int, columns: int) -> Block:
+    """The rows and columns of a tile: whole blocks, and whole rows if they are short enough."""
+    mixed: int = rule.quantizer.hadamard or 1
+    tall = max([mixed if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
+    wide = max([mixed if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
+    most = -(-columns // wide) * wide
+    if (1, 0) not in rule.blocks:
+        most = min(most, max(1, _TILE // tall // wide) * wide)
+    return max(1, min(_TILE // most, rows) // tall) * tall, most
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    number: int, rows: int, columns: int, dtype: torch.dtype, bf16: bool, given: bool
+) -> tuple[Work, bool, list[Shape]]:
+    """What there is to do but for its addresses, whether an amax is to be found first, and the
+    shapes and dtypes of what is made: for each block the values and, if there is one, the factor,
+    which is float32."""
+    rule = _RULES[number]
+    shapes = _shapes(rule, rows, columns, bf16)
+    quantizer = rule.quantizer
+    target, scale = FORMATS[quantizer.format], quantizer.scale
+    kernels = _loaded()[0]
+    work: Work = kernels.Work()
+    if set(rule.blocks) == {(0, 0)} and not quantizer.hadamard and not quantizer.stochastic:
+        rows, columns = 1, rows * columns
+    work.source_rows, work.source_columns = rows, columns
+    work.rows, work.columns = rule.shape(rows, columns)
+    work.height, work.width = rule.blocks[0]
+    work.other_height, work.other_width = rule.blocks[-1]
+    work.tile_rows, work.tile_columns = _tile(rule, work.rows, work.columns)
+    work.hadamard, work.dim = quantizer.hadamard, rule.dim
+    work.minus = MINUS.get(quantizer.hadamard, 0)
+    work.source_is_bf16, work.result_is_bf16 = dtype == torch.bfloat16, bf16
+    kind = quantizer.scale_rounding if scale == "e8m0" else "e4m3" if scale == "e4m3" else "float32"
+    work.scale_kind = kernels.SCALES.index("given" if given else kind)
+    work.power_of_two = scale == "power_of_two"
+    work.carries = rule.carries
+    work.random = quantizer.stochastic
+    work.mantissa_bits = target.mantissa_bits
+    work.exponents = (target.max_code >> target.mantissa_bits) - target.bias
+    work.max, work.min_normal = target.max, target.min_normal
+    work.min_subnormal = target.min_subnormal or 0.0
+    work.limit = 1 / target.max if scale == "e8m0" else target.max
+    work.eps = quantizer.eps
+    held = torch.bfloat16 if quantizer.hadamard else dtype
+    largest = torch.finfo(held if rule.carries else torch.float32).max
+    work.overflow = min(largest, torch.finfo(torch.float32).max)
+    finds = bool(quantizer.hadamard) or (0, 1) in rule.blocks
+    finds = finds or scale == "e4m3" or ((0, 0) in rule.blocks and not given)
+    return work, finds, shapes
+
+
+def _round(
+    x: Tensor,
+    number: int,
+    scale: Tensor | None,
+    recorded: Tensor | None,
+    counts: Tensor | None,
+    counter: Tensor | None,
+    seed: int,
+    stream: int,
+    first_row: int,
+    bf16: bool,
+) -> list[Tensor]:
+    rule = _RULES[number]
+    if x.dtype == torch.float16:
+        source, dtype = x.to(torch.float32).contiguous(), torch.float16
+    else:
+        source, dtype = x.contiguous(), x.dtype
+    rows, columns = source.shape
+    planned, finds, shapes = _plan(number, rows, columns, dtype, bf16, scale is not None)
+    kernels = _loaded()[0]
+    work = type(planned).from_buffer_copy(planned)
+    made = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+    work.source, work.result = source.data_ptr(), made[0].data_ptr()
+    each = len(made) // len(rule.blocks)
+    if each > 1:
+        work.factor = made[1].data_ptr()
+    if len(rule.blocks) > 1:
+        work.other = made[each].data_ptr()
+        if each > 1:
+            work.other_factor = made[3].data_ptr()
+    if counter is not None:
+        work.counter, work.seed, work.stream = int(counter), seed, stream
+        work.first_row = first_row
+    work.amax = ctypes.addressof(work) + kernels.Work.cell.offset
+    if scale is not None:
+        work.scale = scale.data_ptr()
+    if recorded is not None:
+        work.recorded = recorded.data_ptr()
+        work.counts = 0 if counts is None else counts.data_ptr()
+    threads = torch.get_num_threads() if source.numel() > _ALONE else 1
+    if finds:
+        if (0, 1) in rule.blocks:
+            columns_amax = torch.zeros(work.columns, dtype=torch.int32)
+            work.column_amaxes = columns_amax.data_ptr()
+        _run(kernels.find_tiles, work, threads)
+        work.next = 0
+        if work.hadamard:
+            work.source, work.source_is_bf16 = work.result, work.result_is_bf16
+            work.source_rows, work.source_columns = work.rows, work.columns
+    _run(kernels.round_tiles, work, threads)
+    return made
+
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+def _shapes(rule: Rule, rows: int, columns: int, bf16: bool) -> list[Shape]:
+    """Shapes and dtypes of the values and factors for each block."""
+    shape = rule.shape(rows, columns)
+    made: list[Shape] = []
+    for block in rule.blocks:
+        made.append((shape, torch.bfloat16 if bf16 else torch.float32))
+        if rule.has_factor:
+            made.append((rule.factor_shape(block, *shape), torch.float32))
+    return made
+
+
+def _fake(x: Tensor, rule: int, *others: Any) -> list[Tensor]:
+    rows, columns = x.shape
+    shapes = _shapes(_RULES[rule], rows, columns, others[-1] is True)
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+_op = operator(
+    "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? counts,"
+    " Tensor? counter, int seed, int stream, int first_row, bool bf16) -> Tensor[]",
+    _round,
+    _fake,
+)
+
+
+def round(
+    x: Tensor,
+    rule: int,
+    scale: Tensor | None = None,
+    recorded: Tensor | None = None,
+    counts: Tensor | None = None,
+    bits: Bits = (None, 0, 0, 0),
+    bf16: bool = False,
+) -> list[Tensor]:
+    """`x` by a rule: for each of its blocks the values and, if `Rule.has_factor`, what multiplies
+    out, see `rounding.Rounded`.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        rule: its `Rule.number`.
+        scale: float32, 0-dim, of the whole matrix.
+        recorded: float32, 0-dim, becomes at least the amax; with `scale`.
+        counts: bool, 0-dim: whether the amax is recorded.
+        bits: the counter, seed, stream and first row of `RandomBits`.
+        bf16: whether the values are bfloat16, which must hold them exactly.
+    """
+    run = _op if seen(x) else _round
+    made: list[Tensor] = run(x, rule, scale, recorded, counts, *bits, bf16)
+    return made

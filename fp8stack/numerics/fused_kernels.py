@@ -1,0 +1,630 @@
+"""The loops of `fused`, which numba compiles for this CPU: amax, scale and rounding, tile by tile.
+
+The rules are those of `rounding` and `quantized`, operation for operation: numba neither contracts
+a product and a sum nor reorders sums unless it is asked to. A kernel is a C function of a pointer
+to `Work`. Several threads may run it on the same work: each takes the next tile until none is left.
+
+It knows addresses and numbers, no tensors and no quantizers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, from_dtype, njit, types
+from numba.core import cgutils
+from numba.np.numpy_support import carray
+from numba.extending import intrinsic as _intrinsic
+
+_INTEGERS = (
+    # Counters: the next tile, and how many are done.
+    *("next", "done"),
+    # Addresses, 0 for none: the matrix, what becomes of it, and that for its other blocks.
+    *("source", "result", "other"),
+    # int32: the amax of the matrix, and those of its columns.
+    *("amax", "column_amaxes"),
+    # float32: a scale that is known; what multiplies out, for all, by row or by column; where the
+    # amax is recorded, and a bool that says whether it counts.
+    *("scale", "factor", "other_factor", "recorded", "counts"),
+    # Of the source, of what becomes of it (padded for a Hadamard transform), and of a tile.
+    *("source_rows", "source_columns", "rows", "columns", "tile_rows", "tile_columns"),
+    # The blocks of the two results: 0 is all rows, or all columns.
+    *("height", "width", "other_height", "other_width"),
+    *("seed", "stream", "counter", "first_row"),  # of the random bits
+    *("hadamard", "minus", "dim"),  # its size, the signs, and the dimension that it mixes
+    "cell",  # room for the amax
+)
+_FLAGS = (
+    "source_is_bf16",
+    "result_is_bf16",
+    "scale_kind",  # an index of SCALES
+    "power_of_two",
+    "carries",  # whether values are multiplied by what multiplies out
+    "random",
+    "mantissa_bits",
+    "exponents",  # of the largest value, less the bias: what a power-of-two scale leaves to it
+)
+_FLOATS = ("max", "min_normal", "min_subnormal", "limit", "eps", "overflow")
+SCALES = ("float32", "rceil", "floor", "even", "e4m3", "given")
+
+
+class Work(ctypes.Structure):
+    """What a kernel is to do."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_int32) for name in _FLAGS),
+        *((name, ctypes.c_float) for name in _FLOATS),
+    ]
+
+
+intrinsic: Any = _intrinsic  # which has another signature than what it makes
+_WORK = types.CPointer(from_dtype(np.dtype(Work)))
+_LANES = 16  # a row of a tile is a multiple of it, or of a block that is
+_FLOAT32, _RCEIL, _FLOOR, _EVEN, _E4M3, _GIVEN = range(6)
+_MAGNITUDE, _EXPONENT, _MANTISSA = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
+_POWER_OF_TWO = np.int32(_EXPONENT)
+_TWICE_127 = np.int32(254 << 23)
+_ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
+_FLT_MAX = np.finfo(np.float32).max
+_SIXTH, _OUT_OF_TWO_LEVELS = np.float32(1 / 6), np.float32(1 / 2688)
+
+
+@intrinsic
+def _address(typing: Any, integer: types.Integer) -> tuple[Any, Callable[..., Any]]:
+    """The memory at an address."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), make
+
+
+@intrinsic
+def _add(typing: Any, address: types.Integer) -> tuple[Any, Callable[..., Any]]:
+    """Add 1 to the int64 at an address, in one step for all threads; what it was before."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memory = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", memory, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(types.int64), make
+
+
+@intrinsic
+def _raise(typing: Any, address: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
+    """Let the int32 at an address be at least `value`, in one step for all threads."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memory = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        return builder.atomic_rmw("max", memory, args[1], "seq_cst")
+
+    return types.int32(types.int64, types.int32), make
+
+
+@intrinsic
+def _bits(typing: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
+    """The bits of a float32, as int32."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), make
+
+
+@intrinsic
+def _of_bits(typing: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
+    """The float32 of these bits, int32."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), make
+
+
+@intrinsic
+def _largest_of_16(typing: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    """The largest of the 16 int32 from an address on; a loop in Python takes ten times as long."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.VectorType(ir.IntType(32), _LANES)
+        memory = builder.inttoptr(args[0], lanes.as_pointer())
+        kind = ir.FunctionType(ir.IntType(32), [lanes])
+        name = "llvm.vector.reduce.smax.v16i32"
+        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(reduce, [builder.load(memory, align=4, typ=lanes)])
+
+    return types.int32(types.int64), make
+
+
+@intrinsic
+def _fill_16(typing: Any, address: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
+    """Let the 16 float32 from an address on be `value`."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.VectorType(ir.FloatType(), _LANES)
+        memory = builder.inttoptr(args[0], lanes.as_pointer())
+        vector = ir.Constant(lanes, ir.Undefined)
+        for i in range(_LANES):
+            vector = builder.insert_element(vector, args[1], ir.Constant(ir.IntType(32), i))
+        builder.store(vector, memory, align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.float32), make
+
+
+@intrinsic
+def _start(typing: Any, work: Any) -> tuple[Any, Callable[..., Any]]:
+    """The address of the work."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.int64(_WORK), make
+
+
+@njit
+def _floats(address, length):
+    return carray(_address(address), length, np.float32)
+
+
+@njit
+def _ints(address, length):
+    return carray(_address(address), length, np.int32)
+
+
+# The scales, one at a time: what multiplies in, and what multiplies out.
+
+
+@njit
+def _quotient_scale(largest, limit, eps, overflow, power_of_two):
+    """See `cast.tensor_scale`."""
+    if largest < eps:
+        largest = eps
+    if not (largest > _ZERO and largest < _INF):
+        return _ONE  # a power of two as it is
+    scale = limit / largest
+    if scale == _INF:
+        scale = overflow
+    if power_of_two:
+        scale = _of_bits(_bits(scale) & _POWER_OF_TWO)
+    return scale
+
+
+@njit
+def _power(largest, kind, format_max_inverse, mantissa_bits, exponents):
+    """The E8M0 code: see `blocks.e8m0_code`."""
+    if kind == _RCEIL:
+        bits = _bits(largest * format_max_inverse)
+        exponent, mantissa = bits >> 23, bits & _MANTISSA
+        if mantissa != 0 and exponent != 254 and not (exponent == 0 and mantissa <= 0x400000):
+            exponent += 1
+        return min(exponent, 254)
+    bits = _bits(largest)
+    if kind == _EVEN:
+        bits += np.int32(1 << (22 - mantissa_bits))
+    return min(max(((bits >> 23) & 0xFF) - exponents, 0), 254)
+
+
+@njit
+def _scales(largest, w, into_e4m3):
+    """What multiplies a block of this amax into the format, and what multiplies it out."""
+    kind = w.scale_kind
+    if kind == _FLOAT32:
+        into = _quotient_scale(largest, w.limit, w.eps, w.overflow, w.power_of_two)
+        return into, _ONE / into
+    if kind == _E4M3:
+        exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
+        # E4M3: three bits of mantissa, from 2^-6 on.
+        power = _of_bits(_bits(exact) & _POWER_OF_TWO)
+        spacing = max(power, np.float32(2**-6)) * np.float32(1.5 * 2**20)
+        out = (exact + spacing) - spacing
+        return min(_ONE / (out * (_ONE / into_e4m3)), _FLT_MAX), out
+    code = _power(largest, kind, w.limit, w.mantissa_bits, w.exponents)
+    into_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
+    out_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
+    return _of_bits(into_bits), _of_bits(out_bits)
+
+
+@njit
+def _first_level(whole):
+    """What brings the E4M3 scales of a tensor of this amax into range: see
+    `quantized.scales_of`."""
+    scale = min(np.float32(2688) / whole, _FLT_MAX)
+    if whole == _ZERO or scale == _ZERO:
+        return _ONE
+    return scale
+
+
+# A row of a tile.
+
+
+@njit
+def _round(values, into, out, result, length, w):
+    """`result = out * round(values * into)`, to the nearest."""
+    magic = np.float32(12582912.0 / (1 << w.mantissa_bits))  # 1.5 * 2^(23 - mantissa_bits)
+    least = w.min_normal * magic
+    high, low, carries = w.max, -w.max, w.carries != 0
+    for i in range(length):
+        scaled = values[i] * into[i]
+        scaled = high if scaled > high else (low if scaled < low else scaled)
+        power = _of_bits(_bits(scaled) & _POWER_OF_TWO)
+        spacing = power * magic
+        spacing = least if spacing < least else spacing
+        rounded = (scaled + spacing) - spacing
+        result[i] = rounded * out[i] if carries else rounded
+
+
+@njit
+def _round_at_random(values, into, out, bits, result, length, w):
+    """`result = out * round(values * into)`, at random."""
+    per_power = np.float32(1.0 / (1 << w.mantissa_bits))
+    least, high, low, carries = w.min_subnormal, w.max, -w.max, w.carries != 0
+    for i in range(length):
+        scaled = values[i] * into[i]
+        scaled = high if scaled > high else (low if scaled < low else scaled)
+        step = _of_bits(_bits(scaled) & _POWER_OF_TWO) * per_power
+        step = least if step < least else step
+        steps = scaled * _of_bits(_TWICE_127 - _bits(step))
+        below = np.trunc(steps)
+        threshold = np.ceil(abs(steps - below) * np.float32(4294967296.0))
+        away = _ONE if np.float64(bits[i]) < np.float64(threshold) else _ZERO
+        rounded = (below + np.copysign(away, steps)) * step
+        result[i] = rounded * out[i] if carries else rounded
+
+
+@njit
+def _draw(bits, first_column, length, row, w):
+    """Philox4x32-10 of each place, see `random.RandomBits`; `length` is rounded up to fours."""
+    low, high = np.uint32(w.counter & 0xFFFFFFFF), np.uint32((w.counter >> 32) & 0xFFFFFFFF)
+    row_word = np.uint32(row + w.first_row)
+    one, other = np.uint32(w.seed), np.uint32(w.stream)
+    for lane in range((length + 3) // 4):
+        c0, c1, c2, c3 = np.uint32(first_column // 4 + lane), row_word, low, high
+        k0, k1 = one, other
+        for _ in range(10):
+            p0, p1 = np.uint64(c0) * np.uint64(0xD2511F53), np.uint64(c2) * np.uint64(0xCD9E8D57)
+            c0 = np.uint32(p1 >> np.uint64(32)) ^ c1 ^ k0
+            c1 = np.uint32(p1)
+            c2 = np.uint32(p0 >> np.uint64(32)) ^ c3 ^ k1
+            c3 = np.uint32(p0)
+            k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
+            k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
+        bits[4 * lane] = c0
+        bits[4 * lane + 1] = c1
+        bits[4 * lane + 2] = c2
+        bits[4 * lane + 3] = c3
+
+
+@njit
+def _load(spare, w, top, left):
+    """A tile of the source in float32, row by row, with zeros where the matrix is over: in the
+    matrix itself where it lies there so, else in `spare`."""
+    rows, columns = w.tile_rows, w.tile_columns
+    whole_rows = left == 0 and columns == w.source_columns and top + rows <= w.source_rows
+    if whole_rows and not w.source_is_bf16 and w.source != w.result:
+        return _floats(w.source + 4 * top * columns, rows * columns)
+    there = max(0, min(columns, w.source_columns - left))
+    for r in range(rows):
+        row = spare[r * columns : (r + 1) * columns]
+        if top + r >= w.source_rows:
+            row[:] = _ZERO
+            continue
+        row[there:] = _ZERO
+        start = (top + r) * w.source_columns + left
+        if w.source_is_bf16:
+            halves = carray(_address(w.source + 2 * start), there, np.uint16)
+            words = row.view(np.int32)
+            for c in range(there):
+                words[c] = np.int32(np.uint32(halves[c]) << np.uint32(16))
+        else:
+            values = _floats(w.source + 4 * start, there)
+            for c in range(there):
+                row[c] = values[c]
+    return spare
+
+
+@njit
+def _to_bf16(bits):
+    """The upper half of float32's bits, rounded to the nearest, ties to even; NaN stays one."""
+    if (bits & _MAGNITUDE) > _EXPONENT:
+        return np.uint16((np.uint32(bits) >> np.uint32(16)) | np.uint32(0x40))
+    word = np.uint32(bits)
+    odd = (word >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((word + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@njit
+def _magnitude(word):
+    """The bits of a float32's magnitude, whose order is that of the magnitudes; 0 for NaN."""
+    size = word & np.int32(_MAGNITUDE)
+    return np.int32(0) if size > np.int32(_EXPONENT) else size
+
+
+@njit
+def _magnitudes(sizes, values):
+    """The magnitudes of all values, as bits."""
+    words = values.view(np.int32)
+    for i in range(len(words)):
+        sizes[i] = _magnitude(words[i])
+
+
+@njit
+def _raise_all(largest, row):
+    """Let `largest`, as bits, be the larger of itself and a row's magnitudes."""
+    words = row.view(np.int32)
+    for c in range(len(words)):
+        size = _magnitude(words[c])
+        largest[c] = size if size > largest[c] else largest[c]
+
+
+@njit
+def _amax(values):
+    """The largest magnitude, as bits."""
+    words = values.view(np.int32)
+    most = np.int32(0)
+    for i in range(len(words)):
+        size = _magnitude(words[i])
+        most = size if size > most else most
+    return most
+
+
+@njit
+def _store(tile, w, result, top, left):
+    """A tile, as far as the matrix goes."""
+    columns = w.tile_columns
+    length = min(columns, w.columns - left)
+    for r in range(min(w.tile_rows, w.rows - top)):
+        row = tile[r * columns : r * columns + length]
+        start = (top + r) * w.columns + left
+        if w.result_is_bf16:
+            words = row.view(np.int32)
+            halves = carray(_address(result + 2 * start), length, np.uint16)
+            for c in range(length):
+                halves[c] = _to_bf16(words[c])
+        else:
+            values = _floats(result + 4 * start, length)
+            for c in range(length):
+                values[c] = row[c]
+
+
+@njit
+def _largest(amaxes, start, width):
+    """The largest of `width` int32 from `start` on."""
+    most = np.int32(0)
+    if width % _LANES == 0:
+        address = amaxes.ctypes.data + 4 * start
+        for i in range(0, width, _LANES):
+            most = max(most, _largest_of_16(address + 4 * i))
+        return most
+    for i in range(start, start + width):
+        most = max(most, amaxes[i])
+    return most
+
+
+@njit
+def _fill(values, start, width, value):
+    if width % _LANES == 0:
+        address = values.ctypes.data + 4 * start
+        for i in range(0, width, _LANES):
+            _fill_16(address + 4 * i, value)
+        return
+    for i in range(start, start + width):
+        values[i] = value
+
+
+@njit
+def _set_scales(largest, into, out, width, w, into_e4m3):
+    """The scales of some columns, from their amaxes as bits, in each block of `width` of them."""
+    columns = len(largest)
+    if width == 1:
+        for c in range(columns):
+            into[c], out[c] = _scales(_of_bits(largest[c]), w, into_e4m3)
+        return
+    for start in range(0, columns, width):
+        first, last = _scales(_of_bits(_largest(largest, start, width)), w, into_e4m3)
+        _fill(into, start, width, first)
+        _fill(out, start, width, last)
+
+
+@njit
+def _copy(target, source):
+    for i in range(len(target)):
+        target[i] = source[i]
+
+
+@njit
+def _set_group(tile, into, out, largest, top, left, first, height, width, w, into_e4m3):
+    """The scales of a group of rows of a tile that share them, from row `first` on."""
+    columns = w.tile_columns
+    here = largest[:columns]
+    if height:
+        here[:] = 0
+        for r in range(first, first + height):
+            _raise_all(here, tile[r * columns : (r + 1) * columns])
+    else:
+        length = min(columns, w.columns - left)
+        here[:length] = _ints(w.column_amaxes + 4 * left, length)
+        here[length:] = 0
+    start = first * columns
+    _set_scales(
+        here, into[start : start + columns], out[start : start + columns], width, w, into_e4m3
+    )
+    for r in range(first + 1, first + (height if height else w.tile_rows)):
+        _copy(into[r * columns : (r + 1) * columns], into[start : start + columns])
+        _copy(out[r * columns : (r + 1) * columns], out[start : start + columns])
+
+
+@njit
+def _mix_rows(tile, top, size, columns):
+    """The sums and differences of a Hadamard matrix of `size`, over rows."""
+    stride = 1
+    while stride < size:
+        for first in range(top, top + size, 2 * stride):
+            for r in range(first, first + stride):
+                one = tile[r * columns : (r + 1) * columns]
+                other = tile[(r + stride) * columns : (r + stride + 1) * columns]
+                for c in range(columns):
+                    a, b = one[c], other[c]
+                    one[c] = a + b
+                    other[c] = a - b
+        stride *= 2
+
+
+@njit
+def _mix_columns(row, size):
+    """The same over columns."""
+    stride = 1
+    while stride < size:
+        for first in range(0, len(row), 2 * stride):
+            for c in range(first, first + stride):
+                a, b = row[c], row[c + stride]
+                row[c] = a + b
+                row[c + stride] = a - b
+        stride *= 2
+
+
+@njit
+def _rounded_to_bf16(value):
+    return _of_bits(np.int32(np.uint32(_to_bf16(_bits(value))) << np.uint32(16)))
+
+
+@njit
+def _transform(tile, w):
+    """See `hadamard.hadamard`."""
+    size, rows, columns = w.hadamard, w.tile_rows, w.tile_columns
+    factor = np.float32(size**-0.5)
+    for r in range(rows):
+        row = tile[r * columns : (r + 1) * columns]
+        for c in range(columns):
+            sign = -_ONE if (w.minus >> ((c if w.dim == 1 else r) % size)) & 1 else _ONE
+            row[c] = _rounded_to_bf16(row[c]) * sign
+    if w.dim == 1:
+        _mix_columns(tile, size)
+    else:
+        for top in range(0, rows, size):
+            _mix_rows(tile, top, size, columns)
+    for i in range(rows * columns):
+        tile[i] = _rounded_to_bf16(tile[i] * factor)
+
+
+def _find_tiles(pointer):
+    """Find the amax of a matrix, those of its columns, and transform it first, as far as asked."""
+    w = carray(pointer, 1)[0]
+    start = _start(pointer)
+    size, columns = w.tile_rows * w.tile_columns, w.tile_columns
+    spare = np.empty(size, np.float32)
+    largest = np.empty(columns, np.int32)
+    across = (w.columns + columns - 1) // columns
+    tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
+    while True:
+        here = _add(start)
+        if here >= tiles:
+            return
+        top, left = here // across * w.tile_rows, here % across * columns
+        tile = _load(spare, w, top, left)
+        if w.hadamard:
+            if tile.ctypes.data != spare.ctypes.data:
+                spare[:] = tile
+            tile = spare
+            _transform(tile, w)
+            _store(tile, w, w.result, top, left)
+        if w.column_amaxes:
+            largest[:] = 0
+            for r in range(min(w.tile_rows, w.rows - top)):
+                _raise_all(largest, tile[r * columns : (r + 1) * columns])
+            for c in range(min(columns, w.columns - left)):
+                _raise(w.column_amaxes + 4 * (left + c), largest[c])
+        else:
+            _raise(w.amax, _amax(tile))
+
+
+def _round_tiles(pointer):
+    """Round a matrix to one or two results."""
+    w = carray(pointer, 1)[0]
+    start = _start(pointer)
+    columns = w.tile_columns
+    size = w.tile_rows * columns
+    spare, line = np.empty(size, np.float32), np.empty(size, np.float32)
+    into, out = np.empty(size, np.float32), np.empty(size, np.float32)
+    largest = np.empty(size, np.int32)
+    bits = np.empty(size if w.random else 0, np.uint32)
+    across = (w.columns + columns - 1) // columns
+    tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
+    whole, into_e4m3 = _ZERO, _ONE
+    if not w.recorded:
+        whole = _floats(w.amax, 1)[0]
+        into_e4m3 = _first_level(whole)
+    for_all = w.height == 0 and w.width == 0
+    if for_all:
+        if w.scale_kind == _GIVEN:
+            first = _floats(w.scale, 1)[0]
+            last = _ONE / first
+        else:
+            first, last = _scales(whole, w, into_e4m3)
+        into[:] = first
+        out[:] = last
+    while True:
+        here = _add(start)
+        if here >= tiles:
+            return
+        top, left = here // across * w.tile_rows, here % across * columns
+        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
+        tile = _load(spare, w, top, left)
+        if here == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
+            for_output = whole * _OUT_OF_TWO_LEVELS if w.scale_kind == _E4M3 else out[0]
+            _floats(w.factor, 1)[0] = for_output
+            if w.other_factor:
+                _floats(w.other_factor, 1)[0] = for_output
+        if w.recorded:
+            _raise(w.amax, _amax(tile))
+        if w.random:
+            for r in range(rows):
+                _draw(bits[r * columns : (r + 1) * columns], left, length, top + r, w)
+        for second in range(2):
+            result = w.other if second else w.result
+            if not result:
+                continue
+            height = w.other_height if second else w.height
+            width = w.other_width if second else w.width
+            factor = w.other_factor if second else w.factor
+            if for_all:
+                pass
+            elif height == 1:
+                _magnitudes(largest, tile)
+                _set_scales(largest, into, out, width if width else columns, w, into_e4m3)
+            else:
+                for first_row in range(0, w.tile_rows, height if height else w.tile_rows):
+                    _set_group(
+                        tile, into, out, largest, top, left, first_row, height, width, w, into_e4m3
+                    )
+            if factor and not for_all and not w.carries:
+                if height == 1:
+                    for r in range(rows):
+                        _floats(factor, w.rows)[top + r] = out[r * columns]
+                elif top == 0:
+                    _floats(factor + 4 * left, length)[:] = out[:length]
+            direct = columns == w.columns and not w.result_is_bf16
+            target = _floats(result + 4 * top * columns, rows * columns) if direct else line
+            if w.random:
+                _round_at_random(tile, into, out, bits, target, len(target), w)
+            else:
+                _round(tile, into, out, target, len(target), w)
+            if not direct:
+                _store(line, w, result, top, left)
+        if w.recorded and _add(start + 8) == tiles - 1:
+            found = _floats(w.amax, 1)[0]
+            if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:
+                found = _ZERO
+            recorded = _floats(w.recorded, 1)
+            if not recorded[0] > found:
+                recorded[0] = found
+
+
+_SIGNATURE = types.void(_WORK)
+find_tiles = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_find_tiles)
+round_tiles = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_round_tiles)

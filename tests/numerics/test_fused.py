@@ -1,0 +1,142 @@
+"""Casts in one sweep: the same bits from every number of threads, from forks and at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8stack.numerics import Quantizer, RandomBits, fused
+from fp8stack.numerics.quantized import given_scale
+from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
+from tests.support.casts import cast_by
+from tests.support.quantizers import EVERY, uneven, with_specials
+
+DRAWN = RandomBits(1, 2, torch.tensor(2**33 + 3), 5)
+
+
+def rounded(x: Tensor, name: str, dims: tuple[int, ...] = (1,), **options) -> list[Rounded]:
+    quantizer = EVERY[name]
+    return rounding(quantizer, dims)(x, DRAWN if quantizer.stochastic else None, **options)
+
+
+def assert_equal(ours: list[Rounded], theirs: list[Rounded]) -> None:
+    """To the bit, but for the sign of zero."""
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.values, other.values, rtol=0, atol=0, equal_nan=True)
+        assert (one.factor is None) == (other.factor is None)
+        if one.factor is not None:
+            torch.testing.assert_close(one.factor, other.factor, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_any_number_of_threads_gives_the_values_of_the_expressions(name, monkeypatch):
+    x = with_specials(uneven(210, 330))
+    with cast_by("expressions"):
+        expected = rounded(x, name)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(fused, "_ALONE", 0)
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        assert_equal(rounded(x, name), expected)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", [n for n, q in EVERY.items() if alike(q, q)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_both_copies_at_once_are_those_of_one_after_the_other(name, dtype):
+    x = with_specials(uneven(90, 140)).to(dtype)
+    both = rounded(x, name, (1, 0))
+    assert_equal(both, rounded(x, name, (1,)) + rounded(x, name, (0,)))
+
+
+def test_blocks_of_different_sizes_share_a_sweep():
+    quantizer = EVERY["1x64"]
+    other = replace(quantizer, block=(1, 16))
+    assert alike(quantizer, other)
+    x = uneven(200, 100)
+    one, two = Rounding(quantizer, ((1, 64), (16, 1)))(x)
+    assert_equal([one, two], [*rounding(quantizer, [1])(x), *rounding(other, [0])(x)])
+
+
+@pytest.mark.parametrize("name", [n for n, q in EVERY.items() if q.exact_in_bf16])
+def test_bfloat16_holds_the_values(name):
+    x = uneven(70, 130)  # far from float32's subnormals, of which bfloat16 has fewer
+    x[3, 4] = float("nan")
+    (exact,) = rounded(x, name)
+    for way in ("expressions", "one sweep"):
+        with cast_by(way):
+            (half,) = rounded(x, name, bf16=True)
+        assert half.values.dtype == torch.bfloat16
+        assert_equal([half._replace(values=half.values.float())], [exact])
+
+
+@pytest.mark.parametrize("way", ["expressions", "one sweep", "many tiles"])
+@pytest.mark.parametrize(
+    ("before", "counts", "after"),
+    [(0.0, None, 7.5), (9.0, None, 9.0), (float("nan"), None, 7.5), (2.0, False, 2.0)],
+)
+def test_delayed_scaling_records_the_amax_that_counts(before, counts, after, way):
+    x = uneven(40, 300).clamp(-7, 7)
+    x[3, 4], x[5, 6] = -7.5, float("nan")
+    recorded = torch.tensor(before)
+    flag = None if counts is None else torch.tensor(counts)
+    quantizer = Quantizer(amax="delayed")
+    with cast_by(way):
+        (ours,) = rounding(quantizer, [1])(x, None, torch.tensor(3.0), recorded, flag)
+    assert recorded.item() == after
+    assert ours.factor == given_scale(torch.tensor(3.0)).factor
+
+
+def test_threads_may_cast_at_once(monkeypatch):
+    monkeypatch.setattr(fused, "_ALONE", 0)
+    matrices = [uneven(100 + i, 200, seed=i) for i in range(16)]
+    expected = [rounded(x, "mxfp8 e5m2 floor", (1, 0)) for x in matrices]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda x: rounded(x, "mxfp8 e5m2 floor", (1, 0)), matrices)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_equal(ours, theirs)
+
+
+def in_a_fork(x: Tensor, expected: list[Rounded]) -> None:
+    torch.set_num_threads(1)  # as DataLoader's workers have
+    assert_equal(rounded(x, "nvfp4"), expected)
+
+
+def test_a_fork_may_cast_after_its_parent_has():
+    x = uneven(200, 300)
+    process = multiprocessing.get_context("fork").Process(
+        target=in_a_fork, args=(x, rounded(x, "nvfp4"))
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_what_looks_at_operators_sees_one_and_its_shapes():
+    with FakeTensorMode():
+        x = torch.empty(30, 50)
+        (one,) = rounded(x, "hadamard nvfp4")
+        assert one.values.shape == (30, 64)
+        assert one.factor.shape == ()
+        along, across = rounded(x, "row", (1, 0))
+        assert (along.factor.shape, across.factor.shape) == ((30,), (50,))
+
+
+def test_where_numba_is_missing_or_fails_the_expressions_serve_and_it_is_said():
+    code = (
+        "import sys, torch\n"
+        "sys.modules['numba'] = None\n"
+        "from fp8stack.numerics import fused, round_to, Quantizer\n"
+        "assert 'numba cannot be imported' in fused.why_not(), fused.why_not()\n"
+        "print(round_to(torch.tensor([[1.05, 448.0]]), Quantizer(), 1).values.tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[[1.0, 448.0]]\n"

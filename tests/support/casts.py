@@ -1,0 +1,33 @@
+"""The ways in which a cast of an emulated GEMM is computed on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from fp8stack.numerics import fused
+
+WAYS = ("expressions", "one sweep", "many tiles")
+"""As where numba is missing; as it is; and shared by threads in tiles as small as blocks allow."""
+
+
+@contextmanager
+def cast_by(way: str) -> Iterator[None]:
+    """Cast in one of `WAYS`."""
+    assert fused.why_not() is None
+    threads = torch.get_num_threads()
+    if way == "expressions":
+        with mock.patch.object(fused, "serves", return_value=False):
+            yield
+    elif way == "one sweep":
+        yield
+    else:
+        fused._plan.cache_clear()
+        torch.set_num_threads(3)
+        with mock.patch.object(fused, "_ALONE", 0), mock.patch.object(fused, "_TILE", 1):
+            yield
+        torch.set_num_threads(threads)
+        fused._plan.cache_clear()
