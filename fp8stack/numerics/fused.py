@@ -111,12 +111,15 @@ def _loaded() -> tuple[Any, str | None]:
     try:
         from fp8stack.numerics import fused_kernels
     except ImportError as error:
-        return None, f"numba cannot be imported ({error})"
+        problem = f"numba cannot be imported ({error})"
     except Exception as error:  # whatever a compiler may say on an odd machine
-        return None, f"numba failed ({str(error).splitlines()[0]})"
+        problem = f"numba failed ({str(error).partition(chr(10))[0]})"
+    else:
+        return fused_kernels, None
     finally:
         waits.cancel()
-    return fused_kernels, None
+    print(f"Casts are slower than they could be: {problem}.", file=sys.stderr, flush=True)
+    return None, problem
 
 
 @lru_cache(maxsize=1)

@@ -17,8 +17,8 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, from_dtype, njit, types
 from numba.core import cgutils
-from numba.np.numpy_support import carray
 from numba.extending import intrinsic as _intrinsic
+from numba.np.numpy_support import carray
 
 _INTEGERS = (
     # Counters: the next tile, and how many are done.

@@ -31,7 +31,8 @@ class Hardware:
     built for. `cpu_bf16` says whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16 or
     Arm's BF16 instructions). `has_te` says whether Transformer Engine can be used, `te_problem` why
     one that is installed cannot, and the remedy; `gpu_problem` why the GPU that is there cannot, so
-    that this is the CPU, and the remedy.
+    that this is the CPU, and the remedy; `numba_problem` why numba cannot compile the casts of
+    emulated FP8 on a CPU, and the remedy.
     """
 
     device: str = "cpu"
@@ -45,6 +46,7 @@ class Hardware:
     te_version: str | None = field(default=None, kw_only=True)
     te_problem: str = field(default="", kw_only=True)
     gpu_problem: str = field(default="", kw_only=True)
+    numba_problem: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.capability is None:
@@ -112,6 +114,7 @@ def _probe_cpu() -> Hardware:
         memory_gib=round(_system_memory_gib(), 1),
         torch_version=_torch_build()["__version__"],
         te_version=_te_version(),
+        numba_problem="" if find_spec("numba") else "numba is not installed: pip install numba",
     )
 
 

@@ -160,6 +160,11 @@ def _resolve_fp8(
     assert quantizers is not None
 
     def planned(backend: BackendName, native: bool, *reasons: str) -> Plan:
+        if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
+            reasons = (
+                *reasons,
+                f"its casts are slower than they could be: {hardware.numba_problem}",
+            )
         if native:
             dtype: ComputeDtype = "bf16"
         else:

@@ -140,3 +140,4 @@ def test_where_numba_is_missing_or_fails_the_expressions_serve_and_it_is_said():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[[1.0, 448.0]]\n"
+    assert done.stderr.startswith("Casts are slower than they could be: numba cannot be imported (")

@@ -620,6 +620,17 @@ def test_doctor_says_once_why_the_gpu_cannot_be_used(capsys):
     assert capsys.readouterr().out.count(problem) == 1
 
 
+def test_without_numba_the_plan_says_that_casts_on_a_cpu_are_slower(monkeypatch):
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
+    here = probe("cpu")
+    assert here.numba_problem == "numba is not installed: pip install numba"
+    slower = f"its casts are slower than they could be: {here.numba_problem}"
+    assert resolve("mxfp8", here).reasons[-1] == slower
+    assert resolve("delayed", here, "emulate").reasons[-1] == slower
+    assert slower not in resolve("fp32", here).reasons
+    assert slower not in resolve("mxfp8", dataclasses.replace(here, numba_problem="")).reasons
+
+
 @pytest.mark.parametrize(("capability", "cuda"), [("9.0", (12, 9)), ("none", None)])
 def test_an_assumed_machine_can_be_without_te_as_every_cpu_is(capability, cuda):
     found = assumed(capability, has_te=False)
