@@ -21,17 +21,20 @@ from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import FP8, StepArm, Work, arms, build_step, works
 from fp8stack.benchmark.timing import Timing, ratio
 from fp8stack.cli.options import words
-from fp8stack.model.config import GPTConfig
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import allow_many_compilations
 from fp8stack.precision import probe, resolve
 
 Arm = Callable[[], None]
 SHAPES = [(2048, 512, 512), (2048, 768, 3072), (4096, 1024, 4096)]
-RECIPES = ("bf16", *FP8)
+EIGHT_BITS = (*FP8, "rowwise")
+FEWER_BITS = ("mxfp6_e2m3", "mxfp4", "nvfp4")
+RECIPES = ("bf16", *EIGHT_BITS, *FEWER_BITS)
 STEP_COMPILED = ("delayed", "mxfp8")  # compiling a step takes one to two minutes for each
 SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1", "--budget", "15"]
 
-PER_TENSOR, MX = ("delayed", "current"), ("mxfp8",)
+# What torchao emulates too.
+PEERS = {"delayed": "torchao tensorwise", "current": "torchao tensorwise", "mxfp8": "torchao mxfp8"}
 EAGER, COMPILED = "", " compiled"
 
 
@@ -46,24 +49,33 @@ def step_case(work: Work) -> str:
     return f"step: {c.layers} layers of {c.width}, {work.batch} x {work.context} tokens"
 
 
+def nano() -> Work:
+    """The step of the README's first run."""
+    config = load_config("gpt-nano")
+    return Work(model="gpt-nano", config=config, batch=8, context=config.context)
+
+
 def _bars() -> list[Bar]:
     """The bars: relative to fp32 eager, and never behind torchao in the same mode."""
-    limits = {
-        case_of(*SHAPES[1]): {(EAGER, PER_TENSOR): 1.25, (COMPILED, PER_TENSOR): 1.10}
-        | {(EAGER, MX): 1.45, (COMPILED, MX): 1.20},
-        step_case(works("cpu")["small"]): {(EAGER, PER_TENSOR): 1.35, (COMPILED, PER_TENSOR): 1.12}
-        | {(EAGER, MX): 1.60, (COMPILED, MX): 1.30},
+    linear, small, first = case_of(*SHAPES[1]), step_case(works("cpu")["small"]), step_case(nano())
+    limits: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {
+        linear: {(EAGER, EIGHT_BITS): 1.10, (COMPILED, FP8): 1.10},
+        small: {
+            (EAGER, EIGHT_BITS): 1.12,
+            (COMPILED, STEP_COMPILED): 1.12,
+            (EAGER, FEWER_BITS): 1.30,
+        },
+        first: {(EAGER, EIGHT_BITS): 1.15},
     }
     made = []
     for case, of_case in limits.items():
         for (mode, recipes), at_most in of_case.items():
             for recipe in recipes:
-                if case.startswith("step") and mode and recipe not in STEP_COMPILED:
-                    continue
                 arm = f"{recipe}{mode}"
                 made.append(Bar(case=case, arm=arm, of="fp32", at_most=at_most))
-                theirs = "torchao mxfp8" if recipe == "mxfp8" else "torchao tensorwise"
-                if mode == EAGER or recipe != "mxfp8":  # torchao's MXFP8 is eager alone here
+                theirs = PEERS.get(recipe)
+                # torchao's MXFP8 is eager alone here.
+                if theirs and case != first and (mode == EAGER or recipe != "mxfp8"):
                     made.append(Bar(case=case, arm=arm, of=f"{theirs}{mode}", at_most=1.0))
     return made
 
@@ -100,6 +112,9 @@ def measure(arguments: argparse.Namespace) -> Report:
         # A round takes some 20 s.
         options |= {"budget_s": 3.5 * arguments.budget, "warm_up": min(2, arguments.warm_up)}
         rows += timed(step_case(work), step_arms(work, compiled), _rows, **options)
+        if not arguments.tiny:
+            work = nano()
+            rows += timed(step_case(work), own_steps(work, ()), _rows, **options)
     settings = runner.timing_settings(arguments) | {"ratio": "fastest"}
     bars, packages = report.judged(BARS, rows), ("torchao", "transformers")
     return report.report_of("cpu", settings, rows, bars=bars, packages=packages)
@@ -179,14 +194,17 @@ def linear_arm(
 # A step
 
 
-def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
-    """What builds a training step in every recipe, of torchao's and of transformers' GPT-2."""
+def own_steps(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
+    """What builds a training step in every recipe."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
-    own: list[StepArm] = arms(hardware, ["fp32", *FP8], also)
-    made: dict[str, Callable[[], Arm]] = {
-        arm.name: partial(build_step, arm, work, hardware) for arm in own
-    }
+    own: list[StepArm] = arms(hardware, ["fp32", *EIGHT_BITS, *FEWER_BITS], also)
+    return {arm.name: partial(build_step, arm, work, hardware) for arm in own}
+
+
+def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], Arm]]:
+    """`own_steps`, and those of torchao's recipes and of transformers' GPT-2."""
+    made = own_steps(work, compiled)
     made["torchao tensorwise"] = partial(peers.step, work, "cpu", "tensorwise", False)
     if compiled:
         made["torchao tensorwise compiled"] = partial(peers.step, work, "cpu", "tensorwise")

@@ -625,6 +625,13 @@ def _round_tiles(pointer):
                 recorded[0] = found
 
 
-_SIGNATURE = types.void(_WORK)
-find_tiles = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_find_tiles)
-round_tiles = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_round_tiles)
+def _compiled(kernel: Callable[..., None]) -> Any:
+    """The C function, kept for other processes where there is a folder for it."""
+    options: dict[str, Any] = {"error_model": "numpy"}
+    try:
+        return cfunc(types.void(_WORK), cache=True, **options)(kernel)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return cfunc(types.void(_WORK), **options)(kernel)
+
+
+find_tiles, round_tiles = _compiled(_find_tiles), _compiled(_round_tiles)
