@@ -50,7 +50,7 @@ class Slot:
         self._delayed = delayed
         self._is_weight = is_weight
         self._column = torch.zeros(1, dtype=torch.int64)
-        self._scale = torch.ones((), dtype=torch.float32)
+        self._at = 0
         self.recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
@@ -58,14 +58,14 @@ class Slot:
         history = self._delayed.history
         self.recorded = history.recorded(self.name)
         self._column = torch.tensor([history.column(self.name)], device=self.recorded.device)
-        self._scale = self._delayed.scale(self.name)
+        self._at = history.column(self.name)
 
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
-        if not torch.compiler.is_compiling():
-            return self._scale
         delayed = self._delayed
         scales = delayed.first_scales if self._is_weight else delayed.history.scales
+        if not torch.compiler.is_compiling():
+            return scales[self._at]
         return scales.index_select(0, self._column).view(())
 
     @property

@@ -111,8 +111,7 @@ def _kept(layer: LayerPlan, name: Operand) -> Quantizer | None:
 
 def _values(layer: LayerPlan, plan: Plan, name: Operand, rows: int, columns: int) -> int:
     """The values of an operand that the emulator keeps for the GEMM over its rows, and what that
-    multiplies its output by. Blocks are padded: rows that were added stay in the memory, columns
-    that were added are cut off by a copy without either."""
+    multiplies its output by."""
     quantizer, size = _kept(layer, name), DTYPES[plan.holds(layer)].itemsize
     assert layer.quantizers is not None
     if quantizer is None:
@@ -122,14 +121,6 @@ def _values(layer: LayerPlan, plan: Plan, name: Operand, rows: int, columns: int
         rows = round_up(rows, quantizer.hadamard)
     one = quantizer.per_tensor or quantizer.scale == "e4m3"
     factors = columns if quantizer.block == "row" else int(one)
-    if quantizer.blocks is not None:
-        along, across = layer.quantizers.along(name), layer.quantizers.across(name)
-        wide, long = quantizer.blocks
-        if across == "forward":
-            wide, long = long, wide
-        elif along == across and not (quantizer.hadamard or quantizer.stochastic):
-            wide = long  # both copies are made of one
-        rows = rows if columns % wide else round_up(rows, long)
     return size * rows * columns + SCALE * factors
 
 

@@ -167,7 +167,8 @@ def trimmed(padded: Tensor, shape: Sequence[int]) -> Tensor:
     """The first elements of `padded` in each dimension, contiguous."""
     # Stored first: of blocks that were padded, inductor's code for a CPU (torch 2.13) writes other
     # numbers where it trims them as it computes them.
-    return in_memory(padded)[tuple(slice(length) for length in shape)].contiguous()
+    here = in_memory(padded)[tuple(slice(length) for length in shape)]
+    return here.clone(memory_format=torch.contiguous_format)  # not a view of what was padded
 
 
 def in_memory(x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ Block = tuple[int, int]
 """Rows and columns that share a scale; 0 is all of them."""
 
 _RULES: list[Rule] = []
+_NUMBERS: dict[Rule, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
 
 # Below so many elements a second thread costs more than it takes over.
@@ -46,7 +47,7 @@ class Rule:
 
     Attributes:
         quantizer: by what.
-        blocks: for one or two results.
+        blocks: for one result, or for two.
         dim: what a Hadamard transform mixes.
     """
 
@@ -57,8 +58,10 @@ class Rule:
     @cached_property
     def number(self) -> int:
         """By what the operator knows it."""
-        _RULES.append(self)
-        return len(_RULES) - 1
+        number = _NUMBERS.setdefault(self, len(_RULES))
+        if number == len(_RULES):
+            _RULES.append(self)
+        return number
 
     @property
     def carries(self) -> bool:
@@ -163,6 +166,7 @@ def _plan(
     shapes and dtypes of what is made: for each block the values and, if there is one, the factor,
     which is float32."""
     rule = _RULES[number]
+    assert len(rule.blocks) <= 2
     shapes = _shapes(rule, rows, columns, bf16)
     quantizer = rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale

@@ -251,7 +251,8 @@ def round_to_blocks(
     """
     name, scale = fp8_format(format).name, "power_of_two" if power_of_two else "float32"
     quantizer = Quantizer(format=name, block=(1, 128), scale=scale)  # type: ignore[arg-type]
-    return [each.values for each in Rounding(quantizer, tuple(blocks))(x)]
+    pairs = [tuple(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
+    return [each.values for pair in pairs for each in Rounding(quantizer, pair)(x)]
 
 
 def _round(scaled: Tensor, target: Format) -> Tensor:

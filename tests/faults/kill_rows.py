@@ -299,12 +299,13 @@ class WatchedTwin(Twin):
         ranks = super().start(run, faults, change)
         if run == self.path:
             last = run / "checkpoints" / f"step-{self.steps:06d}"  # what comes then is a plot
-            self.samples = watched(ranks.children[0], last)
+            self.samples = watched(ranks.children[0], run / "metrics.jsonl", last)
         return ranks
 
 
-def watched(child: Child, until: Path) -> list[Sample]:
-    """Looks at a run until it ends or `until` is there, ten in a second at most (on Linux)."""
+def watched(child: Child, since: Path, until: Path) -> list[Sample]:
+    """Looks at a run from when `since` is there, its first step being over, until it ends or `until`
+    is there, a hundred times in a second at most (on Linux)."""
     samples = []
     while child.is_alive and not until.exists():
         try:
@@ -313,8 +314,9 @@ def watched(child: Child, until: Path) -> list[Sample]:
         except (OSError, IndexError):  # it has just ended
             break
         mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        samples.append(Sample(mib, files))
-        time.sleep(0.1)
+        if since.exists():
+            samples.append(Sample(mib, files))
+        time.sleep(0.01)
     return samples
 
 

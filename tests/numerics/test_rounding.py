@@ -224,6 +224,14 @@ def test_a_matrix_of_many_tiles_rounds_like_the_cast(dtype, way):
         assert_rounds_like_blocks(x, (128, 128), "e4m3", True)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_blocks_may_be_asked_for_at_once(way):
+    x = uneven(150, 300)
+    with cast_by(way):
+        for block, found in zip(BLOCKS * 2, round_to_blocks(x, BLOCKS * 2), strict=True):
+            assert_same(found, round_to_blocks(x, [block])[0])
+
+
 def test_an_unknown_format_is_refused():
     x = torch.ones(32, 32)
     with pytest.raises(ValueError, match="No FP8 format 'fp8'"):

@@ -68,7 +68,7 @@ def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
 
 
 def test_the_command_refuses_in_one_line_and_writes_nothing(command, refused, monkeypatch):
-    monkeypatch.setattr(build, "available_memory", lambda device: 3 * 2**19)
+    monkeypatch.setattr(build, "available_memory", lambda device: 5 * 2**18)
     flags = ["pretrain", *TINY, "--recipe", "fp32", "--steps", "1", "--out", "r"]
     refused(*flags, said="enough for 1. Give --batch 4 --accumulate 4, or --batch 1.")
     assert command(*flags, "--set", "check_memory=false") == 0
