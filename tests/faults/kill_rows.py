@@ -304,8 +304,8 @@ class WatchedTwin(Twin):
 
 
 def watched(child: Child, since: Path, until: Path) -> list[Sample]:
-    """Looks at a run from when `since` is there, its first step being over, until it ends or `until`
-    is there, a hundred times in a second at most (on Linux)."""
+    """Looks at a run from when `since` is there, after its first step, until it ends or `until` is
+    there, a hundred times in a second at most (on Linux)."""
     samples = []
     while child.is_alive and not until.exists():
         try:
