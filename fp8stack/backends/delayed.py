@@ -76,9 +76,7 @@ class Slot:
 
     def record(self, amax: Tensor) -> None:
         """Note the amax of a tensor that was cast: float32, 0-dim."""
-        if self.counts is not None:
-            amax = torch.where(self.counts, amax, 0.0)
-        record_amax(self.recorded, amax)
+        record_amax(self.recorded, amax, self.counts)
 
 
 Slots = dict[tuple[Operand, bool], Slot]

@@ -18,7 +18,7 @@ from fp8stack.backends.delayed import Slots, several_ranks
 from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS, OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import Quantized, RandomBits, Rounded
-from fp8stack.numerics.rounding import Rounding, alike, rounding
+from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
 
 
 class Draws:
@@ -128,9 +128,9 @@ class LayerOperands:
                 self._turned.add(name)
             elif across is not None:
                 self._roundings[name, True] = rounding(across, [0])
-                if along is not None and alike(along, across):
-                    blocks = rounding(along, [1]).blocks + rounding(across, [0]).blocks
-                    self._both[name] = Rounding(along, blocks)
+                at_once = None if along is None else rounding_of_both(along, across)
+                if at_once is not None:
+                    self._both[name] = at_once
 
     def scale(
         self, x: Tensor, name: Operand, record: bool, across: bool = False

@@ -217,8 +217,11 @@ class AmaxHistory:
         return len(self.history) - self._quantizers[column].history_length
 
 
-def record_amax(recorded: Tensor, amax: Tensor) -> None:
-    """Let `recorded` be the larger of the two, both float32 and 0-dim; a NaN is ignored."""
+def record_amax(recorded: Tensor, amax: Tensor, counts: Tensor | None = None) -> None:
+    """Let `recorded` be the larger of the two, both float32 and 0-dim; a NaN is ignored, and an
+    amax that does not count, bool and 0-dim, too."""
+    if counts is not None:
+        amax = torch.where(counts, amax, 0.0)
     # fmax, unlike maximum, takes the number where the other side is NaN.
     recorded.copy_(torch.fmax(recorded, amax))
 

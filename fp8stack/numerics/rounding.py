@@ -85,21 +85,15 @@ class Rounding(fused.Rule):
                 return [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
             return [Rounded(values, None) for values in found]
         if recorded is not None:
-            largest = amax(x)
-            if counts is not None:
-                largest = torch.where(counts, largest, 0.0)
-            record_amax(recorded, largest)
+            record_amax(recorded, amax(x), counts)
         dtype = x.dtype
         if self.quantizer.hadamard:
             x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
         if scale is None and (0, 0) in self.blocks:
             scale = scales_of(amax(x), self.quantizer, dtype).into
         made = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
-        return (
-            [each._replace(values=each.values.to(torch.bfloat16)) for each in made]
-            if bf16
-            else made
-        )
+        held = torch.bfloat16 if bf16 else torch.float32
+        return [each._replace(values=each.values.to(held)) for each in made]
 
     def _one(
         self,
@@ -148,6 +142,14 @@ def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
+def rounding_of_both(along: Quantizer, across: Quantizer) -> Rounding | None:
+    """How two quantizers round in one sweep, for GEMMs that reduce over the columns and over the
+    rows; None if they differ in more than their blocks."""
+    if not alike(along, across):
+        return None
+    return Rounding(along, rounding(along, [1]).blocks + rounding(across, [0]).blocks)
+
+
 def alike(one: Quantizer, other: Quantizer) -> bool:
     """Whether two quantizers differ in their blocks alone, so that one sweep makes both copies."""
     return (
@@ -194,11 +196,10 @@ def round_both(
     if along.turns and along == across:
         both = round_to(x, along, 1, generators[0])
         return both, both
-    if not alike(along, across):
+    at_once = rounding_of_both(along, across)
+    if at_once is None:
         return round_to(x, along, 1, generators[0]), round_to(x, across, 0, generators[1])
-    check_arguments(along, None, None)
-    blocks = rounding(along, [1]).blocks + rounding(across, [0]).blocks
-    one, other = Rounding(along, blocks)(x)
+    one, other = at_once(x)
     return one, other
 
 

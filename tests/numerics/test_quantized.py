@@ -33,6 +33,7 @@ from tests.support.oracles import (
     to_numpy,
 )
 from tests.support.quantizers import (
+    DRAWN,
     EVERY,
     HADAMARD,
     MXFP4,
@@ -40,17 +41,13 @@ from tests.support.quantizers import (
     PLAIN,
     STOCHASTIC,
     extreme,
+    generator_of,
     numbers,
     uneven,
     with_specials,
 )
 
 SMALL_FORMATS = ["e2m1", "e2m3", "e3m2"]
-DRAWN = RandomBits(1, 2, torch.tensor(3))
-
-
-def generator_of(quantizer: Quantizer) -> RandomBits | None:
-    return DRAWN if quantizer.stochastic else None
 
 
 def unpacked(data: torch.Tensor, quantizer: Quantizer, dim: int, length: int) -> np.ndarray:

@@ -27,6 +27,7 @@ from fp8stack.numerics.quantized import Quantized
 from tests.support.casts import WAYS, cast_by
 from tests.support.oracles import FLOAT_DTYPES, STEADY, to_numpy
 from tests.support.quantizers import (
+    DRAWN,
     EVERY,
     HADAMARD,
     MXFP4,
@@ -35,12 +36,12 @@ from tests.support.quantizers import (
     PLAIN,
     STOCHASTIC,
     extreme,
+    generator_of,
     numbers,
     uneven,
     with_specials,
 )
 
-DRAWN = RandomBits(1, 2, torch.tensor(3))
 # One quantizer of each way through the code; compiling takes ten seconds each.
 COMPILED = [
     *("mxfp4", "nvfp4 16x16", "stochastic mxfp6 e3m2 floor"),
@@ -53,10 +54,6 @@ COMPILED = [
         )
     ),
 ]
-
-
-def generator_of(quantizer: Quantizer) -> RandomBits | None:
-    return DRAWN if quantizer.stochastic else None
 
 
 def wanted(x: Tensor, quantizer: Quantizer, dim: int, **options) -> tuple[np.ndarray, object]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.formats import Quantizer
+from fp8stack.numerics import RandomBits
 from fp8stack.precision import load_recipe
 
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
@@ -115,3 +116,11 @@ def has_draws(recipe: str) -> bool:
 
 def _each(recipe: str) -> list[Quantizer]:
     return [q for table in load_recipe(recipe).tables for q in table.each.values()]
+
+
+DRAWN = RandomBits(1, 2, torch.tensor(3))
+
+
+def generator_of(quantizer: Quantizer) -> RandomBits | None:
+    """`DRAWN` if it rounds at random."""
+    return DRAWN if quantizer.stochastic else None
