@@ -12,6 +12,9 @@ RECIPES = option("Precision recipes or TOML files, separated by commas. [six of 
 OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]")
 BASELINE = option("Recipe to compare the others with. [fp32, else the first]")
 FROM = option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
+UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
+MARGIN = option("Gap that does not matter, in percent of the loss. [0.25%]")
+HOURS = option("With --until: begin no seed that would end after so many hours.")
 MODEL = option("Model preset or TOML file. [gpt-nano, or that of --from]")
 DATA = option("Training data, as for `pretrain --data`. [Python's standard library]")
 
@@ -20,6 +23,9 @@ def compare(
     recipes: Annotated[str, RECIPES] = "fp32,bf16,delayed,current,block,mxfp8",
     out: Annotated[str | None, OUT] = None,
     seeds: Annotated[int, option("Runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
+    until: Annotated[str | None, UNTIL] = None,
+    margin: Annotated[str, MARGIN] = "0.25%",
+    hours: Annotated[float | None, HOURS] = None,
     baseline: Annotated[str | None, BASELINE] = None,
     from_: Annotated[str | None, FROM] = None,
     model: Annotated[str | None, MODEL] = None,
@@ -34,7 +40,8 @@ def compare(
     compile: Annotated[bool, option("Compile the model with torch.compile.", "--compile")] = False,
     set: Annotated[list[str] | None, options.SET] = None,
 ) -> None:
-    """Train every recipe with every seed, and tabulate losses with their errors, speed and memory.
+    """Train every recipe with every seed, and tabulate what each one costs: its loss beside the
+    baseline's with an interval, speed and memory.
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
@@ -42,7 +49,9 @@ def compare(
     flags |= {"out": None, "compile": compile or None, "init_from": from_}
     from fp8stack.compare import comparison, settings
 
-    asked = settings.prepare(recipes, seeds, out, baseline, flags, set or [])
+    asked = settings.prepare(
+        recipes, seeds, out, baseline, flags, set or [], until=until, margin=margin, hours=hours
+    )
     try:
         raise typer.Exit(comparison.compare(asked))
     except KeyboardInterrupt:

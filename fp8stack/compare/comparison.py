@@ -1,17 +1,19 @@
 """A comparison from its beginning, or from where it was cut, to its table."""
 
 import json
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from itertools import count
 
 from fp8stack.benchmark.timing import machine
+from fp8stack.compare.intervals import Interval
 from fp8stack.compare.plot import comparison_plot
 from fp8stack.compare.results import NUMERIC_FAILURE, RunFigures, read_run
 from fp8stack.compare.runs import Ended, Progress, train
 from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
-from fp8stack.compare.summary import summarize
+from fp8stack.compare.summary import RecipeFigures, about, summarize
 from fp8stack.compare.table import as_markdown, as_text
 from fp8stack.config import to_toml
 from fp8stack.errors import UserError
@@ -23,116 +25,247 @@ DONE, PREEMPTED, INTERRUPTED = 0, 75, 130
 # How a run ends that would end so again: done, or its numbers were not finite.
 FINAL = (DONE, NUMERIC_FAILURE)
 
-Outcomes = dict[str, Ended]
-
 
 def compare(comparison: Comparison) -> int:
     """Train what is not trained yet, write the results, print the table; return the exit code: 0,
     or 75 if it was stopped by a signal, the run under way saved. Raises a UserError if no run came
     to its end, and a StorageError if the disk is full or cannot be written."""
-    outcomes = _outcomes(comparison)
     with storage_errors(comparison.out):
         comparison.out.mkdir(parents=True, exist_ok=True)
     write_atomically(comparison.out / "base.toml", to_toml(comparison.config).encode())
-    facts = machine("accelerate", device=comparison.config.device)
-    _write(comparison, outcomes, facts)
+    found = _Results(comparison)
+    found.write()
     try:
         with Progress() as progress, stop_requests() as requested:
-            stopped = _train_all(comparison, outcomes, facts, requested, progress)
+            stopped = _train_all(comparison, found, requested, progress)
     finally:
-        text = _write(comparison, outcomes, facts)
+        text = found.write()
     say("", text, "", f"written: {comparison.out}/compare.json, compare.md and compare.png")
     if stopped:
         say("stopped; what is done is kept. Go on with:", f"  {comparison.command}")
         return PREEMPTED
-    if not any(ended.exit in FINAL for ended in outcomes.values()):
-        job = comparison.jobs[0]
+    if not any(ended.exit in FINAL for ended in found.outcomes.values()):
+        name, ended = next(iter(found.outcomes.items()))
         raise UserError(
-            f"No run came to its end. {job.name}: {outcomes[job.name].error}. All that the runs "
-            f"printed is in {comparison.out / 'logs'}."
+            f"No run came to its end. {name}: {ended.error}. All that the runs printed is in "
+            f"{comparison.out / 'logs'}."
         )
     return DONE
 
 
+class _Results:
+    """How runs ended, by name, and what they came to, on disk and in memory."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.machine = machine("accelerate", device=comparison.config.device)
+        self.outcomes: dict[str, Ended] = {}
+        self._read: dict[str, RunFigures] = {}
+        self.last_seed = comparison.seeds - 1
+        if comparison.report.exists():
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """Take over how the runs of an earlier start ended, where they are still there."""
+        for run in read_report(self.comparison.report)["runs"]:
+            recipe, seed, exit = run["recipe"], run["seed"], run["exit"]
+            if recipe not in self.comparison.recipes or exit is None:
+                continue
+            job = self.comparison.job(recipe, seed)
+            if self.comparison.folder(job).holds_run:
+                ended = Ended(exit=exit, error=run["error"], seconds=run.get("seconds"))
+                self.add(job, ended)
+
+    def add(self, job: Job, ended: Ended) -> RunFigures:
+        """Note how a run ended, and return what it came to."""
+        self.outcomes[job.name] = ended
+        self.last_seed = max(self.last_seed, job.seed)
+        self._read[job.name] = figures = self._figures(job)
+        return figures
+
+    def drop(self, job: Job) -> None:
+        """Forget a run that is made again."""
+        self.outcomes.pop(job.name, None)
+        self._read.pop(job.name, None)
+
+    def has(self, job: Job) -> bool:
+        """Whether the run ended, and would end so again."""
+        return job.name in self.outcomes and self.outcomes[job.name].exit in FINAL
+
+    def _figures(self, job: Job) -> RunFigures:
+        ended = self.outcomes.get(job.name)
+        return self._read.get(job.name) or read_run(
+            self.comparison.folder(job),
+            recipe=job.recipe,
+            seed=job.seed,
+            steps=self.comparison.config.steps,
+            vocabulary=self.comparison.vocabulary,
+            exit=None if ended is None else ended.exit,
+            error="" if ended is None else ended.error,
+            seconds=None if ended is None else ended.seconds,
+        )
+
+    @property
+    def runs(self) -> list[RunFigures]:
+        """Of every recipe with every seed that it is to have, seed by seed."""
+        jobs = (
+            self.comparison.job(recipe, seed)
+            for seed in range(self.last_seed + 1)
+            for recipe in self.comparison.recipes
+        )
+        asked = self.comparison.seeds
+        return [self._figures(job) for job in jobs if job.seed < asked or job.name in self.outcomes]
+
+    @property
+    def rows(self) -> list[RecipeFigures]:
+        """What the recipes came to."""
+        comparison = self.comparison
+        names = list(comparison.recipes)
+        return summarize(self.runs, names, comparison.baseline, comparison.judging)
+
+    def write(self) -> str:
+        """Write `compare.json`, `.md` and `.png` of what there is, and return the table as text."""
+        rows, comparison = self.rows, self.comparison
+        baseline, config, out = comparison.baseline, comparison.config, comparison.out
+        report = as_saved(comparison) | {
+            "machine": self.machine,
+            "recipes": [asdict(row) for row in rows],
+            "runs": [run.model_dump(mode="json") for run in self.runs],
+        }
+        text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+        write_atomically(comparison.report, text.encode())
+        write_atomically(out / "compare.md", as_markdown(rows, comparison, self.machine).encode())
+        title = f"{config.model}, {config.steps} steps, {_seeds(self.last_seed + 1)}"
+        write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
+        return as_text(rows, baseline)
+
+
 def _train_all(
-    comparison: Comparison,
-    outcomes: Outcomes,
-    facts: Mapping[str, Any],
-    requested: Callable[[], bool],
-    progress: Progress,
+    comparison: Comparison, found: _Results, requested: Callable[[], bool], progress: Progress
 ) -> bool:
-    """Train what is to do, and add how it ended to `outcomes`; whether it was stopped."""
-    for number, job in enumerate(comparison.jobs, start=1):
-        name = f"[{number}/{len(comparison.jobs)}] {job.recipe}, seed {job.seed}"
-        if job.name in outcomes and outcomes[job.name].exit in FINAL:
-            progress.note(f"{name}: done before")
-            continue
-        outcomes.pop(job.name, None)
+    """Train what is to do, and add it to `found`; whether it was stopped."""
+    began = time.monotonic()
+    if comparison.judging.until is not None:
+        for line in _outlook(comparison, found):
+            progress.note(line)
+    for seed in count():
+        names = list(comparison.recipes) if seed < comparison.seeds else _open(comparison, found)
+        to_do = [name for name in names if not found.has(comparison.job(name, seed))]
+        if not names or _over(comparison, found, to_do, time.monotonic() - began, progress):
+            return False
+        for place, recipe in enumerate(names, start=1):
+            job = comparison.job(recipe, seed)
+            number = f"{seed * len(names) + place}/{comparison.seeds * len(names)}"
+            if comparison.judging.until is not None:
+                number = f"pair {seed + 1}"
+            name = f"[{number}] {recipe}, seed {seed}"
+            if found.has(job):
+                progress.note(f"{name}: done before")
+                continue
+            found.drop(job)
 
-        def show(text: str, share: float, name: str = name) -> None:
-            progress.step(f"{name} | {text}", share)
+            def show(text: str, share: float, name: str = name) -> None:
+                progress.step(f"{name} | {text}", share)
 
-        began = time.monotonic()
-        ended = train(comparison, job, requested, show)
-        cut = ended.exit in (PREEMPTED, INTERRUPTED)
-        if cut or (requested() and ended.exit not in FINAL):
-            return True
-        outcomes[job.name] = ended
-        _write(comparison, outcomes, facts)
-        progress.note(f"{name}: {_told(comparison, job, ended)} ({time.monotonic() - began:.0f} s)")
-        if requested():
-            return True
-    return False
+            started = time.monotonic()
+            ended = train(comparison, job, requested, show)
+            cut = ended.exit in (PREEMPTED, INTERRUPTED)
+            if cut or (requested() and ended.exit not in FINAL):
+                return True
+            run = found.add(job, ended)
+            found.write()
+            progress.note(f"{name}: {_told(run)} ({time.monotonic() - started:.0f} s)")
+            if requested():
+                return True
+        if comparison.judging.until is not None:
+            for line in _outlook(comparison, found):
+                progress.note(line)
+    raise AssertionError
 
 
-def _told(comparison: Comparison, job: Job, ended: Ended) -> str:
-    run = _figures(comparison, job, ended)
+def _told(run: RunFigures) -> str:
     if run.status == "done":
         return f"validation loss {run.val_loss:.4f}"
     if run.status == "diverged":
         return f"diverged at step {run.diverged_at}"
-    return f"{run.status}, exit code {ended.exit}: {ended.error}"
+    return f"{run.status}, exit code {run.exit}: {run.error}"
 
 
-def _outcomes(comparison: Comparison) -> Outcomes:
-    """How the runs of an earlier start ended, by name; none where the run is gone."""
-    if not comparison.report.exists():
-        return {}
-    names = {job.name for job in comparison.jobs if comparison.folder(job).holds_run}
-    outcomes = {}
-    for run in read_report(comparison.report)["runs"]:
-        name = f"{run['recipe']}-seed{run['seed']}"
-        if name in names and run["exit"] is not None:
-            outcomes[name] = Ended(exit=run["exit"], error=run["error"])
-    return outcomes
+def _seeds(number: int) -> str:
+    return "one seed" if number == 1 else f"{number} seeds"
 
 
-def _figures(comparison: Comparison, job: Job, ended: Ended | None) -> RunFigures:
-    return read_run(
-        comparison.folder(job),
-        recipe=job.recipe,
-        seed=job.seed,
-        steps=comparison.config.steps,
-        vocabulary=comparison.vocabulary,
-        exit=None if ended is None else ended.exit,
-        error="" if ended is None else ended.error,
+# Pairs until intervals are narrow
+
+
+def _open(comparison: Comparison, found: _Results) -> list[str]:
+    """The recipes whose interval is not narrow enough yet, and the baseline; none if all are.
+    A recipe that diverged or failed has its verdict, and the baseline's is every one's."""
+    until = comparison.judging.until
+    bad = {run.recipe for run in found.runs if run.status in ("diverged", "failed")}
+    if until is None or comparison.baseline in bad:
+        return []
+    wide = [
+        row.recipe
+        for row in found.rows
+        if row.recipe not in bad | {comparison.baseline} and not _narrow(row.gap_percent, until)
+    ]
+    return [comparison.baseline, *wide] if wide else []
+
+
+def _narrow(gap: Interval | None, until: float) -> bool:
+    return gap is not None and gap.half_width is not None and gap.half_width <= until
+
+
+def _over(
+    comparison: Comparison,
+    found: _Results,
+    names: Sequence[str],
+    elapsed_s: float,
+    progress: Progress,
+) -> bool:
+    """Whether the next pair would end after the hours that were given."""
+    if comparison.hours is None or not found.outcomes or not names:
+        return False
+    left = comparison.hours * 3600 - elapsed_s
+    expected = _pair_s(found.rows, names)
+    if expected <= left:
+        return False
+    progress.note(
+        f"{comparison.hours:g} hours are over, or would be before the next pair is done (it takes "
+        f"{about(expected)}). Give more --hours to go on."
     )
+    return True
 
 
-def _write(comparison: Comparison, outcomes: Outcomes, facts: Mapping[str, Any]) -> str:
-    """Write `compare.json`, `.md` and `.png` of what there is, and return the table as text."""
-    runs = [_figures(comparison, job, outcomes.get(job.name)) for job in comparison.jobs]
-    baseline, config, out = comparison.baseline, comparison.config, comparison.out
-    rows = summarize(runs, list(comparison.recipes), baseline)
-    report = as_saved(comparison) | {
-        "machine": facts,
-        "recipes": [asdict(row) for row in rows],
-        "runs": [run.model_dump(mode="json") for run in runs],
-    }
-    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    write_atomically(comparison.report, text.encode())
-    write_atomically(out / "compare.md", as_markdown(rows, comparison, facts).encode())
-    seeds = "one seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds"
-    title = f"{config.model}, {config.steps} steps, {seeds}"
-    write_atomically(out / "compare.png", comparison_plot(rows, baseline, title))
-    return as_text(rows, baseline)
+def _pair_s(rows: Sequence[RecipeFigures], names: Sequence[str]) -> float:
+    """Seconds that a run of each of these recipes takes; of one not seen yet, as those seen."""
+    known = [row.seconds for row in rows if row.seconds]
+    usual = statistics.fmean(known) if known else 0.0
+    return sum(row.seconds or usual for row in rows if row.recipe in names)
+
+
+def _outlook(comparison: Comparison, found: _Results) -> Iterator[str]:
+    """What is known of each recipe after a pair, and what is still to do."""
+    names = _open(comparison, found)
+    rows = {row.recipe: row for row in found.rows}
+    for name in comparison.recipes:
+        if name != comparison.baseline:
+            yield f"  {name}: {rows[name].verdict}"
+    more = {name: _more(comparison, rows[name]) for name in names if name != comparison.baseline}
+    known = [pairs for pairs in more.values() if pairs is not None]
+    if not more:
+        yield f"  every interval is at most ± {comparison.judging.until:g} %"
+    elif len(known) < len(more):
+        yield "  how many pairs it takes is known after the second"
+    else:
+        seconds = max(known) * (rows[comparison.baseline].seconds or 0.0)
+        seconds += sum((pairs or 0) * (rows[name].seconds or 0.0) for name, pairs in more.items())
+        yield f"  expected: about {max(known):,} more pairs, {about(seconds)}"
+
+
+def _more(comparison: Comparison, row: RecipeFigures) -> int | None:
+    """How many pairs more a recipe takes; one at least, since its interval is too wide."""
+    gap = row.gap_percent
+    more = None if gap is None else comparison.judging.more_pairs(gap)
+    return None if more is None else max(1, more)

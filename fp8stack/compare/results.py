@@ -41,6 +41,7 @@ class RunFigures(BaseModel, frozen=True, extra="forbid"):
     diverged_at: int | None = None
     val_loss: float | None = None  # the last one, in nats per token
     curve: tuple[tuple[int, float], ...] = ()  # validation loss by step
+    seconds: float | None = None  # that it took, with its start; None if it was not seen whole
     tokens_per_s: float | None = None  # the median over steps
     peak_memory_gib: float | None = None  # the most of any step
     skips: int = 0
@@ -60,10 +61,11 @@ def read_run(
     vocabulary: int,
     exit: int | None,
     error: str = "",
+    seconds: float | None = None,
 ) -> RunFigures:
     """The figures of the run in `folder`, which may be missing, or hold a run that was cut. It was
-    to take so many `steps`; `exit` is the exit code, None if it has not ended, and `error` the line
-    that it ended with, if it failed."""
+    to take so many `steps`; `exit` is the exit code, None if it has not ended, `error` the line
+    that it ended with, if it failed, and `seconds` the time that it took, if that is known."""
     rows = folder.read_metrics()
     taken = valid_steps(rows)
     curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]
@@ -82,6 +84,7 @@ def read_run(
         diverged_at=diverged_at,
         val_loss=curve[-1][1] if curve and status == "done" else None,
         curve=tuple(curve),
+        seconds=seconds,
         tokens_per_s=statistics.median(counted) if counted else None,
         peak_memory_gib=max(memory, default=None),
         skips=len({row["step"] for row in skipped}),

@@ -23,10 +23,12 @@ LINES = 10  # of a run's progress where there is no terminal
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended: its exit code, and its last line if that is not 0."""
+    """How a run ended: its exit code, its last line if that is not 0, and how long it took, None if
+    it had begun before."""
 
     exit: int
     error: str
+    seconds: float | None = None
 
 
 class Progress:
@@ -76,6 +78,7 @@ def train(
     first it saves and ends, after the second it ends at once.
     """
     folder, log = comparison.folder(job), comparison.out / "logs" / f"{job.name}.txt"
+    begun, began = folder.holds_run, time.monotonic()
     command = [
         *(sys.executable, "-m", "fp8stack", "pretrain"),
         *("--config", str(comparison.out / "base.toml"), "--recipe", job.source),
@@ -101,7 +104,8 @@ def train(
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     error = last.removeprefix("fp8stack: ") if process.returncode else ""
-    return Ended(exit=process.returncode, error=error)
+    seconds = None if begun else round(time.monotonic() - began, 1)
+    return Ended(exit=process.returncode, error=error, seconds=seconds)
 
 
 def _wait(

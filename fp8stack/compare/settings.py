@@ -1,14 +1,16 @@
 """What is compared, checked before anything is trained."""
 
 import json
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fp8stack.backends.compiler import require_compiler
 from fp8stack.checkpoint.state import differences
+from fp8stack.compare.summary import Judging
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config, plan_for
@@ -24,6 +26,7 @@ from fp8stack.training.setup.variants import unwanted_backends
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 """Keys of a run that differ between the runs, and what to give in place of them."""
+MARGIN = "0.25%"
 EVALUATIONS = 10  # how often each run is evaluated, unless `eval_every` says otherwise
 
 
@@ -47,21 +50,18 @@ class Comparison:
 
     out: Path
     recipes: dict[str, str]  # by the names they go by
-    seeds: int
+    seeds: int  # of every recipe; with `judging.until`, at least
     baseline: str
+    judging: Judging
+    hours: float | None  # no pair is begun after so many
     config: RunConfig
     contents: dict[str, Any]  # what names and paths stood for, for a later start to be held to
     command: str
     vocabulary: int
 
-    @property
-    def jobs(self) -> list[Job]:
-        """All runs, seed by seed, so that half of them are of every recipe."""
-        return [
-            Job(recipe=name, source=source, seed=seed)
-            for seed in range(self.seeds)
-            for name, source in self.recipes.items()
-        ]
+    def job(self, recipe: str, seed: int) -> Job:
+        """The run of a recipe with a seed."""
+        return Job(recipe=recipe, source=self.recipes[recipe], seed=seed)
 
     def folder(self, job: Job) -> RunFolder:
         """Where a run is."""
@@ -80,6 +80,10 @@ def prepare(
     baseline: str | None,
     flags: Mapping[str, Any],
     sets: Sequence[str],
+    *,
+    until: str | None = None,
+    margin: str = MARGIN,
+    hours: float | None = None,
 ) -> Comparison:
     """The comparison that the command asks for, found to be possible.
 
@@ -88,6 +92,9 @@ def prepare(
         seeds: how many; they are 0, 1, ...
         out: the folder; None is `runs/compare-<model>`.
         baseline: one of the recipes; None is fp32 if it is among them, else the first.
+        until: the half-width, in percent of the loss, that seeds are added for: "0.15%".
+        margin: the gap that does not matter, in percent of the loss.
+        hours: begin no pair after so many.
         flags: keys of a run that all share; None is not given.
         sets: more of them, as `key=value`.
 
@@ -104,6 +111,15 @@ def prepare(
             f"--baseline {quoted(chosen)} is not among the recipes: {', '.join(named)}. "
             "Add it to --recipes."
         )
+    judging = Judging(
+        margin=_percent("--margin", margin),
+        until=None if until is None else _percent("--until", until),
+        always_valid=until is not None,
+    )
+    if hours is not None and not 0 < hours < math.inf:
+        raise UserError(f"--hours {hours:g}: there is no time to train. Give more than 0.")
+    if hours is not None and until is None:
+        raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
     config = _shared(flags, sets)
     use_threads(config.threads)  # refused here, and not by every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
@@ -112,13 +128,35 @@ def prepare(
         recipes=named,
         seeds=seeds,
         baseline=chosen,
+        judging=judging,
+        hours=hours,
         config=config,
         contents=_contents(config, named),
-        command=_command(recipes, seeds, folder, baseline, flags, sets),
+        command=_command(
+            recipes,
+            folder,
+            flags,
+            sets,
+            seeds=seeds,
+            baseline=baseline,
+            until=until,
+            margin=None if margin == MARGIN else margin,
+            hours=hours,
+        ),
         vocabulary=load_config(config.model, config.model_overrides).vocabulary,
     )
-    _require_place(comparison)
-    return comparison
+    return _beginning(comparison)
+
+
+def _percent(flag: str, text: str) -> float:
+    """A share that was given as "0.15%" or "0.15"."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 100:
+        raise UserError(f"{flag} '{quoted(text)}' is no share in percent. Example: {flag} 0.25%")
+    return value
 
 
 def _names(recipes: str) -> dict[str, str]:
@@ -182,9 +220,12 @@ def _told(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude={"description"})
 
 
-def _require_place(comparison: Comparison) -> None:
-    """See that the folder is free, or holds the beginning of this comparison. Raises a UserError if
-    it is a file, holds something else, or a comparison that differs."""
+def _beginning(comparison: Comparison) -> Comparison:
+    """The comparison, once its folder was seen to be free, or to hold the beginning of it. Raises a
+    UserError if that is a file, holds something else, or a comparison that differs.
+
+    Who adds seeds has seen what the first ones gave, so from then on intervals are to be valid
+    however often they are looked at."""
     out = comparison.out
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file. Give a folder as --out.")
@@ -194,7 +235,7 @@ def _require_place(comparison: Comparison) -> None:
         for name in ("runs", "logs", "base.toml", "compare.md", "compare.png"):
             if (own := out / name).exists():
                 raise UserError(f"{own} is in the way: it is no comparison's. Give another --out.")
-        return
+        return comparison
     saved = read_report(comparison.report)
     recipes = saved["contents"].get("recipes")
     if isinstance(recipes, dict):  # an older version's may be in another form
@@ -207,6 +248,12 @@ def _require_place(comparison: Comparison) -> None:
             f"{out} holds another comparison: {difference}. More recipes and more seeds may be "
             "added; for anything else give another --out."
         )
+    asked = saved["asked"]
+    looked = asked.get("always_valid", False) or asked["seeds"] < comparison.seeds
+    if not looked or comparison.judging.always_valid:
+        return comparison
+    judging = replace(comparison.judging, always_valid=True)
+    return replace(comparison, judging=judging)
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -241,6 +288,7 @@ def as_saved(comparison: Comparison) -> dict[str, Any]:
             "recipes": comparison.recipes,
             "seeds": comparison.seeds,
             "baseline": comparison.baseline,
+            **asdict(comparison.judging),
         },
         "config": comparison.config.model_dump(mode="json", exclude=set(OWN)),
         "contents": comparison.contents,
@@ -260,19 +308,14 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def _command(
-    recipes: str,
-    seeds: int,
-    out: str,
-    baseline: str | None,
-    flags: Mapping[str, Any],
-    sets: Sequence[str],
+    recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[str], **own: Any
 ) -> str:
     words = ["fp8stack", "compare", "--recipes", recipes]
-    for key, value in flags.items():
+    renamed = {"init_from": "from"}
+    for key, value in {**flags, **own}.items():
         if value not in (None, False):
-            flag = "--from" if key == "init_from" else f"--{key}"
+            flag = f"--{renamed.get(key, key)}"
             words += [flag] if value is True else [flag, str(value)]
-    words += ["--seeds", str(seeds), *(["--baseline", baseline] if baseline else [])]
     for item in sets:
         words += ["--set", item]
     return shlex.join([*words, "--out", out])

@@ -1,48 +1,35 @@
 """What the runs of each recipe came to beside the baseline's: means, errors and intervals."""
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fp8stack.compare.intervals import Interval, mean_interval, pairs_needed, standard_error
 from fp8stack.compare.results import RunFigures
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
-    """`mean` +- `half_width`, at a confidence of 95 %; of one sample there is no width."""
+class Judging:
+    """How gaps are judged."""
 
-    mean: float
-    half_width: float | None
-    samples: int
+    margin: float = 0.25  # percent; a gap that is surely less does not matter
+    always_valid: bool = False  # see `mean_interval`
+    until: float | None = None  # percent; the half-width that pairs are added for; None: `margin`
 
     @property
-    def contains_zero(self) -> bool:
-        """Whether 0 lies within; of one sample nothing is known, so it does."""
-        return self.half_width is None or abs(self.mean) <= self.half_width
+    def wanted(self) -> float:
+        """The half-width that an interval should have, in percent."""
+        return self.until or self.margin
 
-
-def standard_error(samples: Sequence[float]) -> float | None:
-    """The standard error of the mean, s / sqrt(n); None for fewer than two samples."""
-    if len(samples) < 2:
-        return None
-    return statistics.stdev(samples) / math.sqrt(len(samples))
-
-
-def mean_interval(samples: Sequence[float]) -> Interval:
-    """The mean with its interval by Student's t: t s / sqrt(n), t of n - 1 degrees of freedom. For
-    differences of pairs this is the paired t-test (NIST/SEMATECH e-Handbook of Statistical Methods,
-    7.3.1.1, "Analysis of paired observations")."""
-    from scipy import stats  # takes a second to import
-
-    width = None
-    if (error := standard_error(samples)) is not None:
-        width = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(samples) - 1)) * error
-    return Interval(mean=statistics.fmean(samples), half_width=width, samples=len(samples))
+    def more_pairs(self, gap: Interval) -> int | None:
+        """How many pairs more make the interval that narrow, with what it costs to look meanwhile;
+        None if that is not known yet."""
+        if gap.deviation is None:
+            return None
+        needed = pairs_needed(gap.deviation, self.wanted, always_valid=True)
+        return max(0, needed - gap.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +45,7 @@ class RecipeFigures:
     standard_error: float | None  # of that mean
     gap_percent: Interval | None  # of the baseline: the mean of the differences seed by seed
     verdict: str
+    seconds: float | None  # the median that a run took, with its start
     tokens_per_s: float | None
     relative_speed: float | None  # tokens per second / the baseline's
     peak_memory_gib: float | None
@@ -70,18 +58,26 @@ class RecipeFigures:
 
 
 def summarize(
-    runs: Sequence[RunFigures], recipes: Sequence[str], baseline: str
+    runs: Sequence[RunFigures],
+    recipes: Sequence[str],
+    baseline: str,
+    judging: Judging = Judging(),
 ) -> list[RecipeFigures]:
-    """A row for each of the `recipes`, in their order; `runs` has a run for each seed of each."""
+    """A row for each of the `recipes`, in their order; `runs` has the runs of each."""
     of = {name: [run for run in runs if run.recipe == name] for name in recipes}
-    return [_recipe(name, of[name], of[baseline], name == baseline) for name in recipes]
+    return [_recipe(name, of[name], of[baseline], baseline, judging) for name in recipes]
 
 
 def _recipe(
-    name: str, runs: Sequence[RunFigures], base: Sequence[RunFigures], is_baseline: bool
+    name: str,
+    runs: Sequence[RunFigures],
+    base: Sequence[RunFigures],
+    baseline: str,
+    judging: Judging,
 ) -> RecipeFigures:
     losses = [run.val_loss for run in runs if run.val_loss is not None]
-    gap = None if is_baseline else paired_gap(runs, base)
+    is_baseline = name == baseline
+    gap = None if is_baseline else paired_gap(runs, base, always_valid=judging.always_valid)
     speeds = (_of(of, lambda run: run.tokens_per_s, statistics.median) for of in (runs, base))
     speed, base_speed = speeds
     plan = next((run.plan for run in runs if run.plan), {})
@@ -96,7 +92,8 @@ def _recipe(
         val_loss=statistics.fmean(losses) if losses else None,
         standard_error=standard_error(losses),
         gap_percent=gap,
-        verdict=verdict(runs, gap, is_baseline),
+        verdict=verdict(runs, base, gap, baseline, judging),
+        seconds=_of(runs, lambda run: run.seconds, statistics.median),
         tokens_per_s=speed,
         relative_speed=speed / base_speed if speed and base_speed else None,
         peak_memory_gib=_of(runs, lambda run: run.peak_memory_gib, max),
@@ -109,7 +106,9 @@ def _recipe(
     )
 
 
-def paired_gap(runs: Sequence[RunFigures], base: Sequence[RunFigures]) -> Interval | None:
+def paired_gap(
+    runs: Sequence[RunFigures], base: Sequence[RunFigures], *, always_valid: bool = False
+) -> Interval | None:
     """The mean of (loss - baseline's) / baseline's over the seeds that both have done, in percent.
     A seed's runs have data, order and first weights in common, so that what these do to a loss
     cancels in its difference. None if there is no such seed."""
@@ -119,10 +118,16 @@ def paired_gap(runs: Sequence[RunFigures], base: Sequence[RunFigures]) -> Interv
         for run in runs
         if run.val_loss is not None and run.seed in losses
     ]
-    return mean_interval(gaps) if gaps else None
+    return mean_interval(gaps, always_valid=always_valid) if gaps else None
 
 
-def verdict(runs: Sequence[RunFigures], gap: Interval | None, is_baseline: bool) -> str:
+def verdict(
+    runs: Sequence[RunFigures],
+    base: Sequence[RunFigures],
+    gap: Interval | None,
+    baseline: str,
+    judging: Judging,
+) -> str:
     """What is to be concluded, in a few words; what went wrong comes before any figure."""
     diverged = [f"{run.diverged_at} (seed {run.seed})" for run in runs if run.status == "diverged"]
     failed = [str(run.seed) for run in runs if run.status == "failed"]
@@ -132,10 +137,13 @@ def verdict(runs: Sequence[RunFigures], gap: Interval | None, is_baseline: bool)
         said.append(f"diverged at step {', '.join(diverged)}")
     if failed:
         said.append(f"failed (seed {', '.join(failed)})")
-    if is_baseline:
+    if any(run.recipe == baseline for run in runs):
         said.append("baseline")
     elif not diverged and gap is not None:
-        said.append(_judged(gap))
+        pair_s = sum(
+            _of(of, lambda run: run.seconds, statistics.median) or 0 for of in (runs, base)
+        )
+        said.append(judged(gap, baseline, judging, pair_s))
     elif not said and not open_seeds:
         said.append("no seed in common with the baseline")
     if open_seeds:
@@ -143,13 +151,34 @@ def verdict(runs: Sequence[RunFigures], gap: Interval | None, is_baseline: bool)
     return ", ".join(said)
 
 
-def _judged(gap: Interval) -> str:
-    if gap.half_width is None:
-        return "one seed: no verdict"
-    if gap.contains_zero:
-        return "no difference seen"
-    better = "better" if gap.mean < 0 else "worse"
-    return f"{better} by {abs(gap.mean):.2f} ± {gap.half_width:.2f} %"
+def judged(gap: Interval, baseline: str, judging: Judging, pair_s: float = 0) -> str:
+    """One of three: better or worse by so much; within the margin; not known yet, and how many more
+    pairs it takes, of `pair_s` seconds each if that is known."""
+    width, within = gap.half_width, f"within {judging.margin:g} % of {baseline}"
+    inside = width is not None and abs(gap.mean) + width <= judging.margin
+    if not gap.contains_zero:
+        better = "better" if gap.mean < 0 else "worse"
+        found = f"{better} by {abs(gap.mean):.2f} ± {width:.2f} %"
+        return f"{found}, {within}" if inside else found
+    if inside:
+        return within
+    said = "not known yet"
+    said += f": ± {width:.2f} %" if width is not None else f": {_pairs(gap.samples)}"
+    if more := judging.more_pairs(gap):
+        took = f" ({about(more * pair_s)})" if pair_s else ""
+        said += f", about {_pairs(more, ' more')}{took} for ± {judging.wanted:g} %"
+    return said
+
+
+def _pairs(count: int, more: str = "") -> str:
+    return f"{count:,}{more} pair{'s' * (count != 1)}"
+
+
+def about(seconds: float) -> str:
+    """A time, roughly."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _of(

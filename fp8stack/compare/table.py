@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8stack.compare.results import HOPELESS, WARM_UP
 from fp8stack.compare.settings import Comparison
-from fp8stack.compare.summary import RecipeFigures
+from fp8stack.compare.summary import Judging, RecipeFigures
 from fp8stack.tables import aligned, markdown
 
 
@@ -51,7 +51,8 @@ def as_markdown(
     rows: Sequence[RecipeFigures], comparison: Comparison, machine: Mapping[str, Any]
 ) -> str:
     """`compare.md`: the command, the table, what its columns are, and what is to be known."""
-    config, baseline, seeds = comparison.config, comparison.baseline, comparison.seeds
+    config, baseline = comparison.config, comparison.baseline
+    seeds = max((row.seeds for row in rows), default=comparison.seeds)
     model = f"{config.model}, {config.steps} steps of {config.batch} sequences"
     facts = ", ".join(
         f"{name} {value}"
@@ -68,7 +69,7 @@ def as_markdown(
         "",
         *markdown(header(baseline), map(cells, rows)),
         "",
-        _explanation(baseline, seeds),
+        _explanation(baseline, seeds, comparison.judging),
         "",
         *(f"- {note}" for note in notes(rows)),
         "",
@@ -78,14 +79,20 @@ def as_markdown(
     return "\n".join(lines)
 
 
-def _explanation(baseline: str, seeds: int) -> str:
+def _explanation(baseline: str, seeds: int, judging: Judging) -> str:
+    kind = (
+        "95 % interval that holds however often it is looked at while seeds are added"
+        if judging.always_valid
+        else "95 % interval by Student's t, which holds for a number of seeds chosen beforehand"
+    )
     over = (
         "With one seed there are no errors, and differences mean little. "
         if seeds == 1
         else f"Validation loss: mean over seeds ± its standard error. Gap: the mean over seeds of "
         f"the difference to {baseline} of the same seed, in percent of it, ± the half-width of a "
-        "95 % interval by Student's t; no difference is seen where that holds 0. Each interval is "
-        "for itself: of twenty recipes that are equal, one would seem to differ. "
+        f"{kind}. A recipe is worse or better if that does not hold 0, and within "
+        f"{judging.margin:g} % of {baseline} if all of it lies there. Each interval is for itself: "
+        "of twenty recipes that are equal, one would seem to differ. "
     )
     return (
         f"Losses are in nats per token, at the last step. {over}A run diverged if its numbers were "

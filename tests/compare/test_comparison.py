@@ -6,6 +6,7 @@ Where it is not the point that each run is a process of its own, runs are made i
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -28,17 +29,11 @@ from fp8stack import cli
 from fp8stack.checkpoint.state import capture
 from fp8stack.cli.app import app
 from fp8stack.compare import runs, settings
+from fp8stack.compare.intervals import Interval, always_valid_factor, pairs_needed
 from fp8stack.compare.plot import comparison_plot
 from fp8stack.compare.results import RunFigures, WorstSqnr, read_run, worst_sqnr
 from fp8stack.compare.runs import Ended
-from fp8stack.compare.summary import (
-    Interval,
-    RecipeFigures,
-    mean_interval,
-    paired_gap,
-    standard_error,
-    summarize,
-)
+from fp8stack.compare.summary import Judging, RecipeFigures, judged, paired_gap, summarize
 from fp8stack.training.dataloader import batches
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.start import set_up
@@ -48,29 +43,6 @@ from tests.support.made_runs import write_lines
 SETS = [word for word in TINY[10:] if word != "--set"]
 SMALL = ["--steps", "12", "--batch", "4", "--context", "32", "--set", "save_every=4"]
 SMALL += [word for item in SETS for word in ("--set", item)]
-
-# Statistics
-
-
-# Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, table 1.3.6.7.2, column 0.975.
-TABLE = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
-    10: 2.228, 20: 2.086, 30: 2.042, 60: 2.000, 100: 1.984,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("freedom", TABLE)
-def test_a_mean_has_the_interval_that_the_tables_of_t_say(freedom):
-    samples = np.random.default_rng(0).normal(size=freedom + 1).tolist()
-    error = np.std(samples, ddof=1) / np.sqrt(freedom + 1)
-    assert standard_error(samples) == pytest.approx(error)
-    interval = mean_interval(samples)
-    assert interval.mean == pytest.approx(np.mean(samples))
-    assert interval.half_width == pytest.approx(TABLE[freedom] * error, rel=5e-4)
-    assert interval.contains_zero == (abs(interval.mean) <= interval.half_width)
-    assert mean_interval([2.0]) == Interval(mean=2.0, half_width=None, samples=1)
-    assert standard_error([2.0]) is None
-
 
 # What is said of runs
 
@@ -99,9 +71,11 @@ def mxfp8(*factors: float) -> list[RunFigures]:
     [
         ((1.010, 1.011, 1.009), "worse by 1.00 ± 0.25 %"),
         ((0.990, 0.989, 0.991), "better by 1.00 ± 0.25 %"),
-        ((1.010, 0.990, 1.003), "no difference seen"),
-        ((1.0, 1.0, 1.0), "no difference seen"),
-        ((1.2,), "one seed: no verdict"),
+        ((1.0010, 1.0011, 1.0009), "worse by 0.10 ± 0.02 %, within 0.25 % of fp32"),
+        ((1.0002, 0.9999, 1.0), "within 0.25 % of fp32"),
+        ((1.010, 0.990, 1.003), "not known yet: ± 2.52 %, about 230 more pairs for ± 0.25 %"),
+        ((1.0, 1.0, 1.0), "within 0.25 % of fp32"),
+        ((1.2,), "not known yet: 1 pair"),
     ],
 )
 def test_verdicts_are_of_gaps_that_are_paired_by_seed(factors, said):
@@ -117,10 +91,10 @@ def test_what_went_wrong_comes_before_any_figure():
     assert row.verdict == "diverged at step 42 (seed 2)"
     assert (row.done, row.val_loss) == (2, 2.5)  # of the two that were done
     row = of(*good, run("mxfp8", 2, None, status="failed", exit=1, error="out of memory"))
-    assert row.verdict == "failed (seed 2), no difference seen"
+    assert row.verdict == "failed (seed 2), within 0.25 % of fp32"
     assert row.errors == ("seed 2: out of memory",)
     cut = run("mxfp8", 2, None, status="unfinished", exit=None)
-    assert of(*good, cut).verdict == "no difference seen, 1 of 3 seeds to do"
+    assert of(*good, cut).verdict == "within 0.25 % of fp32, 1 of 3 seeds to do"
     assert of(cut).verdict == "1 of 1 seeds to do"
     gap = paired_gap([run("x", 1, 3.3), run("x", 2, None), run("x", 5, 9.0)], BASE)
     assert (gap.samples, round(gap.mean, 6)) == (1, 10.0)  # of the seed that both have done
@@ -355,6 +329,7 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
     gaps = 100 * (delayed - fp32) / fp32
     half_width = 12.7062047 * np.std(gaps, ddof=1) / np.sqrt(2)
     expected = {"mean": gaps.mean(), "half_width": half_width, "samples": 2}
+    expected["deviation"] = np.std(gaps, ddof=1)
     assert recipe["gap_percent"] == pytest.approx(expected)
     assert recipe["val_loss"] == pytest.approx(delayed.mean())
     assert recipe["standard_error"] == pytest.approx(np.std(delayed, ddof=1) / np.sqrt(2))
@@ -374,7 +349,8 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
     assert f"torch {torch.__version__}" in page
     assert "[4/4] delayed, seed 1: validation loss " in printed
     assert "delayed-emulated (emulate)  4/5" in printed
-    assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  no difference seen" in printed
+    assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  not known yet: ± " in printed
+    assert all(one["seconds"] > 0 for one in found["runs"])
     assert "\ndelayed: delayed needs an FP8 GPU" in printed
 
 
@@ -494,6 +470,78 @@ def test_added_seeds_are_all_that_is_trained(copy, command, trained):
     assert (row["done"], row["gap_percent"]["samples"]) == (4, 4)
 
 
+def test_who_adds_seeds_after_a_look_gets_intervals_that_hold_at_every_look(
+    copy, command, trained, capsys
+):
+    assert report(copy)["asked"]["always_valid"] is False
+    for seeds in ("3", "3"):  # and they stay so
+        assert command("compare", "--out", "c", *AGAIN, "--seeds", seeds) == 0
+        assert report(copy)["asked"]["always_valid"] is True
+        assert "holds however often it is looked at" in (copy / "compare.md").read_text()
+    gap = report(copy)["recipes"][1]["gap_percent"]
+    assert gap["half_width"] == pytest.approx(always_valid_factor(3) * gap["deviation"])
+
+
+def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monkeypatch, capsys):
+    """Gaps of "delayed" spread ten times as much as those of "current"; "block" diverges."""
+    made: list[str] = []
+
+    def pretend(asked: settings.Comparison, job: settings.Job, *others: object) -> Ended:
+        made.append(job.name)
+        spread = {"fp32": 0.0, "current": 0.001, "delayed": 0.01, "block": 0.0}[job.recipe]
+        loss = 4.0 * (1 + spread * (-1) ** job.seed)
+        if job.recipe == "block" and job.seed == 1:
+            loss = 99.0
+        folder(asked.folder(job).path, [step(12, 3.0, val_loss=loss)])
+        return Ended(exit=0, error="", seconds=60.0)
+
+    monkeypatch.setattr("fp8stack.compare.comparison.train", pretend)
+    ask = ["--recipes", "current,fp32,delayed,block", "--seeds", "2", *SMALL, "--out", "c"]
+    assert command("compare", *ask, "--until", "1.5%") == 0
+    printed = capsys.readouterr().out
+    rows = {row["recipe"]: row for row in report(tmp_path / "c")["recipes"]}
+    pairs = {name: row["done"] for name, row in rows.items()}
+    assert pairs["block"] == 1
+    assert pairs["current"] == 3  # the fewest that have an interval
+    deviation = rows["delayed"]["gap_percent"]["deviation"]
+    assert pairs["fp32"] == pairs["delayed"] == pairs_needed(deviation, 1.5, always_valid=True)
+    assert rows["delayed"]["gap_percent"]["half_width"] <= 1.5
+    assert "how many pairs it takes is known after the second" in printed
+    expected = pairs_needed(100 * 0.01 * math.sqrt(2), 1.5, always_valid=True) - 2
+    assert f"expected: about {expected} more pairs, {2 * expected + 1} min" in printed
+    assert "every interval is at most ± 1.5 %" in printed
+    # It goes on where it was, with less width, and stops before the pair that has no time.
+    made.clear()
+    assert command("compare", *ask, "--until", "1.2%", "--hours", "0.03") == 0
+    assert made == []
+    assert "0.03 hours are over, or would be before the next pair" in capsys.readouterr().out
+    assert command("compare", *ask, "--until", "1.2%") == 0
+    assert made[:2] == [f"fp32-seed{pairs['fp32']}", f"delayed-seed{pairs['fp32']}"]
+    assert not any("current" in name for name in made)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--until", "narrow"], "--until 'narrow' is no share in percent. Example: --until 0.25%"),
+        (["--until", "0%"], "--until '0%' is no share in percent"),
+        (["--margin", "-1"], "--margin '-1' is no share in percent. Example: --margin 0.25%"),
+        (["--until", "1%", "--hours", "0"], "--hours 0: there is no time to train"),
+        (["--hours", "1"], "--hours limits --until, which is not given"),
+    ],
+)
+def test_shares_and_hours_that_are_none_are_refused(flags, said, refused):
+    assert said in refused("compare", "--out", "c", *SMALL, *flags)
+
+
+def test_a_verdict_names_the_time_that_is_expected():
+    gap = Interval(mean=0.1, half_width=0.6, samples=3, deviation=0.4)
+    judging = Judging(until=0.5, always_valid=True)
+    more = pairs_needed(0.4, 0.5, always_valid=True) - 3
+    said = judged(gap, "fp32", judging, pair_s=1200)
+    assert said == f"not known yet: ± 0.60 %, about {more} more pairs ({more / 3:.1f} h) for ± 0.5 %"
+
+
 def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, refused):
     (copy.parent / "other.txt").write_text("some other text\n" * 500)
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
@@ -547,7 +595,7 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     assert command("pretrain", "--out", "r", "--recipe", "fp32", *longer) == 0
     assert losses(log.parent) == losses(tmp_path / "r")
     found = report(tmp_path / "c")["recipes"]
-    assert [row["verdict"] for row in found] == ["baseline", "one seed: no verdict"]
+    assert [row["verdict"] for row in found] == ["baseline", "not known yet: 1 pair"]
 
 
 @pytest.mark.usefixtures("in_process")
@@ -607,11 +655,15 @@ def test_all_runs_begin_with_the_weights_of_a_checkpoint(command, tmp_path, refu
 def test_the_command_that_is_told_asks_for_the_same(monkeypatch):
     flags = ["--recipes", "fp32,bf16", "--out", "a folder", "--lr", "0.001", "--device", "cpu"]
     flags += [*SMALL, "--compile", "--baseline", "bf16", "--seeds", "4"]
+    flags += ["--until", "0.1%", "--hours", "2", "--margin", "1%"]
     seen = []
-    monkeypatch.setattr(settings, "prepare", lambda *asked: seen.append(asked))
+    monkeypatch.setattr(settings, "prepare", lambda *asked, **own: seen.append((asked, own)))
     monkeypatch.setattr("fp8stack.compare.comparison.compare", lambda asked: 0)
     parse = typer.main.get_command(app)
     parse(["compare", *flags], standalone_mode=False)
-    parse(shlex.split(settings._command(*seen[0]))[1:], standalone_mode=False)
+    (recipes, seeds, out, baseline, *more), own = seen[0]
+    command = settings._command(recipes, out, *more, seeds=seeds, baseline=baseline, **own)
+    parse(shlex.split(command)[1:], standalone_mode=False)
     assert seen[0] == seen[1]
-    assert seen[0][4]["compile"] is True
+    assert seen[0][0][4]["compile"] is True
+    assert own == {"until": "0.1%", "margin": "1%", "hours": 2.0}
