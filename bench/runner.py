@@ -10,6 +10,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from bench import report as reports
 from bench.cells import Cells
 from bench.report import Report, Row
+from bench.timing_lock import timing
 from fp8stack.benchmark.timing import machine, slug
 from fp8stack.cli.options import words
 from fp8stack.errors import UserError
@@ -37,6 +39,7 @@ SCENARIOS = {
     "startup": "how long the command takes to start, and how many modules it imports",
     "busy": "steps and the first command on a machine that other processes use",
     "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
+    "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
     "convergence": "whether every recipe trains as well as fp32 over some hundred steps",
     "telemetry": "what a look at every operand of a step costs",
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
@@ -164,7 +167,9 @@ def measured(scenario: Any, name: str, words: Sequence[str], cells: Cells | None
     command = shlex.join(["python", "-m", "bench", name, *words])
     arguments = parse(scenario, name, words)
     arguments.cells = cells or Cells()
-    found = scenario.measure(arguments)
+    timed = getattr(scenario, "__name__", "").startswith("bench.cost.")
+    with timing() if timed else nullcontext():
+        found = scenario.measure(arguments)
     left_out = arguments.cells.left_out
     return {"scenario": name, "command": command, **found, "left_out": left_out}
 
