@@ -122,4 +122,5 @@ def losses(run: Path) -> list[tuple]:
     return [
         (row["step"], row["loss"], row["grad_norm"], row["lr"], row.get("val_loss"))
         for row in metrics(run)
+        if row.get("event") != "phase"
     ]

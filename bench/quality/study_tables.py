@@ -61,7 +61,7 @@ def pairs_of(rows: Rows, design: str) -> Iterator[tuple[Mapping[str, Any], Mappi
     seed and kind of CPU: this design's, or, where it has none, the plain one's."""
     done = [row for row in rows if row["val_loss"] is not None]
     place = ("size", "ratio", "seed", "cpu")
-    base = {}
+    base: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for of in (SHARED, "plain", design):
         own = (row for row in done if (row["recipe"], row["design"]) == (BASELINE, of))
         base |= {tuple(row[key] for key in place): row for row in own}

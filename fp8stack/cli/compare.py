@@ -12,6 +12,7 @@ RECIPES = option("Precision recipes or TOML files, separated by commas. [six of 
 OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]")
 BASELINE = option("Recipe to compare the others with. [fp32, else the first]")
 FROM = option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
+SHARED = option("Share of the steps in the baseline's recipe first. [25%, with --from 0%]")
 UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
 MARGIN = option("Gap that does not matter, in percent of the loss. [0.25%]")
 HOURS = option("With --until: begin no seed that would end after so many hours.")
@@ -23,6 +24,7 @@ def compare(
     recipes: Annotated[str, RECIPES] = "fp32,bf16,delayed,current,block,mxfp8",
     out: Annotated[str | None, OUT] = None,
     seeds: Annotated[int, option("Runs of each recipe, with seeds 0, 1, ... [3]")] = 3,
+    shared: Annotated[str | None, SHARED] = None,
     until: Annotated[str | None, UNTIL] = None,
     margin: Annotated[str, MARGIN] = "0.25%",
     hours: Annotated[float | None, HOURS] = None,
@@ -50,7 +52,16 @@ def compare(
     from fp8stack.compare import comparison, settings
 
     asked = settings.prepare(
-        recipes, seeds, out, baseline, flags, set or [], until=until, margin=margin, hours=hours
+        recipes,
+        seeds,
+        out,
+        baseline,
+        flags,
+        set or [],
+        shared=shared,
+        until=until,
+        margin=margin,
+        hours=hours,
     )
     try:
         raise typer.Exit(comparison.compare(asked))

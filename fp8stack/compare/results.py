@@ -15,6 +15,7 @@ from fp8stack.training.run_folder import RunFolder, read_rows
 Row = Mapping[str, Any]
 Status = Literal["done", "diverged", "failed", "unfinished"]
 
+OWN = (None, "phase")  # of events, those that are as expected
 WARM_UP = 5  # steps whose speed does not count: they compile, tune and fault memory in
 HOPELESS = 1.1
 """A run diverged whose validation loss ends above this many times a uniform guess's, ln(V)."""
@@ -69,10 +70,12 @@ def read_run(
     rows = folder.read_metrics()
     taken = valid_steps(rows)
     curve = [(step, row["val_loss"]) for step, row in taken.items() if _number(row, "val_loss")]
-    speeds = [(step, row["tokens_per_s"]) for step, row in taken.items() if row.get("tokens_per_s")]
-    counted = [speed for step, speed in speeds if step > WARM_UP] or [speed for _, speed in speeds]
-    memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
     last: Row = taken[max(taken)] if taken else {}
+    of_recipe = {n: row for n, row in taken.items() if row.get("phase") == last.get("phase")}
+    speeds = {n: row["tokens_per_s"] for n, row in of_recipe.items() if row.get("tokens_per_s")}
+    counted = [speed for step, speed in speeds.items() if step > min(speeds) + WARM_UP - 1]
+    memory = [row["memory_gib"] for row in rows if _number(row, "memory_gib")]
+    ran = [row for row in of_recipe.values() if "precision" in row]
     skipped = [row for row in rows if row.get("event") == "skip" or row.get("skipped") is True]
     status, diverged_at = _status(taken, rows, curve, steps, vocabulary, exit)
     return RunFigures(
@@ -85,12 +88,12 @@ def read_run(
         val_loss=curve[-1][1] if curve and status == "done" else None,
         curve=tuple(curve),
         seconds=seconds,
-        tokens_per_s=statistics.median(counted) if counted else None,
+        tokens_per_s=statistics.median(counted or speeds.values()) if speeds else None,
         peak_memory_gib=max(memory, default=None),
         skips=len({row["step"] for row in skipped}),
-        events=dict(Counter(str(row["event"]) for row in rows if row.get("event"))),
+        events=dict(Counter(str(row["event"]) for row in rows if row.get("event") not in OWN)),
         fp8_gemms=last.get("fp8_gemms"),
-        precisions=tuple(dict.fromkeys(r["precision"] for r in taken.values() if "precision" in r)),
+        precisions=tuple(dict.fromkeys(r["precision"] for r in ran)),
         worst_sqnr=worst_sqnr(folder.telemetry),
         plan=_plan(folder.plan),
     )

@@ -13,8 +13,9 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.compare.summary import Judging
 from fp8stack.config import RunConfig, parse_config
 from fp8stack.errors import UserError, quoted
-from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.precision import Recipe, load_recipe, probe
+from fp8stack.model.config import GPTConfig, load_config
+from fp8stack.precision import Recipe, probe
+from fp8stack.precision.phases import PhaseConfig
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.threads import use_threads
 from fp8stack.training.run_folder import RunFolder
@@ -22,11 +23,12 @@ from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import read
 from fp8stack.training.setup.init_from import find_source, with_source
 from fp8stack.training.setup.start import with_absolute_paths
-from fp8stack.training.setup.variants import unwanted_backends
+from fp8stack.training.setup.variants import Decided, plan_phases
 
 OWN = {"recipe": "--recipes", "seed": "--seeds", "out": "--out"}
 """Keys of a run that differ between the runs, and what to give in place of them."""
-MARGIN = "0.25%"
+REPORT = "compare.json"
+MARGIN, SHARED = "0.25%", "25%"
 EVALUATIONS = 10  # how often each run is evaluated, unless `eval_every` says otherwise
 
 
@@ -70,7 +72,7 @@ class Comparison:
     @property
     def report(self) -> Path:
         """The figures of all runs, and what they are of."""
-        return self.out / "compare.json"
+        return self.out / REPORT
 
 
 def prepare(
@@ -81,6 +83,7 @@ def prepare(
     flags: Mapping[str, Any],
     sets: Sequence[str],
     *,
+    shared: str | None = None,
     until: str | None = None,
     margin: str = MARGIN,
     hours: float | None = None,
@@ -92,6 +95,9 @@ def prepare(
         seeds: how many; they are 0, 1, ...
         out: the folder; None is `runs/compare-<model>`.
         baseline: one of the recipes; None is fp32 if it is among them, else the first.
+        shared: the share of its steps that each run takes in the baseline's recipe first; None is
+            25 %, of a comparison begun before what it was, and none with weights to begin with or
+            phases.
         until: the half-width, in percent of the loss, that seeds are added for: "0.15%".
         margin: the gap that does not matter, in percent of the loss.
         hours: begin no pair after so many.
@@ -120,9 +126,10 @@ def prepare(
         raise UserError(f"--hours {hours:g}: there is no time to train. Give more than 0.")
     if hours is not None and until is None:
         raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
-    config = _shared(flags, sets)
+    config = _config(flags, sets)
     use_threads(config.threads)  # refused here, and not by every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
+    config = _with_shared_steps(config, shared, named[chosen], Path(folder) / REPORT)
     comparison = Comparison(
         out=Path(folder).resolve(),
         recipes=named,
@@ -148,15 +155,50 @@ def prepare(
     return _beginning(comparison)
 
 
-def _percent(flag: str, text: str) -> float:
+def _percent(flag: str, text: str, example: str = MARGIN, least: float = 1e-9) -> float:
     """A share that was given as "0.15%" or "0.15"."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    if not 0 < value <= 100:
-        raise UserError(f"{flag} '{quoted(text)}' is no share in percent. Example: {flag} 0.25%")
+    if not least <= value <= 100:
+        raise UserError(
+            f"{flag} '{quoted(text)}' is no share in percent. Example: {flag} {example}"
+        )
     return value
+
+
+def _with_shared_steps(
+    config: RunConfig, shared: str | None, baseline: str, report: Path
+) -> RunConfig:
+    """The configuration with phases, of which the first is in the baseline's recipe: the first
+    steps of a small model are chaotic, and rounding in them moves the end of a run by more than
+    recipes do later (`python -m bench study` measures it)."""
+    if shared is None and report.exists():
+        saved = read_report(report)["config"].get("phases", [])
+        if saved and "phases" not in config.given:
+            return _with_phases(config, [PhaseConfig.model_validate(phase) for phase in saved])
+        return config
+    if shared is not None and "phases" in config.given:
+        raise UserError("--shared makes phases of its own. Leave out --shared, or the phases.")
+    usual = "0" if config.init_from or "phases" in config.given else SHARED
+    share = _percent("--shared", usual if shared is None else shared, SHARED, least=0)
+    if share >= 100:
+        raise UserError(
+            f"--shared {shared}: no step is left to compare. Example: --shared {SHARED}"
+        )
+    if not share:
+        return config
+    first = PhaseConfig(name="shared", recipe=baseline, until=share / 100)
+    return _with_phases(config, [first, PhaseConfig(name="compared")])
+
+
+def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:
+    """The quality guard, which would end a costly recipe's phase, is off unless it is given."""
+    update: dict[str, Any] = {"phases": tuple(phases)}
+    if "quality" not in config.guard.model_fields_set:
+        update["guard"] = config.guard.model_copy(update={"quality": 0.0})
+    return config.model_copy(update=update)
 
 
 def _names(recipes: str) -> dict[str, str]:
@@ -175,7 +217,7 @@ def _names(recipes: str) -> dict[str, str]:
     return found
 
 
-def _shared(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
+def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
     config = parse_config(None, flags, sets)
     for key, instead in OWN.items():
         if key in config.given:
@@ -207,10 +249,10 @@ def _recipe(config: RunConfig, source: str, model: GPTConfig) -> dict[str, Any]:
     """The recipe that runs where `source` is asked for."""
     if config.recipe_overrides and source == "auto":
         raise UserError("recipe_overrides needs recipes by name: auto chooses one by itself.")
-    asked = source if source == "auto" else load_recipe(source, config.recipe_overrides)
+    own = config.model_copy(update={"recipe": source})
     tokens = config.batch // config.accumulate * context_of(config, model)
-    how = (probe(config.device), config.backend, config.strict)
-    plan = plan_for(model, asked, *how, tokens=tokens, without=unwanted_backends(config))
+    plans, schedule = plan_phases(own, model, probe(config.device), Decided(), tokens)
+    plan = plans[schedule.variants[-1]]
     if config.compile:
         require_compiler(plan, config.activation_checkpointing)
     return _told(plan.recipe)
