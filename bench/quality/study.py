@@ -66,11 +66,13 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "first tenth in fp32": {"shared": 0.1},
     SHARED: {"shared": 0.25},
     "first half in fp32": {"shared": 0.5},
+    study_tables.AA: {"shared": 0.0, "accumulate": 2},
 }
 """How pairs are made. The first steps of a small model are chaotic: rounding in them moves the end
 of a run. A share of the steps that all runs of a seed take in float32 removes that, so the study's
 tables are of `SHARED`; the others are there to say what each does to the spread of gaps."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
+AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
 OPERANDS = ("input", "weight", "grad_output")
 
 
@@ -151,13 +153,24 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
                     found.append(Job(size=size, ratio=ratio, recipe=recipe, seed=seed))
             if (size, ratio) == DESIGN_CELL:
                 found += _designs(size, ratio)
-    return sorted(found, key=lambda job: _parameters(job.size) ** 2 * job.ratio * (1 + job.seed))
+    found.sort(key=lambda job: _parameters(job.size) ** 2 * job.ratio * (1 + job.seed))
+    if AA_CELL[0] in sizes:
+        middle = next((n for n, job in enumerate(found) if job.size == "0.9M"), len(found))
+        found[middle:middle] = _same_twice(*AA_CELL)
+    return found
+
+
+def _same_twice(size: str, ratio: int) -> Iterator[Job]:
+    """Float32 beside float32 that adds its gradients up in two parts, and so rounds otherwise."""
+    for seed in range(AA_PAIRS):
+        for design in ("plain", study_tables.AA):
+            yield Job(size=size, ratio=ratio, recipe=BASELINE, seed=seed, design=design)
 
 
 def _designs(size: str, ratio: int) -> Iterator[Job]:
     for seed in range(DESIGN_PAIRS):
         for design, keys in DESIGNS.items():
-            if design != SHARED:
+            if design not in (SHARED, study_tables.AA):
                 # What is shared does not change the run in float32.
                 own = [] if keys.keys() == {"shared"} and design != "plain" else [BASELINE]
                 for recipe in (*own, *DESIGN_RECIPES):
@@ -259,8 +272,8 @@ def _send(which: signal.Signals, workers: Sequence[Any]) -> None:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    with path.open("a") as file:  # after what a killed process may have left half
+        file.write("\n" + json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -289,7 +302,7 @@ def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
             error, exit = str(failed), failed.exit_code
         row = _figures(job, folder, cpu, exit, time.monotonic() - began) | {"error": error}
         (runs / f"{job.name}.log").unlink(missing_ok=True)
-        if job.recipe != BASELINE and not error:
+        if (job.recipe, job.design) != (BASELINE, SHARED) and not error:
             shutil.rmtree(folder, ignore_errors=True)
         done.put(row)
 

@@ -1,0 +1,194 @@
+"""`python -m bench study`: its jobs, what it makes of runs, and a tiny one, stopped half-way."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import runner, timing_lock
+from bench.quality import study, study_tables
+from fp8stack.compare.intervals import always_valid_factor
+from tests.support.made_runs import write_lines
+
+ROOT = Path(study.__file__).parents[2]
+
+
+def row(recipe: str, seed: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    usual = {
+        "name": f"{recipe}-{seed}", "design": study_tables.SHARED, "size": "0.1M", "ratio": 2,
+        "recipe": recipe, "seed": seed, "cpu": "a CPU", "parameters": 100, "tokens": 200,
+        "val_loss": loss, "seconds": 1.0, "curve": [[1, 3.0], [2, 2.0], [3, 1.0]],
+        "operand_errors": {} if recipe == "fp32" else {"input": 0.01, "weight": 0.001},
+    }  # fmt: skip
+    return usual | more
+
+
+def law(parameters: int, tokens: int) -> float:
+    return float(5.0 * parameters**-0.1 * tokens**-0.05)
+
+
+def ladder(factor: float) -> list[dict[str, Any]]:
+    """Runs whose fp32 losses follow a power law, and of a recipe that is `factor` above."""
+    found = []
+    for size, parameters in (("0.1M", 100), ("0.3M", 300)):
+        for ratio in (2, 8):
+            loss = law(parameters, ratio * parameters)
+            more = {"size": size, "ratio": ratio, "parameters": parameters}
+            more["tokens"] = ratio * parameters
+            for seed in range(3):
+                found.append(row("fp32", seed, loss, **more))
+                found.append(row("mxfp4", seed, loss * (factor + 0.001 * (seed - 1)), **more))
+    return found
+
+
+def test_every_cell_has_its_gap_and_the_model_that_would_be_as_good():
+    """A gap of 2 % where the loss falls as N^-0.1: (1.02)^(-10) of the parameters."""
+    cells = study_tables.cells_of(ladder(1.02))
+    assert len(cells) == 4
+    for cell in cells:
+        assert cell.gap.mean == pytest.approx(2.0)
+        assert cell.gap.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
+        assert cell.multiplier == pytest.approx(1.02**-10)
+        assert cell.multiplier_range is not None
+        low, high = cell.multiplier_range
+        assert low < cell.multiplier < high
+        assert cell.errors == {"input": pytest.approx(0.01), "weight": pytest.approx(0.001)}
+    assert study_tables.loss_slope(ladder(1.0)[:2]) is None
+
+
+def test_pairs_are_of_one_seed_on_one_kind_of_cpu():
+    rows = [row("fp32", 0, 2.0), row("mxfp8", 0, 2.1), row("mxfp8", 1, 2.2)]
+    rows += [row("fp32", 1, 2.0, cpu="another"), row("current", 0, None)]
+    cells = study_tables.cells_of(rows)
+    assert [(cell.recipe, cell.gap.samples) for cell in cells] == [("mxfp8", 1)]
+    assert cells[0].gap.half_width is None
+
+
+def test_the_page_says_what_is_there_and_what_is_missing(tmp_path):
+    rows = [*ladder(1.02), row("current", 0, None, name="lost")]
+    page = study_tables.write(rows, tmp_path)
+    assert "| mxfp4 | +2.00 ± 0.25 (3) |" in page
+    assert "Not done: lost." in page
+    assert "The loss falls as N^-0.100 here." in page
+    assert json.loads((tmp_path / "study.json").read_text())["facts"]["runs"] == len(rows)
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert study_tables.write([], tmp_path)  # before the first run is done
+
+
+def test_the_designs_are_compared_by_the_spread_of_their_gaps():
+    rows = []
+    for seed in range(4):
+        for design, spread in (("plain", 0.01), ("first tenth in fp32", 0.002)):
+            loss = 2.0 * (1 + spread * (-1) ** seed)
+            rows.append(row("current", seed, loss, design=design))
+        rows.append(row("fp32", seed, 2.0, design="plain"))
+    page = study_tables.page(
+        [], rows, {"runs": 1, "hours of one core": 1, "machines": [], "not done": []}
+    )
+    sd = np.std([1, -1, 1, -1], ddof=1)
+    assert f"| plain | 0.1M, 2 tokens | current | +0.00 ± {1.591 * sd:.2f} | {sd:.3f} | 4 |" in page
+    assert (
+        f"| first tenth in fp32 | 0.1M, 2 tokens | current | +0.00 ± 0.37 | {0.2 * sd:.3f} | 4 |"
+        in page
+    )
+    assert "| mean of the last 3 evaluations | 0.1M, 2 tokens | current | +0.00 ± 0.00 |" in page
+
+
+def test_false_alarms_are_counted_over_all_looks():
+    """Of two comparisons, one whose gaps are all alike but small, and one about zero."""
+    rows = []
+    for seed in range(2 * study_tables.AA_PAIRS):
+        gap = (
+            1e-6 * (1 + 0.01 * (seed % 2)) if seed < study_tables.AA_PAIRS else 1e-6 * (-1) ** seed
+        )
+        for design, loss in (("plain", 2.0), (study_tables.AA, 2.0 * (1 + gap))):
+            rows.append(row("fp32", seed, loss, design=design, ratio=1))
+    text = "\n".join(study_tables._false_alarms(rows))
+    assert "2 comparisons of 6 pairs" in text
+    assert "1 of them said better or worse once or more (50.0%; 5 % may)" in text
+    assert always_valid_factor(study_tables.AA_PAIRS) > 1  # wider than the second one's mean
+
+
+def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content():
+    jobs = study.jobs([*study.SIZES])
+    contents = [job.content("a CPU") for job in jobs]
+    assert len(set(contents)) == len(jobs) == len({job.name for job in jobs})
+    assert contents[0] != jobs[0].content("another CPU")
+    ladder = {
+        (job.size, job.ratio, job.recipe) for job in jobs if job.design == study_tables.SHARED
+    }
+    assert len(ladder) == 2 * (2 * (1 + 14) + 10)
+    assert {job.steps for job in jobs if (job.size, job.ratio) == ("0.9M", 8)} == {7179}
+    own = [
+        job for job in jobs if (job.size, job.ratio, job.design) == ("0.1M", 2, study_tables.SHARED)
+    ]
+    assert [job.seed for job in own] == sorted(job.seed for job in own)
+    keys = next(job.keys for job in own if job.recipe == "mxfp4")
+    assert keys["phases"][0] == {"name": "shared", "recipe": "fp32", "until": 0.25}
+
+
+def test_errors_of_operands_are_means_without_the_first_step_that_was_sampled(tmp_path):
+    rows = [
+        {"step": step, "layer": "a", "operand": "input", "sqnr_db": db}
+        for step, db in ((10, 0.0), (20, 20.0), (30, 30.0))
+    ]
+    write_lines(tmp_path / "t.jsonl", rows)
+    assert study.operand_errors(tmp_path / "t.jsonl") == {"input": pytest.approx(0.0055)}
+
+
+def command(out: Path, *words: str) -> list[str]:
+    own = ["--tiny", "--workers", "1", "--out", str(out), "--runs", str(out / "runs"), *words]
+    return [sys.executable, "-m", "bench", "study", *own]
+
+
+def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command(tmp_path), cwd=ROOT, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    results, deadline = tmp_path / "study.jsonl", time.monotonic() + 120
+    while not (results.exists() and results.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert "stopping: the same command goes on" in said
+    done = study.read_study(results)
+    assert 1 <= len(done) < 4
+    with results.open("a") as file:
+        file.write('{"key": "half a li')  # as a kill leaves it
+    again = subprocess.run(command(tmp_path), cwd=ROOT, env=environment, text=True,
+                           capture_output=True, timeout=120)  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert f"{4 - len(done)} runs are to do, {len(done)} are there" in again.stdout
+    rows = study.read_study(results)
+    assert sorted((one["recipe"], one["seed"]) for one in rows) == [
+        ("fp32", 0), ("fp32", 1), ("mxfp4", 0), ("mxfp4", 1)
+    ]  # fmt: skip
+    assert "| mxfp4 | " in (tmp_path / "study.md").read_text()
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == [
+        "tiny-1-fp32-seed0", "tiny-1-fp32-seed1",
+    ]  # fmt: skip
+
+
+def test_an_unknown_size_is_refused(capsys):
+    with pytest.raises(study.UserError, match=r"--sizes 7B: there are 0.1M, 0.3M, 0.9M."):
+        runner.run("study", ["--sizes", "7B", "--out", "/tmp"])
+
+
+def test_who_measures_times_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing_lock, "PATH", tmp_path / "lock")
+    assert not timing_lock.held_by_another()
+    with timing_lock.timing(), timing_lock.timing():
+        assert timing_lock.held_by_another()
+    assert not timing_lock.held_by_another()
