@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from fp8stack import presets
-from fp8stack.errors import UserError, unknown
+from fp8stack.errors import UserError, quoted, unknown
 from fp8stack.model.config import GPTConfig
 from fp8stack.precision.phases import Override, PhaseConfig, overridden, preset
 from fp8stack.precision.recipe import RecipeFile
@@ -483,3 +483,17 @@ def _literal(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{ {', '.join(toml_lines(value))} }}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def percent(flag: str, text: str, example: str, least: float = 1e-9) -> float:
+    """A share in percent that was given to `flag`, as "0.15%" or "0.15". Raises a UserError if it
+    is none, less than `least` or above 100."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not least <= value <= 100:
+        raise UserError(
+            f"{flag} '{quoted(text)}' is no share in percent. Example: {flag} {example}"
+        )
+    return value

@@ -244,7 +244,7 @@ def _train(left: list[Job], path: Path, cpu: str, arguments: argparse.Namespace)
                 if row["error"]:
                     failed.append(row["name"])
                 else:
-                    _append(path, row)
+                    append(path, row)
             if stopped or time.monotonic() > until:
                 _send(signal.SIGCONT, workers)
                 _send(signal.SIGTERM, workers)  # they save their runs and end
@@ -271,7 +271,8 @@ def _send(which: signal.Signals, workers: Sequence[Any]) -> None:
             os.kill(worker.pid, which)
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a file of results, safely on disk."""
     with path.open("a") as file:  # after what a killed process may have left half
         file.write("\n" + json.dumps(row) + "\n")
         file.flush()

@@ -21,6 +21,7 @@ from fp8stack.cli.compare import compare
 from fp8stack.cli.estimate import estimate
 from fp8stack.cli.eval import evaluate
 from fp8stack.cli.export import export
+from fp8stack.cli.forecast import forecast, tune
 from fp8stack.cli.generate import generate
 from fp8stack.cli.options import option
 from fp8stack.cli.plan import plan
@@ -46,6 +47,8 @@ app.command()(plan)
 app.command()(prepare)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command()(forecast)
+app.command()(tune)
 app.command()(export)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fp8stack.backends.compiler import require_compiler
 from fp8stack.checkpoint.state import differences
 from fp8stack.compare.summary import Judging
-from fp8stack.config import RunConfig, parse_config
+from fp8stack.config import RunConfig, parse_config, percent
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import Recipe, probe
@@ -118,8 +118,8 @@ def prepare(
             "Add it to --recipes."
         )
     judging = Judging(
-        margin=_percent("--margin", margin),
-        until=None if until is None else _percent("--until", until),
+        margin=percent("--margin", margin, MARGIN),
+        until=None if until is None else percent("--until", until, MARGIN),
         always_valid=until is not None,
     )
     if hours is not None and not 0 < hours < math.inf:
@@ -155,19 +155,6 @@ def prepare(
     return _beginning(comparison)
 
 
-def _percent(flag: str, text: str, example: str = MARGIN, least: float = 1e-9) -> float:
-    """A share that was given as "0.15%" or "0.15"."""
-    try:
-        value = float(text.strip().removesuffix("%"))
-    except ValueError:
-        value = math.nan
-    if not least <= value <= 100:
-        raise UserError(
-            f"{flag} '{quoted(text)}' is no share in percent. Example: {flag} {example}"
-        )
-    return value
-
-
 def _with_shared_steps(
     config: RunConfig, shared: str | None, baseline: str, report: Path
 ) -> RunConfig:
@@ -182,7 +169,7 @@ def _with_shared_steps(
     if shared is not None and "phases" in config.given:
         raise UserError("--shared makes phases of its own. Leave out --shared, or the phases.")
     usual = "0" if config.init_from or "phases" in config.given else SHARED
-    share = _percent("--shared", usual if shared is None else shared, SHARED, least=0)
+    share = percent("--shared", usual if shared is None else shared, SHARED, least=0)
     if share >= 100:
         raise UserError(
             f"--shared {shared}: no step is left to compare. Example: --shared {SHARED}"

@@ -249,7 +249,7 @@ class _Tables(BaseModel):
     input: _Input | Literal["none"] | None = None
     weight: _Weight | Literal["none"] | None = None
     grad_output: _GradOutput | Literal["none"] | None = None
-    backward: Literal["same", "dequantized", "high_precision"] | None = None
+    backward: Annotated[str, Field(min_length=1)] | None = None
     forward_format: FormatName | None = None
     backward_format: FormatName | None = None
     history_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
@@ -360,7 +360,7 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[s
     file: RecipeFile = presets.parse(RecipeFile, dict(table), where)
     if file.like is not None and file.scaling is not None:
         raise UserError(f"{where}: 'like' and 'scaling' are the same key. Leave scaling out.")
-    quantizers = _with_tables(start.quantizers, file, where)
+    quantizers = _with_tables(start.quantizers, file, where, above)
     plain_keys = {"name": file.name, "description": file.description or start.description}
     for key in ("attention", "head", "exclude", "exclude_first_blocks", "exclude_last_blocks"):
         if (value := getattr(file, key)) is not None:
@@ -390,7 +390,7 @@ def _rule(entry: _Entry, recipe: Recipe, where: str, above: tuple[str, ...]) -> 
             f"{where}: layers are not in {other.name} by themselves. Use recipe = 'bf16', which "
             "leaves them in the compute dtype."
         )
-    quantizers = _with_tables(other.quantizers, entry, where)
+    quantizers = _with_tables(other.quantizers, entry, where, above)
     changed = entry.recipe is None or quantizers != other.quantizers
     if entry.recipe is None and quantizers == recipe.quantizers:
         raise UserError(f"{where}: '{entry.match}' changes nothing. Give a recipe or a quantizer.")
@@ -434,7 +434,9 @@ _PLACES = {
 """The fields of `Quantizers` that hold an operand's two copies, by the GEMM that takes them."""
 
 
-def _with_tables(start: Quantizers | None, told: _Tables, where: str) -> Quantizers | None:
+def _with_tables(
+    start: Quantizers | None, told: _Tables, where: str, above: tuple[str, ...]
+) -> Quantizers | None:
     """The quantizers `start` with what the tables and short forms of `told` set otherwise."""
     short = {key: getattr(told, key) for key in _SHORT if getattr(told, key) is not None}
     operands = {name: getattr(told, name) for name in OPERANDS if getattr(told, name) is not None}
@@ -465,12 +467,25 @@ def _with_tables(start: Quantizers | None, told: _Tables, where: str) -> Quantiz
             raise UserError(f"{where}: backward = '{told.backward}' is not for delayed scaling.")
         found |= {"grad_output": None, "grad_output_wgrad": None}
         found |= {"input_wgrad": copies, "weight_dgrad": copies}
+    elif told.backward not in (None, "same"):
+        found |= _backward_of(told.backward, where, above)
     for key, value in short.items():
         _set_short(found, key, value, where)
     try:
         return Quantizers(**found)
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
+
+
+def _backward_of(name: str, where: str, above: tuple[str, ...]) -> dict[str, Any]:
+    """Another recipe's quantizers of the backward pass's operands, by field."""
+    other = _shipped(name, f"{where}: backward", above).quantizers
+    if other is None:
+        raise UserError(
+            f"{where}: backward = '{name}' has no quantizers. Use backward = 'high_precision'."
+        )
+    fields = ("grad_output", "grad_output_wgrad", "input_wgrad", "weight_dgrad")
+    return {field: getattr(other, field) for field in fields}
 
 
 def _set_operand(found: dict[str, Any], name: str, table: Any, where: str) -> None:

@@ -1,0 +1,328 @@
+"""The law of `fp8stack forecast`, fitted to one half of `python -m bench study` and judged on the
+other.
+
+The models that the study trained in float32 are measured once each; then the law is fitted, and
+written to where `fp8stack forecast` reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
+from scipy import optimize, stats
+
+from bench import report
+from bench.quality import study, study_tables
+from fp8stack.benchmark.timing import machine
+from fp8stack.errors import UserError
+from fp8stack.forecast import law as laws
+from fp8stack.forecast.forecast import Request, load_trained
+from fp8stack.forecast.sensitivity import sensitivities
+from fp8stack.io import write_atomically
+from fp8stack.precision import load_recipe
+
+SENSITIVITY = "sensitivity.jsonl"
+SEEDS = 3  # models of a cell that are measured
+FITTED = (
+    "nvfp4",
+    "nvfp4_forward_high",
+    "nvfp4_last_bf16",
+    "mxfp4",
+    "mxfp6_e3m2",
+    "mxfp8",
+    "current",
+)
+LARGEST = "0.9M"
+"""The law is fitted to these recipes on the smaller models, and judged on the other recipes there
+and on all of them on the largest model. This was chosen before the first fit."""
+RESOLVED = 0.15
+"""A gap counts for the median error if its standard error is at most this share of it."""
+LAW = Path(laws.__file__).with_name("law.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A recipe at one size and ratio: its gap in nats per token, and what was measured of it."""
+
+    size: str
+    ratio: int
+    recipe: str
+    parameters: int
+    pairs: int
+    gap: float
+    error: float  # the gap's standard error
+    forward: float
+    backward: float
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it is of the half that the law is fitted to."""
+        return self.recipe in FITTED and self.size != LARGEST
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--runs", type=Path, default=Path("runs/study"), help="the study's (default: %(default)s)")
+    add("--keep", action="store_true", help="leave the law that fp8stack has as it is")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure the models that are not measured yet, fit, judge and write."""
+    folder = arguments.out / "cpu" if arguments.out.name == "results" else arguments.out
+    rows = study.read_study(folder / study.NAME)
+    _measure(rows, folder / SENSITIVITY, arguments.runs)
+    cells = cells_of(rows, study.read_study(folder / SENSITIVITY))
+    law = fit([cell for cell in cells if cell.fitted])
+    text = page(law, cells)
+    write_atomically(folder / "law.md", text.encode())
+    figure(law, cells).savefig(folder / "law.png", dpi=110)
+    if not arguments.keep:
+        write_atomically(LAW, (json.dumps(asdict(law), indent=1) + "\n").encode())
+    print(text)
+
+
+def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
+    """Measure the study's models in float32, and add what was found to the file at `path`."""
+    known = {(row["name"], row["recipe"]) for row in study.read_study(path)}
+    cpu = machine(device="cpu")["machine"]
+    for row in study_tables.base_of(rows):
+        folder = runs / row["name"]
+        left = [r for r in study.LADDER + study.ARMS if (row["name"], r) not in known]
+        if row["seed"] >= SEEDS or not left or not folder.exists() or row["cpu"] != cpu:
+            continue
+        recipes = {name: load_recipe(name) for name in left}
+        trained = load_trained(Request(run=str(folder), device="cpu"))
+        text, hardware = trained.windows.tokens, trained.hardware
+        for name, measured in sensitivities(trained.model, recipes, text, hardware):
+            facts = {key: row[key] for key in ("name", "size", "ratio")}
+            found = {
+                "recipe": name,
+                "forward": measured.forward,
+                "layers": round(sum(measured.layers.values()), 9),
+                "backward": measured.backward,
+            }
+            study.append(path, facts | found)
+        print(f"measured: {row['name']}", flush=True)
+
+
+def cells_of(rows: study_tables.Rows, measured: study_tables.Rows) -> list[Cell]:
+    """The cells that have both pairs of runs and a model that was measured."""
+    gaps: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    parameters = {row["size"]: row["parameters"] for row in rows}
+    for row, base in study_tables.pairs_of(rows, study_tables.SHARED):
+        place = (row["size"], row["ratio"], row["recipe"])
+        gaps[place].append(row["val_loss"] - base["val_loss"])
+    looked: dict[tuple[str, int, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for one in measured:
+        looked[one["size"], one["ratio"], one["recipe"]].append(one)
+    pooled = _pooled(gaps)
+    return [
+        Cell(
+            size=size,
+            ratio=ratio,
+            recipe=recipe,
+            parameters=parameters[size],
+            pairs=len(of),
+            gap=statistics.fmean(of),
+            error=_error(of, pooled[size, ratio]),
+            forward=statistics.fmean(one["forward"] for one in looked[size, ratio, recipe]),
+            backward=statistics.fmean(one["backward"] for one in looked[size, ratio, recipe]),
+        )
+        for (size, ratio, recipe), of in sorted(gaps.items())
+        if looked[size, ratio, recipe] and (size, ratio) in pooled
+    ]
+
+
+def _pooled(gaps: Mapping[tuple[str, int, str], Sequence[float]]) -> dict[tuple[str, int], float]:
+    """The variance of a pair's gap at each size and ratio: the median over its recipes."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (size, ratio, _), of in gaps.items():
+        if len(of) > 1:
+            found[size, ratio].append(statistics.variance(of))
+    return {place: statistics.median(of) for place, of in found.items()}
+
+
+def _error(gaps: Sequence[float], pooled: float) -> float:
+    """The standard error of a mean gap. A few pairs say little of their own spread, so that of
+    their neighbours counts like two pairs more."""
+    own = statistics.variance(gaps) * (len(gaps) - 1) if len(gaps) > 1 else 0.0
+    return math.sqrt((own + 2 * pooled) / (len(gaps) + 1) / len(gaps))
+
+
+# The fit
+
+
+def fit(cells: Sequence[Cell]) -> laws.Law:
+    """The law of most likelihood: gaps are normal about it, with their own standard errors and a
+    share of what it says in common.
+
+    Raises:
+        UserError: there are too few cells.
+    """
+    if len(cells) < 8:
+        raise UserError(f"{len(cells)} cells are too few for a law. Run python -m bench study on.")
+    gaps = np.array([cell.gap for cell in cells])
+    errors = np.array([cell.error for cell in cells])
+
+    def unlikely(logs: npt.NDArray[np.float64]) -> float:
+        law = _law(logs, cells)
+        means = np.array([law.mean(cell.forward, cell.backward) for cell in cells])
+        variances = errors**2 + (law.deviation * means) ** 2
+        return float((np.log(variances) + (gaps - means) ** 2 / variances).sum())
+
+    begin = np.log([1.3, 1.0, 0.1, 0.15])
+    options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-6, "fatol": 1e-9}
+    found = optimize.minimize(unlikely, begin, method="Nelder-Mead", options=options)
+    return _law(found.x, cells)
+
+
+def _law(logs: npt.NDArray[np.float64], cells: Sequence[Cell]) -> laws.Law:
+    forward, power, backward, deviation = (float(value) for value in np.exp(logs))
+    sizes = [cell.parameters for cell in cells]
+    ratios = [cell.ratio for cell in cells]
+    return laws.Law(
+        forward=forward,
+        power=power,
+        backward=backward,
+        deviation=deviation,
+        parameters=(min(sizes), max(sizes)),
+        ratio=(min(ratios), max(ratios)),
+        largest=max(cell.forward for cell in cells),
+        runs=sum(cell.pairs for cell in cells),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """How well the law does on some cells."""
+
+    cells: int
+    resolved: int
+    median_error: float | None  # |said - found| / found, of cells whose gap is resolved
+    covered: float  # the share of cells whose gap lies in the 90 % interval
+
+
+def judge(law: laws.Law, cells: Sequence[Cell]) -> Judgement:
+    """The law's errors. An interval is widened by the standard error of the gap that it is held
+    to."""
+    resolved = [cell for cell in cells if 0 < cell.error <= RESOLVED * abs(cell.gap)]
+    errors = [abs(law.mean(c.forward, c.backward) / c.gap - 1) for c in resolved]
+    quantile = float(stats.norm.ppf((1 + laws.CONFIDENCE) / 2))
+    inside = 0
+    for cell in cells:
+        mean = law.mean(cell.forward, cell.backward)
+        width = quantile * math.hypot(law.deviation * mean, cell.error)
+        inside += abs(cell.gap - mean) <= width
+    return Judgement(
+        cells=len(cells),
+        resolved=len(resolved),
+        median_error=statistics.median(errors) if errors else None,
+        covered=inside / max(1, len(cells)),
+    )
+
+
+# The page
+
+
+def page(law: laws.Law, cells: Sequence[Cell]) -> str:
+    """The law, how well it does, and every cell."""
+    halves = {
+        "fitted": [cell for cell in cells if cell.fitted],
+        "held out": [cell for cell in cells if not cell.fitted],
+        "held out, recipes": [c for c in cells if not c.fitted and c.size != LARGEST],
+        f"held out, {LARGEST}": [c for c in cells if not c.fitted and c.size == LARGEST],
+    }
+    lines = []
+    for name, of in halves.items():
+        if of:
+            found = judge(law, of)
+            told = "" if found.median_error is None else f"{found.median_error:.0%}"
+            covered = f"{found.covered:.0%}"
+            lines.append([name, str(found.cells), str(found.resolved), told, covered])
+    header = ["half", "cells", "resolved", "median error", "in the 90 % interval"]
+    return "\n".join(
+        [
+            "# The law of `fp8stack forecast`",
+            "",
+            "Made by `python -m bench law` from the runs of [the study](study.md) and the models "
+            "that it trained in fp32.",
+            "",
+            f"gap = {law.forward:.3f} KL^{law.power:.3f} + {law.backward:.4f} e, within "
+            f"{law.deviation:.0%} (one standard deviation). KL: of the quantized forward pass, "
+            "nats per token. e: the relative squared error of a product of the backward pass. "
+            "The gap is in nats per token.",
+            "",
+            f"Fitted to {', '.join(FITTED)} on the smaller models, {law.runs} pairs of runs. A "
+            f"gap is resolved if its standard error is at most {RESOLVED:.0%} of it.",
+            "",
+            report.markdown(header, lines),
+            "Every cell, gaps in thousandths of a nat per token:",
+            "",
+            report.markdown(
+                ["model", "recipe", "half", "KL", "e", "gap", "pairs", "the law says"],
+                map(list, _rows(law, cells)),
+            ),
+            "![What the law says, and what training found](law.png)",
+            "",
+        ]
+    )
+
+
+def _rows(law: laws.Law, cells: Sequence[Cell]) -> Iterator[list[str]]:
+    for cell in sorted(cells, key=lambda one: (one.size, one.ratio, -one.forward)):
+        yield [
+            f"{cell.size}, {cell.ratio} tokens",
+            cell.recipe,
+            "fitted" if cell.fitted else "held out",
+            f"{1e3 * cell.forward:.3f}",
+            f"{cell.backward:.4f}",
+            f"{1e3 * cell.gap:.2f} ± {1e3 * cell.error:.2f}",
+            str(cell.pairs),
+            f"{1e3 * law.mean(cell.forward, cell.backward):.2f}",
+        ]
+
+
+def figure(law: laws.Law, cells: Sequence[Cell]) -> Figure:
+    """What the law says and what training found, cell by cell."""
+    made = Figure(figsize=(7, 6.5), layout="constrained")
+    axes = made.subplots()
+    for number, (size, ratio) in enumerate(sorted({(c.size, c.ratio) for c in cells})):
+        for fitted in (True, False):
+            of = [c for c in cells if (c.size, c.ratio, c.fitted) == (size, ratio, fitted)]
+            said = [1e3 * law.mean(cell.forward, cell.backward) for cell in of]
+            half = "fitted" if fitted else "held out"
+            axes.errorbar(
+                said,
+                [1e3 * cell.gap for cell in of],
+                yerr=[2e3 * cell.error for cell in of],
+                fmt="o" if fitted else "s",
+                markerfacecolor=f"C{number}" if fitted else "none",
+                color=f"C{number}",
+                label=f"{size}, {ratio} tokens per parameter, {half}" if of else None,
+                capsize=2,
+                markersize=5,
+            )
+    span = np.geomspace(0.3, 1e3 * max((c.gap for c in cells), default=1.0) * 1.3, 50)
+    axes.plot(span, span, color="0.5", linewidth=0.8)
+    wide = 1.645 * law.deviation
+    axes.fill_between(span, span * (1 - wide), span * (1 + wide), color="0.5", alpha=0.15)
+    axes.set(
+        xscale="log",
+        xlabel="gap that the law says, thousandths of a nat per token",
+        ylabel="gap that training found, ± 2 standard errors",
+    )
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return made

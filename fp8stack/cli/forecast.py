@@ -1,0 +1,107 @@
+"""`fp8stack forecast` and `fp8stack tune`: they parse, call and print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8stack.cli import options
+from fp8stack.cli.options import option
+
+RUN = typer.Argument(help="Run or checkpoint folder, or hf:FOLDER.", show_default=False)
+RECIPES = option(
+    "Precision recipes or TOML files, separated by commas. [the shipped ones in FP8 to FP4]"
+)
+CANDIDATES = option("Recipes that layers may have. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16]")
+DATA = option("Text that the model was not trained on. [the run's own held-out part]")
+WINDOWS = option("Windows to measure on. [128]")
+TOKENS = option("Tokens that the model was trained on. [what the run says]")
+BUDGET = option("Loss gap that is allowed, in percent of the loss. Example: 0.2%")
+BITS = option("Instead: bits that GEMMs may have on average. Example: 6")
+OUT = option("File to write the recipe to. [tuned.toml]")
+
+
+def forecast(
+    run: Annotated[str, RUN],
+    recipes: Annotated[str | None, RECIPES] = None,
+    data: Annotated[str | None, DATA] = None,
+    windows: Annotated[int, WINDOWS] = 128,
+    tokens: Annotated[int | None, TOKENS] = None,
+    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
+    device: Annotated[str, options.DEVICE] = "auto",
+    threads: Annotated[int | None, options.THREADS] = None,
+    json: Annotated[bool, options.JSON] = False,
+) -> None:
+    """Forecast what training in each recipe would cost in loss, and which layers cause it.
+
+    One trained model is enough, in any precision; nothing is trained.
+    """
+    from fp8stack.forecast import forecast as forecasts
+    from fp8stack.forecast import table
+    from fp8stack.threads import use_threads
+
+    use_threads(threads)
+    chosen = options.words(recipes) if recipes else forecasts.RECIPES
+    request = forecasts.Request(
+        run=run,
+        recipes=chosen,
+        data=data,
+        windows=windows,
+        tokens=tokens,
+        tokenizer=tokenizer,
+        device=device,
+    )
+    found = forecasts.forecast(request, _tell)
+    if json:
+        options.print_json(table.as_json(found))
+    else:
+        print(*table.as_text(found), sep="\n")
+
+
+def tune(
+    run: Annotated[str, RUN],
+    budget: Annotated[str | None, BUDGET] = None,
+    bits: Annotated[float | None, BITS] = None,
+    out: Annotated[str, OUT] = "tuned.toml",
+    recipes: Annotated[str | None, CANDIDATES] = None,
+    data: Annotated[str | None, DATA] = None,
+    windows: Annotated[int, WINDOWS] = 128,
+    tokens: Annotated[int | None, TOKENS] = None,
+    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
+    device: Annotated[str, options.DEVICE] = "auto",
+    threads: Annotated[int | None, options.THREADS] = None,
+    json: Annotated[bool, options.JSON] = False,
+) -> None:
+    """Write a recipe that gives each layer as few bits as a loss budget allows."""
+    from fp8stack.forecast import forecast as forecasts
+    from fp8stack.forecast import table, tune
+    from fp8stack.threads import use_threads
+
+    use_threads(threads)
+    asked = tune.ask(budget, bits, out)
+    chosen = options.words(recipes) if recipes else list(tune.CANDIDATES)
+    request = forecasts.Request(
+        run=run,
+        recipes=[name for name in chosen if name != tune.PLAIN],
+        data=data,
+        windows=windows,
+        tokens=tokens,
+        tokenizer=tokenizer,
+        device=device,
+    )
+    forecast = forecasts.forecast(request, _tell)
+    found = tune.tuned(forecast, asked, plain=tune.PLAIN in chosen)
+    tune.write(found, forecast, asked)
+    if json:
+        options.print_json(table.assignment_json(found))
+    else:
+        beside = tune.beside(forecast)
+        print(*table.assignment_text(found, beside, forecast.trained.loss), sep="\n")
+        print("", f"written: {out}. Train in it:", f"  fp8stack pretrain --recipe {out}", sep="\n")
+
+
+def _tell(line: str) -> None:
+    import sys
+
+    print(line, file=sys.stderr, flush=True)

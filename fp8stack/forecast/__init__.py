@@ -1,0 +1,1 @@
+"""What a recipe will cost in loss, before it is trained."""

@@ -1,0 +1,163 @@
+"""`fp8stack forecast`: the loss gap to expect from training in each recipe, and which layers cause
+it, from one trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fp8stack import presets
+from fp8stack.backends import build_backend
+from fp8stack.checkpoint.reader import step_of
+from fp8stack.checkpoint.state import restore_weights
+from fp8stack.checkpoint.validation import model_of
+from fp8stack.config import RunConfig
+from fp8stack.errors import UserError, quoted
+from fp8stack.evaluation.scores import nats_of
+from fp8stack.evaluation.windows import Windows, windows_for
+from fp8stack.forecast.law import Gap, Law, fitted
+from fp8stack.forecast.sensitivity import Sensitivity, sensitivities
+from fp8stack.hf import path_in
+from fp8stack.model.config import plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.precision import Hardware, load_recipe, probe
+from fp8stack.training.load import find_checkpoint
+from fp8stack.training.setup.build import context_of
+from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.training.setup.init_from import Source, find_source
+
+RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
+WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
+WORST = 5
+"""Layers that are left in bf16 to see what that wins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for."""
+
+    run: str  # a run's folder, a checkpoint's, or `hf:` and a folder's
+    recipes: Sequence[str] = RECIPES
+    data: str | None = None  # see `windows_for`
+    windows: int = WINDOWS
+    tokens: int | None = None  # that the model was trained on; None for what the run says
+    tokenizer: str | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """A model that is looked at, in float32, and text that it was not trained on."""
+
+    name: str
+    model: GPT
+    tokens: int | None
+    windows: Windows
+    loss: float  # in nats per token, in float32
+    hardware: Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What is to be expected of a recipe. `gap` is None where the law cannot tell, and `reason`
+    says why; `without_worst` is the gap with the worst layers in bf16."""
+
+    recipe: str
+    sensitivity: Sensitivity
+    gap: Gap | None
+    reason: str
+    worst: tuple[str, ...]
+    without_worst: Gap | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The answer for a model."""
+
+    trained: Trained
+    law: Law
+    recipes: list[Expected]
+
+
+def load_trained(request: Request) -> Trained:
+    """The model and the text. Raises what `find_source` and `windows_for` raise, and a UserError
+    for a folder of transformers without data."""
+    if request.windows < LEAST_WINDOWS:
+        raise UserError(f"--windows {request.windows} is too few. Use {LEAST_WINDOWS} or more.")
+    if request.tokens is not None and request.tokens < 1:
+        raise UserError(f"--tokens {request.tokens}: a model is trained on 1 or more.")
+    hardware = probe(request.device)
+    source = find_source(request.run)
+    of_folder = path_in(request.run) is not None
+    if of_folder and request.data is None:
+        raise UserError(
+            f"{quoted(request.run)} comes without text. Give some that it was not trained on: "
+            "--data FILE"
+        )
+    config, tokens = (RunConfig(data=request.data), None) if of_folder else _of_run(request.run)
+    model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
+    restore_weights(model, source.weights)
+    model.to(hardware.device).eval()
+    tokenizer = tokenizer_of_run(request.run, request.tokenizer or _tokenizer_of(source))
+    windows = windows_for(
+        request.run, config, source.shape, tokenizer, request.data, request.windows, None
+    )
+    nats = nats_of(model, windows.tokens, BATCH)
+    return Trained(
+        name=request.run,
+        model=model,
+        tokens=request.tokens or tokens,
+        windows=windows,
+        loss=nats.mean().item(),
+        hardware=hardware,
+    )
+
+
+def _tokenizer_of(source: Source) -> str | None:
+    """That of a folder of transformers; a run has its own."""
+    of_folder = path_in(source.name) is not None
+    return str(source.tokenizer) if of_folder and source.tokenizer else None
+
+
+def _of_run(run: str) -> tuple[RunConfig, int | None]:
+    """A run's configuration, and how many tokens its checkpoint was trained on; None if it began
+    with weights that were trained before."""
+    checkpoint, path, _ = find_checkpoint(run)
+    where = f"config in {path / 'checkpoint.json'}"
+    config: RunConfig = presets.parse(RunConfig, checkpoint.info["config"], where)
+    if config.init_from:
+        return config, None
+    return config, step_of(path) * config.batch * context_of(config, model_of(checkpoint))
+
+
+def forecast(request: Request, tell: Callable[[str], None] = lambda line: None) -> Forecast:
+    """The gap to expect of each recipe that is asked for; `tell` gets a line for each as it is
+    measured. Raises what `load_trained` and `load_recipe` raise."""
+    recipes = {name: load_recipe(name) for name in request.recipes}
+    without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
+    if without:
+        raise UserError(f"{', '.join(without)}: nothing is quantized. Name other --recipes.")
+    trained = load_trained(request)
+    law = fitted()
+    found: list[Expected] = []
+    windows = trained.windows.tokens
+    for name, measured in sensitivities(trained.model, recipes, windows, trained.hardware, BATCH):
+        found.append(expected(name, measured, trained, law))
+        tell(f"{name}: divergence {measured.forward:.2e} nats per token")
+    return Forecast(trained=trained, law=law, recipes=found)
+
+
+def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Expected:
+    """What the law makes of a recipe's sensitivity."""
+    parameters = trained.model.config.parameters()
+    reason = law.beyond(parameters, trained.tokens, measured.forward)
+    worst = tuple(sorted(measured.layers, key=lambda path: -measured.layers[path])[:WORST])
+    rest = measured.without(worst)
+    return Expected(
+        recipe=name,
+        sensitivity=measured,
+        gap=None if reason else law.gap(measured.forward, measured.backward),
+        reason=reason,
+        worst=worst,
+        without_worst=None if reason else law.gap(rest.forward, rest.backward),
+    )

@@ -1,0 +1,227 @@
+"""How a trained model answers to a recipe, measured without training. B windows, T tokens, V
+vocabulary.
+
+Forward: what quantizing inputs and weights does to the model's predictions, as the Kullback-Leibler
+divergence KL(p || q) in nats per token from the model's own probabilities p to those of the
+quantized model, q. It is the loss that is added on average where the labels are as the model says,
+and has only second-order terms, so that a few thousand tokens tell 8-bit recipes apart where the
+difference of two losses needs millions.
+
+Backward: the relative squared error of what the two GEMMs of the backward pass multiply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.backends import build_backend
+from fp8stack.backends.linear import LowPrecisionLinear
+from fp8stack.backends.observe import Place, observing
+from fp8stack.formats import Operand, Quantizer, Quantizers
+from fp8stack.model.config import plan_for
+from fp8stack.model.gpt import GPT
+from fp8stack.numerics import RandomBits
+from fp8stack.numerics.error import FIGURES, quantization_error
+from fp8stack.precision import Hardware, Plan, Recipe
+from fp8stack.training.dataloader import inputs_of
+from fp8stack.training.evaluate import eval_mode
+
+SIGNAL, NOISE = FIGURES.index("signal"), FIGURES.index("noise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """What a recipe does to a model.
+
+    Attributes:
+        plan: how the recipe runs.
+        forward: KL in nats per token with every layer of the recipe quantized.
+        layers: the same with one layer alone, by module path.
+        backward: the relative squared error of a product of the backward pass, its two operands'
+            added up, averaged over both GEMMs and the layers of the recipe by their sizes.
+        backward_layers: the same of one layer.
+        sizes: elements of the layers' weights.
+    """
+
+    plan: Plan
+    forward: float
+    layers: dict[str, float]
+    backward: float
+    backward_layers: dict[str, float]
+    sizes: dict[str, int]
+
+    def without(self, left_out: Collection[str]) -> Sensitivity:
+        """The same with some layers not quantized: divergences of layers add up to that of all of
+        them, within some percent."""
+        kept = [path for path in self.layers if path not in left_out]
+        alone = sum(self.layers.values())
+        share = sum(self.layers[path] for path in kept) / alone if alone else 0.0
+        weights = sum(self.sizes.values())
+        noise = sum(self.backward_layers[path] * self.sizes[path] for path in kept)
+        return replace(
+            self,
+            forward=self.forward * share,
+            layers={path: self.layers[path] for path in kept},
+            backward=noise / weights if weights else 0.0,
+        )
+
+
+def sensitivities(
+    model: GPT, recipes: Mapping[str, Recipe], windows: Tensor, hardware: Hardware, batch: int = 32
+) -> Iterator[tuple[str, Sensitivity]]:
+    """The sensitivity of a model to each recipe, as it is measured.
+
+    Args:
+        model: in float32 without FP8; its weights are read.
+        recipes: by name; of delayed scaling those of current scaling are measured, since its scales
+            are of earlier passes that nobody made.
+        windows: text that the model was not trained on, int64 [B, T + 1], or with documents
+            [B, 2, T + 1].
+        hardware: what the recipes are planned for.
+        batch: windows at a time.
+    """
+    reference = log_probabilities(model, windows, batch)
+    operands = Operands.of(model, windows[:batch])
+    forward: dict[object, tuple[float, dict[str, float]]] = {}
+    for name, recipe in recipes.items():
+        plan = plan_for(model.config, without_delay(recipe), hardware)
+        tables = {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
+        # Recipes that differ in the backward pass alone share what was measured.
+        key = tuple((path, table.input, table.weight) for path, table in tables.items())
+        if key not in forward:
+            forward[key] = _forward(model, plan, reference, windows, batch)
+        total, layers = forward[key]
+        backward = {path: operands.backward_error(path, table) for path, table in tables.items()}
+        sizes = {path: operands.size(path) for path in tables}
+        mean = sum(backward[path] * sizes[path] for path in tables) / max(1, sum(sizes.values()))
+        yield (
+            name,
+            Sensitivity(
+                plan=plan,
+                forward=total,
+                layers=layers,
+                backward=mean,
+                backward_layers=backward,
+                sizes=sizes,
+            ),
+        )
+
+
+def without_delay(recipe: Recipe) -> Recipe:
+    """The recipe with current scaling in place of delayed."""
+
+    def current(table: Quantizers | None) -> Quantizers | None:
+        if table is None:
+            return None
+        changed = {
+            name: replace(one, amax="current")
+            for name, one in vars(table).items()
+            if isinstance(one, Quantizer) and one.delayed
+        }
+        return replace(table, **changed)
+
+    rules = tuple(
+        rule.model_copy(update={"quantizers": current(rule.quantizers)}) for rule in recipe.layers
+    )
+    return recipe.model_copy(update={"quantizers": current(recipe.quantizers), "layers": rules})
+
+
+def log_probabilities(model: nn.Module, windows: Tensor, batch: int) -> Tensor:
+    """What the model says of each next token: float32 [B, T, V], logarithms."""
+    found = []
+    device = next(model.parameters()).device
+    with eval_mode(model):
+        for part in torch.split(windows, batch):
+            inputs_BT, _, *documents = inputs_of(part.to(device))
+            found.append(F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1))
+    return torch.cat(found)
+
+
+def divergence(reference_BTV: Tensor, other_BTV: Tensor) -> float:
+    """KL(reference || other) in nats per token, of log-probabilities; at least 0."""
+    terms = reference_BTV.exp() * (reference_BTV - other_BTV)
+    return max(0.0, terms.sum(dim=-1).double().mean().item())
+
+
+def _forward(
+    model: GPT, plan: Plan, reference: Tensor, windows: Tensor, batch: int
+) -> tuple[float, dict[str, float]]:
+    """KL with all layers of a plan quantized, and with each alone."""
+    quantized = GPT(model.config, build_backend(plan))
+    quantized.load_state_dict(model.state_dict(), strict=False)
+    quantized.to(reference.device)
+    linears = {
+        path: part
+        for path, part in quantized.named_modules()
+        if isinstance(part, LowPrecisionLinear) and part.in_fp8
+    }
+
+    def of(chosen: Collection[str]) -> float:
+        for path, part in linears.items():
+            part.in_fp8 = path in chosen
+        return divergence(reference, log_probabilities(quantized, windows, batch))
+
+    total = of([*linears]) if linears else 0.0
+    return total, {path: of([path]) if total else 0.0 for path in linears}
+
+
+class Operands:
+    """What the linears of a model multiplied in one forward and backward pass."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, Place], Tensor] = {}
+        self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
+
+    @classmethod
+    def of(cls, model: GPT, windows: Tensor) -> Operands:
+        """Those of the loss of these windows; gradients of the model are left as they were."""
+        made = cls()
+        layers = {path: part for path, part in model.named_modules() if isinstance(part, nn.Linear)}
+
+        def see(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
+            made._seen[path, place] = x.clone()
+
+        before = {name: parameter.grad for name, parameter in model.named_parameters()}
+        with torch.enable_grad(), observing(model, see, layers=layers):
+            device = next(model.parameters()).device
+            model(*inputs_of(windows.to(device))).backward()
+        for name, parameter in model.named_parameters():
+            parameter.grad = before[name]
+        return made
+
+    def size(self, path: str) -> int:
+        """How many elements the layer's weight has."""
+        return self._seen[path, "weight"].numel()
+
+    def backward_error(self, path: str, table: Quantizers) -> float:
+        """The relative squared errors of a backward GEMM's two operands added up, the mean of both
+        GEMMs."""
+        forward = {"input": table.input, "weight": table.weight}
+        total = self._error(path, "grad_output", table.grad_output, 1)
+        total += self._error(path, "grad_output", table.grad_output_wgrad, 0)
+        for operand in ("weight", "input"):
+            other = table.across(operand)
+            if other == "forward":
+                total += self._error(path, operand, forward[operand], 1)
+            elif other is not None:
+                total += self._error(path, operand, other, 0)
+        return total / 2
+
+    def _error(self, path: str, operand: Operand, quantizer: Quantizer | None, dim: int) -> float:
+        if quantizer is None:
+            return 0.0
+        key = (path, operand, quantizer, dim)
+        if key not in self._errors:
+            x = self._seen[path, operand]
+            bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
+            figures = quantization_error(
+                x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None
+            )
+            signal, noise = float(figures[SIGNAL]), float(figures[NOISE])
+            self._errors[key] = noise / signal if signal else 0.0
+        return self._errors[key]
