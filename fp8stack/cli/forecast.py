@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -52,7 +54,8 @@ def forecast(
         tokenizer=tokenizer,
         device=device,
     )
-    found = forecasts.forecast(request, _tell)
+    with _measuring() as tell:
+        found = forecasts.forecast(request, tell)
     if json:
         options.print_json(table.as_json(found))
     else:
@@ -90,7 +93,8 @@ def tune(
         tokenizer=tokenizer,
         device=device,
     )
-    forecast = forecasts.forecast(request, _tell)
+    with _measuring() as tell:
+        forecast = forecasts.forecast(request, tell, must_tell=True)
     found = tune.tuned(forecast, asked, plain=tune.PLAIN in chosen)
     tune.write(found, forecast, asked)
     if json:
@@ -101,7 +105,10 @@ def tune(
         print("", f"written: {out}. Train in it:", f"  fp8stack pretrain --recipe {out}", sep="\n")
 
 
-def _tell(line: str) -> None:
-    import sys
+@contextmanager
+def _measuring() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is being measured."""
+    from rich.console import Console
 
-    print(line, file=sys.stderr, flush=True)
+    with Console(stderr=True).status("measuring") as status:
+        yield lambda name: status.update(f"measured {name}")

@@ -130,20 +130,32 @@ def _of_run(run: str) -> tuple[RunConfig, int | None]:
     return config, step_of(path) * config.batch * context_of(config, model_of(checkpoint))
 
 
-def forecast(request: Request, tell: Callable[[str], None] = lambda line: None) -> Forecast:
-    """The gap to expect of each recipe that is asked for; `tell` gets a line for each as it is
-    measured. Raises what `load_trained` and `load_recipe` raise."""
+def forecast(
+    request: Request, tell: Callable[[str], None] = lambda line: None, *, must_tell: bool = False
+) -> Forecast:
+    """The gap to expect of each recipe that is asked for.
+
+    Args:
+        request: what is asked.
+        tell: gets the name of each recipe when it is measured.
+        must_tell: whether a model that the law does not cover is refused, before it is measured.
+
+    Raises:
+        UserError: such a model, and what `load_trained` and `load_recipe` raise.
+    """
     recipes = {name: load_recipe(name) for name in request.recipes}
     without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
     if without:
         raise UserError(f"{', '.join(without)}: nothing is quantized. Name other --recipes.")
     trained = load_trained(request)
     law = fitted()
+    if must_tell and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):
+        raise UserError(f"No recipe can be tuned for {quoted(trained.name)}: {why}.")
     found: list[Expected] = []
     windows = trained.windows.tokens
     for name, measured in sensitivities(trained.model, recipes, windows, trained.hardware, BATCH):
         found.append(expected(name, measured, trained, law))
-        tell(f"{name}: divergence {measured.forward:.2e} nats per token")
+        tell(name)
     return Forecast(trained=trained, law=law, recipes=found)
 
 

@@ -200,12 +200,12 @@ def tuned(forecast: Forecast, asked: Asked, *, plain: bool = True) -> Assignment
     """The assignment that is asked for; with `plain` layers may stay in bf16.
 
     Raises:
-        UserError: the law cannot tell of this model, or nothing meets what is asked; it names the
+        UserError: the law cannot tell of a recipe, or nothing meets what is asked; it names the
             closest.
     """
     for one in forecast.recipes:
         if one.reason:
-            raise UserError(f"No recipe can be tuned for this model: {one.reason}.")
+            raise UserError(f"{one.recipe}: {one.reason}. Leave it out of --recipes.")
     choices, law, loss = Choices(forecast, plain), forecast.law, forecast.trained.loss
     if asked.budget is not None:
         found = choices.cheapest(law, asked.budget * loss)

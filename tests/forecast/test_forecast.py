@@ -1,0 +1,261 @@
+"""`fp8stack forecast` and `tune`: the law, what is said, and the recipe that is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fp8stack
+from fp8stack.forecast import forecast as forecasts
+from fp8stack.forecast import law as laws
+from fp8stack.forecast import table, tune
+from fp8stack.forecast.law import Law
+from fp8stack.model.config import load_config, plan_for
+from fp8stack.precision import Hardware, load_recipe
+from tests.conftest import refusal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {"layers": 2, "width": 32, "heads": 1, "mlp_width": 32}
+LAW = Law(
+    forward=1.2, power=0.9, backward=0.1, deviation=0.1, parameters=(10_000, 100_000),
+    ratio=(0.005, 8.0), largest=1.0, runs=5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("forecast")
+    keys: dict[str, Any] = {
+        "recipe": "mxfp8", "steps": 30, "batch": 4, "context": 32, "model_overrides": SMALL,
+        "eval_windows": 4, "sample_tokens": 0, "telemetry_every": 0, "warmup_steps": 2,
+    }  # fmt: skip
+    return fp8stack.pretrain(out=str(folder / "run"), **keys)
+
+
+@pytest.fixture
+def covered(monkeypatch) -> None:
+    """A law that covers the run."""
+    monkeypatch.setattr(forecasts, "fitted", lambda: LAW)
+
+
+def of(run: Path, *recipes: str) -> forecasts.Forecast:
+    return forecasts.forecast(forecasts.Request(run=str(run), recipes=recipes, windows=8))
+
+
+# The law
+
+
+def test_the_law_is_its_formula_and_its_interval_is_of_90_percent():
+    gap = LAW.gap(0.01, 0.02)
+    mean = 1.2 * 0.01**0.9 + 0.1 * 0.02
+    assert gap.mean == pytest.approx(mean)
+    assert (gap.low, gap.high) == pytest.approx((mean * (1 - 0.164485), mean * (1 + 0.164485)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "forward", "said"),
+    [
+        (50_000, 100_000, 0.5, ""),
+        (4_000, 8_000, 0.1, "models of 0.01 to 0.1 million parameters, and this has 0.004"),
+        (7 * 10**9, 10**9, 0.1, "and this has 7e+03 million"),
+        (50_000, None, 0.1, "how many tokens the model was trained on is not known (--tokens)"),
+        (50_000, 10**9, 0.1, "training tokens per parameter, and this model has 2e+04"),
+        (50_000, 100_000, 3.0, "its divergence of 3 nats per token is above the 1"),
+    ],
+)
+def test_the_law_says_what_it_does_not_cover(parameters, tokens, forward, said):
+    found = LAW.beyond(parameters, tokens, forward)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_the_law_that_comes_with_the_package_is_one():
+    law = laws.fitted()
+    assert 0.3 < law.forward < 5
+    assert 0.5 < law.power < 1.5
+    assert law.runs > 20
+    assert not law.beyond(*(int(x) for x in (law.parameters[1], law.parameters[1] * law.ratio[0])))
+
+
+# The forecast
+
+
+@pytest.mark.usefixtures("covered")
+def test_a_forecast_is_the_law_of_what_was_measured(run):
+    found = of(run, "nvfp4", "mxfp8")
+    for one in found.recipes:
+        assert one.reason == ""
+        assert one.gap == LAW.gap(one.sensitivity.forward, one.sensitivity.backward)
+        assert len(one.worst) == 5
+        rest = one.sensitivity.without(one.worst)
+        assert one.without_worst == LAW.gap(rest.forward, rest.backward)
+    nvfp4, mxfp8 = (one.gap.mean for one in found.recipes if one.gap)
+    assert nvfp4 > 3 * mxfp8 > 0
+    assert found.trained.tokens == 30 * 4 * 32
+    text = "\n".join(table.as_text(found))
+    loss = found.trained.loss
+    assert f"{100 * nvfp4 / loss:+.2f} %" in text
+    assert "million parameters, trained on" in text
+    told = table.as_json(found)
+    assert told["recipes"][0]["gap"]["mean"] == nvfp4
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
+    """The run's model is smaller than any that the law was fitted to; its layers are told."""
+    assert command("forecast", str(run), "--recipes", "nvfp4,delayed", "--windows", "8") == 0
+    said = capsys.readouterr()
+    assert "cannot tell the gap of nvfp4, delayed: the law is of models of" in said.out
+    assert "blocks.0" in said.out
+    args = ("forecast", str(run), "--recipes", "mxfp4", "--windows", "8", "--json")
+    assert command(*args) == 0
+    (recipe,) = json.loads(capsys.readouterr().out)["recipes"]
+    assert recipe["gap"] is None
+    assert len(recipe["forward_layers"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--recipes", "fp32,bf16"], "fp32, bf16: nothing is quantized. Name other --recipes."),
+        (["--recipes", "fp9"], "No recipe 'fp9'"),
+        (["--windows", "2"], "--windows 2 is too few. Use 8 or more."),
+        (["--tokens", "0"], "--tokens 0: a model is trained on 1 or more."),
+    ],
+)
+def test_bad_input_of_a_forecast_is_refused(flags, said, run, refused):
+    assert said in refused("forecast", str(run), *flags)
+
+
+def test_a_run_that_is_not_there_is_refused(refused):
+    assert "No run and no checkpoint at 'nowhere'" in refused("forecast", "nowhere")
+
+
+# Tuning
+
+
+def choices(bits: Any, forward: Any, backward: Any, weights: Any) -> tune.Choices:
+    made: tune.Choices = object.__new__(tune.Choices)
+    made.bits, made.forward, made.backward = (np.array(x) for x in (bits, forward, backward))
+    made.weights = np.array(weights)
+    made.layers = [f"l{n}" for n in range(len(weights))]
+    made.pairs = [(f"r{n}", f"r{n}") for n in range(made.bits.shape[1])]
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_assignment_is_the_best_of_all(seed):
+    """Held to every assignment of 4 candidates to 5 layers."""
+    draw = np.random.default_rng(seed)
+    bits = np.sort(draw.uniform(4, 16, (5, 4)), axis=1)
+    forward = -np.sort(-draw.uniform(0, 0.02, (5, 4)), axis=1)
+    backward = -np.sort(-draw.uniform(0, 0.05, (5, 4)), axis=1)
+    made = choices(bits, forward, backward, draw.dirichlet(np.ones(5)))
+    every = [made.assigned(chosen, LAW) for chosen in itertools.product(range(4), repeat=5)]
+    for budget in (0.01, 0.02, 0.03):
+        within = [one for one in every if one.gap.mean <= budget]
+        found = made.cheapest(LAW, budget)
+        if not within:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.gap.mean <= budget * (1 + 1e-6)
+        assert found.bits <= min(one.bits for one in within) * 1.02
+    for limit in (7.0, 9.0, 12.0):
+        within = [one for one in every if one.bits <= limit]
+        best = made.best(LAW, limit)
+        assert (best is None) == (not within)
+        if best is not None:
+            assert best.bits <= limit + 1e-6
+            assert best.gap.mean <= min(one.gap.mean for one in within) * 1.02
+
+
+def test_bits_are_those_of_the_wider_operand():
+    for name, expected in {
+        "nvfp4": (4, 4, 4),
+        "mxfp6_e2m3": (6, 6, 6),
+        "current": (8, 8, 8),
+        "nvfp4_forward_high": (16, 4, 4),
+        "nvfp4_backward_high": (4, 16, 16),
+    }.items():
+        assert tuple(tune.bits_of(load_recipe(name).quantizers).values()) == expected
+    assert set(tune.bits_of(None).values()) == {16.0}
+
+
+@pytest.mark.usefixtures("covered")
+def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp_path, capsys):
+    loss = of(run, "mxfp8").trained.loss
+    ask = ["--windows", "8", "--recipes", "nvfp4,mxfp8,bf16"]
+    assert command("tune", str(run), "--bits", "6", "--out", "six.toml", *ask) == 0
+    said = capsys.readouterr().out
+    assert "written: six.toml. Train in it:\n  fp8stack pretrain --recipe six.toml" in said
+    forecast = of(run, "nvfp4", "mxfp8")
+    asked = tune.Asked(budget=None, bits=6, path=tmp_path / "x.toml")
+    found = tune.tuned(forecast, asked)
+    assert found.bits <= 6
+    recipe = load_recipe(str(tmp_path / "six.toml"))
+    plan = plan_for(load_config("gpt-nano", SMALL), recipe, Hardware("cpu"))
+    tables = {n: load_recipe(n).quantizers for n in ("nvfp4", "mxfp8")} | {"bf16": None}
+    for path, (forward, backward) in found.layers.items():
+        table, ahead, back = plan.layer(path).quantizers, tables[forward], tables[backward]
+        assert (table is None) == (ahead is None)
+        if table is not None and ahead is not None:
+            assert (table.input, table.weight) == (ahead.input, ahead.weight)
+            assert table.grad_output == (back and back.grad_output)
+            assert table.input_wgrad == (back and back.input_wgrad)
+            assert table.weight_dgrad == (back and back.weight_dgrad)
+    # A budget: at most that gap, and no more bits than it takes.
+    assert command("tune", str(run), "--budget", "0.5%", "--out", "b.toml", *ask, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["gap"]["mean"] <= 0.005 * loss * (1 + 1e-6)
+    assert told["bits"] < 16
+
+
+@pytest.mark.usefixtures("covered")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--budget", "0.00001%", "--recipes", "nvfp4"], "the closest that these recipes come to"),
+        (["--bits", "3"], "--bits 3: the fewest that these recipes have is 4.00. Give more"),
+        ([], "Give either --budget, such as 0.2%, or --bits, such as 6."),
+        (["--budget", "1%", "--bits", "5"], "Give either --budget"),
+        (["--budget", "much"], "--budget 'much' is no share in percent. Example: --budget 0.2%"),
+        (["--bits", "40"], "--bits 40: a GEMM has more than 0 and at most 16."),
+        (["--bits", "5", "--out", "x.txt"], "a recipe is a TOML file. Example: tuned.toml"),
+        (["--bits", "5", "--out", "there.toml"], "there.toml is there. Give another --out"),
+    ],
+)
+def test_bad_input_of_tuning_is_refused(flags, said, run, refused, tmp_path):
+    (tmp_path / "there.toml").touch()
+    assert said in refused("tune", str(run), "--windows", "8", *flags)
+    assert [path.name for path in tmp_path.glob("*.toml")] == ["there.toml"]
+
+
+def test_a_model_that_the_law_does_not_cover_is_not_tuned(run, refused):
+    said = refused("tune", str(run), "--bits", "5", "--windows", "8", "--recipes", "mxfp8")
+    assert f"No recipe can be tuned for {run}: the law is of models of" in said
+
+
+def test_a_recipe_takes_the_backward_pass_of_another(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "mxfp6_e2m3"\nbackward = "nvfp4"\n')
+    mine, ahead, back = (
+        load_recipe(name).quantizers for name in (str(path), "mxfp6_e2m3", "nvfp4")
+    )
+    assert mine is not None
+    assert ahead is not None
+    assert back is not None
+    assert mine.gemms["fprop"] == ahead.gemms["fprop"]
+    assert (mine.gemms["dgrad"], mine.gemms["wgrad"]) == (back.gemms["dgrad"], back.gemms["wgrad"])
+    for text, said in (
+        ('like = "mxfp8"\nbackward = "bf16"\n', "Use backward = 'high_precision'"),
+        ('like = "mxfp8"\nbackward = "fp3"\n', "No recipe 'fp3'"),
+    ):
+        path.write_text(text)
+        assert said in refusal(load_recipe, str(path))
