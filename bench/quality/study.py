@@ -72,6 +72,9 @@ DESIGNS: dict[str, dict[str, Any]] = {
 of a run. A share of the steps that all runs of a seed take in float32 removes that, so the study's
 tables are of `SHARED`; the others are there to say what each does to the spread of gaps."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
+TUNED = Path(__file__).parent / "tuned"
+TUNED_CELL, TUNED_SEEDS = ("0.1M", 8), range(1, 11)  # it was tuned on the model of seed 0
+"""Recipes of files: one of `fp8stack tune`, and with as many bits what is commonly done."""
 AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -85,6 +88,12 @@ class Job:
     recipe: str
     seed: int
     design: str = SHARED
+
+    @property
+    def source(self) -> str:
+        """The recipe's name, or the path of its file."""
+        file = TUNED / f"{self.recipe}.toml"
+        return str(file) if file.exists() else self.recipe
 
     @property
     def steps(self) -> int:
@@ -103,7 +112,7 @@ class Job:
         own = {
             "phases": [] if self.recipe == BASELINE else phases,
             "model_overrides": SHAPES[self.size],
-            "recipe": self.recipe,
+            "recipe": self.source,
             "seed": self.seed,
             "steps": steps,
             "eval_every": math.ceil(steps / every),
@@ -115,9 +124,10 @@ class Job:
     def content(self, cpu: str) -> str:
         """A hash of all that the run's figures depend on: its keys, what its recipe says, and the
         kind of CPU."""
-        recipe = load_recipe(self.recipe).model_dump(mode="json", exclude={"description"})
+        recipe = load_recipe(self.source).model_dump(mode="json", exclude={"description"})
         shape = load_config(MODEL, SHAPES[self.size]).model_dump(mode="json")
-        told = json.dumps([self.keys, recipe, shape, cpu], sort_keys=True)
+        keys = self.keys | {"recipe": self.recipe}  # wherever its file is
+        told = json.dumps([keys, recipe, shape, cpu], sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     @property
@@ -151,6 +161,10 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
             for seed in range(PAIRS.get(size, 2)):
                 for recipe in (BASELINE, *recipes):
                     found.append(Job(size=size, ratio=ratio, recipe=recipe, seed=seed))
+            if (size, ratio) == TUNED_CELL:
+                tuned = [file.stem for file in sorted(TUNED.glob("*.toml"))]
+                every = ((recipe, seed) for seed in TUNED_SEEDS for recipe in tuned)
+                found += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
             if (size, ratio) == DESIGN_CELL:
                 found += _designs(size, ratio)
     found.sort(key=lambda job: _parameters(job.size) ** 2 * job.ratio * (1 + job.seed))
