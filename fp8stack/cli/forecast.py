@@ -56,10 +56,14 @@ def forecast(
     )
     with _measuring() as tell:
         found = forecasts.forecast(request, tell)
+    told = table.told(found)
+    kept = forecasts.keep(told, run)
     if json:
-        options.print_json(table.as_json(found))
+        options.print_json(told.model_dump(mode="json"))
     else:
-        print(*table.as_text(found), sep="\n")
+        print(*table.as_text(told), sep="\n")
+        if kept is not None:
+            print("", f"written: {kept}, which `fp8stack report` shows", sep="\n")
 
 
 def tune(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fp8stack import presets
 from fp8stack.backends import build_backend
@@ -17,19 +18,20 @@ from fp8stack.evaluation.scores import nats_of
 from fp8stack.evaluation.windows import Windows, windows_for
 from fp8stack.forecast.law import Gap, Law, fitted
 from fp8stack.forecast.sensitivity import Sensitivity, sensitivities
+from fp8stack.forecast.told import NAME, WORST, Told
 from fp8stack.hf import path_in
+from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, load_recipe, probe
 from fp8stack.training.load import find_checkpoint
+from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import tokenizer_of_run
 from fp8stack.training.setup.init_from import Source, find_source
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
 WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
-WORST = 5
-"""Layers that are left in bf16 to see what that wins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +175,13 @@ def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Ex
         worst=worst,
         without_worst=None if reason else law.gap(rest.forward, rest.backward),
     )
+
+
+def keep(told: Told, run: str) -> Path | None:
+    """Write the forecast to the run's folder, for its report, and return the path; None if it is of
+    a checkpoint or a folder of transformers. Raises a StorageError if it cannot be written."""
+    if path_in(run) is not None or not RunFolder(Path(run)).holds_run:
+        return None
+    path = Path(run) / NAME
+    write_atomically(path, (told.model_dump_json(indent=1) + "\n").encode())
+    return path

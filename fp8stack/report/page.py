@@ -157,6 +157,7 @@ def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
         "pictures": [*training, *fp8],
         "no_telemetry": summary.without_telemetry(run),
         "what_if": summary.what_if(judged),
+        "forecast": run.forecast,
         "reasons": summary.reasons(run),
         "not_fp8": summary.not_fp8(run),
         "has_plan": bool(run.plan),

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8stack.errors import UserError, quoted
+from fp8stack.forecast.told import NAME, Told
 from fp8stack.presets import read_toml
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
@@ -90,6 +91,7 @@ class Run:
     gradients: list[Gradient] = field(default_factory=list)  # in the model's order
     models: list[dict[str, Any]] = field(default_factory=list)  # telemetry of the whole model
     sessions: list[Session] = field(default_factory=list)  # in the order of time
+    forecast: Told | None = None
     has_telemetry: bool = False
     written: datetime | None = None
     notes: list[str] = field(default_factory=list)  # files that are cut, damaged or missing
@@ -141,11 +143,19 @@ def read_run(path: Path) -> Run:
         events=events,
         written=written,
         sessions=_sessions(path / "sessions.jsonl", notes),
+        forecast=_forecast(path / NAME, notes),
         has_telemetry=(path / "telemetry.jsonl").exists(),
         notes=notes,
     )
     _read_telemetry(path / "telemetry.jsonl", run)
     return run
+
+
+def _forecast(path: Path, notes: list[str]) -> Told | None:
+    """What `fp8stack forecast` found of the run, if it was asked."""
+    if not path.exists():
+        return None
+    return _tried(lambda: Told.model_validate_json(path.read_text("utf-8")), path, None, notes)
 
 
 def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:

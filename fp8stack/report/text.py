@@ -63,6 +63,11 @@ def _run(judged: Judged, console: Console) -> None:
             table.add_row(_text(f"{name} (this run)" if own else name), *map(_cell, cells))
         console.print(table)
         console.print(_text(tried.sentence))
+    if run.forecast is not None:
+        table = _table(run.forecast.header)
+        for row in run.forecast.rows():
+            table.add_row(*map(_text, row))
+        console.print(table)
     for one in run.sessions[1:] and run.sessions:
         to = "" if one.last is None else f" to {one.last}"
         console.print(_text(f"session: {one.began} UTC, after step {one.first}{to}: {one.how}"))

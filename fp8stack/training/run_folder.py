@@ -19,7 +19,7 @@ from fp8stack.tokenizer import TOKENIZER_FILE
 
 BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
-    *("profile/trace.json.gz", "profile/profile.md"),
+    *("profile/trace.json.gz", "profile/profile.md", "forecast.json"),
 )
 """Files in a run's folder, besides its own, that are written for it."""
 

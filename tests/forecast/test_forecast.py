@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fp8stack.forecast import forecast as forecasts
 from fp8stack.forecast import law as laws
 from fp8stack.forecast import table, tune
 from fp8stack.forecast.law import Law
+from fp8stack.forecast.told import Told
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware, load_recipe
 from tests.conftest import refusal
@@ -98,13 +100,42 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     nvfp4, mxfp8 = (one.gap.mean for one in found.recipes if one.gap)
     assert nvfp4 > 3 * mxfp8 > 0
     assert found.trained.tokens == 30 * 4 * 32
-    text = "\n".join(table.as_text(found))
+    told = table.told(found)
+    text = "\n".join(table.as_text(told))
     loss = found.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
     assert "million parameters, trained on" in text
-    told = table.as_json(found)
-    assert told["recipes"][0]["gap"]["mean"] == nvfp4
-    assert json.loads(json.dumps(told)) == told
+    assert told.recipes[0].gap is not None
+    assert told.recipes[0].gap.mean == nvfp4
+    assert type(told).model_validate_json(told.model_dump_json()) == told
+
+
+@pytest.mark.usefixtures("covered")
+def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    assert command("forecast", "run", "--recipes", "nvfp4,mxfp8", "--windows", "8") == 0
+    said = capsys.readouterr().out
+    assert "written: run/forecast.json, which `fp8stack report` shows" in said
+    told = Told.model_validate_json((copy / "forecast.json").read_text())
+    (row, _) = told.rows()
+    assert command("report", "run") == 0
+    html = (copy / "report.html").read_text()
+    assert "What recipes would cost" in html
+    assert all(f"<td>{cell}</td>" in html for cell in row[1:])
+    assert command("report", "run", "--text") == 0
+    assert row[1] in capsys.readouterr().out
+    # A file that is none is said, and nothing else is lost.
+    (copy / "forecast.json").write_text('{"loss": "low"}')
+    assert command("report", "run") == 0
+    html = (copy / "report.html").read_text()
+    assert "forecast.json cannot be read." in html
+    assert "What recipes would cost" not in html
+    # A checkpoint's is printed, and kept nowhere.
+    before = sorted(copy.rglob("*"))
+    point = next((copy / "checkpoints").iterdir())
+    assert command("forecast", str(point), "--recipes", "mxfp8", "--windows", "8") == 0
+    assert "written" not in capsys.readouterr().out
+    assert sorted(copy.rglob("*")) == before
 
 
 def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):

@@ -1,0 +1,115 @@
+"""A forecast as a file keeps it, and as tables show it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ConfigDict
+
+NAME = "forecast.json"
+"""Of the file, in a run's folder."""
+WORST = 5
+"""Layers that are left in bf16 to see what that wins."""
+GAP = ("gap to expect", "90 % interval")
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class ToldGap(_Told):
+    """A loss gap in nats per token, with its 90 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class ToldRecipe(_Told):
+    """What is expected of a recipe. `gap` is None where the law cannot tell, and `reason` says why;
+    `without_worst` is the gap with the worst layers in bf16. `forward` and `backward` are those of
+    `Sensitivity`."""
+
+    recipe: str
+    gap: ToldGap | None
+    reason: str
+    worst: tuple[str, ...]
+    without_worst: ToldGap | None
+    forward: float
+    forward_layers: dict[str, float]
+    backward: float
+    backward_layers: dict[str, float]
+
+
+class Told(_Told):
+    """A forecast. `tokens` are those that the model was trained on, None if nobody knows; `loss` is
+    in nats per token, in float32."""
+
+    model: str
+    parameters: int
+    tokens: int | None
+    data: str
+    windows: int
+    loss: float
+    law_runs: int
+    recipes: tuple[ToldRecipe, ...]
+
+    @property
+    def about(self) -> list[str]:
+        """What was looked at, in two lines."""
+        told = f"{self.model}: {self.parameters / 1e6:.3g} million parameters"
+        if self.tokens is not None:
+            told += f", trained on {self.tokens / self.parameters:.3g} tokens per parameter"
+        return [told, f"{self.windows} windows of {self.data}: loss {self.loss:.4f} in fp32"]
+
+    @property
+    def header(self) -> list[str]:
+        """The titles of the columns of `rows`."""
+        return ["recipe", *GAP, f"without the worst {WORST}", "worst layers"]
+
+    def rows(self) -> Iterator[list[str]]:
+        """A line for each recipe."""
+        for one in self.recipes:
+            yield [
+                one.recipe,
+                *shares(one.gap, self.loss),
+                share(one.without_worst, self.loss),
+                _layers(one),
+            ]
+
+    def notes(self) -> Iterator[str]:
+        """What is to be known of the table."""
+        reasons: dict[str, list[str]] = {}
+        for one in self.recipes:
+            if one.reason:
+                reasons.setdefault(one.reason, []).append(one.recipe)
+        for reason, names in reasons.items():
+            yield f"cannot tell the gap of {', '.join(names)}: {reason}"
+        yield (
+            "gap: what training a model like this in the recipe adds to its loss, in percent of "
+            f"it; from a law fitted to {self.law_runs} pairs of runs (docs/what_does_it_cost.md)"
+        )
+        yield (
+            f"without the worst {WORST}: the gap with those layers in bf16; worst layers: their "
+            "share of what the forward pass loses"
+        )
+
+
+def shares(gap: ToldGap | None, loss: float) -> tuple[str, str]:
+    """A gap and its interval in percent of the loss, in words."""
+    if gap is None:
+        return "cannot tell", ""
+    return share(gap, loss), f"{100 * gap.low / loss:+.2f} to {100 * gap.high / loss:+.2f} %"
+
+
+def share(gap: ToldGap | None, loss: float) -> str:
+    """A gap in percent of the loss."""
+    return "" if gap is None else f"{100 * gap.mean / loss:+.2f} %"
+
+
+def _layers(one: ToldRecipe) -> str:
+    alone = sum(one.forward_layers.values())
+    if not alone:
+        return "none: the forward pass is exact"
+    told = (f"{path} {one.forward_layers.get(path, 0.0) / alone:.0%}" for path in one.worst)
+    return ", ".join(told)
