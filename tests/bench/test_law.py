@@ -75,7 +75,7 @@ def test_cells_are_means_over_pairs_and_models():
 
 def test_the_page_tells_the_halves_apart():
     held_out = [law.Cell(**{**vars(cell), "size": law.LARGEST}) for cell in cells(2, 20)]
-    page = law.page(TRUE, cells(1, 30) + held_out)
+    page = law.page(TRUE, TRUE, cells(1, 30) + held_out)
     assert "| fitted | 30 | 30 |" in page
     assert "| held out | 20 | 20 |" in page
     assert f"| held out, {law.LARGEST} | 20 | 20 |" in page

@@ -20,6 +20,7 @@ from fp8stack.forecast.told import Told
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware, load_recipe
 from tests.conftest import refusal
+from tests.support.hf_models import export_to, random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -290,3 +291,28 @@ def test_a_recipe_takes_the_backward_pass_of_another(tmp_path):
     ):
         path.write_text(text)
         assert said in refusal(load_recipe, str(path))
+
+
+@pytest.mark.usefixtures("covered")
+def test_a_folder_of_transformers_is_forecast_on_text_that_is_given(command, tmp_path, refused):
+    shape = load_config("gpt-nano", SMALL | {"context": 32, "qk_norm": False})
+    export_to(tmp_path / "theirs", random_model(shape))
+    (tmp_path / "text.txt").write_text("some text that is not much, again and again\n" * 300)
+    ask = ["forecast", "hf:theirs", "--recipes", "mxfp8", "--windows", "8", "--tokenizer", "bytes"]
+    said = refused(*ask)
+    assert "hf:theirs comes without text. Give some that it was not trained on: --data FILE" in said
+    assert command(*ask, "--data", "text.txt", "--json") == 0
+    found = forecasts.forecast(
+        forecasts.Request(
+            run=f"hf:{tmp_path / 'theirs'}",
+            recipes=["mxfp8"],
+            data=str(tmp_path / "text.txt"),
+            windows=8,
+            tokens=100_000,
+            tokenizer="bytes",
+        )
+    )
+    (recipe,) = found.recipes
+    assert recipe.reason == ""
+    assert recipe.gap is not None
+    assert recipe.gap.mean > 0
