@@ -152,8 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs(sizes: Sequence[str]) -> list[Job]:
-    """All runs, so that every cell has a pair before the next one gets another; the largest runs
-    last."""
+    """All runs, the shortest first, but the first pair of a cell before others' further ones."""
     found = []
     for size in sizes:
         for ratio in RATIOS if size != TINY else (1,):
@@ -167,9 +166,9 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
                 found += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
             if (size, ratio) == DESIGN_CELL:
                 found += _designs(size, ratio)
-    found.sort(key=lambda job: _parameters(job.size) ** 2 * job.ratio * (1 + job.seed))
+    found.sort(key=lambda job: _parameters(job.size) ** 2 * job.ratio * (job.seed or 0.1))
     if AA_CELL[0] in sizes:
-        middle = next((n for n, job in enumerate(found) if job.size == "0.9M"), len(found))
+        middle = next(n for n, job in enumerate(found) if (job.ratio, job.seed) == (RATIOS[-1], 4))
         found[middle:middle] = _same_twice(*AA_CELL)
     return found
 
