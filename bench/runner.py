@@ -41,7 +41,6 @@ SCENARIOS = {
     "checkpoint": "how long a step waits for a checkpoint, written while it waits or meanwhile",
     "study": "what each recipe costs in loss, over sizes of models and numbers of tokens (hours)",
     "law": "the law of fp8stack forecast, fitted to half of the study and judged on the rest",
-    "convergence": "whether every recipe trains as well as fp32 over some hundred steps",
     "telemetry": "what a look at every operand of a step costs",
     "compression": "gradients that ranks exchange in bfloat16: bytes, and the loss beside",
     "int8": "how many of attention's probabilities become zero in INT8 and in FP8",

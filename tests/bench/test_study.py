@@ -146,6 +146,19 @@ def test_errors_of_operands_are_means_without_the_first_step_that_was_sampled(tm
     assert study.operand_errors(tmp_path / "t.jsonl") == {"input": pytest.approx(0.0055)}
 
 
+def test_what_is_committed_says_that_eight_bits_cost_little():
+    """And that what costs most are four bits in the forward pass."""
+    found = json.loads((ROOT / "bench" / "results" / "cpu" / "study.json").read_text())
+    cells = [cell for cell in found["cells"] if cell["gap"]["samples"] >= 3]
+    eight = [cell for cell in cells if cell["recipe"] in ("mxfp8", "rowwise", "block", "current")]
+    assert len(eight) >= 4
+    assert all(cell["gap"]["mean"] < 1.0 for cell in eight)
+    for place in {(cell["size"], cell["ratio"]) for cell in cells}:
+        of = [cell for cell in cells if (cell["size"], cell["ratio"]) == place]
+        worst = max(of, key=lambda cell: cell["gap"]["mean"])["recipe"]
+        assert "fp4" in worst, place
+
+
 def command(out: Path, *words: str) -> list[str]:
     own = ["--tiny", "--workers", "1", "--out", str(out), "--runs", str(out / "runs"), *words]
     return [sys.executable, "-m", "bench", "study", *own]
