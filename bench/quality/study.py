@@ -238,6 +238,7 @@ def _train(left: list[Job], path: Path, cpu: str, arguments: argparse.Namespace)
     asked, done = context.Queue(), context.Queue()
     for job in left:
         asked.put(job)
+    asked.cancel_join_thread()  # a stopped study leaves most of them unread
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     workers = [
         context.Process(target=_work, args=(asked, done, arguments.runs, cpu, os.getpid()))
