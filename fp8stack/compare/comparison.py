@@ -257,7 +257,7 @@ def _outlook(comparison: Comparison, found: _Results) -> Iterator[str]:
     if not more:
         yield f"  every interval is at most ± {comparison.judging.until:g} %"
     elif len(known) < len(more):
-        yield "  how many pairs it takes is known after the second"
+        yield "  how many pairs it takes is known after the second; the least is 3"
     else:
         seconds = max(known) * (rows[comparison.baseline].seconds or 0.0)
         seconds += sum((pairs or 0) * (rows[name].seconds or 0.0) for name, pairs in more.items())

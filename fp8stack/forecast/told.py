@@ -65,7 +65,7 @@ class Told(_Told):
     @property
     def header(self) -> list[str]:
         """The titles of the columns of `rows`."""
-        return ["recipe", *GAP, f"without the worst {WORST}", "worst layers"]
+        return ["recipe", *GAP, f"without the worst {WORST}", "divergence", "worst layers"]
 
     def rows(self) -> Iterator[list[str]]:
         """A line for each recipe."""
@@ -74,6 +74,7 @@ class Told(_Told):
                 one.recipe,
                 *shares(one.gap, self.loss),
                 share(one.without_worst, self.loss),
+                f"{one.forward:.1e}",
                 _layers(one),
             ]
 
@@ -90,8 +91,9 @@ class Told(_Told):
             f"it; from a law fitted to {self.law_runs} pairs of runs (docs/what_does_it_cost.md)"
         )
         yield (
-            f"without the worst {WORST}: the gap with those layers in bf16; worst layers: their "
-            "share of what the forward pass loses"
+            f"without the worst {WORST}: the gap with those layers in bf16; divergence: of the "
+            "quantized model's predictions from its own, nats per token; worst layers: their share "
+            "of it"
         )
 
 

@@ -545,7 +545,7 @@ def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monke
     deviation = rows["delayed"]["gap_percent"]["deviation"]
     assert pairs["fp32"] == pairs["delayed"] == pairs_needed(deviation, 1.5, always_valid=True)
     assert rows["delayed"]["gap_percent"]["half_width"] <= 1.5
-    assert "how many pairs it takes is known after the second" in printed
+    assert "how many pairs it takes is known after the second; the least is 3" in printed
     expected = pairs_needed(100 * 0.01 * math.sqrt(2), 1.5, always_valid=True) - 2
     assert f"expected: about {expected} more pairs, {2 * expected + 1} min" in printed
     assert "every interval is at most ± 1.5 %" in printed
