@@ -137,12 +137,13 @@ def cells_of(rows: study_tables.Rows, measured: study_tables.Rows) -> list[Cell]
             parameters=parameters[size],
             pairs=len(of),
             gap=statistics.fmean(of),
-            error=_error(of, pooled[size, ratio]),
+            # Where no recipe has two pairs yet, the widest spread of elsewhere.
+            error=_error(of, pooled.get((size, ratio), max(pooled.values()))),
             forward=statistics.fmean(one["forward"] for one in looked[size, ratio, recipe]),
             backward=statistics.fmean(one["backward"] for one in looked[size, ratio, recipe]),
         )
         for (size, ratio, recipe), of in sorted(gaps.items())
-        if looked[size, ratio, recipe] and (size, ratio) in pooled
+        if looked[size, ratio, recipe] and pooled
     ]
 
 

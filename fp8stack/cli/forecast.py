@@ -44,7 +44,7 @@ def forecast(
     from fp8stack.threads import use_threads
 
     use_threads(threads)
-    chosen = options.words(recipes) if recipes else forecasts.RECIPES
+    chosen = forecasts.RECIPES if recipes is None else options.words(recipes)
     request = forecasts.Request(
         run=run,
         recipes=chosen,
@@ -87,10 +87,10 @@ def tune(
 
     use_threads(threads)
     asked = tune.ask(budget, bits, out)
-    chosen = options.words(recipes) if recipes else list(tune.CANDIDATES)
+    chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
     request = forecasts.Request(
         run=run,
-        recipes=[name for name in chosen if name != tune.PLAIN],
+        recipes=tune.candidates(chosen),
         data=data,
         windows=windows,
         tokens=tokens,
@@ -106,7 +106,7 @@ def tune(
     else:
         beside = tune.beside(forecast)
         print(*table.assignment_text(found, beside, forecast.trained.loss), sep="\n")
-        print("", f"written: {out}. Train in it:", f"  fp8stack pretrain --recipe {out}", sep="\n")
+        print("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}", sep="\n")
 
 
 @contextmanager

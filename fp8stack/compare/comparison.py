@@ -13,7 +13,7 @@ from fp8stack.compare.plot import comparison_plot
 from fp8stack.compare.results import NUMERIC_FAILURE, RunFigures, read_run
 from fp8stack.compare.runs import Ended, Progress, train
 from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
-from fp8stack.compare.summary import RecipeFigures, about, summarize
+from fp8stack.compare.summary import RecipeFigures, about, pairs, summarize
 from fp8stack.compare.table import as_markdown, as_text
 from fp8stack.config import to_toml
 from fp8stack.errors import UserError
@@ -177,7 +177,7 @@ def _train_all(
             progress.note(f"{name}: {_told(run)} ({time.monotonic() - started:.0f} s)")
             if requested():
                 return True
-        if comparison.judging.until is not None:
+        if comparison.judging.until is not None and to_do:
             for line in _outlook(comparison, found):
                 progress.note(line)
     raise AssertionError
@@ -253,15 +253,15 @@ def _outlook(comparison: Comparison, found: _Results) -> Iterator[str]:
         if name != comparison.baseline:
             yield f"  {name}: {rows[name].verdict}"
     more = {name: _more(comparison, rows[name]) for name in names if name != comparison.baseline}
-    known = [pairs for pairs in more.values() if pairs is not None]
+    known = [n for n in more.values() if n is not None]
     if not more:
         yield f"  every interval is at most ± {comparison.judging.until:g} %"
     elif len(known) < len(more):
         yield "  how many pairs it takes is known after the second; the least is 3"
     else:
         seconds = max(known) * (rows[comparison.baseline].seconds or 0.0)
-        seconds += sum((pairs or 0) * (rows[name].seconds or 0.0) for name, pairs in more.items())
-        yield f"  expected: about {max(known):,} more pairs, {about(seconds)}"
+        seconds += sum((n or 0) * (rows[name].seconds or 0.0) for name, n in more.items())
+        yield f"  expected: about {pairs(max(known), ' more')}, {about(seconds)}"
 
 
 def _more(comparison: Comparison, row: RecipeFigures) -> int | None:

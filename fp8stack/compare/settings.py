@@ -146,6 +146,7 @@ def prepare(
             sets,
             seeds=seeds,
             baseline=baseline,
+            shared=shared,
             until=until,
             margin=None if margin == MARGIN else margin,
             hours=hours,
@@ -161,9 +162,15 @@ def _with_shared_steps(
     """The configuration with phases, of which the first is in the baseline's recipe: the first
     steps of a small model are chaotic, and rounding in them moves the end of a run by more than
     recipes do later (`python -m bench study` measures it)."""
-    if shared is None and report.exists():
-        saved = read_report(report)["config"].get("phases", [])
-        if saved and "phases" not in config.given:
+    saved = read_report(report)["config"].get("phases", []) if report.exists() else []
+    if report.exists() and "phases" not in config.given:
+        before = f"{100 * shared_steps(saved):g}%"
+        if shared is not None and f"{percent('--shared', shared, SHARED, least=0):g}%" != before:
+            raise UserError(
+                f"{report.parent} holds another comparison, whose runs share {before} of their "
+                f"steps. Leave out --shared {shared}, or give another --out."
+            )
+        if saved:
             return _with_phases(config, [PhaseConfig.model_validate(phase) for phase in saved])
         return config
     if shared is not None and "phases" in config.given:
@@ -178,6 +185,12 @@ def _with_shared_steps(
         return config
     first = PhaseConfig(name="shared", recipe=baseline, until=share / 100)
     return _with_phases(config, [first, PhaseConfig(name="compared")])
+
+
+def shared_steps(phases: Sequence[Mapping[str, Any]]) -> float:
+    """The share of its steps that each run takes in the baseline's recipe first."""
+    first = phases[0] if phases else {}
+    return float(first["until"]) if first.get("name") == "shared" else 0.0
 
 
 def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:

@@ -163,14 +163,15 @@ def judged(gap: Interval, baseline: str, judging: Judging, pair_s: float = 0) ->
     if inside:
         return within
     said = "not known yet"
-    said += f": ± {width:.2f} %" if width is not None else f": {_pairs(gap.samples)}"
+    said += f": ± {width:.2f} %" if width is not None else f": {pairs(gap.samples)}"
     if more := judging.more_pairs(gap):
         took = f" ({about(more * pair_s)})" if pair_s else ""
-        said += f", about {_pairs(more, ' more')}{took} for ± {judging.wanted:g} %"
+        said += f", about {pairs(more, ' more')}{took} for ± {judging.wanted:g} %"
     return said
 
 
-def _pairs(count: int, more: str = "") -> str:
+def pairs(count: int, more: str = "") -> str:
+    """So many pairs, in words."""
     return f"{count:,}{more} pair{'s' * (count != 1)}"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8stack.compare.results import HOPELESS, WARM_UP
-from fp8stack.compare.settings import Comparison
+from fp8stack.compare.settings import Comparison, shared_steps
 from fp8stack.compare.summary import Judging, RecipeFigures
 from fp8stack.tables import aligned, markdown
 
@@ -54,12 +54,16 @@ def as_markdown(
     config, baseline = comparison.config, comparison.baseline
     seeds = max((row.seeds for row in rows), default=comparison.seeds)
     model = f"{config.model}, {config.steps} steps of {config.batch} sequences"
+    begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
+    share = shared_steps([phase.model_dump() for phase in config.phases])
+    if share:
+        told = config.phases[0].recipe
+        begun += f"; the first {share:.0%} of the steps are in {told} in all runs of a seed"
     facts = ", ".join(
         f"{name} {value}"
         for name, value in machine.items()
         if value is not None and name not in ("machine", "slug")
     )
-    begun = f", begun with the weights of {config.init_from}" if config.init_from else ""
     lines = [
         f"`{comparison.command}`",
         "",

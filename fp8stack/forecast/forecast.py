@@ -3,6 +3,7 @@ it, from one trained model."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from fp8stack.checkpoint.reader import step_of
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import RunConfig
-from fp8stack.errors import UserError, quoted
+from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.evaluation.scores import nats_of
 from fp8stack.evaluation.windows import Windows, windows_for
 from fp8stack.forecast.law import Gap, Law, fitted
@@ -52,6 +53,7 @@ class Trained:
     """A model that is looked at, in float32, and text that it was not trained on."""
 
     name: str
+    checkpoint: str
     model: GPT
     tokens: int | None
     windows: Windows
@@ -107,6 +109,7 @@ def load_trained(request: Request) -> Trained:
     nats = nats_of(model, windows.tokens, BATCH)
     return Trained(
         name=request.run,
+        checkpoint=Path(source.name).name,
         model=model,
         tokens=request.tokens or tokens,
         windows=windows,
@@ -145,6 +148,8 @@ def forecast(
     Raises:
         UserError: such a model, and what `load_trained` and `load_recipe` raise.
     """
+    if not request.recipes:
+        raise UserError("--recipes names no recipe that is quantized. Example: mxfp8,nvfp4")
     recipes = {name: load_recipe(name) for name in request.recipes}
     without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
     if without:
@@ -179,9 +184,13 @@ def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Ex
 
 def keep(told: Told, run: str) -> Path | None:
     """Write the forecast to the run's folder, for its report, and return the path; None if it is of
-    a checkpoint or a folder of transformers. Raises a StorageError if it cannot be written."""
+    a checkpoint or a folder of transformers, or, with a warning, if it cannot be written."""
     if path_in(run) is not None or not RunFolder(Path(run)).holds_run:
         return None
     path = Path(run) / NAME
-    write_atomically(path, (told.model_dump_json(indent=1) + "\n").encode())
+    try:
+        write_atomically(path, (told.model_dump_json(indent=1) + "\n").encode())
+    except StorageError as error:
+        print(f"fp8stack: the report will not show this: {error}", file=sys.stderr)
+        return None
     return path

@@ -85,16 +85,19 @@ def sensitivities(
         hardware: what the recipes are planned for.
         batch: windows at a time.
     """
-    reference = log_probabilities(model, windows, batch)
-    operands = Operands.of(model, windows[:batch])
+    plans = {
+        name: plan_for(model.config, without_delay(recipe), hardware)
+        for name, recipe in recipes.items()
+    }
+    quantized = {layer.name for plan in plans.values() for layer in plan.layers if layer.fp8}
+    operands = Operands.of(model, windows[:batch], quantized)
     forward: dict[object, tuple[float, dict[str, float]]] = {}
-    for name, recipe in recipes.items():
-        plan = plan_for(model.config, without_delay(recipe), hardware)
+    for name, plan in plans.items():
         tables = {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
         # Recipes that differ in the backward pass alone share what was measured.
         key = tuple((path, table.input, table.weight) for path, table in tables.items())
         if key not in forward:
-            forward[key] = _forward(model, plan, reference, windows, batch)
+            forward[key] = _forward(model, plan, windows, batch)
         total, layers = forward[key]
         backward = {path: operands.backward_error(path, table) for path, table in tables.items()}
         sizes = {path: operands.size(path) for path in tables}
@@ -131,43 +134,49 @@ def without_delay(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"quantizers": current(recipe.quantizers), "layers": rules})
 
 
-def log_probabilities(model: nn.Module, windows: Tensor, batch: int) -> Tensor:
+def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
     """What the model says of each next token: float32 [B, T, V], logarithms."""
-    found = []
-    device = next(model.parameters()).device
+    inputs_BT, _, *documents = inputs_of(windows.to(next(model.parameters()).device))
     with eval_mode(model):
-        for part in torch.split(windows, batch):
-            inputs_BT, _, *documents = inputs_of(part.to(device))
-            found.append(F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1))
-    return torch.cat(found)
+        return F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1)
 
 
-def divergence(reference_BTV: Tensor, other_BTV: Tensor) -> float:
-    """KL(reference || other) in nats per token, of log-probabilities; at least 0."""
+def divergence(reference_BTV: Tensor, other_BTV: Tensor) -> Tensor:
+    """KL(reference || other) in nats, of log-probabilities: float64 [B, T]."""
     terms = reference_BTV.exp() * (reference_BTV - other_BTV)
-    return max(0.0, terms.sum(dim=-1).double().mean().item())
+    return terms.sum(dim=-1).double()
 
 
-def _forward(
-    model: GPT, plan: Plan, reference: Tensor, windows: Tensor, batch: int
-) -> tuple[float, dict[str, float]]:
-    """KL with all layers of a plan quantized, and with each alone."""
-    quantized = GPT(model.config, build_backend(plan))
+def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float, dict[str, float]]:
+    """KL in nats per token with all layers of a plan quantized, and with each alone. One batch's
+    probabilities are in memory at a time."""
+    backend = build_backend(plan)
+    backend.vocabulary_multiple = model.backend.vocabulary_multiple  # the weights' shapes
+    quantized = GPT(model.config, backend)
     quantized.load_state_dict(model.state_dict(), strict=False)
-    quantized.to(reference.device)
+    quantized.to(next(model.parameters()).device)
     linears = {
         path: part
         for path, part in quantized.named_modules()
         if isinstance(part, LowPrecisionLinear) and part.in_fp8
     }
-
-    def of(chosen: Collection[str]) -> float:
-        for path, part in linears.items():
-            part.in_fp8 = path in chosen
-        return divergence(reference, log_probabilities(quantized, windows, batch))
-
-    total = of([*linears]) if linears else 0.0
-    return total, {path: of([path]) if total else 0.0 for path in linears}
+    exact = all(
+        (table := plan.layer(path).quantizers) is None or table.input is table.weight is None
+        for path in linears
+    )
+    if exact or not linears:
+        return 0.0, dict.fromkeys(linears, 0.0)
+    chosen = [[*linears], *([path] for path in linears)]
+    sums, count = [0.0] * len(chosen), 0
+    for part in torch.split(windows, batch):
+        reference = log_probabilities(model, part)
+        count += reference[..., 0].numel()
+        for place, paths in enumerate(chosen):
+            for path, linear in linears.items():
+                linear.in_fp8 = path in paths
+            sums[place] += float(divergence(reference, log_probabilities(quantized, part)).sum())
+    total, *alone = (max(0.0, value / count) for value in sums)
+    return total, dict(zip(linears, alone, strict=True))
 
 
 class Operands:
@@ -178,18 +187,28 @@ class Operands:
         self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
 
     @classmethod
-    def of(cls, model: GPT, windows: Tensor) -> Operands:
-        """Those of the loss of these windows; gradients of the model are left as they were."""
+    def of(cls, model: GPT, windows: Tensor, paths: Collection[str]) -> Operands:
+        """Those of the linears at these paths, for the loss of these windows; gradients of the
+        model are left as they were."""
         made = cls()
-        layers = {path: part for path, part in model.named_modules() if isinstance(part, nn.Linear)}
+        layers = {
+            path: part
+            for path, part in model.named_modules()
+            if isinstance(part, nn.Linear) and path in paths
+        }
 
         def see(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
             made._seen[path, place] = x.clone()
 
         before = {name: parameter.grad for name, parameter in model.named_parameters()}
         with torch.enable_grad(), observing(model, see, layers=layers):
-            device = next(model.parameters()).device
-            model(*inputs_of(windows.to(device))).backward()
+            inputs_BT, targets_BT, *documents = inputs_of(
+                windows.to(next(model.parameters()).device)
+            )
+            # Of logits, since the model's own loss may take the head in parts, unseen.
+            logits_BTV = model(inputs_BT, None, *documents).float()
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            torch.autograd.backward(loss)
         for name, parameter in model.named_parameters():
             parameter.grad = before[name]
         return made

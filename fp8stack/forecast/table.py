@@ -16,6 +16,7 @@ def told(found: Forecast) -> Told:
     trained = found.trained
     return Told(
         model=trained.name,
+        checkpoint=trained.checkpoint,
         parameters=trained.model.config.parameters(),
         tokens=trained.tokens,
         data=trained.windows.name,

@@ -46,6 +46,7 @@ class Told(_Told):
     in nats per token, in float32."""
 
     model: str
+    checkpoint: str
     parameters: int
     tokens: int | None
     data: str
@@ -57,7 +58,7 @@ class Told(_Told):
     @property
     def about(self) -> list[str]:
         """What was looked at, in two lines."""
-        told = f"{self.model}: {self.parameters / 1e6:.3g} million parameters"
+        told = f"{self.model}, {self.checkpoint}: {self.parameters / 1e6:.3g} million parameters"
         if self.tokens is not None:
             told += f", trained on {self.tokens / self.parameters:.3g} tokens per parameter"
         return [told, f"{self.windows} windows of {self.data}: loss {self.loss:.4f} in fp32"]

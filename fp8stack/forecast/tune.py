@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +20,14 @@ from fp8stack.forecast.law import Gap, Law
 from fp8stack.forecast.sensitivity import Sensitivity
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import write_atomically
+from fp8stack.precision import load_recipe
 
 PLAIN, PLAIN_BITS = "bf16", 16.0
 """What a layer that is not quantized runs in."""
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
 GEMMS = ("fprop", "dgrad", "wgrad")
-_ROUNDS = 30
+_TANGENTS, _EDGE = 24, 1 + 1e-9
+_TIE = 1e-4  # of bits, for a nat per token
 
 Array = npt.NDArray[np.float64]
 
@@ -66,9 +70,12 @@ class Choices:
         self.layers = list(sizes)
         self.weights = np.array([*sizes.values()], dtype=float) / max(1, sum(sizes.values()))
         names = [*self.measured]
-        self.pairs = [(one, other) for one in names for other in names]
+        self.pairs = [
+            pair for pair in product(names, [*names, PLAIN]) if plain or PLAIN not in pair
+        ]
+        self.pairs = [pair for pair in self.pairs if _is_recipe(pair)]
         if plain:
-            self.pairs += [(PLAIN, PLAIN), *((name, PLAIN) for name in names)]
+            self.pairs.append((PLAIN, PLAIN))
         figures = np.array([[self._cost(path, *p) for p in self.pairs] for path in self.layers])
         self.bits, self.forward, self.backward = np.moveaxis(figures, -1, 0)
 
@@ -104,59 +111,78 @@ class Choices:
         return self.assigned([self.pairs.index((name, name))] * len(self.layers), law)
 
     def cheapest(self, law: Law, budget: float) -> Assignment | None:
-        """The assignment with the fewest bits whose gap is at most `budget` nats per token; None if
-        there is none.
-
-        An integer program, for HiGHS by way of SciPy. The law is a power of the divergence, so it
-        is solved with the law's slope at a divergence, and again at the one found, until that
-        stays.
-        """
-        return self._solved(law, self.bits * self.weights[:, None], budget=budget)
+        """The assignment with the fewest bits whose gap is at most `budget` nats per token, of
+        those the one with the least gap; None if there is none."""
+        within = [one for one in self._solved(law, budget=budget) if one.gap.mean <= budget * _EDGE]
+        return min(within, key=lambda one: (round(one.bits, 6), one.gap.mean), default=None)
 
     def best(self, law: Law, bits: float) -> Assignment | None:
         """The assignment with the least gap whose GEMMs have at most so many bits."""
-        return self._solved(law, None, bits=bits)
+        return min(self._solved(law, bits=bits), key=lambda one: one.gap.mean, default=None)
 
     def _solved(
-        self,
-        law: Law,
-        cost: Array | None,
-        budget: float | None = None,
-        bits: float | None = None,
-    ) -> Assignment | None:
+        self, law: Law, budget: float | None = None, bits: float | None = None
+    ) -> Iterator[Assignment]:
+        """Assignments with few bits within a budget, or a small gap with so many bits.
+
+        Each is an integer program, for HiGHS by way of SciPy. The law is a power of the divergence;
+        a program has its tangent instead, at one of several divergences from the least to the
+        most. A power below 1 lies under its tangents and touches them, so that what meets a tangent
+        meets the law, and the best of all meets the tangent at its own divergence.
+        """
         count, width = self.bits.shape
-        one_each = LinearConstraint(np.kron(np.eye(count), np.ones(width)), 1, 1)
-        divergence, best = float(self.forward.max(axis=1).sum()) or 1e-9, None
-        for _ in range(_ROUNDS):
-            slope = law.forward * divergence ** (law.power - 1)
+        each = (self.bits * self.weights[:, None]).ravel()
+        least, most = (float(of(axis=1).sum()) for of in (self.forward.min, self.forward.max))
+        for divergence in np.geomspace(max(least, most * 1e-4, 1e-12), max(most, 1e-12), _TANGENTS):
+            slope = law.forward * law.power * divergence ** (law.power - 1)
+            constant = law.forward * divergence**law.power - slope * divergence
             gaps = slope * self.forward + law.backward * self.backward * self.weights[:, None]
-            limits = [one_each]
+            limits = [LinearConstraint(np.kron(np.eye(count), np.ones(width)), 1, 1)]
             if budget is not None:
-                limits.append(LinearConstraint(gaps.ravel()[None], -np.inf, budget))
+                limits.append(LinearConstraint(gaps.ravel()[None], -np.inf, budget - constant))
             if bits is not None:
-                each = (self.bits * self.weights[:, None]).ravel()[None]
-                limits.append(LinearConstraint(each, -np.inf, bits))
+                limits.append(LinearConstraint(each[None], -np.inf, bits))
             found = milp(
-                (gaps if cost is None else cost).ravel(),
+                gaps.ravel() if budget is None else each + _TIE * gaps.ravel(),
                 constraints=limits,
                 integrality=np.ones(count * width),
                 bounds=Bounds(0, 1),
             )
-            if found.x is None:
-                divergence *= 2 if law.power < 1 else 0.5
-                continue
-            made = self.assigned(found.x.reshape(count, width).argmax(axis=1).tolist(), law)
-            within = budget is None or made.gap.mean <= budget * (1 + 1e-6)
-            if within and (best is None or _better(made, best, cost is None)):
-                best = made
-            if abs(made.forward - divergence) <= 1e-3 * divergence:
-                break
-            divergence = max(made.forward, 1e-12)
-        return best
+            if found.x is not None:
+                yield self.assigned(found.x.reshape(count, width).argmax(axis=1).tolist(), law)
 
 
-def _better(one: Assignment, other: Assignment, by_gap: bool) -> bool:
-    return one.gap.mean < other.gap.mean if by_gap else one.bits < other.bits
+def _is_recipe(pair: tuple[str, str]) -> bool:
+    """Whether a recipe can have the first's forward pass and the second's backward pass."""
+    forward, backward = pair
+    if forward == backward:
+        return True
+    try:
+        load_recipe(forward, {"backward": "high_precision" if backward == PLAIN else backward})
+    except UserError:
+        return False
+    return True
+
+
+def candidates(names: Sequence[str]) -> list[str]:
+    """Those of the recipes that are quantized. Raises a UserError if there is none, or one cannot
+    be a layer's."""
+    for name in names:
+        recipe = load_recipe(name)
+        if name.endswith(".toml"):
+            raise UserError(
+                f"--recipes: {quoted(name)} is a file, which a recipe cannot refer to. Name those "
+                "that ship."
+            )
+        alike = not (recipe.layers or recipe.exclude or recipe.head)
+        if not alike or recipe.exclude_first_blocks or recipe.exclude_last_blocks:
+            raise UserError(
+                f"--recipes: {name} treats layers differently. Name one for all layers."
+            )
+    found = list(dict.fromkeys(name for name in names if load_recipe(name).is_fp8))
+    if not found:
+        raise UserError("--recipes names no recipe that is quantized. Example: nvfp4,mxfp8,bf16")
+    return found
 
 
 def _table(measured: Sensitivity | None, path: str) -> Quantizers | None:
@@ -227,6 +253,14 @@ def tuned(forecast: Forecast, asked: Asked, *, plain: bool = True) -> Assignment
             "or --recipes with fewer."
         )
     return found
+
+
+def command(run: str, out: str) -> str:
+    """The command that trains a model like the run's in the recipe."""
+    file = Path(run) / "run.toml"
+    config = ["--config", str(file)] if file.is_file() else []
+    own = ["--out", f"{out.removesuffix('.toml')}-run"] if config else []
+    return shlex.join(["fp8stack", "pretrain", *config, "--recipe", out, *own])
 
 
 def beside(forecast: Forecast) -> dict[str, Assignment]:

@@ -479,7 +479,10 @@ def _with_tables(
 
 def _backward_of(name: str, where: str, above: tuple[str, ...]) -> dict[str, Any]:
     """Another recipe's quantizers of the backward pass's operands, by field."""
-    other = _shipped(name, f"{where}: backward", above).quantizers
+    try:
+        other = _shipped(name, where, above).quantizers
+    except UserError as error:
+        raise UserError(f"{where}: backward = '{quoted(name)}': {error}") from error
     if other is None:
         raise UserError(
             f"{where}: backward = '{name}' has no quantizers. Use backward = 'high_precision'."

@@ -64,10 +64,13 @@ def _run(judged: Judged, console: Console) -> None:
         console.print(table)
         console.print(_text(tried.sentence))
     if run.forecast is not None:
-        table = _table(run.forecast.header)
+        console.print(_text(f"what recipes would cost, by {run.forecast.checkpoint}"))
+        table = _table(run.forecast.header[:-1])
         for row in run.forecast.rows():
-            table.add_row(*map(_text, row))
+            table.add_row(*map(_text, row[:-1]))
         console.print(table)
+        for note in run.forecast.notes():
+            console.print(_text(note))
     for one in run.sessions[1:] and run.sessions:
         to = "" if one.last is None else f" to {one.last}"
         console.print(_text(f"session: {one.began} UTC, after step {one.first}{to}: {one.how}"))

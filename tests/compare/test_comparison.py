@@ -347,6 +347,7 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
         assert piece in page
     assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
     assert f"torch {torch.__version__}" in page
+    assert "the first 25% of the steps are in fp32 in all runs of a seed" in page
     assert "[4/4] delayed, seed 1: validation loss " in printed
     assert "delayed-emulated (emulate)  4/5" in printed
     assert f"{gaps.mean():+.2f} ± {half_width:.2f} %  within 0.25 % of fp32" in printed
@@ -402,7 +403,9 @@ def test_a_comparison_goes_on_with_the_steps_it_shared(copy, command, trained, r
     """Also under another baseline, and one that shared none."""
     assert command("compare", "--out", "c", *AGAIN, "--baseline", "delayed") == 0
     assert report(copy)["config"]["phases"][0]["recipe"] == "fp32"
-    assert "phases" in refused("compare", "--out", "c", *AGAIN, "--shared", "50%")
+    said = refused("compare", "--out", "c", *AGAIN, "--shared", "50%")
+    assert "holds another comparison, whose runs share 25% of their steps" in said
+    assert command("compare", "--out", "c", *AGAIN, "--shared", "25%") == 0
     found = report(copy)
     del found["config"]["phases"]
     found["config"]["guard"]["quality"] = 0.01

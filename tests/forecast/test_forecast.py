@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import fp8stack
+from fp8stack.errors import StorageError
 from fp8stack.forecast import forecast as forecasts
 from fp8stack.forecast import law as laws
 from fp8stack.forecast import table, tune
@@ -156,6 +157,7 @@ def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
     ("flags", "said"),
     [
         (["--recipes", "fp32,bf16"], "fp32, bf16: nothing is quantized. Name other --recipes."),
+        (["--recipes", ","], "--recipes names no recipe that is quantized. Example: mxfp8,nvfp4"),
         (["--recipes", "fp9"], "No recipe 'fp9'"),
         (["--windows", "2"], "--windows 2 is too few. Use 8 or more."),
         (["--tokens", "0"], "--tokens 0: a model is trained on 1 or more."),
@@ -167,6 +169,17 @@ def test_bad_input_of_a_forecast_is_refused(flags, said, run, refused):
 
 def test_a_run_that_is_not_there_is_refused(refused):
     assert "No run and no checkpoint at 'nowhere'" in refused("forecast", "nowhere")
+
+
+def test_a_folder_that_cannot_be_written_to_loses_no_table(run, command, monkeypatch, capsys):
+    def full(*given: object) -> None:
+        raise StorageError("Cannot write there.")
+
+    monkeypatch.setattr(forecasts, "write_atomically", full)
+    assert command("forecast", str(run), "--recipes", "mxfp8", "--windows", "8") == 0
+    said = capsys.readouterr()
+    assert "worst layers" in said.out
+    assert said.err == "fp8stack: the report will not show this: Cannot write there.\n"
 
 
 # Tuning
@@ -198,14 +211,14 @@ def test_the_assignment_is_the_best_of_all(seed):
             continue
         assert found is not None
         assert found.gap.mean <= budget * (1 + 1e-6)
-        assert found.bits <= min(one.bits for one in within) * 1.02
+        assert found.bits <= min(one.bits for one in within) + 1e-9
     for limit in (7.0, 9.0, 12.0):
         within = [one for one in every if one.bits <= limit]
         best = made.best(LAW, limit)
         assert (best is None) == (not within)
         if best is not None:
             assert best.bits <= limit + 1e-6
-            assert best.gap.mean <= min(one.gap.mean for one in within) * 1.02
+            assert best.gap.mean <= min(one.gap.mean for one in within) * (1 + 1e-9)
 
 
 def test_bits_are_those_of_the_wider_operand():
@@ -226,7 +239,9 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     ask = ["--windows", "8", "--recipes", "nvfp4,mxfp8,bf16"]
     assert command("tune", str(run), "--bits", "6", "--out", "six.toml", *ask) == 0
     said = capsys.readouterr().out
-    assert "written: six.toml. Train in it:\n  fp8stack pretrain --recipe six.toml" in said
+    file = run / "run.toml"
+    then = f"fp8stack pretrain --config {file} --recipe six.toml --out six-run"
+    assert f"written: six.toml. Train in it:\n  {then}" in said
     forecast = of(run, "nvfp4", "mxfp8")
     asked = tune.Asked(budget=None, bits=6, path=tmp_path / "x.toml")
     found = tune.tuned(forecast, asked)
@@ -250,6 +265,15 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
 
 
 @pytest.mark.usefixtures("covered")
+def test_no_recipe_is_written_that_cannot_be_loaded(run):
+    """Delayed scaling has no backward pass in high precision."""
+    forecast = of(run, "delayed", "nvfp4")
+    for bits in (4.5, 6, 9, 13.4):
+        found = tune.tuned(forecast, tune.Asked(budget=None, bits=bits, path=Path("x.toml")))
+        assert ("delayed", "bf16") not in found.layers.values()
+
+
+@pytest.mark.usefixtures("covered")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -259,6 +283,12 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
         (["--budget", "1%", "--bits", "5"], "Give either --budget"),
         (["--budget", "much"], "--budget 'much' is no share in percent. Example: --budget 0.2%"),
         (["--bits", "40"], "--bits 40: a GEMM has more than 0 and at most 16."),
+        (["--bits", "5", "--recipes", "bf16"], "--recipes names no recipe that is quantized."),
+        (["--bits", "5", "--recipes", ","], "--recipes names no recipe that is quantized."),
+        (
+            ["--bits", "5", "--recipes", "nvfp4_last_bf16"],
+            "nvfp4_last_bf16 treats layers differently.",
+        ),
         (["--bits", "5", "--out", "x.txt"], "a recipe is a TOML file. Example: tuned.toml"),
         (["--bits", "5", "--out", "there.toml"], "there.toml is there. Give another --out"),
     ],

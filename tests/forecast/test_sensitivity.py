@@ -49,7 +49,7 @@ def windows() -> Tensor:
 
 def measured(model: GPT, windows: Tensor, *names: str) -> dict[str, Sensitivity]:
     recipes = {name: load_recipe(name) for name in names}
-    return dict(sensitivities(model, recipes, windows, CPU, batch=4))
+    return dict(sensitivities(model, recipes, windows, CPU, batch=8))
 
 
 def as_quantized(x: Tensor, quantizer: Quantizer | None, dim: int = -1) -> Tensor:
@@ -75,7 +75,7 @@ def by_hand(model: GPT, windows: Tensor, quantizers: dict[str, tuple]) -> Tensor
                 return y.view_as(result)
 
             handles.append(layer.register_forward_hook(product))
-    found = log_probabilities(model, windows, 4)
+    found = log_probabilities(model, windows)
     for handle in handles:
         handle.remove()
     return found
@@ -87,8 +87,8 @@ def test_divergence_is_that_of_scipy():
     p, q = (special.softmax(logits, axis=-1) for logits in (one, other))
     expected = special.rel_entr(p, q).sum(-1).mean()
     ours = divergence(*(F.log_softmax(torch.tensor(x), -1) for x in (one, other)))
-    assert ours == pytest.approx(expected)
-    assert divergence(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)) == 0
+    assert float(ours.mean()) == pytest.approx(expected)
+    assert float(divergence(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))) == 0
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "mxfp6_e2m3", "nvfp4", "block"])
@@ -97,13 +97,15 @@ def test_the_forward_pass_is_measured_layer_by_layer_and_as_a_whole(name, model,
     table = load_recipe(name).quantizers
     assert table is not None
     assert sorted(found.layers) == sorted(p for p in SHAPE.linear_shapes() if p != "lm_head")
-    reference = log_probabilities(model, windows, 4)
+    reference = log_probabilities(model, windows)
     own = (table.input, table.weight)
     whole = by_hand(model, windows, dict.fromkeys(found.layers, own))
-    assert found.forward == pytest.approx(divergence(reference, whole), rel=2e-3)
+    assert found.forward == pytest.approx(float(divergence(reference, whole).mean()), rel=2e-3)
     for path in ("blocks.0.attention.qkv", "blocks.1.mlp.down"):
         alone = by_hand(model, windows, {path: own})
-        assert found.layers[path] == pytest.approx(divergence(reference, alone), rel=2e-3)
+        assert found.layers[path] == pytest.approx(
+            float(divergence(reference, alone).mean()), rel=2e-3
+        )
     assert found.forward == pytest.approx(sum(found.layers.values()), rel=0.25)
 
 
@@ -121,8 +123,7 @@ def test_the_backward_pass_is_measured_by_the_errors_of_its_operands(name, model
             lambda own, dx, dy: seen.update(grad_output=dy[0])  # type: ignore[index]
         ),
     ]
-    part = windows[:4]
-    model(part[:, :-1], part[:, 1:]).backward()
+    model(windows[:, :-1], windows[:, 1:]).backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
@@ -170,7 +171,7 @@ def test_nothing_of_the_model_is_changed(model, windows):
     measured(model, windows, "mxfp4")
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    Operands.of(model, windows)
+    Operands.of(model, windows, ["blocks.0.mlp.up"])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -185,3 +186,14 @@ def test_layers_that_are_left_out_take_their_share_with_them(model, windows):
     assert rest.backward == pytest.approx(found.backward - gone)
     none = found.without([*found.layers])
     assert (none.forward, none.backward) == (0, 0)
+
+
+@pytest.mark.parametrize("vocabulary", [300, 40_000])
+def test_vocabularies_that_are_padded_or_taken_in_parts_are_measured(vocabulary):
+    """300 is no multiple of 32; the loss of 40,000 goes by parts of the logits."""
+    shape = SHAPE.model_copy(update={"vocabulary": vocabulary, "width": 32, "layers": 1})
+    backend = build_backend(plan_for(shape, "fp32", CPU))
+    text = torch.randint(0, vocabulary, (2, 33))
+    found = measured(GPT(shape, backend), text, "mxfp8")["mxfp8"]
+    assert found.forward > 0
+    assert found.backward > 0

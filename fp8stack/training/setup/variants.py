@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -78,7 +79,8 @@ def plan_phases(
 
 def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
     """That no phase with steps asks for the run's own recipe; "" if one does, or none is named."""
-    if config.recipe in ("auto", *(phase.recipe for phase in phases)):
+    names = {Path(phase.recipe).name for phase in phases}  # a run keeps a copy of a recipe's file
+    if config.recipe == "auto" or Path(config.recipe).name in names:
         return ""
     spans = (f"{one.name} {one.first} to {one.last} in {one.recipe}" for one in phases)
     return f"recipe '{config.recipe}' runs in no step: phases {', '.join(spans)}"
