@@ -165,7 +165,9 @@ def command(out: Path, *words: str) -> list[str]:
 
 
 def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    own = tmp_path / "tmp"  # where no other process measures times
+    own.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(own)}
     process = subprocess.Popen(command(tmp_path), cwd=ROOT, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     results, deadline = tmp_path / "study.jsonl", time.monotonic() + 120
