@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from bench import report
 from fp8stack.compare.intervals import Interval, mean_interval
@@ -330,7 +331,9 @@ def figure(cells: Sequence[Cell]) -> Figure:
         axes.invert_yaxis()
     _describe(by_recipe, "loss gap to fp32, %", "what each recipe costs, 95 % interval", zero=0.0)
     _describe(sizes, "effective parameters / parameters", "as a smaller model", zero=1.0)
-    by_error.set(xscale="log", ylabel="loss gap to fp32, %")
+    by_error.set_xscale("log")
+    by_error.xaxis.set_minor_formatter(NullFormatter())
+    by_error.set(ylabel="loss gap to fp32, %")
     by_error.set_yscale("symlog", linthresh=0.1)
     _describe(by_error, "relative squared error of inputs + of weights", "why", zero=None)
     if cells:
