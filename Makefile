@@ -2,7 +2,7 @@
 # environment that is active. The checks themselves are in .ci/check, which CI runs as well.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test cover kinds slow gpu audit format docs-images ci
+.PHONY: help setup lint types test cover conform kinds slow gpu audit format docs-images ci
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1: /'
@@ -25,6 +25,9 @@ test: ## the tests, on two cores
 
 cover: ## the tests, and which lines of fp8stack none of them runs
 	pytest -q -n 2 --dist worksteal --cov --cov-report=term-missing:skip-covered
+
+conform: ## whether this machine computes what the formats say, in short
+	.ci/check conform
 
 kinds: ## the tests as on a CPU without bf16 instructions, then as on one with them
 	.ci/check kinds

@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ class Cells:
         self._conditions = json.loads(json.dumps(conditions, default=str))
         self.left_out: list[Row] = []
         self._known: dict[str, list[Row]] = {}
-        for line in _lines(path) if path is not None and path.exists() else ():
+        for line in json_lines(path) if path is not None else ():
             if line["conditions"] == self._conditions:
                 self._known[line["cell"]] = line["rows"]
         if self._known:
@@ -54,8 +55,7 @@ class Cells:
             if self.path is not None and not any(row.get("failed") for row in rows):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 line = {"conditions": self._conditions, "cell": cell, "rows": rows}
-                with self.path.open("a") as file:  # after what a killed run may have left half
-                    file.write("\n" + json.dumps(line) + "\n")
+                append_line(self.path, line)
         self.left_out += [row for row in rows if "left_out" in row]
         return [row for row in rows if "left_out" not in row]
 
@@ -84,12 +84,23 @@ class Cells:
         return failed
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:  # blank, or a run was killed while it wrote
-            continue
+def json_lines(path: Path) -> list[Row]:
+    """The rows of a file of JSON lines; none without a file. A line that a killed process left half
+    is passed over, and a blank one."""
+    found = []
+    with suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a file of JSON lines, after what a killed process may have left half."""
+    with path.open("a") as file:
+        file.write("\n" + json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Clocks(NamedTuple):

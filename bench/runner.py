@@ -1,7 +1,8 @@
 """Runs scenarios, writes what they found, and checks it against what was committed.
 
 A scenario is a module with `add_arguments(parser)`, `measure(arguments)`, which gives JSON data,
-`table(report)`, `figure(report)`, and, where a quick run needs options, `SHORT`.
+`table(report)`, `figure(report)`, and, where a quick run needs options, `SHORT`; `FOLDER` of
+bench/results is where it writes, by default the machine's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fp8stack.precision import Hardware, probe
 
 RESULTS = Path(__file__).parent / "results"
 # Options that time nothing.
-CHOOSING = ("out", "recipes", "models", "parts", "compiled", "profile", "minutes")
+CHOOSING = ("out", "recipes", "models", "capabilities", "parts", "compiled", "profile", "minutes")
 TOLERANCE = 0.15
 SCENARIOS = {
     "emulation": "the cost of emulated FP8 on a CPU: a linear and a step, with peers beside",
@@ -47,6 +48,7 @@ SCENARIOS = {
     "prepare": "how fast documents become tokens, beside one plain loop of json and tokenizers",
     "guard": "what the guard makes of faults that are put into whole runs, and of clean ones",
     "reliability": "faults of all kinds put into whole runs, and whether they are survived",
+    "gpu-code": "the code that torch makes of our models for a GPU: bytes, launches, stores",
     "golden": "what Transformer Engine computes on this GPU, for tests/numerics/test_golden.py",
     "pictures": "the pictures of docs/recipes.md, drawn of our own casts",
     "gpu": "this GPU held to the CPU's bytes, to Transformer Engine and to float64; losses, speed",
@@ -127,7 +129,7 @@ def run(name: str, words: Sequence[str]) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         module.run(arguments)
         return 0
-    folder = arguments.out or RESULTS / slug(_hardware(arguments))
+    folder = arguments.out or RESULTS / getattr(module, "FOLDER", slug(_hardware(arguments)))
     cells = Cells(folder / f"{name}.partial.jsonl", _conditions(arguments))
     report = measured(module, name, words, cells)
     text = module.table(report)
@@ -144,8 +146,8 @@ def imported(name: str) -> Any:
         UserError: it needs a package that is not installed.
     """
     try:
-        (file,) = Path(__file__).parent.glob(f"*/{name}.py")
-        return import_module(f"bench.{file.parent.name}.{name}")
+        (file,) = Path(__file__).parent.glob(f"*/{name.replace('-', '_')}.py")
+        return import_module(f"bench.{file.parent.name}.{file.stem}")
     except ModuleNotFoundError as error:
         package = (error.name or "bench").partition(".")[0]
         if package in ("bench", "fp8stack"):

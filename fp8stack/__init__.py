@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from fp8stack.backends import build_backend, fp8_state, load_fp8_state
     from fp8stack.errors import UserError
     from fp8stack.estimate.savings import savings
+    from fp8stack.evaluation import evaluate
+    from fp8stack.exports import export
+    from fp8stack.generation import generate
     from fp8stack.model.config import GPTConfig, load_config, plan_for
     from fp8stack.model.convert import convert
     from fp8stack.model.gpt import GPT
@@ -27,6 +30,9 @@ _NAMES = {
     "backends": ("build_backend", "fp8_state", "load_fp8_state"),
     "errors": ("UserError",),
     "estimate.savings": ("savings",),
+    "evaluation": ("evaluate",),
+    "exports": ("export",),
+    "generation": ("generate",),
     "model.config": ("GPTConfig", "load_config", "plan_for"),
     "model.convert": ("convert",),
     "model.gpt": ("GPT",),
@@ -50,7 +56,10 @@ __all__ = [
     "UserError",
     "build_backend",
     "convert",
+    "evaluate",
+    "export",
     "fp8_state",
+    "generate",
     "load",
     "load_config",
     "load_fp8_state",

@@ -150,8 +150,8 @@ class RunConfig(BaseModel):
     """Processes that read data ahead; batches are the same for any number."""
     threads: PositiveInt | None = None
     """CPU threads for torch, at most the cores; torch's own choice if left out."""
-    deterministic: bool = True
-    """CUDA and compiled code: operations that repeat to the bit; they may be slower."""
+    deterministic: bool | None = None
+    """GPUs and compiled code: operations that repeat to the bit; slower. By default on CPUs."""
     save_fp8: bool = False
     """emulate: keep x and w for the backward pass as FP8 bytes. Less memory, more time."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -164,8 +164,8 @@ class RunConfig(BaseModel):
     """ddp: what gradients are rounded to before ranks add them up."""
     debug_steps: NonNegativeInt = 0
     """Number of steps after each start that log what they do, event by event."""
-    compile: bool = False
-    """Compile the model with torch.compile: the first steps take long, the others less."""
+    compile: bool | None = None
+    """torch.compile: the first step takes a minute or so, the others less. By default on GPUs."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """compile: the mode of torch.compile, of those that record no CUDA graphs."""
     check_memory: bool = True

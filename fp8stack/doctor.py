@@ -54,7 +54,8 @@ def show(hardware: Hardware, console: Console) -> None:
     unused = " (of no use on a CPU)" if hardware.te_version and hardware.capability is None else ""
     software.append(f"Transformer Engine {hardware.te_version or 'not installed'}{unused}")
     console.print(f"software: {', '.join(software)}", highlight=False, markup=False)
-    for remedy in filter(None, (hardware.gpu_problem, _te_remedy(hardware))):
+    compiles = f"no torch.compile: {hardware.compiler_problem}" * bool(hardware.compiler_problem)
+    for remedy in filter(None, (hardware.gpu_problem, _te_remedy(hardware), compiles)):
         console.print(remedy, highlight=False, markup=False, soft_wrap=True)
     console.print()
     every_plan = plans(hardware)

@@ -72,12 +72,13 @@ def sha256_of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def lock(descriptor: int) -> bool:
+def lock(descriptor: int, *, shared: bool = False) -> bool:
     """Hold a file or folder, by its open descriptor, until that is closed; False if another process
-    does. Where there are no locks, on Windows and on some file systems, all are told True."""
+    does, and not both as `shared`. Where there are no locks, on Windows and on some file systems,
+    all are told True."""
     if fcntl is not None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
         except OSError:  # a file system without locks

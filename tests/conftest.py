@@ -6,13 +6,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from fp8stack import cli
 from fp8stack.errors import UserError
+
+if TYPE_CHECKING:
+    from tests.support.hub_stand_in import Hub
 
 TINY = [
     "--steps", "12", "--batch", "4", "--context", "32", "--eval-every", "6", "--save-every", "4",
@@ -100,6 +103,35 @@ def refused(
         return printed.err
 
     return run
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hugging Face Hub on this machine, an empty cache, and no token."""
+    # Read from the environment once, when huggingface_hub is imported.
+    from huggingface_hub import constants
+
+    from tests.support.hub_stand_in import serve
+
+    home = tmp_path / "huggingface"
+    home.mkdir()
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serve() as served:
+        for name, value in {
+            "ENDPOINT": served.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": served.endpoint
+            + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_HOME": str(home),
+            "HF_TOKEN_PATH": str(home / "token"),
+            "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+            "HF_XET_CACHE": str(home / "xet"),
+            "HF_HUB_DISABLE_XET": True,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
+        monkeypatch.setenv("HF_HOME", str(home))
+        yield served
 
 
 def refusal(ask: Callable[..., object], *given: Any, **keys: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fp8stack import __version__, presets
+from fp8stack.conform.golden import FOLDER
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -85,7 +86,12 @@ def test_the_wheel_is_one_package_with_all_sources_its_types_presets_and_reports
         assert wheel.read(name) == (ROOT / name.removeprefix("fp8stack/_presets/")).read_bytes()
     parts = {path.name for path in (ROOT / "fp8stack" / "report").iterdir() if path.is_file()}
     assert {"page.html.jinja", "style.css"} <= parts
-    assert SOURCES | {"fp8stack/py.typed"} | {f"fp8stack/report/{name}" for name in parts} <= names
+    corpus = {f"fp8stack/conform/golden/{path.name}" for path in FOLDER.glob("*.safetensors")}
+    assert corpus
+    assert (
+        corpus | SOURCES | {"fp8stack/py.typed"} | {f"fp8stack/report/{name}" for name in parts}
+        <= names
+    )
 
 
 def test_the_wheel_says_its_name_license_python_and_command_and_that_te_is_optional(wheel):
@@ -142,3 +148,22 @@ print(load_recipe("mine.toml").quantizers.weight.block)
         " ".join(RECIPES),
         "(128, 128)",
     ]
+
+
+# What stands beside the package
+
+
+def test_a_citation_names_the_version_that_this_is():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {__version__}\n" in citation
+
+
+def test_the_workflow_runs_every_check_that_ci_runs():
+    script = (ROOT / ".ci" / "check").read_text(encoding="utf-8")
+    (checks,) = re.findall(r"\|\| set -- (.+)", script)
+    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
+    (named,) = re.findall(r"check: \[(.+)\]", workflow)
+    assert named.split(", ") == checks.split()
+    assert ".ci/check ${{ matrix.check }}" in workflow
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert {*re.findall(r"entry: \.ci/check (\w+)", hooks)} <= {*checks.split()}

@@ -1,7 +1,8 @@
-"""Golden files: what Transformer Engine computed on a real GPU, to hold a CPU to ever after.
+"""Golden files: what Transformer Engine computed, to hold every machine to ever after.
 
 One safetensors file with the inputs and TE's results, and in its metadata, as JSON, how each came
-about. `tests/numerics/test_golden.py` recomputes all of it with fp8stack.
+about. `fp8stack conform` recomputes casts, scales and histories, tests/numerics/test_golden.py the
+modules as well.
 """
 
 from __future__ import annotations
@@ -18,14 +19,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.gpu import gpu_report, histories
-from bench.gpu.cases import Context, Facts, Skipped, this_machine
-from bench.gpu.casts import SCALES, need_te
-from bench.gpu.inputs import DTYPES, FORMAT_NAMES, Operands, matrix, spiky_steps, values_of
-from bench.peers import te_raw
+from bench.gpu import gpu_report, references
+from fp8stack.conform import histories
+from fp8stack.conform import te as te_raw
+from fp8stack.conform.casts import SCALES
+from fp8stack.conform.checks import Context, Facts, Skipped
+from fp8stack.conform.golden import FOLDER
+from fp8stack.conform.inputs import (
+    DTYPES,
+    FORMAT_NAMES,
+    Operands,
+    matrix,
+    spiky_steps,
+    values_of,
+)
 from fp8stack.formats import AmaxAlgorithm
+from fp8stack.precision import probe
 
-FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 STEPS = 50
 HISTORY_SIZES = (16, 32, 16)  # rows, in, out
 # What x and dy are multiplied by in the steps of a module: its delayed scales are found on the way.
@@ -43,11 +53,23 @@ Captured = tuple[dict[str, Any], Tensors]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(out=FOLDER)
+    add = parser.add_argument
+    add(
+        "--references", type=Path, metavar="TESTS", help="TE's Python references; its tests/pytorch"
+    )
+    add("--commit", default="unknown", help="of the checkout that TESTS is in")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture a file into the folder; exits with 1 if something could not be captured."""
-    context = this_machine()
+    if arguments.references:
+        description, tensors = references.captured(arguments.references, arguments.commit)
+        version = description["versions"]["transformer-engine"]
+        path = arguments.out / f"te-{version}-python-references.safetensors"
+        write(path, description, tensors)
+        print(f"written: {path}, {len(description['cases'])} cases, {path.stat().st_size} bytes")
+        return
+    context = Context(probe())
     if not context.hardware.has_te:
         why = context.hardware.te_problem or "there is none here"
         print(f"python -m bench golden needs a CUDA GPU and Transformer Engine: {why}.")
@@ -60,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def captured(context: Context, folder: Path) -> Facts:
     """Write a golden file; it holds if all was captured that TE serves on this GPU."""
-    need_te(context, "delayed")
+    context.need_te("delayed")
     cases: list[dict[str, Any]] = []
     tensors = inputs()
     refused: dict[str, str] = {}
@@ -77,7 +99,10 @@ def captured(context: Context, folder: Path) -> Facts:
             tensors |= {f"{name}/{key}": value for key, value in made.items()}
     report = gpu_report.new_report(context.hardware, quick=False)
     del report["sections"], report["quick"]
-    description = {**report, "cases": cases, "refused": refused, "failed": failed}
+    made_by = f"TE on {context.hardware.name}"
+    description = {
+        **report, "made_by": made_by, "cases": cases, "refused": refused, "failed": failed,
+    }  # fmt: skip
     version = str(context.hardware.te_version).partition("+")[0]  # a build of one's own has more
     path = folder / f"te-{version}-{gpu_report.slug(context.hardware.name)}.safetensors"
     write(path, description, tensors)
@@ -212,33 +237,28 @@ def _current(
     device: str, kind: str, dtype: str, format: str, power_of_two: bool, eps: float
 ) -> Captured:
     made = te_raw.current(small_matrix(kind, dtype).to(device), format, power_of_two, eps)
-    facts = {
-        "kind": "current",
-        "input": f"inputs/matrix {kind} {dtype}",
-        "format": format,
-        "power_of_two": power_of_two,
-        "eps": eps,
-    }
-    return facts, {"bytes": made.along, "inverse": made.scales}
+    scale = "power_of_two" if power_of_two else "float32"
+    facts = _quantizer(kind, dtype, format=format, scale=scale, eps=eps)
+    return facts, _both_ways(made._replace(across=None))
+
+
+def _quantizer(kind: str, dtype: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "quantizer", "input": f"inputs/matrix {kind} {dtype}", "quantizer": fields}
 
 
 def _block(context: Context, kind: str, dtype: str, square: bool, power_of_two: bool) -> Captured:
-    need_te(context, "block")
+    context.need_te("block")
     made = te_raw.blocks(small_matrix(kind, dtype).to(context.device), square, power_of_two)
-    facts = {
-        "kind": "block",
-        "input": f"inputs/matrix {kind} {dtype}",
-        "square": square,
-        "power_of_two": power_of_two,
-    }
-    # A square block's other copy is the same bytes, transposed: `bench.gpu.casts` compares it.
+    scale, block = "power_of_two" if power_of_two else "float32", (128 if square else 1, 128)
+    # A square block's other copy is the same bytes, transposed: `fp8stack conform` compares it.
+    facts = _quantizer(kind, dtype, scale=scale, block=block)
     return facts, _both_ways(made._replace(across=None) if square else made)
 
 
 def _mxfp8(context: Context, kind: str, dtype: str) -> Captured:
-    need_te(context, "mxfp8")
+    context.need_te("mxfp8")
     made = te_raw.mxfp8(small_matrix(kind, dtype).to(context.device))
-    return {"kind": "mxfp8", "input": f"inputs/matrix {kind} {dtype}"}, _both_ways(made)
+    return _quantizer(kind, dtype, scale="e8m0", block=(1, 32)), _both_ways(made)
 
 
 def _both_ways(made: te_raw.Quantized) -> Tensors:
@@ -249,7 +269,7 @@ def _both_ways(made: te_raw.Quantized) -> Tensors:
 
 
 def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
-    need_te(context, scaling)
+    context.need_te(scaling)
     te_raw.forget()
     options = {"amax_history_len": MODULE_HISTORY} if scaling == "delayed" else {}
     recipe = te_raw.recipe(scaling, **options)

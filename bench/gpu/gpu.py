@@ -18,17 +18,24 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu import casts, gpu_report, histories, layers, losses, visit
-from bench.gpu.cases import TIME_IS_UP, Case, Context, Facts, run_case
-from bench.gpu.gpu_report import Report
+from bench.gpu import gpu_report, losses, visit
+from bench.gpu.gpu_report import TIME_IS_UP, Report
+from fp8stack.conform.checks import Check, Context, Facts, run_check
+from fp8stack.conform.suite import GROUPS
 from fp8stack.precision import probe
 
 # Seconds. The last section gets what is left of the whole.
 WHOLE = 455.0
 BUDGETS = {"casts": 110.0, "histories": 75.0, "golden": 45.0, "layers": 90.0, "losses": WHOLE}
+# The checks of `fp8stack conform`, by section.
+CONFORM = {
+    "casts": ("casts", "scales", "quantizers", "random", "layouts", "golden"),
+    "histories": ("histories",),
+    "layers": ("gemms", "attention"),
+}
 GRACE = 15.0  # after its budget a section starts no other case; after this it is stopped
 
-Section = Callable[[Context, Path, float], Iterator[Case]]
+Section = Callable[[Context, Path, float], Iterator[Check]]
 
 
 def _capture(context: Context, folder: Path) -> Facts:
@@ -37,13 +44,17 @@ def _capture(context: Context, folder: Path) -> Facts:
     return golden.captured(context, folder)
 
 
+def _conform(name: str, context: Context, folder: Path, deadline: float) -> Iterator[Check]:
+    return itertools.chain.from_iterable(GROUPS[group](context) for group in CONFORM[name])
+
+
 SECTIONS: dict[str, Section] = {
-    "casts": lambda context, folder, deadline: casts.cases(context),
-    "histories": lambda context, folder, deadline: histories.cases(context),
+    "casts": partial(_conform, "casts"),
+    "histories": partial(_conform, "histories"),
     "golden": lambda context, folder, deadline: iter(
-        [Case("capture", partial(_capture, context, folder))]
+        [Check("capture", partial(_capture, context, folder))]
     ),
-    "layers": lambda context, folder, deadline: layers.cases(context),
+    "layers": partial(_conform, "layers"),
     "losses": lambda context, folder, deadline: losses.cases(context, deadline),
 }
 
@@ -88,14 +99,15 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     hardware = probe(arguments.device)
     compiler = "inductor" if on_gpu else "eager"
-    context = Context(hardware, arguments.quick, compiler, arguments.cases)
+    context = Context(hardware, arguments.quick, compiler)
     report = gpu_report.new_report(context.hardware, arguments.quick)
     folder: Path = arguments.out / gpu_report.slug(context.hardware.name)
     gpu_report.write(report, folder)
     print(f"{context.hardware}, {report['versions']}", flush=True)
     for name in arguments.sections:
         left = WHOLE - (time.monotonic() - start)
-        add_section(report, name, context, folder, min(BUDGETS[name], left))
+        budget = min(BUDGETS[name], left)
+        add_section(report, name, context, folder, budget, arguments.cases)
         gpu_report.write(report, folder)
     print(f"written: {folder}/gpu.json and gpu.md, after {time.monotonic() - start:.0f} s")
     if found := gpu_report.problems(report):
@@ -103,13 +115,23 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def add_section(report: Report, name: str, context: Context, folder: Path, budget: float) -> None:
-    """Run one section in a process of its own, and add its rows to the report."""
+def add_section(
+    report: Report,
+    name: str,
+    context: Context,
+    folder: Path,
+    budget: float,
+    cases: int | None = None,
+) -> None:
+    """Run one section, or so many of its cases, in a process of its own, and add its rows to the
+    report."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
         path.touch()
-        problem = in_a_process(partial(work, name, context, folder, budget, path), budget + GRACE)
+        problem = in_a_process(
+            partial(work, name, context, folder, budget, path, cases), budget + GRACE
+        )
         rows, unfinished = read_rows(path)
     if problem and unfinished:
         problem = f"{problem} in the case '{unfinished}'"
@@ -135,15 +157,17 @@ def in_a_process(target: Callable[[], None], seconds: float) -> str:
     return f"died with exit code {process.exitcode}" if process.exitcode else ""
 
 
-def work(name: str, context: Context, folder: Path, budget: float, path: Path) -> None:
+def work(
+    name: str, context: Context, folder: Path, budget: float, path: Path, cases: int | None
+) -> None:
     """Run a section's cases here, each row written as soon as it is known."""
     deadline = time.monotonic() + budget
-    for case in itertools.islice(SECTIONS[name](context, folder, deadline), context.cases):
+    for case in itertools.islice(SECTIONS[name](context, folder, deadline), cases):
         _append(path, {"starting": case.name})
         if time.monotonic() > deadline:
-            row: Facts = {"case": case.name, "skipped": TIME_IS_UP}
+            row: Facts = {"check": case.name, "skipped": TIME_IS_UP}
         else:
-            row = run_case(case)
+            row = run_check(case)
         _append(path, row)
 
 

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 import fp8stack
-from bench.gpu.cases import TIME_IS_UP, Facts, broken
 from fp8stack.benchmark.timing import version
+from fp8stack.conform import checks
+from fp8stack.conform.checks import Facts, broken
 from fp8stack.precision import Hardware
 from fp8stack.tables import markdown as table
 
 ROOT = Path(__file__).parents[2]
+TIME_IS_UP = "the section's time was up"
 Report = dict[str, Any]
 
 
@@ -86,14 +88,7 @@ def problems(report: Report) -> list[str]:
 
 def brief(row: Facts) -> str:
     """What is wrong with a row, in a line."""
-    if "failed" in row:
-        return f"{row['case']}: failed: {row['failed']}"
-    if "differing" in row:
-        counts = f"{row['differing']} of {row['checked']} differ"
-        return f"{row['case']}: {counts}: {'; '.join(row.get('first', []))[:300]}"
-    telling = ("quantized_db", "unquantized_db", "gap_to_bf16_percent", "not_captured")
-    facts = {key: row[key] for key in telling if key in row}
-    return f"{row['case']}: does not hold: {facts}"[:400]
+    return f"{row['check']}: {checks.brief(row)}"
 
 
 def write(report: Report, folder: Path) -> None:
@@ -165,24 +160,20 @@ def _columns(titles: dict[str, str], rows: list[Facts]) -> list[str]:
 
 
 def _layers(rows: list[Facts]) -> list[str]:
-    """dB against the same quantized operands / against unquantized ones."""
+    """The largest error of each result as a part of its bound, or dB where there is none."""
 
-    def ratios(row: Facts) -> str:
-        exact, rough = row.get("quantized_db", {}), row.get("unquantized_db", {})
-        both = [
-            f"{name} {exact[name]:g} / {value:g}" if name in exact else f"{name} {value:g}"
-            for name, value in rough.items()
-        ]
-        return ", ".join(both)
+    def told(row: Facts) -> str:
+        worst, rough = row.get("worst", {}), row.get("unquantized_db", {})
+        parts = [f"{name} {value:g}" for name, value in worst.items()]
+        return ", ".join([*parts, *(f"{name} {value:g} dB" for name, value in rough.items())])
 
-    note = "dB against the same quantized operands / against unquantized ones."
-    cells = [[row["case"], ratios(row), _status(row)] for row in rows]
-    return [note, "", *table(["layer", "signal to noise", ""], cells)]
+    cells = [[row["check"], told(row), _status(row)] for row in rows]
+    return table(["layer", "error as a part of its bound, or signal to noise", ""], cells)
 
 
-COMPARED = {"case": "case", "checked": "compared", "differing": "differing"}
+COMPARED = {"check": "case", "checked": "compared", "differing": "differing"}
 LOSSES = {
-    "case": "training",
+    "check": "training",
     "steps": "steps",
     "final_loss": "last loss",
     "mean_of_last": "mean of the last 20",
@@ -193,5 +184,5 @@ LOSSES = {
 TABLES: dict[str, Callable[[list[Facts]], list[str]]] = {
     "layers": _layers,
     "losses": partial(_columns, LOSSES),
-    "golden": partial(_columns, {"case": "case", "file": "file", "captured": "captured"}),
+    "golden": partial(_columns, {"check": "case", "file": "file", "captured": "captured"}),
 }

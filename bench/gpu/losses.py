@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.gpu.cases import Case, Context, Facts, Skipped, plan_of
 from fp8stack import data
 from fp8stack.backends import build_backend
 from fp8stack.benchmark.step import free_memory
 from fp8stack.benchmark.timing import wait_for
 from fp8stack.config import RunConfig
+from fp8stack.conform.checks import Check, Context, Facts, Skipped, plan_of
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer, learning_rate
@@ -55,14 +55,14 @@ class Training:
 
 def cases(
     context: Context, deadline: float = math.inf, training: Training | None = None
-) -> Iterator[Case]:
+) -> Iterator[Check]:
     """The trainings of all arms, each compared with bf16's, which is the first; `deadline` is on
     `time.monotonic`'s clock."""
     training = training or Training(steps=20 if context.quick else 200)
     found: dict[tuple[str, str], Facts] = {}
     for arm in ARMS:
         check = partial(_compared, context, training, arm, found, deadline)
-        yield Case(f"{arm[1]} by {arm[0]}, {training}", check)
+        yield Check(f"{arm[1]} by {arm[0]}, {training}", check)
 
 
 def _compared(

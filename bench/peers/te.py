@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.peers import shape_of, te_raw
+from bench.peers import shape_of
 from bench.peers.plain_gpt import Shape, optimizer_for
 from fp8stack.benchmark.step import Work, training_step
+from fp8stack.conform import te as te_raw
 
 
 def layer_options(shape: Shape, number: int) -> dict[str, Any]:

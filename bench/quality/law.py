@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
-from scipy import optimize, stats
+from scipy import optimize
 
 from bench import report
+from bench.cells import append_line, json_lines
 from bench.quality import study, study_tables
 from fp8stack.benchmark.timing import machine
 from fp8stack.errors import UserError
@@ -80,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, fit, judge and write."""
-    folder = arguments.out / "cpu" if arguments.out.name == "results" else arguments.out
-    rows = study.read_study(folder / study.NAME)
+    folder = study.folder_of(arguments)
+    rows = json_lines(folder / study.NAME)
     _measure(rows, folder / SENSITIVITY, arguments.runs)
-    cells = cells_of(rows, study.read_study(folder / SENSITIVITY))
+    cells = cells_of(rows, json_lines(folder / SENSITIVITY))
     law = fit([cell for cell in cells if cell.fitted])
     whole = fit(cells)
     text = page(law, whole, cells)
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
     """Measure the study's models in float32, and add what was found to the file at `path`."""
-    known = {(row["name"], row["recipe"]) for row in study.read_study(path)}
+    known = {(row["name"], row["recipe"]) for row in json_lines(path)}
     cpu = machine(device="cpu")["machine"]
     for row in study_tables.base_of(rows):
         folder = runs / row["name"]
@@ -114,7 +115,7 @@ def _measure(rows: study_tables.Rows, path: Path, runs: Path) -> None:
                 "layers": round(sum(measured.layers.values()), 9),
                 "backward": measured.backward,
             }
-            study.append(path, facts | found)
+            append_line(path, facts | found)
         print(f"measured: {row['name']}", flush=True)
 
 
@@ -221,11 +222,10 @@ def judge(law: laws.Law, cells: Sequence[Cell]) -> Judgement:
     to."""
     resolved = [cell for cell in cells if 0 < cell.error <= RESOLVED * abs(cell.gap)]
     errors = [abs(law.mean(c.forward, c.backward) / c.gap - 1) for c in resolved]
-    quantile = float(stats.norm.ppf((1 + laws.CONFIDENCE) / 2))
     inside = 0
     for cell in cells:
         mean = law.mean(cell.forward, cell.backward)
-        width = quantile * math.hypot(law.deviation * mean, cell.error)
+        width = laws.QUANTILE * math.hypot(law.deviation * mean, cell.error)
         inside += abs(cell.gap - mean) <= width
     return Judgement(
         cells=len(cells),
@@ -324,7 +324,7 @@ def figure(law: laws.Law, cells: Sequence[Cell]) -> Figure:
             )
     span = np.geomspace(0.3, 1e3 * max((c.gap for c in cells), default=1.0) * 1.3, 50)
     axes.plot(span, span, color="0.5", linewidth=0.8)
-    wide = 1.645 * law.deviation
+    wide = laws.QUANTILE * law.deviation
     axes.fill_between(span, span * (1 - wide), span * (1 + wide), color="0.5", alpha=0.15)
     axes.set(
         xscale="log",

@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from bench.cells import append_line, json_lines
 from bench.quality import study_tables
 from bench.timing_lock import held_by_another
 from fp8stack.benchmark.timing import machine
@@ -194,34 +195,30 @@ def _parameters(size: str) -> int:
     return load_config(MODEL, SHAPES[size]).parameters()
 
 
+def folder_of(arguments: argparse.Namespace) -> Path:
+    """Where results are: all of these are of a CPU."""
+    out: Path = arguments.out
+    return out / "cpu" if out.name == "results" else out
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train what is not there, and write the tables of what there is."""
     sizes = [TINY] if arguments.tiny else arguments.sizes
     for size in sizes:
         if size not in SHAPES:
             raise UserError(f"--sizes {quoted(size)}: there are {', '.join(SIZES)}.")
-    folder = arguments.out / "cpu" if arguments.out.name == "results" else arguments.out
+    folder = folder_of(arguments)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     cpu = machine(device="cpu")["machine"]
     try:
         if not arguments.table:
-            known = {row["key"] for row in read_study(path)}
+            known = {row["key"] for row in json_lines(path)}
             left = [job for job in jobs(sizes) if job.content(cpu) not in known]
             print(f"{len(left)} runs are to do, {len(known)} are there", flush=True)
             _train(left, path, cpu, arguments)
     finally:
-        print(study_tables.write(read_study(path), folder))
-
-
-def read_study(path: Path) -> list[dict[str, Any]]:
-    """The figures of all runs; a line that a killed process left half is passed over."""
-    found = []
-    with suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+        print(study_tables.write(json_lines(path), folder))
 
 
 # Training
@@ -258,7 +255,7 @@ def _train(left: list[Job], path: Path, cpu: str, arguments: argparse.Namespace)
                 if row["error"]:
                     failed.append(row["name"])
                 else:
-                    append(path, row)
+                    append_line(path, row)
             if stopped or time.monotonic() > until:
                 _send(signal.SIGCONT, workers)
                 _send(signal.SIGTERM, workers)  # they save their runs and end
@@ -283,14 +280,6 @@ def _send(which: signal.Signals, workers: Sequence[Any]) -> None:
     for worker in workers:
         if worker.is_alive():
             os.kill(worker.pid, which)
-
-
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to a file of results, safely on disk."""
-    with path.open("a") as file:  # after what a killed process may have left half
-        file.write("\n" + json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
-import sys
-import sysconfig
-from pathlib import Path
-
 from fp8stack.errors import UserError
-from fp8stack.precision import Plan
+from fp8stack.precision import Hardware, Plan
+from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 
 SELECTIVE_COMPILED = (
     "activation_checkpointing selective does not work with --compile: compiled code chooses by "
-    "itself what it keeps. Use none, block for less memory, or leave --compile out."
+    "itself what it keeps. Use none, block for less memory, or --no-compile."
 )
 TE_COMPILED = "--compile: Transformer Engine's layers cannot be compiled into one graph"
 
@@ -32,6 +26,31 @@ def require_compiler(plan: Plan, recompute: str = "none") -> None:
     """
     require_compilable(plan, recompute)
     require_tools(plan.device, "--compile", "leave --compile out")
+
+
+def is_compiled(
+    asked: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
+) -> tuple[bool, str]:
+    """Whether a model with this plan trains as compiled code, and a note on it or "".
+
+    On a GPU it does, where that works, unless it was refused; on a CPU where it was asked for.
+
+    Args:
+        asked: whether it is to be compiled; None if nothing was said.
+        plan: what is to run.
+        hardware: where.
+        recompute: its activation checkpointing, see `GPT`.
+    """
+    if asked is not None or hardware.device != "cuda":
+        return bool(asked), ""
+    why = hardware.compiler_problem
+    if plan.backend == "te":
+        why = "Transformer Engine's layers cannot be compiled into one graph"
+    elif recompute == "selective":
+        why = "activation_checkpointing selective would not choose what compiled code keeps"
+    if why:
+        return False, f"training is not compiled: {why}"
+    return True, "training is compiled (torch.compile); --no-compile refuses that"
 
 
 def require_compilable(plan: Plan, recompute: str = "none") -> None:
@@ -57,17 +76,11 @@ def require_tools(device: str, what: str, instead: str) -> None:
     Raises:
         UserError: a compiler or its headers are missing.
     """
-    if device == "cuda":
-        _require_triton(what, instead)
-    else:
+    if device != "cuda":
         _require_cpp_compiler(what, instead)
-    # Both build Python extensions. Elsewhere (macOS) the path that Python gives may not exist.
-    headers = Path(sysconfig.get_path("include"))
-    if sys.platform == "linux" and not (headers / "Python.h").exists():
-        raise UserError(
-            f"{what} needs Python's headers, and {headers} has no Python.h. Install them "
-            f"(python3-dev on Debian and Ubuntu), or {instead}."
-        )
+    # Both build Python extensions.
+    if problem := find_compiler_problem() if device == "cuda" else missing_headers():
+        raise UserError(f"{what}: {problem}, or {instead}.")
 
 
 def _require_cpp_compiler(what: str, instead: str) -> None:
@@ -81,16 +94,3 @@ def _require_cpp_compiler(what: str, instead: str) -> None:
             f"{what} needs a C++ compiler and none was found. Install g++, name one by the "
             f"environment's CXX, or {instead}."
         ) from error
-
-
-def _require_triton(what: str, instead: str) -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise UserError(
-            f"{what} needs triton on a GPU and it is not installed: pip install triton, or "
-            f"{instead}."
-        )
-    if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
-        raise UserError(
-            f"{what} needs a C compiler on a GPU, for triton, and none was found. Install gcc, "
-            f"name one by the environment's CC, or {instead}."
-        )

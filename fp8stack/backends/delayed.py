@@ -35,7 +35,8 @@ from fp8stack.backends.weights import WeightChanges
 from fp8stack.errors import UserError
 from fp8stack.formats import OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.numerics import AmaxHistory
-from fp8stack.numerics.amax import record_amax
+from fp8stack.numerics.amax import joined, record_amax, spread
+from fp8stack.ops.replay import Replayed
 
 
 class Slot:
@@ -59,6 +60,11 @@ class Slot:
         self.recorded = history.recorded(self.name)
         self._column = torch.tensor([history.column(self.name)], device=self.recorded.device)
         self._at = history.column(self.name)
+
+    @property
+    def column(self) -> int:
+        """The slot's place in the history."""
+        return self._at
 
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
@@ -104,6 +110,7 @@ class DelayedScaling:
         self._forward: list[str] = []
         self._forward_due = False
         self._pending = False  # whether a pass recorded what no update has moved
+        self._settled = False  # whether `settle` moved all that was recorded
         self._records = False
         self._under_way: list[bool] = []  # whether they record: passes, one inside the other
         self._compiled = False
@@ -115,6 +122,8 @@ class DelayedScaling:
         self._weights: set[str] = set()
         self._slots: list[Slot] = []
         self._no_weights: dict[tuple[str, ...], Tensor] = {}
+        self._updates = Replayed(self.history.update)
+        self._takes = Replayed(self._take_scales)
 
     def add_layer(self, path: str, quantizers: Quantizers) -> Slots:
         """Give the linear layer at the module path `path` a slot for each delayed quantizer; the
@@ -249,7 +258,8 @@ class DelayedScaling:
         compiled code. On several ranks, all of them call this."""
         if self._pending:
             self.collect()
-            self._update(self._due())
+            self._update(self._due(), replayed=True)
+            self._settled = True
             self.distribute()
         self._forward_due = False
 
@@ -266,33 +276,32 @@ class DelayedScaling:
         self.weights.mark()  # their scales are taken anew
 
     def _changing(self) -> list[Tensor]:
-        """The tensors that a training step changes, beside what is recorded."""
-        return [self.history.history, self.history.scales, self.first_scales]
+        """The tensors that a training step changes."""
+        history = self.history
+        return [history.history, history.scales, self.first_scales, history.all_recorded]
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the tensors that a training step changes, for `put_back`."""
-        return [*(t.clone() for t in self._changing()), torch.stack(self.history.all_recorded)]
+        return [tensor.clone() for tensor in self._changing()]
 
     def put_back(self, snapshot: list[Tensor], where: Tensor) -> None:
         """Be as at the `snapshot` if `where`, bool and 0-dim, is true; the device decides."""
-        *saved, recorded = snapshot
-        for tensor, before in zip(self._changing(), saved, strict=True):
+        for tensor, before in zip(self._changing(), snapshot, strict=True):
             tensor.copy_(torch.where(where, before, tensor))
-        now = torch.where(where, recorded, torch.stack(self.history.all_recorded))
-        torch._foreach_copy_(self.history.all_recorded, list(now.unbind()))
 
     def amaxes(self, passes: int, window: int) -> tuple[Tensor, Tensor]:
         """The largest amax of each slot in its last `passes` passes, [slots], and the `window`
         amaxes before those, [window or fewer, slots]; 0 where there was none."""
         rows = self.history.history[1:]  # row 0 is not in use
         split = max(0, len(rows) - passes)
-        newest = torch.cat([rows[split:], torch.stack(self.history.all_recorded)[None]])
+        newest = torch.cat([rows[split:], self.history.all_recorded[None]])
         return newest.amax(dim=0), rows[max(0, split - window) : split]
 
     def _due(self) -> list[str] | None:
         """The slots that a finished pass recorded and no update has moved; None is all."""
         if torch.compiler.is_compiling() or self._compiled:
-            return None  # compiled backward passes call nobody back
+            # Compiled backward passes call nobody back.
+            return [] if self._settled and not torch.compiler.is_compiling() else None
         return self._forward if self._forward_due else []
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -304,6 +313,7 @@ class DelayedScaling:
         self._forward_due = self._again = False
         self._records = model.training and torch.is_grad_enabled()
         self._pending = self._records or self._pending
+        self._settled = self._settled and not self._records
         if self._records and not self._announced and not torch.compiler.is_compiling():
             self._announced = True
             if self.group is not None and several_ranks():
@@ -316,6 +326,12 @@ class DelayedScaling:
     def _follow_weights(self) -> None:
         """Take new scales for weights that changed; a pass that records uses the change up."""
         self.weights.begin_pass(self._records)
+        if self._records and not torch.compiler.is_compiling():
+            self._takes(self.first.device, self.first_scales.data_ptr())
+        else:
+            self._take_scales()
+
+    def _take_scales(self) -> None:
         _take_scales(
             self.first_scales, self.first, self.weights.flag, self.history.scales, self._records
         )
@@ -337,16 +353,20 @@ class DelayedScaling:
         self._update(None)
         self.distribute()
 
-    def _update(self, slots: list[str] | None) -> None:
-        """Move what all ranks recorded for `slots` into the history; None is all slots."""
+    def _update(self, slots: list[str] | None, *, replayed: bool = False) -> None:
+        """Move what all ranks recorded for `slots` into the history; None is all slots. `replayed`:
+        as one launch, where that is possible."""
         # Only after a pass that trains, which all ranks made: one may evaluate by itself.
         if self.group is not None and several_ranks() and self._pending:
             if self._key is not None and not torch.compiler.is_compiling():
                 self._require_same_slots()
             group = None if self.group == "world" else self.group.group_name
-            _reduce_amaxes(self.history.all_recorded, group)
+            _reduce_amaxes(self.history.to_update, group)
         self._pending = False
-        self.history.update(slots)
+        if replayed and slots is None:
+            self._updates(self.history.history.device, self.history.history.data_ptr())
+        else:
+            self.history.update(slots)
 
     def _announce(self) -> None:
         """Tell the other ranks, before the first pass that trains, which slots are here. By the
@@ -407,7 +427,7 @@ def several_ranks() -> bool:
 # An operator of its own, so that torch.compile leaves the collective where it is.
 @torch.library.custom_op("fp8stack::reduce_amaxes", mutates_args=("recorded",))
 def _reduce_amaxes(recorded: list[Tensor], group: str | None) -> None:
-    largest = torch.stack(recorded)
+    largest = joined(recorded).clone()
     ranks = None if group is None else _resolve_process_group(GroupName(group))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
-    torch._foreach_copy_(recorded, list(largest.unbind()))
+    spread(recorded, largest)

@@ -87,6 +87,9 @@ def _finished(
     return y if bias is None else y + bias
 
 
+_FLT_MAX = torch.finfo(torch.float32).max
+
+
 def _turned(a: Tensor, b: Tensor, turn: str) -> tuple[Tensor, Tensor]:
     return a.t() if turn == "a" else a, b.t() if turn == "b" else b
 
@@ -99,6 +102,10 @@ def _gemm(a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | 
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     # In float64, which holds a product of two float32, and rounded once by the GEMM.
     alpha = math.prod([scale.item() for scale in scales])
+    if (
+        alpha > _FLT_MAX
+    ):  # torch refuses what float32 cannot hold, and takes what hardware has there
+        alpha = math.inf
     if bias is not None:
         return torch.addmm(bias, a, b, alpha=alpha)
     y = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32)

@@ -61,7 +61,7 @@ class LowPrecisionLinear(nn.Linear):
         if not torch.compiler.is_compiling() and not self.ran:
             self.ran = True
         if self.in_fp8:
-            _require_plain(input, self._parameters.get("weight"))
+            require_plain(input, self._parameters.get("weight"))
         dtype = _dtype_of_linear(input) if self.keeps_dtype else self.compute_dtype
         with no_autocast(input.device.type):
             rows = input.to(self.compute_dtype).reshape(-1, self.in_features)
@@ -84,7 +84,12 @@ class LowPrecisionLinear(nn.Linear):
         return F.linear(x, self.matrix.to(self.compute_dtype), bias)
 
 
-def _require_plain(x: Tensor, weight: Tensor | None) -> None:
+def require_plain(x: Tensor, weight: Tensor | None) -> None:
+    """See that an FP8 linear can take this input and weight.
+
+    Raises:
+        UserError: it cannot: under tensor parallelism, or a transform of torch.func.
+    """
     if isinstance(x, DTensor) or isinstance(weight, DTensor):
         raise UserError(
             "FP8 layers do not take the DTensors of tensor parallelism: leave the layers that it "

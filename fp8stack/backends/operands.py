@@ -76,9 +76,10 @@ class LayerDraws:
         self._seed = seed
         self._stream = zlib.crc32(path.encode())
         with torch.inference_mode(False):
-            self.counter = torch.zeros((), dtype=torch.int64)
+            # On the CPU until the first pass, also where `convert` builds layers on meta.
+            self.counter = torch.zeros((), dtype=torch.int64, device="cpu")
             # A tensor, so that code that is compiled for one layer serves all that are like it.
-            self.stream = torch.tensor(self._stream)
+            self.stream = torch.tensor(self._stream, device="cpu")
 
     def bits(self, name: Operand, across: bool, rows: int) -> RandomBits:
         """Those to round one copy of an operand of `rows` rows with; every rank draws those of its

@@ -32,11 +32,9 @@ from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.observe import Observer
 from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.formats import Quantizers
+from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
-
-# TE's name of an activation; its gelu is the tanh approximation.
-_ACTIVATIONS = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"}
 
 _FWD, _BWD = "scaling_fwd", "scaling_bwd"  # TE's names of a module's two states
 
@@ -301,7 +299,7 @@ class TEBackend(Backend):
     def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
         """See `Backend.norm_mlp`: TE's LayerNormMLP."""
         up, down = mlp.up, mlp.down
-        activation = _ACTIVATIONS.get(str(mlp.activation))
+        activation = TRANSFORMER_ENGINES.get(str(mlp.activation))
         if not _is_fp8(up) or not _is_fp8(down) or activation is None or not self._fuses(x, norm):
             return super().norm_mlp(x, norm, mlp)
         core = up.cores.get("mlp")

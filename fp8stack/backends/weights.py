@@ -50,6 +50,7 @@ class WeightChanges:
         copied: whether quantized copies that were made of the weights are to be used. They serve
             until the weights change, within training: an evaluation makes its own, so that it sees
             values that were put into `weight.data`.
+        versions: those of the weights of the layers that are watched, at the last pass.
         flag: "changed", for compiled code, which cannot ask Python: bool, 0-dim.
     """
 
@@ -61,7 +62,7 @@ class WeightChanges:
             self.flag = torch.ones((), dtype=torch.bool)
         self._changed = True
         self._layers: list[nn.Module] = []
-        self._versions: list[Version] = []
+        self.versions: dict[nn.Module, Version] = {}
         _WATCHES.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,9 +85,9 @@ class WeightChanges:
         if torch.compiler.is_compiling():
             self.copied = False  # it cannot look, so it quantizes in its graph
             return
-        versions = [version_of(own_weight(layer)) for layer in self._layers]
-        if versions != self._versions:
-            self._versions = versions
+        versions = {layer: version_of(own_weight(layer)) for layer in self._layers}
+        if versions != self.versions:
+            self.versions = versions
             self.mark()
         self.first = trains and self._changed
         if self.first:

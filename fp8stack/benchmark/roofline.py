@@ -100,7 +100,7 @@ def casts_s(
     return moved / rates.memory
 
 
-def elementwise_s(config: GPTConfig, tokens: int, rates: Rates) -> float:
+def elementwise_s(config: GPTConfig, plan: Plan, tokens: int, rates: Rates) -> float:
     """Seconds of the embedding, norms, residual sums, activations, RoPE and bias gradients.
 
     Bytes per token. The residual stream is float32, branches bf16, and each residual sum is one
@@ -113,12 +113,13 @@ def elementwise_s(config: GPTConfig, tokens: int, rates: Rates) -> float:
     dy: 2 N.
     """
     width, groups = config.width, config.query_groups * config.head_width
-    up = config.hidden * (2 if config.activation == "swiglu" else 1)
-    block = 2 * 28 * width + 6 * up + 4 * config.hidden
+    up, down = (plan.layer(f"blocks.0.mlp.{name}") for name in ("up", "down"))
+    block = 2 * 28 * width + 6 * up.out_features + 4 * down.in_features
     if config.positions == "rope" or config.qk_norm:
         block += (10 if config.qk_norm else 8) * (width + groups)
     if config.bias:
-        block += 2 * (2 * width + 2 * groups + width + up)
+        linears = sum(layer.out_features for layer in plan.layers if "." in layer.name)
+        block += 2 * linears // config.layers
     moved = config.layers * block + 20 * width + 20 * width
     return moved * tokens / rates.memory
 
@@ -177,7 +178,7 @@ def predict(
             seconds["casts"] += casts_s(tokens, shape, layer.quantizers, rates)
     vocabulary = plan.layer("lm_head").out_features
     seconds["attention"] = attention_s(config, batch, context, rates)
-    seconds["norms, elementwise"] = elementwise_s(config, tokens, rates)
+    seconds["norms, elementwise"] = elementwise_s(config, plan, tokens, rates)
     seconds["head and loss"] += loss_s(tokens, vocabulary, rates)
     seconds["optimizer"] = optimizer_s(config, rates)
     total = sum(seconds.values())

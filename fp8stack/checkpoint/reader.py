@@ -153,9 +153,7 @@ def _manifest(path: Path) -> Manifest:
     manifest: Manifest = presets.parse(Manifest, body, str(file))
     for name in manifest.files:
         if not _FILE.fullmatch(name):
-            raise UserError(
-                f"{file} names a file '{quoted(name)}', which is none of a checkpoint's."
-            )
+            raise UserError(f"{file} lists '{quoted(name)}', which is not a checkpoint file.")
     return manifest
 
 

@@ -77,7 +77,7 @@ class SharedGroup(Mapping[str, Tensor]):
     def __init__(self, folder: Path, files: Set[str]) -> None:
         self.folder = folder
         if odd := {path.name for path in folder.glob("*.safetensors")} - files:
-            raise UserError(f"{folder / min(odd)} is none of the checkpoint's files.")
+            raise UserError(f"{folder / min(odd)} does not belong to the checkpoint.")
         self._reader = _Reader(str(folder))
         try:
             found = self._reader.read_metadata().state_dict_metadata

@@ -93,7 +93,7 @@ def random_states(ranks: Ranks) -> Group:
 
 def restore_random_state(state: Group, rank: int = 0) -> None:
     """Put back what `random_state` gave, or `random_states`. A rank that there was none of then
-    keeps what it has. Raises a UserError if it is none of torch's."""
+    keeps what it has. Raises a UserError if it is invalid."""
     suffix = f".{rank}" if rank else ""
     if rank and f"cpu{suffix}" not in state:
         return
@@ -102,7 +102,7 @@ def restore_random_state(state: Group, rank: int = 0) -> None:
         if f"cuda{suffix}" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state[f"cuda{suffix}"])
     except (KeyError, RuntimeError, TypeError) as error:
-        raise UserError("The checkpoint's random state is none of torch's.") from error
+        raise UserError("The checkpoint's RNG state is invalid.") from error
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import io
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -19,86 +18,132 @@ from fp8stack.cli import options
 from fp8stack.cli.bench import bench
 from fp8stack.cli.compare import compare
 from fp8stack.cli.estimate import estimate
-from fp8stack.cli.eval import evaluate
 from fp8stack.cli.export import export
 from fp8stack.cli.forecast import forecast, tune
 from fp8stack.cli.generate import generate
-from fp8stack.cli.options import option
+from fp8stack.cli.look import evaluate, list_, report, show
+from fp8stack.cli.machine import conform, doctor
+from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
-from fp8stack.errors import Interrupted, StorageError, UserError
+from fp8stack.errors import Interrupted, StorageError, UserError, quoted
 from fp8stack.threads import adapting
 
 app = typer.Typer(
     name="fp8stack",
     help="Pretrain GPT-style models in FP8, on any machine.",
     invoke_without_command=True,
-    add_completion=False,
+    cls=Group,
+    add_completion=False,  # typer imports pydantic for it, whatever the command; ours is below
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.add_typer(bench)
-app.command()(pretrain)
-app.command()(compare)
-app.command()(estimate)
-app.command()(plan)
-app.command()(prepare)
-app.command()(generate)
-app.command("eval")(evaluate)
-app.command()(forecast)
-app.command()(tune)
-app.command()(export)
+for function, name, short, example in (
+    (
+        pretrain,
+        "pretrain",
+        "Train a model",
+        "pretrain --recipe delayed --steps 200 --out runs/demo",
+    ),
+    (
+        compare,
+        "compare",
+        "Train in several recipes and compare losses",
+        "compare --recipes fp32,delayed,mxfp8 --steps 300",
+    ),
+    (
+        prepare,
+        "prepare",
+        "Tokenize documents into shards",
+        "prepare texts/ --tokenizer gpt2 --out data/mine",
+    ),
+    (
+        plan,
+        "plan",
+        "Show the precision of every operation",
+        "plan --model gpt2-124m --recipe delayed --capability 9.0",
+    ),
+    (
+        estimate,
+        "estimate",
+        "Estimate the memory of a run",
+        "estimate --model gpt2-1.5b --recipe delayed --capability 9.0",
+    ),
+    (doctor, "doctor", "Show what this machine can do", "doctor --capability 9.0"),
+    (list_, "list", "List models, recipes or runs", "list recipes"),
+    (show, "show", "Show a run on the terminal", "show runs/demo"),
+    (report, "report", "Report on runs as an HTML page", "report runs/demo"),
+    (
+        evaluate,
+        "eval",
+        "Compute validation losses",
+        "eval runs/demo --recipes fp32,delayed,nvfp4",
+    ),
+    (generate, "generate", "Generate text", "generate runs/demo --prompt 'def main'"),
+    (
+        forecast,
+        "forecast",
+        "Forecast what each recipe would cost in loss",
+        "forecast runs/demo",
+    ),
+    (
+        tune,
+        "tune",
+        "Find a recipe for each layer within a loss budget",
+        "tune runs/demo --budget 0.2% --out mine.toml",
+    ),
+    (
+        export,
+        "export",
+        "Write a model for transformers, vLLM or safetensors",
+        "export runs/demo --format hf --out exported",
+    ),
+    (
+        conform,
+        "conform",
+        "Check that this machine computes what formats say",
+        "conform --quick",
+    ),
+):
+    app.command(name, cls=Command, short_help=short, epilog=f"Example: fp8stack {example}")(
+        function
+    )
+
+
+COMPLETION = option("Print your shell's completion, to be sourced.", "--completion")
 
 
 @app.callback()
 def _no_command(
     context: typer.Context,
     version: Annotated[bool, option("Print the version.", "--version")] = False,
+    completion: Annotated[bool, COMPLETION] = False,
     help: Annotated[bool, options.HELP] = False,
 ) -> None:
     if version:
         print(f"fp8stack {fp8stack.__version__}")
+    elif completion:
+        print(_completion_script(os.path.basename(os.environ.get("SHELL", ""))))
     elif context.invoked_subcommand is None:
         print(context.get_help())
 
 
-OUT = option("HTML file. [report.html in the run, or beside several runs]")
-TEXT = option("Print a summary; write a page only with --out.", "--text")
+def _completion_script(shell: str) -> str:
+    if shell not in ("bash", "zsh", "fish"):
+        raise UserError(
+            f"No completion for the shell {quoted(shell)}. Set SHELL to bash, zsh or fish."
+        )
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    names = {"prog_name": "fp8stack", "complete_var": COMPLETE, "shell": shell}
+    return get_completion_script(**names)
 
 
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
-    out: Annotated[str | None, OUT] = None,
-    text: Annotated[bool, TEXT] = False,
-) -> None:
-    """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
-    from fp8stack.report import report
-
-    page = report(runs, out, text)
-    if page is not None:
-        print(f"report: {page}")
-
-
-@app.command()
-def doctor(
-    capability: Annotated[str | None, options.CAPABILITY] = None,
-    te: Annotated[bool | None, options.TE] = None,
-    json: Annotated[bool, options.JSON] = False,
-) -> None:
-    """Show how each recipe runs on this machine and why, and the number formats."""
-    from fp8stack import doctor
-    from fp8stack.precision.hardware import machine_for
-
-    hardware = machine_for(capability, te)
-    if json:
-        options.print_json(doctor.as_json(hardware))
-    else:
-        from rich.console import Console
-
-        doctor.show(hardware, Console())
+COMPLETE = "_FP8STACK_COMPLETE"
+"""The variable by which a shell asks for what may follow."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -106,6 +151,11 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
     try:
+        if COMPLETE in os.environ:
+            from typer.completion import completion_init  # type: ignore[attr-defined]
+
+            completion_init()
+            app(prog_name="fp8stack")
         words = _completed(sys.argv[1:] if arguments is None else arguments)
         with adapting():
             code = app(words, standalone_mode=False)

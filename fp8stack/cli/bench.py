@@ -14,6 +14,7 @@ CONTEXT = option("Tokens per sequence. [the model's]", min=1)
 bench = typer.Typer(
     name="bench",
     help="Measure on this machine, or predict for a GPU.",
+    short_help="Measure speed here, or predict it for a GPU",
     invoke_without_command=True,
     add_help_option=False,  # typer imports pydantic for its own; ours is below
     rich_markup_mode=None,

@@ -11,7 +11,9 @@ from fp8stack.errors import Interrupted
 RECIPES = option("Precision recipes or TOML files, separated by commas. [six of them]")
 OUT = option("Folder for the runs and compare.json, .md and .png. [runs/compare-MODEL]")
 BASELINE = option("Recipe to compare the others with. [fp32, else the first]")
-FROM = option("Run or checkpoint to start all runs from.", "--from", metavar="PATH")
+FROM = option(
+    "Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from", metavar="PATH"
+)
 SHARED = option("Share of the steps in the baseline's recipe first. [25%, with --from 0%]")
 UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
 MARGIN = option("Gap that does not matter, in percent of the loss. [0.25%]")
@@ -39,7 +41,7 @@ def compare(
     device: Annotated[str | None, options.DEVICE] = None,
     threads: Annotated[int | None, options.THREADS] = None,
     backend: Annotated[str | None, options.BACKEND] = None,
-    compile: Annotated[bool, option("Compile the model with torch.compile.", "--compile")] = False,
+    compile: Annotated[bool | None, options.COMPILE] = None,
     set: Annotated[list[str] | None, options.SET] = None,
 ) -> None:
     """Train every recipe with every seed, and tabulate what each one costs: its loss beside the
@@ -48,7 +50,7 @@ def compare(
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
     flags = options.run_flags(locals())
-    flags |= {"out": None, "compile": compile or None, "init_from": from_}
+    flags |= {"out": None, "init_from": from_}
     from fp8stack.compare import comparison, settings
 
     asked = settings.prepare(

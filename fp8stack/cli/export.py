@@ -7,11 +7,14 @@ import typer
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+from fp8stack.errors import UserError
 
 RUN = typer.Argument(help="Run folder or checkpoint.", show_default=False, metavar="RUN")
 FORMAT = option("Format: hf (transformers), fp8 (compressed-tensors, vLLM), safetensors. [hf]")
 STRATEGY = option("One scale per tensor, channel or block of FP8 weights. [the run's]")
 OVERWRITE = option("Delete an earlier export in --out first.", "--overwrite")
+PUSH = option("Upload the folder to this repository of the Hugging Face Hub.", metavar="OWNER/NAME")
+PRIVATE = option("With --push: make the repository private.", "--private")
 
 
 def export(
@@ -22,12 +25,31 @@ def export(
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     strategy: Annotated[str | None, STRATEGY] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
+    push: Annotated[str | None, PUSH] = None,
+    private: Annotated[bool, PRIVATE] = False,
+    json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Write a trained model as a folder that transformers, vLLM or safetensors load."""
-    from fp8stack.export import export as write
+    from fp8stack.exports import write_export
+    from fp8stack.hf import hub
 
-    more = {"tokenizer": tokenizer, "strategy": strategy}
-    line, notes = write(run, format, out, dtype=dtype, overwrite=overwrite, **more)
-    for note in notes:
+    if push is None and private:
+        raise UserError("--private is of --push. Leave it out, or give --push owner/name.")
+    if push is not None:
+        if format == "safetensors":
+            raise UserError("--push is of --format hf and fp8. Leave it out.")
+        hub.require_pushable(push)
+    more = {"tokenizer": tokenizer, "strategy": strategy, "repository": push}
+    written = write_export(run, format, out, dtype=dtype, overwrite=overwrite, **more)
+    for note in written.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"export: {line}")
+    if not json:
+        print(f"export: {written.line}", flush=True)
+    address = {}
+    if push is not None:
+        message = f"{written.title}, written by fp8stack export"
+        address = {"url": hub.push(written.out, push, private=private, message=message)}
+    if json:
+        options.print_json(written.as_json() | address)
+    elif address:
+        print(f"pushed: {address['url']}")

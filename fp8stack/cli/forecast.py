@@ -11,9 +11,11 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 
-RUN = typer.Argument(help="Run or checkpoint folder, or hf:FOLDER.", show_default=False)
+RUN = typer.Argument(
+    help="Run or checkpoint folder, hf:FOLDER or hf:owner/name.", show_default=False
+)
 RECIPES = option(
-    "Precision recipes or TOML files, separated by commas. [the shipped ones in FP8 to FP4]"
+    "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]"
 )
 CANDIDATES = option("Recipes that layers may have. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16]")
 DATA = option("Text that the model was not trained on. [the run's own held-out part]")
@@ -22,6 +24,8 @@ TOKENS = option("Tokens that the model was trained on. [what the run says]")
 BUDGET = option("Loss gap that is allowed, in percent of the loss. Example: 0.2%")
 BITS = option("Instead: bits that GEMMs may have on average. Example: 6")
 OUT = option("File to write the recipe to. [tuned.toml]")
+MEASURED = ("run", "data", "windows", "tokens", "tokenizer", "device")
+"""The arguments of both that say what is measured."""
 
 
 def forecast(
@@ -39,21 +43,14 @@ def forecast(
 
     One trained model is enough, in any precision; nothing is trained.
     """
+    flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import table
     from fp8stack.threads import use_threads
 
     use_threads(threads)
     chosen = forecasts.RECIPES if recipes is None else options.words(recipes)
-    request = forecasts.Request(
-        run=run,
-        recipes=chosen,
-        data=data,
-        windows=windows,
-        tokens=tokens,
-        tokenizer=tokenizer,
-        device=device,
-    )
+    request = forecasts.Request(recipes=chosen, **flags)
     with _measuring() as tell:
         found = forecasts.forecast(request, tell)
     told = table.told(found)
@@ -81,6 +78,7 @@ def tune(
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Write a recipe that gives each layer as few bits as a loss budget allows."""
+    flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import table, tune
     from fp8stack.threads import use_threads
@@ -88,15 +86,7 @@ def tune(
     use_threads(threads)
     asked = tune.ask(budget, bits, out)
     chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
-    request = forecasts.Request(
-        run=run,
-        recipes=tune.candidates(chosen),
-        data=data,
-        windows=windows,
-        tokens=tokens,
-        tokenizer=tokenizer,
-        device=device,
-    )
+    request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
         forecast = forecasts.forecast(request, tell, must_tell=True)
     found = tune.tuned(forecast, asked, plain=tune.PLAIN in chosen)

@@ -34,7 +34,7 @@ def generate(
         raise UserError("Give --prompt or --prompt-file, not both.")
     if prompt_file is not None:
         prompt = _read(prompt_file)
-    from fp8stack.generate import Request, write
+    from fp8stack.generation import Request, write
     from fp8stack.model.sampling import Sampling
     from fp8stack.threads import use_threads
 

@@ -1,9 +1,10 @@
-"""The options that commands share, and how they are printed."""
+"""The options that commands share, how help is laid out, and how answers are printed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -17,28 +18,36 @@ def _show(context: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
+def _names(kind: Any) -> list[str]:
+    """Those that a shell offers."""
+    from fp8stack.presets import names
+
+    return names(kind)
+
+
 # In place of typer's own --help, for which it imports pydantic whatever the command.
 HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, callback=_show)
 
 # Keys of a run. `RunConfig` has the defaults, and a test compares them; its pydantic is too slow to
 # import for a help text.
-MODEL = option("Model preset or TOML file. [gpt-nano]")
-RECIPE = option("Precision recipe or TOML file. [auto]")
-BACKEND = option("Compute backend: auto, te, torch, emulate or reference. [auto]")
+MODEL = option("Model preset or TOML file. [gpt-nano]", autocompletion=lambda: _names("models"))
+RECIPE = option("Precision recipe or TOML file. [auto]", autocompletion=lambda: _names("recipes"))
+BACKEND = option("auto, te, torch, emulate or reference. [auto]")
 STRICT = option("Fail instead of substituting a recipe or backend.")
 STEPS = option("Optimizer steps. [1200]")
 BATCH = option("Sequences per step, over all ranks. [8]")
 CONTEXT = option("Tokens per sequence. [the model's]")
 ACCUMULATE = option("Micro-batches per step. [1]")
 LR = option("Peak learning rate. [0.003]", "--lr", "--learning-rate")
-OPTIMIZER = option("Optimizer: adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
-PARALLEL = option("How ranks share the work: ddp, or fsdp to shard the model. [ddp]")
-RECOMPUTE = option("Recompute in the backward pass: none, selective or block. [none]")
-PHASES = option("Recipes by phase: conservative, default or aggressive.")
+OPTIMIZER = option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
+PARALLEL = option("ddp, or fsdp to shard the model. [ddp]")
+RECOMPUTE = option("Recompute: none, selective or block. [none]")
+COMPILE = option("Use torch.compile. [on a GPU, but for te]")
+PHASES = option("By phase: conservative, default or aggressive.")
 DEVICE = option("Device: auto, cpu or cuda. [auto]")
 THREADS = option("CPU threads for torch. [torch's choice]")
-CONFIG = option("Run file (TOML) with the same keys; flags override it.")
-SET = option("Set any other key: --set key=value, repeatable. Keys: docs/configuration.md.")
+CONFIG = option("Run file (TOML); flags override it.")
+SET = option("Any other key, as key=value; repeatable.")
 
 # A trained model
 TOKENIZER = option("Tokenizer if the run records none: bytes, gpt2, or a tokenizer.json.")
@@ -66,6 +75,102 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as columns, under the names of their keys; numbers have their thousands apart."""
+    from fp8stack.tables import aligned
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    print(*aligned([list(rows[0]), *([cell(v) for v in row.values()] for row in rows)]), sep="\n")
+
+
 def words(text: str) -> list[str]:
     """The words of an option's value, separated by commas."""
     return [word for part in text.split(",") if (word := part.strip())]
+
+
+# Help: options in named groups
+
+GROUPS = {
+    "Model and precision": "model init_from from_ recipe recipes baseline shared phases backend "
+    "strict",
+    "Data": "data data_order document_mask tokenizer windows tokens",
+    "Training": "steps batch context accumulate lr schedule warmup_steps weight_decay optimizer "
+    "seed seeds until margin hours",
+    "Machine": "device threads ranks parallel activation_checkpointing grad_compression compile "
+    "capability gpu te memory",
+    "Files": "out overwrite resume eval_every save_every checkpoint_async config set",
+    "Logs": "log_every tensorboard wandb trackio telemetry_every what_if profile guard",
+}
+"""The options of each group, by their names in the code."""
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
+COMMAND_GROUPS = {
+    "Train": "pretrain compare prepare",
+    "Plan": "plan estimate doctor list",
+    "Look": "show report eval generate",
+    "Choose a recipe": "forecast tune",
+    "Take out": "export",
+    "Check and measure": "conform bench",
+}
+FEW = 8  # options that need no groups
+
+
+class Command(TyperCommand):
+    """A command whose help has groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options in groups."""
+        shown = [
+            (parameter, record)
+            for parameter in self.get_params(ctx)
+            if (record := parameter.get_help_record(ctx)) is not None
+        ]
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{g: [] for g in GROUPS}}
+        few = sum(parameter.param_type_name == "option" for parameter, _ in shown) <= FEW
+        groups["Options"] = []
+        for parameter, (names, help) in shown:
+            if parameter.param_type_name == "argument":
+                group = "Arguments"
+            else:
+                group = "Options" if few else _GROUP_OF.get(parameter.name or "", "Options")
+            groups[group].append((_shorter(names), help))
+        _write(formatter, groups)
+
+
+class Group(TyperGroup):
+    """A command of commands, whose help has groups of these."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write commands in groups, then options."""
+        left = dict.fromkeys(self.list_commands(ctx))
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for group, names in {**COMMAND_GROUPS, "Commands": " ".join(left)}.items():
+            mine = [name for name in names.split() if name in left]
+            groups[group] = [(name, _short(self.commands[name])) for name in mine]
+            for name in mine:
+                del left[name]
+        records = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
+        groups["Options"] = [record for record in records if record is not None]
+        _write(formatter, groups)
+
+
+def _write(formatter: Any, groups: dict[str, list[tuple[str, str]]]) -> None:
+    for group, rows in groups.items():
+        if rows:
+            with formatter.section(group):
+                formatter.write_dl(rows, col_max=27)
+
+
+def _shorter(names: str) -> str:
+    """`--[no-]compile` of `--compile / --no-compile`."""
+    yes, slash, no = names.partition(" / ")
+    return f"--[no-]{yes[2:]}" if slash and no == f"--no-{yes[2:]}" else names
+
+
+def _short(command: Any) -> str:
+    """A command's help in a line."""
+    text: str = command.short_help or (command.help or "").partition("\n")[0]
+    return text.rstrip(".")

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from fp8stack.cli import options
 from fp8stack.cli.options import option
 
 INPUTS = typer.Argument(
@@ -37,15 +38,19 @@ def prepare(
     skip_binary: Annotated[bool, SKIP_BINARY] = False,
     workers: Annotated[int | None, WORKERS] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
+    json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Tokenize documents into shards for pretrain --data.
 
     Run again, it continues where it was interrupted.
     """
+    import contextlib
     import os
+    import sys
     from pathlib import Path
 
     from fp8stack.errors import UserError
+    from fp8stack.prepare.folder import as_json
     from fp8stack.prepare.inputs import Settings
     from fp8stack.prepare.run import prepare
     from fp8stack.training.signals import stop_requests
@@ -68,7 +73,10 @@ def prepare(
         skip_binary=skip_binary,
     )
     with (
+        contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # what tells of progress
         stop_requests() as stop,
         stop.at_once("Stopped. What is done is kept; the same command goes on with it."),
     ):
-        prepare(settings, overwrite)
+        manifest = prepare(settings, overwrite)
+    if json:
+        options.print_json(as_json(settings, manifest))

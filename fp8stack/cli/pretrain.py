@@ -8,15 +8,15 @@ from fp8stack.cli import options
 from fp8stack.cli.options import option
 from fp8stack.errors import Interrupted
 
-DATA = option("Text, tokens, a folder, or WEIGHT:PATH,WEIGHT:PATH. [Python's standard library]")
-DATA_ORDER = option("Order of the windows: random, or shuffled epochs. [random]")
-TOKENIZER = option("Tokenizer for text and .bin files: bytes, gpt2 or a tokenizer.json.")
-SCHEDULE = option("Learning rate schedule: cosine, wsd or constant. [cosine]")
-RESUME = option("Resume: auto (the run in --out, if any), a run, or a checkpoint. Bare: auto.")
-GRAD_COMPRESSION = option("With ddp: bf16 rounds gradients before the all-reduce. [none]")
-PROFILE = option("Profile one step after warm-up into the run folder.")
-TELEMETRY_EVERY = option("Steps between samples of FP8 telemetry; 0 disables it. [50]")
-WHAT_IF = option("Recipes that telemetry also tries, such as mxfp8,block.")
+DATA = option("Text, tokens, a folder, or a mixture. [Python's library]")
+DATA_ORDER = option("Window order: random, or shuffled epochs. [random]")
+TOKENIZER = option("Of text and .bin: bytes, gpt2 or a tokenizer.json.")
+SCHEDULE = option("cosine, wsd or constant. [cosine]")
+RESUME = option("auto, a run, or a checkpoint. Bare: auto.")
+GRAD_COMPRESSION = option("With ddp: bf16, or none. [none]")
+PROFILE = option("Profile one step after warm-up.")
+TELEMETRY_EVERY = option("Steps between FP8 samples; 0: none. [50]")
+WHAT_IF = option("More recipes for telemetry: mxfp8,block.")
 GUARD = option("Skip bad steps, roll back, leave FP8. On by default.")
 
 
@@ -44,7 +44,7 @@ def pretrain(
     init_from: Annotated[
         str | None,
         option(
-            "Run, checkpoint or hf:FOLDER to take the initial weights from.",
+            "Run, checkpoint, hf:FOLDER or hf:owner/name to begin from.",
             "--init-from",
             "--init",
             metavar="PATH",
@@ -63,7 +63,7 @@ def pretrain(
     parallel: Annotated[str | None, options.PARALLEL] = None,
     activation_checkpointing: Annotated[str | None, options.RECOMPUTE] = None,
     grad_compression: Annotated[str | None, GRAD_COMPRESSION] = None,
-    compile: Annotated[bool | None, option("Compile the model with torch.compile.")] = None,
+    compile: Annotated[bool | None, options.COMPILE] = None,
     profile: Annotated[bool | None, PROFILE] = None,
     tensorboard: Annotated[bool | None, option("Also write TensorBoard events.")] = None,
     wandb: Annotated[bool | None, option("Also log to Weights & Biases.")] = None,

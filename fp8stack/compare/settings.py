@@ -190,7 +190,8 @@ def _with_shared_steps(
 def shared_steps(phases: Sequence[Mapping[str, Any]]) -> float:
     """The share of its steps that each run takes in the baseline's recipe first."""
     first = phases[0] if phases else {}
-    return float(first["until"]) if first.get("name") == "shared" else 0.0
+    until = first.get("until")
+    return until if first.get("name") == "shared" and isinstance(until, float) else 0.0
 
 
 def _with_phases(config: RunConfig, phases: Sequence[PhaseConfig]) -> RunConfig:

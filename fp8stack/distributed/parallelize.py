@@ -72,13 +72,18 @@ def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
 
 
 def spread(
-    model: nn.Module, backend: Backend, accelerator: Accelerator, config: RunConfig
+    model: nn.Module,
+    backend: Backend,
+    accelerator: Accelerator,
+    config: RunConfig,
+    *,
+    compiled: bool = False,
 ) -> nn.Module:
-    """The model as all ranks train it together. With FSDP2 the parameters of `model` become
-    DTensors, each split by rows: optimizers are made after."""
+    """The model, which may be `compiled`, as all ranks train it together. With FSDP2 its parameters
+    become DTensors, each split by rows: optimizers are made after."""
     if config.parallel == "fsdp":
         assert isinstance(model, GPT)
-        _share_out(model, backend, accelerator, compiled=config.compile)
+        _share_out(model, backend, accelerator, compiled=compiled)
         return model
     wrapped: nn.Module = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)

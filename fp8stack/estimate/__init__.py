@@ -1,6 +1,6 @@
-"""How much memory a run takes, before it runs: bytes of each part, added up from shapes and a plan.
+"""How much memory a run takes, before it runs: bytes of each part, added up.
 
-Nothing is allocated and nothing is measured here; docs/estimate.md has the formulas.
+Nothing is allocated: what a pass keeps is seen in a trace of the model without memory.
 """
 
 from __future__ import annotations

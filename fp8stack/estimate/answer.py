@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8stack.estimate.operands import value_bytes
+from fp8stack.backends.base import DTYPES
 from fp8stack.estimate.parts import PARTS, Estimate
 from fp8stack.estimate.savings import Savings, savings
 from fp8stack.formats import Quantizer
@@ -33,7 +33,7 @@ class PhaseEstimate:
     @property
     def element_bytes(self) -> float:
         """What one element of a GEMM's operand takes, on average over the layers in FP8."""
-        plain, found = value_bytes(self.plan), []
+        plain, found = DTYPES[self.plan.compute_dtype].itemsize, []
         for layer in self.plan.layers:
             for pair in layer.quantizers.gemms.values() if layer.quantizers else ():
                 low = [q.element_bits / 8 if isinstance(q, Quantizer) else plain for q in pair]

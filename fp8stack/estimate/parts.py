@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal
 
-from fp8stack.estimate.activations import (
-    Pass,
-    block_workspace,
-    kept_by_block,
-    kept_by_checkpoint,
-    kept_by_loss,
-    kept_outside,
-    loss_workspace,
-)
-from fp8stack.estimate.operands import Kept, fp8_weight_bytes
+from fp8stack.backends.base import DTYPES
 from fp8stack.estimate.weights import (
     OptimizerName,
     Shapes,
@@ -22,10 +14,11 @@ from fp8stack.estimate.weights import (
     optimizer_bytes,
     sharded,
 )
+from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
+from fp8stack.model.trace import Block, Kept, Trace, trace
 from fp8stack.precision import Plan
-from fp8stack.precision.plan import LayerPlan
 
 PARTS = {
     "parameters": "float32 master weights, tied ones once, the vocabulary padded",
@@ -148,64 +141,89 @@ def estimate(of: Setting) -> Estimate:
     whole = config.parameter_shapes(plan.layer("lm_head").out_features)
     own = sharded(whole, of.ranks) if of.shares_out else whole
     parameters = float_bytes(own)
-    forward = Pass(
-        config=config,
-        plan=plan,
-        sequences=of.sequences,
-        context=of.context,
-        save_fp8=of.save_fp8,
-        gathers=of.shares_out,
-    )
-    loss = kept_by_loss(forward)
-    blocks = _blocks(forward, of.checkpointing)
+    asked = (config, plan, of.sequences, of.context, of.save_fp8, of.shares_out)
+    seen = _trace(_chunk(of), *asked)
+    kept = [_kept(one, of.checkpointing) * len(one.indices) for one in seen.blocks]
+    blocks = sum(kept, Kept())
+    again = max(_again(one, of.checkpointing) for one in seen.blocks)
+    first = _kept(seen.blocks[0], of.checkpointing)
     block = {name: shape for name, shape in own.items() if name.startswith("blocks.0.")}
     embedding = float_bytes({"": own["embedding.weight"]})
     return Estimate(
         parameters=parameters,
         gradients=parameters,
         optimizer=optimizer_bytes(own, of.optimizer, of.momentum),
-        fp8_weights=0 if of.shares_out else sum(fp8_weight_bytes(la, plan) for la in plan.layers),
+        fp8_weights=0 if of.shares_out else seen.fp8_weights,
         buffers=_buffers(config, plan),
         gathered=_gathered(of, whole) if of.shares_out else 0,
-        weight_copies=blocks.kept.weights + loss.weights,
-        activations=blocks.kept.activations + kept_outside(forward),
-        loss=loss.activations,
+        weight_copies=blocks.weights + seen.loss.weights,
+        activations=blocks.activations + seen.outside.activations,
+        loss=seen.loss.activations,
         gradients_stay=of.micro_batches > 1 or of.ranks > 1,
         head_gradient=embedding,  # of the same shape
         late_gradients=float_bytes(block) + (0 if config.tied else embedding),
-        first_block=blocks.first,
-        loss_workspace=loss_workspace(forward),
-        block_workspace=blocks.again + block_workspace(forward),
+        first_block=first.activations + first.weights,
+        loss_workspace=_loss_workspace(of),
+        block_workspace=again + _block_workspace(of),
     )
 
 
-class _Blocks(NamedTuple):
-    """What all blocks keep, and the first one; what one that runs again makes anew, at most."""
-
-    kept: Kept
-    first: int
-    again: int
+@lru_cache(maxsize=512)
+def _trace(chunk: int, *asked: Any) -> Trace:
+    """The trace; what it sees of the loss depends on its chunks, too."""
+    return trace(*asked)
 
 
-def _blocks(forward: Pass, checkpointing: Recompute) -> _Blocks:
-    blocks: dict[str, dict[str, LayerPlan]] = {}
-    for layer in forward.plan.layers:
-        part, _, name = layer.name.rpartition(".")
-        if part:  # the head is in none
-            blocks.setdefault(part.rpartition(".")[0], {})[name] = layer
-    kept: list[Kept] = []
-    again = 0
-    for layers in blocks.values():
-        whole = kept_by_block(forward, layers)
-        if checkpointing == "none":
-            kept.append(whole)
-            continue
-        kept.append(Kept(kept_by_checkpoint(forward, layers, checkpointing)))
-        # What was kept of it, it does not make again.
-        made_before = kept[-1].activations - kept_by_checkpoint(forward, layers, "block")
-        again = max(again, whole.activations + whole.weights - made_before)
-    total = sum(kept, Kept())
-    return _Blocks(total, kept[0].activations + kept[0].weights, again)
+def _kept(block: Block, checkpointing: Recompute) -> Kept:
+    """What a block keeps: with checkpointing its input, and "selective" also what its GEMMs and
+    attention gave."""
+    if checkpointing == "none":
+        return block.kept
+    return Kept(block.input + (block.given if checkpointing == "selective" else 0))
+
+
+def _again(block: Block, checkpointing: Recompute) -> int:
+    """What a block that runs again makes anew: not what was kept of it."""
+    if checkpointing == "none":
+        return 0
+    made = block.kept.activations + block.kept.weights
+    return max(made - (block.given if checkpointing == "selective" else 0), 0)
+
+
+def _chunk(of: Setting) -> int:
+    """The rows of which the loss takes the logits at a time."""
+    return losses.chunk_rows(of.config.vocabulary)
+
+
+def _loss_workspace(of: Setting) -> int:
+    """What the loss needs for a while beside what it keeps: logits on the way there, and on the way
+    back the gradients of the log-probabilities and of the logits, float32, of a chunk at most."""
+    layer, rows = of.plan.layer("lm_head"), of.sequences * of.context
+    c = DTYPES[of.plan.compute_dtype].itemsize
+    vocabulary, padded = of.config.vocabulary, layer.out_features
+    if rows <= _chunk(of):
+        forth = c * padded + (4 * padded if c < 4 else 0)
+        forth += 4 * vocabulary if padded > vocabulary else 0
+        return rows * max(forth, 2 * 4 * vocabulary)
+    # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
+    whole = 0 if c == 4 or (layer.fp8 and of.plan.runs(layer) == "emulate") else c * rows * padded
+    return whole + 3 * 4 * _chunk(of) * vocabulary
+
+
+def _block_workspace(of: Setting) -> int:
+    """What the backward pass of a block needs for a while, most of it in the MLP: the gradients
+    before and after its activation or, by then, the emulator's float32 casts of a gradient (in
+    blocks a source and two layouts); and two of the residual stream, float32."""
+    plan, c = of.plan, DTYPES[of.plan.compute_dtype].itemsize
+    wide = plan.layer("blocks.0.mlp.up").out_features
+    gradients = c * (wide + plan.layer("blocks.0.mlp.down").in_features)
+    for layer in plan.layers:
+        if layer.quantizers is not None and plan.runs(layer) == "emulate":
+            along = layer.quantizers.along("grad_output")
+            across = layer.quantizers.across("grad_output")
+            copies = 1 if along == across and (along is None or along.turns) else 3
+            gradients = max(gradients, 4 * copies * wide)
+    return of.sequences * of.context * (gradients + 2 * 4 * of.config.width)
 
 
 def _buffers(config: GPTConfig, plan: Plan) -> int:

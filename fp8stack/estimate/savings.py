@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, turn: int) -> int:
     """The largest number of sequences whose peak fits into `memory` bytes; 0 if not even one.
 
     A peak grows with its sequences, but for one step down: where the loss begins to take its logits
-    in chunks. On either side of it the answer is found by halving, exactly.
+    in chunks. On either side of it the answer is found exactly.
 
     Args:
         peak_of: the bytes of the peak for some sequences, at least 1.
@@ -54,10 +53,20 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, turn: int) -> int:
 
 
 def _largest(peak_of: Callable[[int], int], memory: int, least: int, most: int | None) -> int:
-    """The largest of `least` to `most` that fits, where the peak only grows; 0 if none."""
-    if most is None:
-        most = least
-        while peak_of(most) <= memory:
-            most *= 2
-    fitting = bisect_right(range(least, most + 1), memory, key=peak_of)
-    return least + fitting - 1 if fitting else 0
+    """The largest of `least` to `most` that fits, where the peak only grows; 0 if none. It grows
+    in straight lines, nearly: where the line meets the memory is tried next."""
+    fits, peak = least, peak_of(least)
+    if peak > memory:
+        return 0
+    fails = None if most is None else most + 1
+    tried = fits + 1
+    while fails is None or fails - fits > 1:
+        tried = max(tried, fits + 1) if fails is None else min(max(tried, fits + 1), fails - 1)
+        found = peak_of(tried)
+        slope = (found - peak) / (tried - fits)
+        if found <= memory:
+            fits, peak = tried, found
+        else:
+            fails = tried
+        tried = fits + int((memory - peak) / slope) if slope > 0 else 2 * tried
+    return fits

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,10 +94,30 @@ class Score:
         return None if self.baseline is None else self.losses_N - self.baseline.losses_N
 
 
-def evaluate(request: Request) -> list[Score]:
-    """The scores of each run in each recipe, in the order asked; what goes on is told on stderr.
-    Raises what `find_checkpoint` and `model_in` raise, and a UserError for data or a tokenizer that
-    cannot be used."""
+def evaluate(runs: str | Path | Sequence[str | Path], *recipes: str, **more: Any) -> list[Score]:
+    """The losses of trained models on the same windows.
+
+    Args:
+        runs: a run's folder or a checkpoint's, or several.
+        recipes: to run each of them in; left out, each run's own.
+        more: `data`, `windows`, `context`, `batch`, `tokenizer`, `device` and `backend`, as the
+            options of `fp8stack eval`.
+
+    Returns:
+        A score for each run in each recipe, in that order, with `loss` in nats per token,
+        `perplexity`, `bits_per_byte`, and `difference` from the run's first recipe with its
+        `standard_error`. What goes on is told on stderr.
+
+    Raises:
+        UserError: no such run, recipe, data or tokenizer.
+        NoUsableCheckpoint: a run's checkpoints are damaged.
+    """
+    several = [runs] if isinstance(runs, str | Path) else runs
+    return scores_of(Request(runs=[str(run) for run in several], recipes=recipes, **more))
+
+
+def scores_of(request: Request) -> list[Score]:
+    """See `evaluate`."""
     hardware = probe(request.device)
     return [score for run in request.runs for score in _scores(run, request, hardware)]
 

@@ -11,6 +11,8 @@ from importlib import resources
 from scipy import stats
 
 CONFIDENCE = 0.90
+QUANTILE = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
+"""How many standard deviations its interval is to either side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class Law:
     def gap(self, forward: float, backward: float) -> Gap:
         """The gap to expect with its interval, of a recipe whose sensitivity is this."""
         mean = self.mean(forward, backward)
-        width = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * self.deviation * mean
+        width = QUANTILE * self.deviation * mean
         return Gap(mean=mean, low=mean - width, high=mean + width)
 
     def beyond(self, parameters: int, tokens: int | None, forward: float = 0.0) -> str:

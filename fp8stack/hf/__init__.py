@@ -2,6 +2,7 @@
 Written from the files' formats; transformers itself is never imported."""
 
 from fp8stack.hf.folder import HF, Folder, open_folder, path_in
+from fp8stack.hf.hub import Repository, commit_in_cache, fetch, repository_in
 from fp8stack.hf.layouts import Layout, config_json, layout_of, reader_notes
 from fp8stack.hf.reading import Found, found_in
 from fp8stack.hf.tensors import Part, from_hf, parts_of, to_hf
@@ -12,7 +13,10 @@ __all__ = [
     "Found",
     "Layout",
     "Part",
+    "Repository",
+    "commit_in_cache",
     "config_json",
+    "fetch",
     "found_in",
     "from_hf",
     "layout_of",
@@ -20,5 +24,6 @@ __all__ = [
     "parts_of",
     "path_in",
     "reader_notes",
+    "repository_in",
     "to_hf",
 ]

@@ -22,7 +22,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def path_in(name: str) -> Path | None:
-    """The path in `hf:PATH`, or None if `name` does not begin so."""
+    """The path in `hf:PATH`, or None if `name` does not begin so. Where there is nothing at that
+    path, it may be a repository of the Hub, see `repository_in`."""
     return Path(name.removeprefix(HF)) if name.startswith(HF) else None
 
 

@@ -17,14 +17,14 @@ from fp8stack.backends.delayed import Group
 from fp8stack.backends.linear import LowPrecisionLinear
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.converted import UNCHANGED, PlanFollower
-from fp8stack.precision import LayerPlan, Plan
+from fp8stack.precision import LayerPlan, Plan, Recipe, probe, resolve
 
 log = logging.getLogger("fp8stack")
 
 
 def convert(
     module: nn.Module,
-    plan: Plan,
+    plan: Plan | Recipe | str,
     exclude: Iterable[str] = (),
     *,
     also: type[nn.Module] | tuple[type[nn.Module], ...] = (),
@@ -50,7 +50,8 @@ def convert(
     Args:
         module: any model; its linears become ours in place: the same objects, with the same
             parameters, hooks and attributes.
-        plan: what `resolve(recipe, hardware)` gave.
+        plan: a recipe, by name or path, for the device that the model's parameters are on; or what
+            `resolve(recipe, hardware)` gave.
         exclude: a pattern of module paths to leave as they are, such as "*.mlp.*", or several.
         also: classes, such as transformers' FalconLinear, that compute x W^T + b and no more, with
             a parameter `weight` [out, in] and a `bias` [out] or none.
@@ -70,8 +71,11 @@ def convert(
             matches no layer; a module that is or was converted; under `strict`, a layer that the
             hardware cannot serve.
     """
+    if isinstance(plan, str | Recipe):
+        devices = {parameter.device.type for parameter in module.parameters()}
+        plan = resolve(plan, probe("cuda" if "cuda" in devices else "cpu"))
     if not isinstance(plan, Plan):
-        raise UserError("convert needs a plan, such as resolve('delayed', probe()).")
+        raise UserError("convert needs a recipe or a plan, such as convert(model, 'delayed').")
     also = (also,) if isinstance(also, type) else tuple(also)
     linears = _linears(module, also)
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)

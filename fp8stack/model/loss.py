@@ -88,7 +88,7 @@ def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
         return in_float32 or isinstance(head, EmulatedLinear)
     # Nothing that came in place of torch's own: its parameters may be no plain tensors.
     plain = type(head) is nn.Linear and head.weight.dtype == torch.float32
-    return plain and not torch.is_autocast_enabled(x.device.type)
+    return plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
 
 
 def _loss(head: Callable[[Tensor], Tensor], vocabulary: int, x: Tensor, targets: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ class AmaxHistory:
 
     A slot is named `<module path>.<operand>`. A cast uses the scale known before the pass, and
     records the amax it sees; `update` moves what was recorded into the history and derives the
-    next scale. Row 0 is the one being recorded (in memory a 0-dim tensor per slot, so that compiled
-    code writes just that); the last row is the newest, row 1 the oldest.
+    next scale. Row 0 is the one being recorded (in memory a tensor of its own, see `_cells`); the
+    last row is the newest, row 1 the oldest.
 
     Slots may have windows of different lengths: `history` is as long as the longest, and a shorter
     window is the last rows of its column.
@@ -60,8 +60,8 @@ class AmaxHistory:
         )
         self._column: dict[str, int] = {}
         self._quantizers: list[Quantizer] = []
-        self._recorded: list[Tensor] = []
         self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
+        self._all_recorded, self._recorded = _cells(self.history.new_zeros(0))
         self._scale = torch.ones(0, dtype=torch.float32, device=device)
         self.extend(slots or {})
 
@@ -87,7 +87,8 @@ class AmaxHistory:
                 told = replace(self._default, format=cast(Fp8Name, told))
             self._column[slot] = len(self._column)
             self._quantizers.append(told)
-            self._recorded.append(self.history.new_zeros(()))
+        new = self.history.new_zeros(len(self._column) - len(self._recorded))
+        self._all_recorded, self._recorded = _cells(torch.cat([self._all_recorded, new]))
         length = max((q.history_length for q in self._quantizers), default=len(self.history))
         history = self.history.new_zeros(length, len(self._column))
         rows, columns = min(length, len(self.history)), self.history.shape[1]
@@ -95,13 +96,15 @@ class AmaxHistory:
         self.history = history
         self._scale = torch.cat([self._scale, self._scale.new_ones(len(slots))])
         self._rules = _Rules.of(self._quantizers, history)
+        self._chosen: dict[tuple[str, ...], Tensor] = {}  # what `_flags` gave
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
         self.history = self.history.to(device)
-        self._recorded = [recorded.to(device) for recorded in self._recorded]
+        self._all_recorded, self._recorded = _cells(self._all_recorded.to(device))
         self._scale = self._scale.to(device)
         self._rules = _Rules.of(self._quantizers, self.history)
+        self._chosen.clear()
         return self
 
     @property
@@ -110,9 +113,15 @@ class AmaxHistory:
         return self._scale
 
     @property
-    def all_recorded(self) -> list[Tensor]:
-        """What was recorded for every slot since the last update: float32, 0-dim each."""
-        return self._recorded
+    def all_recorded(self) -> Tensor:
+        """What was recorded for every slot since the last update: float32 [slots]."""
+        return self._all_recorded
+
+    @property
+    def to_update(self) -> list[Tensor]:
+        """`all_recorded` as an operator is to be given it: compiled code, whose casts write to the
+        slots' own tensors, must not see one more in the same memory."""
+        return self._recorded if torch.compiler.is_compiling() else [self._all_recorded]
 
     def column(self, slot: str) -> int:
         """Where `slot` is in `history` and `scales`."""
@@ -146,11 +155,16 @@ class AmaxHistory:
         """
         if not self._column:
             return
-        chosen = torch.ones_like(self._scale, dtype=torch.bool)
-        if slots is not None:
-            chosen.zero_()
-            chosen[[self.column(slot) for slot in slots]] = True
-        _update(self.history, self._scale, self._recorded, *self._rules, chosen)
+        chosen = None if slots is None else self._flags(tuple(slots))
+        _update(self.history, self._scale, self.to_update, *self._rules, chosen)
+
+    def _flags(self, slots: tuple[str, ...]) -> Tensor:
+        """Whether each slot is one of `slots`: bool [slots]."""
+        if slots not in self._chosen:
+            flags = torch.zeros(len(self._column), dtype=torch.bool)
+            flags[[self.column(slot) for slot in slots]] = True
+            self._chosen[slots] = flags.to(self.history.device)
+        return self._chosen[slots]
 
     def clear_nonfinite(self) -> Tensor:
         """Forget amaxes that are not finite, which would freeze their slot's scale until they left
@@ -160,13 +174,12 @@ class AmaxHistory:
         Returns:
             bool [slots]: which slots held one, on the history's device.
         """
-        recorded = torch.stack(self._recorded)
+        recorded = self._all_recorded
         broken = ~torch.isfinite(self.history)
         broken_scale = ~torch.isfinite(self._scale) | (self._scale <= 0)
         slots = broken.any(dim=0) | ~torch.isfinite(recorded) | broken_scale
         self.history.masked_fill_(broken, 0.0)
-        clean = torch.where(torch.isfinite(recorded), recorded, 0.0)
-        torch._foreach_copy_(self._recorded, list(clean.unbind()))
+        recorded.masked_fill_(~torch.isfinite(recorded), 0.0)
         decisive = decisive_amax(self.history, self._rules.most_recent)
         fresh = (self._rules.target / decisive).clamp(max=FLT_MAX)
         self._scale.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), self._scale))
@@ -274,10 +287,10 @@ def _update(
     target: Tensor,
     most_recent: Tensor,
     first_row: Tensor,
-    chosen: Tensor,
+    chosen: Tensor | None,
 ) -> None:
-    last = torch.stack(recorded)
-    moving = chosen & (last != 0)
+    last = joined(recorded)
+    moving = last != 0 if chosen is None else (last != 0) & chosen
     # The window still holds the oldest row here: `length` amaxes in all, `last` among them.
     largest = torch.where(most_recent, last, torch.maximum(history.amax(dim=0), last))
     rolled = history.roll(-1, dims=0)
@@ -287,4 +300,32 @@ def _update(
     fresh = (target / largest).clamp(max=FLT_MAX)
     usable = moving & torch.isfinite(largest) & (largest > 0)
     scale.copy_(torch.where(usable, fresh, scale))
-    torch._foreach_copy_(recorded, list(torch.where(chosen, 0.0, last).unbind()))
+    if chosen is None:
+        torch._foreach_zero_(recorded)
+    else:
+        spread(recorded, last.where(~chosen, 0.0))
+
+
+def joined(recorded: list[Tensor]) -> Tensor:
+    """What `AmaxHistory.to_update` gave, as one tensor: float32 [slots]."""
+    return recorded[0] if recorded[0].ndim else torch.stack(recorded)
+
+
+def spread(recorded: list[Tensor], values: Tensor) -> None:
+    """Put `values` [slots] into what `AmaxHistory.to_update` gave."""
+    if recorded[0].ndim:
+        recorded[0].copy_(values)
+    else:
+        torch._foreach_copy_(recorded, list(values.unbind()))
+
+
+def _cells(values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A copy of `values` [n], and for each a 0-dim tensor in the same memory. To autograd and
+    compilers each of those is a tensor by itself, 16 bytes from the next as their code wants it: so
+    casts write to one, and what serves all slots does it by one operation."""
+    memory = values.new_zeros(len(values), 4)
+    memory[:, 0] = values
+    parts = [values.new_empty(0) for _ in values]
+    for place, part in enumerate(parts):
+        part.set_(memory.untyped_storage(), 4 * place, (), ())
+    return memory[:, 0], parts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8stack.formats import Format, fp8_format, quantized_format
 
@@ -48,6 +49,16 @@ def saturated(scaled: Tensor, target: Format) -> Tensor:
     return data
 
 
+def codes_of_cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """The bytes of `cast_to_fp8`, uint8, for compiled code: what an operator reads, and others
+    as float8, are written once."""
+    target = fp8_format(format)
+    assert target.dtype is not None
+    scaled = x.to(torch.float32) * scale
+    bits = scaled.clamp(-target.max, target.max).to(target.dtype).view(torch.uint8)
+    return torch.where(scaled.isnan(), _NAN_CODE, bits)
+
+
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x`, NaN ignored: float32, 0-dim; 0 for an empty tensor."""
     if x.numel() == 0:
@@ -55,7 +66,7 @@ def amax(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() and x.ndim > 1:
         # By rows first: that fuses with what comes before and after (pytorch issue 133242).
         return magnitude(x).amax(dim=-1).max()
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is FakeTensor:
         return magnitude(x).max()  # to look for a NaN first would wait for the device
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy first
     largest = torch.maximum(low.abs(), high.abs())

@@ -84,6 +84,18 @@ class Rounding(fused.Rule):
             if self.has_factor:
                 return [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
             return [Rounded(values, None) for values in found]
+        return self.by_expressions(x, generator, scale, recorded, counts, bf16)
+
+    def by_expressions(
+        self,
+        x: Tensor,
+        generator: RandomBits | None = None,
+        scale: Tensor | None = None,
+        recorded: Tensor | None = None,
+        counts: Tensor | None = None,
+        bf16: bool = False,
+    ) -> list[Rounded]:
+        """The same by torch's operators, wherever `x` is."""
         if recorded is not None:
             record_amax(recorded, amax(x), counts)
         dtype = x.dtype

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 
@@ -38,7 +39,10 @@ def _is_eager(x: Tensor) -> bool:
     """Whether an autograd function serves: no compiler, no DTensor, no transform of torch.func."""
     if torch.compiler.is_compiling():
         return False
-    return type(x) is Tensor and not torch._C._are_functorch_transforms_active()
+    return type(x) in _PLAIN and not torch._C._are_functorch_transforms_active()
+
+
+_PLAIN = (Tensor, FakeTensor)  # the latter for who looks at what would run
 
 
 class _Normalize(torch.autograd.Function):
@@ -83,9 +87,18 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         hidden, activated = ctx.saved_tensors
-        gate, value = hidden.chunk(2, dim=-1)
-        gradient = torch.empty_like(hidden)
-        of_gate, of_value = gradient.chunk(2, dim=-1)
-        torch.mul(dy, activated, out=of_value)
-        torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=of_gate)
-        return gradient
+        return _swiglu_gradient(hidden, activated, dy)
+
+
+def swiglu_gradient(hidden: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of `hidden` from that of `swiglu(hidden)`."""
+    return _swiglu_gradient(hidden, F.silu(hidden.chunk(2, dim=-1)[0]), dy)
+
+
+def _swiglu_gradient(hidden: Tensor, activated: Tensor, dy: Tensor) -> Tensor:
+    gate, value = hidden.chunk(2, dim=-1)
+    gradient = torch.empty_like(hidden)
+    of_gate, of_value = gradient.chunk(2, dim=-1)
+    torch.mul(dy, activated, out=of_value)
+    torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=of_gate)
+    return gradient

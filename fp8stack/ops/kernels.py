@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # A tile's row is a cache line of bfloat16, 128 bytes, and its column one of FP8.
 TILE_ROWS, TILE_COLUMNS = 128, 64
 # Fused, the product would not be rounded to float32.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def cast_transpose(
@@ -80,6 +80,31 @@ def _(
     return _outputs(x, format, across, (tiles if has_kernel(x.device) else 1) if record else 0)
 
 
+@torch.library.custom_op("fp8stack::transpose_bytes", mutates_args=())
+def transpose_bytes(data: Tensor) -> Tensor:
+    """The transpose of a contiguous uint8 matrix, contiguous. A compiler neither fuses it nor runs
+    it again in the backward pass: where it computes rows, it would write columns byte by byte."""
+    if not has_kernel(data.device) or data.numel() == 0:
+        return data.t().clone(memory_format=torch.contiguous_format)
+    return run_transpose(data)
+
+
+@transpose_bytes.register_fake
+def _(data: Tensor) -> Tensor:
+    return data.new_empty((data.shape[1], data.shape[0]))
+
+
+def run_transpose(data: Tensor) -> Tensor:
+    """The operator by Triton."""
+    rows, columns = data.shape
+    made = data.new_empty((columns, rows))
+    tiles = -(-rows // TILE_ROWS) * -(-columns // TILE_ROWS)
+    operands = (data.contiguous(), made, rows, columns)
+    with torch.cuda.device(data.get_device()):
+        transpose_kernel()[(tiles,)](*operands, SIZE=TILE_ROWS, num_warps=8)
+    return made
+
+
 def _outputs(x: Tensor, format: str, across: bool, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Data, transpose and the amaxes of `parts` parts of `x`, not filled in."""
     rows, columns = x.shape
@@ -114,15 +139,25 @@ def run_kernel(
     data, transposed, amaxes = _outputs(x, format, across, tiles if record else 0)
     # As bytes: Triton's support of float8 pointers differs between devices.
     operands = (x, scale, data.view(torch.uint8), transposed.view(torch.uint8), amaxes)
-    exact = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    constants = kernel_constants(format, across, record, exact)
+    constants = kernel_constants(format, across, record, converts_exactly(x.device))
     with torch.cuda.device(x.get_device()):
         kernel()[(tiles,)](*operands, rows, columns, **constants, **OPTIONS)
     return data, transposed, amaxes
 
 
+def converts_exactly(device: torch.device) -> bool:
+    """See `kernel_constants`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def kernel_constants(format: str, across: bool, record: bool, exact: bool) -> dict[str, Any]:
-    """What one variant of the kernel is compiled with.
+    """What one variant of the kernel is compiled with; see `format_constants`."""
+    constants = {"ACROSS": across, "RECORD": record, "ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS}
+    return constants | format_constants(format, exact)
+
+
+def format_constants(format: str, exact: bool) -> dict[str, Any]:
+    """What the kernels are compiled with for a format.
 
     `exact`: the device's conversion of float32 is that of `cast_to_fp8`, as it is from compute
     capability 9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
@@ -137,23 +172,58 @@ def kernel_constants(format: str, across: bool, record: bool, exact: bool) -> di
         "LARGEST": target.max,
         "MAGIC": magic,
         "LEAST_SPACING": target.min_normal * magic,
-        "ACROSS": across,
-        "RECORD": record,
         "EXACT": exact,
-        "ROWS": TILE_ROWS,
-        "COLUMNS": TILE_COLUMNS,
     }
 
 
 @cache
 def kernel() -> Any:
     """The kernel, to be launched as `kernel()[grid](...)`."""
-    global tl  # Triton looks the kernel's names up among the module's
+    # A scale is one of many in a tensor, so its alignment says nothing.
+    return _device_code()(_cast_tile, do_not_specialize_on_alignment=["scale"])
+
+
+@cache
+def transpose_kernel() -> Any:
+    """That of `transpose_bytes`, to be launched as `kernel` is."""
+    return _device_code()(_transpose_tile)
+
+
+@cache
+def weights_kernel() -> Any:
+    """The kernel for many matrices, to be launched as `kernel` is."""
+    return _device_code()(_cast_weights)
+
+
+def launch_weights(tiles: int, operands: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+    """Launch the kernel for many matrices, see `weights.KeptWeights`, on their device."""
+    with torch.cuda.device(operands[0].get_device()):
+        weights_kernel()[(tiles,)](*operands, **constants)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype of torch's."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def device_functions() -> tuple[Any, Any, Any]:
+    """`_amax`, `_scale_of` and `_codes`, for kernels of other modules to call."""
+    _device_code()
+    return _amax, _scale_of, _codes
+
+
+@cache
+def _device_code() -> Any:
+    """Triton's `jit`, once the kernels find what they call."""
+    global tl, _read, _amax, _scale_of, _codes  # Triton looks names up among the module's
     import triton
     import triton.language as tl
 
-    # A scale is one of many in a tensor, so its alignment says nothing.
-    return triton.jit(_cast_tile, do_not_specialize_on_alignment=["scale"])
+    _read, _amax = triton.jit(_read), triton.jit(_amax)
+    _scale_of, _codes = triton.jit(_scale_of), triton.jit(_codes)
+    return triton.jit
 
 
 def _cast_tile(
@@ -176,15 +246,146 @@ def _cast_tile(
 ) -> None:
     """One tile of `x` [rows, columns], in Triton's language; tiles follow each other along rows."""
     tile = tl.program_id(0)
+    values, row, column, inside = _read(x, tile, rows, columns, ROWS, COLUMNS)
+    if RECORD:
+        tl.store(amaxes + tile, _amax(values))
+    scaled = values * tl.load(scale)
+    codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+    tl.store(data + row.to(tl.int64) * columns + column, codes, mask=inside)
+    if ACROSS:
+        tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
+
+
+def _transpose_tile(
+    data: tl.tensor,
+    transposed: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
+    """One tile of a matrix of bytes."""
+    tile, wide = tl.program_id(0), tl.cdiv(columns, SIZE)
+    row = (tile // wide) * SIZE + tl.arange(0, SIZE)[:, None]
+    column = (tile % wide) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (row < rows) & (column < columns)
+    codes = tl.load(data + row.to(tl.int64) * columns + column, mask=inside, other=0)
+    tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
+
+
+def _cast_weights(
+    table: tl.tensor,
+    owners: tl.tensor,
+    scales: tl.tensor,
+    amaxes: tl.tensor,
+    SOURCE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALE: tl.constexpr,
+    RECORD: tl.constexpr,
+    CAST: tl.constexpr,
+    SPACING: tl.constexpr,
+    EPS: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr,
+    LEAST_SPACING: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One tile of one of many matrices, of which `table` has a row for each, and `owners` the row
+    of each tile."""
+    tile = tl.program_id(0)
+    entry = table + tl.load(owners + tile).to(tl.int64) * FIELDS
+    x = tl.load(entry).to(tl.pointer_type(SOURCE))
+    data = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    transposed = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
+    inverse = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
+    inverse_across = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
+    rows = tl.load(entry + 5).to(tl.int32)
+    columns = tl.load(entry + 6).to(tl.int32)
+    tile -= tl.load(entry + 7).to(tl.int32)
+    place = tl.load(entry + 8)
+    if ALIGNED:  # what was loaded says nothing about that
+        x, data = tl.multiple_of(x, 16), tl.multiple_of(data, 16)
+        transposed = tl.multiple_of(transposed, 16)
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    values, row, column, inside = _read(x, tile, rows, columns, ROWS, COLUMNS)
+    if RECORD or SCALE == "blocks":
+        amax = _amax(values)
+    if RECORD:  # as integers, which are in the order of the numbers: none is negative
+        cell = (amaxes + place * SPACING).to(tl.pointer_type(tl.int32))
+        tl.atomic_max(cell, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    if CAST:
+        if SCALE == "given":
+            scale = tl.load(scales + place)
+        else:
+            if SCALE == "current":
+                amax = tl.load(amaxes + place * SPACING)
+            scale = _scale_of(amax, LARGEST, EPS, OVERFLOW, POWER_OF_TWO)
+        out = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        if SCALE == "blocks":  # as `scaled_gemm.pack_scales` has them
+            wide, high = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+            across, down = tile % wide, tile // wide
+            tl.store(inverse + down * tl.cdiv(wide, 4) * 4 + across, out)
+            tl.store(inverse_across + across * tl.cdiv(high, 4) * 4 + down, out)
+        else:
+            tl.store(inverse, out, mask=tile == 0)
+        codes = _codes(values * scale, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+        tl.store(data + row.to(tl.int64) * columns + column, codes, mask=inside)
+        tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
+
+
+def _read(
+    x: tl.tensor,
+    tile: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The values of a tile in float32, its rows and columns, and which of them there are."""
     wide = tl.cdiv(columns, COLUMNS)
     row = (tile // wide) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tile % wide) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    along = row.to(tl.int64) * columns + column
-    values = tl.load(x + along, mask=inside, other=0.0).to(tl.float32)
-    if RECORD:
-        tl.store(amaxes + tile, tl.max(tl.where(values == values, tl.abs(values), 0.0)))
-    scaled = values * tl.load(scale)
+    values = tl.load(x + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
+    return values.to(tl.float32), row, column, inside
+
+
+def _amax(values: tl.tensor) -> tl.tensor:
+    """See `numerics.amax`."""
+    return tl.max(tl.where(values == values, tl.abs(values), 0.0))
+
+
+def _scale_of(
+    amax: tl.tensor,
+    LARGEST: tl.constexpr,
+    EPS: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+) -> tl.tensor:
+    """See `numerics.tensor_scale`; an amax is never NaN here."""
+    amax = tl.where(amax < EPS, EPS, amax)
+    scale = tl.div_rn(tl.zeros_like(amax) + LARGEST, amax)
+    scale = tl.where(scale == float("inf"), OVERFLOW, scale)
+    scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+def _codes(
+    scaled: tl.tensor,
+    FLOAT8: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr,
+    LEAST_SPACING: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
+    """The bytes of float32 values that were multiplied by their scale: `numerics.cast_to_fp8`."""
     held = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if not EXACT:
         # As numerics/rounding.py does, but -0 keeps its sign. A value of the format converts
@@ -197,6 +398,4 @@ def _cast_tile(
     codes = held.to(FLOAT8).to(tl.uint8, bitcast=True)
     if not EXACT:
         codes = tl.where(scaled == scaled, codes, 0x7F)
-    tl.store(data + along, codes, mask=inside)
-    if ACROSS:
-        tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
+    return codes

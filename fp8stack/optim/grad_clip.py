@@ -16,6 +16,7 @@ from fp8stack.optim.chained import optimizers_in, parameters_of
 from fp8stack.optim.grad_scaler import is_unscaled
 
 Mode = Literal["norm", "value", "adaptive"]
+_EPS = 1e-6  # that torch's clipping adds to a norm
 FEWEST = 10  # norms that must be known before their percentile is a limit
 
 
@@ -60,6 +61,8 @@ def clip_gradients(
     mode: Mode = "norm",
     scaler: torch.amp.GradScaler | None = None,
     order: Iterable[Tensor] | None = None,
+    *,
+    as_taken: bool = False,
 ) -> Tensor:
     """Bound the gradients that `optimizer` would take next, in place.
 
@@ -72,6 +75,8 @@ def clip_gradients(
         scaler: of the loss, if there is one; its `unscale_` must have been called before.
         order: the parameters in the order in which their norms are added up, such as a model's;
             the optimizer's own if left out.
+        as_taken: have torch's fused optimizers scale the gradients as they take them: a pass over
+            all gradients less, and the last bit may differ, since they divide.
 
     Returns:
         The norm of the gradients before, by optimizer: float32 [optimizers].
@@ -90,16 +95,22 @@ def clip_gradients(
         ranked = {id(parameter): place for place, parameter in enumerate(order)}
         parameters = [sorted(of, key=lambda one: ranked[id(one)]) for of in parameters]
     norms = [get_total_norm([one.grad for one in of if one.grad is not None]) for of in parameters]
-    told = torch.stack([whole(norm) for norm in norms])
+    told = whole(norms[0])[None] if len(norms) == 1 else torch.stack([whole(n) for n in norms])
     # Of several: the norm of all gradients but those of optimizers with one that is not finite.
     norm = norms[0] if len(parts) == 1 else _norm(told.where(told.isfinite(), 0.0))
-    for of in parameters:
-        if mode == "value":
-            clip_grad_value_(of, float(limit) or math.inf)
+    for part, of in zip(parts, parameters, strict=True):
+        # torch's names, see torch.optim.adam.
+        if not isinstance(limit, Tensor) and not limit:
+            continue
+        if as_taken and mode != "value" and getattr(part, "_step_supports_amp_scaling", False):
+            excess = (whole(norm) + _EPS) / limit
+            part.grad_scale = excess.clamp(min=1.0)  # type: ignore[attr-defined]
+        elif mode == "value":
+            clip_grad_value_(of, float(limit))
         elif isinstance(limit, Tensor):  # torch's function would read it on the host
             clip_grads_with_norm_(of, 1.0, whole(norm) / limit)
         else:
-            clip_grads_with_norm_(of, limit or math.inf, norm)
+            clip_grads_with_norm_(of, limit, norm)
     return told
 
 

@@ -1,6 +1,6 @@
 """What each operation of a training step computes in, before it runs: `make_table(config, plan)`.
 
-It reads a model's shape and its plan, and builds nothing.
+It reads a trace of the model, which allocates nothing, and its plan.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
 """Where a step casts, from what to what and how often.
 
-Counted are tensors. What a GEMM or a cast to FP8 does within itself is not a cast of its own, nor
-is what Transformer Engine does inside its modules, apart from its casts to FP8.
+Counted are tensors, in the order in which they are cast. What a GEMM or a cast to FP8 does within
+itself is not a cast of its own, nor is what Transformer Engine does inside its modules, apart from
+its casts to FP8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, get_args
 
 from fp8stack.formats import OPERANDS, FormatName, Quantizer
 from fp8stack.model.config import GPTConfig
-from fp8stack.planner.operations import held, name_of
+from fp8stack.model.trace import Moved, Step
+from fp8stack.planner.operations import held, name_of, trace_of
 from fp8stack.precision import Plan
 
 GRADIENT = ", gradient"
@@ -39,44 +43,33 @@ class Cast:
 def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
     """All casts of a training step without activation checkpointing, module by module."""
     made: list[Cast] = []
-    dtype = held(plan.compute_dtype)
-    for index in range(config.layers):
-        path = f"blocks.{index}"
-        made += _linear(plan, f"{path}.attention.qkv", "fp32", config.bias)
-        made += _attention(f"{path}.attention", config, plan)
-        made += _linear(plan, f"{path}.attention.output", dtype, config.bias)
-        made += _there_and_back(path, "attention's output", dtype, "fp32")
-        made += _linear(plan, f"{path}.mlp.up", "fp32", config.bias)
-        made += _linear(plan, f"{path}.mlp.down", dtype, config.bias)
-        made += _there_and_back(path, "mlp's output", dtype, "fp32")
-    made += _linear(plan, "lm_head", "fp32", False)
-    made += _there_and_back("loss", "logits", dtype, "fp32")
+    for path, events in groupby(trace_of(config, plan).all_events(), key=attrgetter("path")):
+        here = list(events)
+        found = [cast for one in here if isinstance(one, Moved) for cast in _there_and_back(one)]
+        if any(isinstance(one, Step) and one.name == "linear" for one in here):
+            found += _quantized(plan, path)
+            if plan.layer(path).fp8:  # whose bias is cast after the operands
+                found.sort(
+                    key=lambda one: (one.to_fp8 and one.runs == "backward", one.what == "bias")
+                )
+        made += found
     return made
 
 
-def _there_and_back(path: str, what: str, source: str, target: str) -> Iterator[Cast]:
-    """A cast, and that of its gradient the other way; none if nothing changes."""
-    if source != target:
-        there = Cast(path=path, what=what, source=source, target=target)
-        yield there
-        yield replace(there, what=what + GRADIENT, source=target, target=source, runs="backward")
+def _there_and_back(one: Moved) -> Iterator[Cast]:
+    there = Cast(path=one.path, what=one.what, source=one.source, target=one.target)
+    yield there
+    if one.back:
+        what, source, target = one.what + GRADIENT, one.target, one.source
+        yield replace(there, what=what, source=source, target=target, runs="backward")
 
 
-def _linear(plan: Plan, path: str, source: str, bias: bool) -> Iterator[Cast]:
+def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
+    """The casts of a linear to FP8, FP6 or FP4."""
     layer, dtype = plan.layer(path), held(plan.compute_dtype)
     quantizers = layer.quantizers
-    if quantizers is None:
-        yield from _there_and_back(path, "input", source, dtype)
-        yield from _there_and_back(path, "weight", "fp32", dtype)
-        if bias:
-            yield from _there_and_back(path, "bias", "fp32", dtype)
-        return
-    who = plan.runs(layer)
-    if who != "te":
-        yield from _there_and_back(path, "input", source, dtype)
-    for operand in OPERANDS:
-        if operand == "grad_output" and bias and who == "torch" and dtype != "fp32":
-            yield Cast(path=path, what="bias", source="fp32", target=dtype)
+    for operand in OPERANDS if quantizers is not None else ():
+        assert quantizers is not None
         what = operand.replace("grad_output", "output gradient")
         along, across = quantizers.along(operand), quantizers.across(operand)
         copies: dict[str, Quantizer | None] = {what: along}
@@ -91,15 +84,7 @@ def _linear(plan: Plan, path: str, source: str, bias: bool) -> Iterator[Cast]:
                     target=name_of(plan, layer, quantizer, dtype),
                     runs="backward" if operand == "grad_output" else "forward",
                     # te and torch keep a quantized weight until an optimizer changes it.
-                    per="step" if operand == "weight" and who != "emulate" else "micro-batch",
+                    per="step"
+                    if operand == "weight" and plan.runs(layer) != "emulate"
+                    else "micro-batch",
                 )
-
-
-def _attention(path: str, config: GPTConfig, plan: Plan) -> Iterator[Cast]:
-    dtype, inside = held(plan.compute_dtype), held(plan.attention)
-    through = "fp32" if config.qk_norm or config.positions == "rope" else dtype
-    for what in ("queries", "keys"):
-        yield from _there_and_back(path, what, dtype, through)
-        yield from _there_and_back(path, what, through, inside)
-    yield from _there_and_back(path, "values", dtype, inside)
-    yield from _there_and_back(path, "output", inside, dtype)

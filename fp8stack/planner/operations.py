@@ -7,10 +7,12 @@ rounds to TF32; "e4m3 in fp32" are values of FP8 held in float32, the emulator's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from fp8stack.formats import Quantizer
 from fp8stack.model.config import GPTConfig
+from fp8stack.model.trace import Step, Trace, trace
 from fp8stack.precision import LayerPlan, Plan
 
 IN_COMPUTE_DTYPE = {
@@ -84,64 +86,59 @@ def operations_of(
         optimizer: a run's, by name.
         grad_compression: a run's.
     """
-    made = [_in_fp32("embedding", "embedding")]
-    if config.positions == "learned":
-        made.append(_in_fp32("", "positions"))
-    if config.dropout:
-        made.append(_in_fp32("dropout", "dropout"))
-    for index in range(config.layers):
-        made += _block(f"blocks.{index}", config, plan)
-    made.append(_in_fp32("final_norm", "norm"))
-    made += _linear(plan, "lm_head", bias=False)
-    made.append(_in_fp32("loss", "loss"))
+    events = trace_of(config, plan).all_events()
+    made = [one for x in events if isinstance(x, Step) for one in _operations(x, plan)]
     return [*made, *_step(plan, optimizer, grad_compression)]
 
 
-def _block(path: str, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
-    dtype, attention = held(plan.compute_dtype), f"{path}.attention"
-    yield _norm(f"{path}.attention_norm", config, plan, f"{attention}.qkv")
-    yield from _linear(plan, f"{attention}.qkv", config.bias)
-    if config.qk_norm:
-        yield _in_fp32(f"{attention}.query_norm", "norm")
-        yield _in_fp32(f"{attention}.key_norm", "norm")
-    if config.positions == "rope":
-        yield _in_fp32(attention, "rope")
-    why = "the recipe says attention = fp32" if plan.attention != plan.compute_dtype else ""
-    yield Operation(
-        path=attention,
-        name="attention",
-        operands=(plan.attention,) * 3,
-        adds_in="fp32",
-        output=held(plan.attention),
-        why=why,
-    )
-    yield from _linear(plan, f"{attention}.output", config.bias)
-    if config.dropout:
-        yield _elementwise(f"{path}.dropout", "branch dropout", dtype)
-    yield _in_fp32(path, "residual")
-    yield _norm(f"{path}.mlp_norm", config, plan, f"{path}.mlp.up", f"{path}.mlp.down")
-    yield from _linear(plan, f"{path}.mlp.up", config.bias)
-    yield _elementwise(f"{path}.mlp", "activation", dtype)
-    yield from _linear(plan, f"{path}.mlp.down", config.bias)
+@lru_cache(maxsize=64)
+def trace_of(config: GPTConfig, plan: Plan) -> Trace:
+    """A pass of the model, of 128 rows: of whole blocks for every quantizer."""
+    context = 2 ** min(config.context.bit_length() - 1, 7)
+    return trace(config, plan, sequences=128 // context, context=context)
 
 
-def _norm(path: str, config: GPTConfig, plan: Plan, *linears: str) -> Operation:
-    """A norm in a block: Transformer Engine runs it together with the FP8 linears after it."""
-    one = _in_fp32(path, "norm")
-    known = config.norm == "rmsnorm" or config.bias
-    known = known and (len(linears) == 1 or config.activation != "gelu")  # TE's is gelu_tanh
-    layers = [plan.layer(name) for name in linears]
-    if plan.backend != "te" or not known or any(not la.fp8 or la.backend for la in layers):
-        return one
-    dtype, gives = held(plan.compute_dtype), plan.layer(linears[0]).quantizers
-    assert gives is not None
-    assert gives.input is not None
-    # Where TE fuses norm and cast, nothing is rounded in between: no amax of it all is needed.
-    fused = gives.input.delayed or gives.input.scale == "e8m0"
-    return replace(
-        one,
+def _operations(step: Step, plan: Plan) -> Iterator[Operation]:
+    """What a step of a module computes in."""
+    path, name = step.path, step.name
+    if name == "linear":
+        yield from _linear(plan, path, step.bias)
+    elif name == "attention":
+        why = "the recipe says attention = fp32" if plan.attention != plan.compute_dtype else ""
+        yield Operation(
+            path=path,
+            name=name,
+            operands=(plan.attention,) * 3,
+            adds_in="fp32",
+            output=held(plan.attention),
+            why=why,
+        )
+    elif name == "fused norm":
+        yield _fused_norm(path, plan)
+    else:
+        yield Operation(
+            path=path,
+            name=name,
+            operands=step.operands,
+            adds_in="fp32" if name in IN_FP32 else "",
+            output=step.output,
+            why=IN_FP32.get(name, ""),
+        )
+
+
+def _fused_norm(path: str, plan: Plan) -> Operation:
+    """A norm that Transformer Engine runs together with the FP8 linears after it."""
+    dtype, quantizers = held(plan.compute_dtype), plan.recipe.quantizers
+    assert quantizers is not None
+    assert quantizers.input is not None  # of all layers that it runs
+    gives = quantizers.input
+    return Operation(
+        path=path,
+        name="norm",
         operands=(dtype,),
-        output=gives.input.format if fused else dtype,
+        adds_in="fp32",
+        # Where it fuses norm and cast, nothing is rounded in between: no amax of all is needed.
+        output=gives.format if gives.delayed or gives.scale == "e8m0" else dtype,
         why="within Transformer Engine's module, which rounds its input",
     )
 
@@ -237,7 +234,3 @@ def _in_fp32(path: str, name: str) -> Operation:
         output="fp32",
         why=IN_FP32[name],
     )
-
-
-def _elementwise(path: str, name: str, dtype: str) -> Operation:
-    return Operation(path=path, name=name, operands=(dtype,), adds_in="", output=dtype)

@@ -1,4 +1,4 @@
-"""From a run's configuration and a machine to its precision table. It builds no model."""
+"""From a run's configuration and a machine to its precision table."""
 
 from __future__ import annotations
 

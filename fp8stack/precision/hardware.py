@@ -10,8 +10,10 @@ import os
 import platform
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -32,7 +34,8 @@ class Hardware:
     Arm's BF16 instructions). `has_te` says whether Transformer Engine can be used, `te_problem` why
     one that is installed cannot, and the remedy; `gpu_problem` why the GPU that is there cannot, so
     that this is the CPU, and the remedy; `numba_problem` why numba cannot compile the casts of
-    emulated FP8 on a CPU, and the remedy.
+    emulated FP8 on a CPU, and the remedy; `compiler_problem` why torch.compile makes no code for
+    the GPU, and the remedy.
     """
 
     device: str = "cpu"
@@ -47,6 +50,7 @@ class Hardware:
     te_problem: str = field(default="", kw_only=True)
     gpu_problem: str = field(default="", kw_only=True)
     numba_problem: str = field(default="", kw_only=True)
+    compiler_problem: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.capability is None:
@@ -103,6 +107,7 @@ def probe(device: str = "auto") -> Hardware:
         torch_version=_torch_build()["__version__"],
         te_version=version,
         te_problem=problem,
+        compiler_problem=find_compiler_problem(),
     )
 
 
@@ -116,6 +121,24 @@ def _probe_cpu() -> Hardware:
         te_version=_te_version(),
         numba_problem="" if find_spec("numba") else "numba is not installed: pip install numba",
     )
+
+
+def find_compiler_problem() -> str:
+    """What torch.compile lacks to make code for a GPU here, and the remedy; "" if nothing."""
+    if find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
+        return "triton found no C compiler: install gcc, or name one by the environment's CC"
+    return missing_headers()
+
+
+def missing_headers() -> str:
+    """That Python's headers are missing, by which compilers build extensions; "" if not."""
+    headers = Path(sysconfig.get_path("include"))
+    # Elsewhere (macOS) the path that Python gives may not exist.
+    if sys.platform != "linux" or (headers / "Python.h").exists():
+        return ""
+    return f"{headers} has no Python.h: install python3-dev on Debian and Ubuntu"
 
 
 TURING = (7, 5)

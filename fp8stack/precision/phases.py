@@ -98,7 +98,7 @@ def overridden(phases: Sequence[PhaseConfig], by: Sequence[PhaseConfig]) -> tupl
     for phase in by:
         if phase.name not in named:
             raise UserError(
-                f"phases: '{phase.name}' is none of the preset's ({', '.join(named)}). Use one of "
+                f"phases: the preset has no phase '{phase.name}' ({', '.join(named)}). Use one of "
                 "them, or leave the preset out and list all phases."
             )
         named[phase.name] = named[phase.name].model_copy(

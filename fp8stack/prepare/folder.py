@@ -279,6 +279,25 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
     ]
 
 
+def as_json(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What was made, as JSON data."""
+    splits, tokenizer = manifest["splits"], manifest["tokenizer"]
+    total = {
+        key: sum(splits[name][key] for name in ("train", "val"))
+        for key in ("tokens", "documents", "bytes")
+    }
+    held = splits["val"]
+    files = [shard["file"] for name in ("train", "val") for shard in splits[name]["shards"]]
+    return {
+        "out": str(settings.out),
+        "shards": files,
+        **total,
+        "tokenizer": {key: tokenizer[key] for key in ("name", "sha256", "vocabulary")},
+        "held_out": {key: held[key] for key in ("tokens", "documents", "bytes")},
+        "notes": {key: manifest["documents"][key] for key in NOTES if manifest["documents"][key]},
+    }
+
+
 def _next_command(settings: Settings, vocabulary: int) -> str:
     """The command that trains on the folder: with a model whose vocabulary fits, or is made to."""
     words = ["fp8stack", "pretrain", "--data", str(settings.out)]

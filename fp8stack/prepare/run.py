@@ -32,9 +32,9 @@ from fp8stack.tokenizer import NAMED, Tokenizer, load_tokenizer, tokenizer_from_
 SAVE_EVERY_S = 2.0
 
 
-def prepare(settings: Settings, overwrite: bool = False) -> None:
-    """Write the folder that `settings` ask for, or go on with it where that was cut; `overwrite`
-    removes a preparation that is there.
+def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
+    """Write the folder that `settings` ask for, or go on with it where that was cut, and return its
+    manifest; `overwrite` removes a preparation that is there.
 
     Raises:
         UserError: an input, the tokenizer or the folder cannot be used.
@@ -51,7 +51,7 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
             _require_same(folder, settings, sources, manifest)
             folder.drop_journal()
             say(f"{settings.out} is finished already.", *summary(settings, manifest))
-            return
+            return manifest
         if journal is not None:
             folder.require_settings(journal.settings, settings)
         elif not cleared:
@@ -67,6 +67,7 @@ def prepare(settings: Settings, overwrite: bool = False) -> None:
                 folder.clear()
             raise
         say(*summary(settings, manifest, speed))
+        return manifest
 
 
 def _require_same(

@@ -2,6 +2,27 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def as_json(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """What a report says of each of `runs` in figures and sentences, as JSON data. Raises a
+    UserError for a path that is no run."""
+    from fp8stack.report.attention import judge, verdict
+    from fp8stack.report.read import read_run
+    from fp8stack.report.summary import headline, reasons
+
+    judged = [judge(read_run(run)) for run in runs]
+    return [
+        {
+            "run": str(one.run.path),
+            **headline(one),
+            "verdict": verdict(one),
+            "findings": [{"level": found.level, "text": found.text} for found in one.findings],
+            "plan": reasons(one.run),
+        }
+        for one in judged
+    ]
 
 
 def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> Path | None:

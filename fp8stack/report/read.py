@@ -120,8 +120,9 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def read_run(path: Path) -> Run:
-    """The run in a folder. Raises a UserError if it is none, or a file in it cannot be read."""
+def read_run(path: Path, *, telemetry: bool = True) -> Run:
+    """The run in a folder, with its telemetry or without. Raises a UserError if it is none, or a
+    file in it cannot be read."""
     config, metrics = path / "run.toml", path / "metrics.jsonl"
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(
@@ -147,7 +148,8 @@ def read_run(path: Path) -> Run:
         has_telemetry=(path / "telemetry.jsonl").exists(),
         notes=notes,
     )
-    _read_telemetry(path / "telemetry.jsonl", run)
+    if telemetry:
+        _read_telemetry(path / "telemetry.jsonl", run)
     return run
 
 

@@ -37,6 +37,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
         f"done: validation loss {final:.4f} nats per token after {run.step} steps.\n"
         f"checkpoint: {checkpoints.path_of(folder.checkpoints, run.step)}\nplot: {folder.plot}"
     )
+    display.note("\n".join(folder.next_commands()))
 
 
 def _sample(run: Run) -> str:

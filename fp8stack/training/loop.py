@@ -68,7 +68,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     loop = _Loop(run, display, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
-    compiles = config.compile and run.step < config.steps and alone
+    compiles = run.compiled and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
             loop.catch_up()
@@ -190,7 +190,7 @@ class _Loop:
             self.display.note(told)
         run.state.step = step
         self.metrics.step_done()
-        if not config.compile:  # compiled code does not count
+        if not run.active.compiled:  # compiled code does not count
             self.fp8_gemms = run.backend.fp8_gemms()
         if run.telemetry.due(step, 1, config.steps):
             self.metrics.report(step, self.fp8_gemms, self.guard.plan_now())

@@ -30,6 +30,7 @@ class Variant:
     plan: Plan
     backend: Backend
     model: GPT
+    compiled: bool = False  # whether its blocks and its loss are compiled code
 
 
 class Switch(nn.Module):
@@ -126,6 +127,11 @@ class Run:
     def model(self) -> GPT:
         """The model as it runs now."""
         return self.active.model
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any variant is compiled code."""
+        return any(variant.compiled for variant in self.variants)
 
     @property
     def scaler(self) -> LossScaler | None:

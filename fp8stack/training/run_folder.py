@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -55,6 +56,20 @@ class RunFolder:
                 done = max(map(step_of, candidates(self.checkpoints)), default=0)
                 return (done, steps) if done < steps else None
         return None
+
+    def next_commands(self) -> list[str]:
+        """What one may do with the run now, as lines for a terminal."""
+        path = shlex.quote(str(self.path))
+        commands = {
+            f"fp8stack report {path}": "losses, speed and FP8 as a page",
+            f"fp8stack generate {path}": "text of the model",
+            f"fp8stack forecast {path}": "what other recipes would cost",
+            f"fp8stack export {path} --out DIR": "the model for transformers or vLLM",
+        }
+        if self.cut_at is not None:
+            commands = {f"fp8stack pretrain --resume {path}": "go on training"} | commands
+        width = max(map(len, commands))
+        return ["next:", *(f"  {line:{width}}  {what}" for line, what in commands.items())]
 
     @property
     def is_vacant(self) -> bool:

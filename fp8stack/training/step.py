@@ -61,8 +61,11 @@ class Step:
         if (known := self.monitor.norms) is not None:
             limit = adaptive_limit(known, config.clip_percentile, config.clip)
         order = run.model.parameters()  # plain torch's
-        norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order)
-        mean, norm = torch.stack(losses).mean(), total_norm(norms)
+        # On a CPU clipped gradients stay those of torch's own clipping, to the bit.
+        as_taken = run.accelerator.device.type != "cpu"
+        norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order, as_taken=as_taken)
+        mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        norm = total_norm(norms)
         events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)
         # Where the loss scale can fall no more, an overflow is as bad as any other.
         excused = None if scaler is None else scaler.can_fall(norm)
@@ -108,7 +111,7 @@ class Step:
         looks = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
         calibrates = self.phases.calibrates(step)
         # Compiled code has no place for hooks.
-        eager = run.config.compile and (looks or calibrates)
+        eager = run.compiled and (looks or calibrates)
         with (
             torch.compiler.set_stance("force_eager") if eager else nullcontext(),
             self.phases.calibrating() if calibrates else nullcontext(),

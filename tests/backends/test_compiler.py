@@ -15,11 +15,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
+from fp8stack.backends.compiler import is_compiled
 from fp8stack.backends.torch import ScaledLinear
-from fp8stack.model.config import GPTConfig, plan_for
+from fp8stack.config import RunConfig
+from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
 from fp8stack.training.setup import build
+from fp8stack.training.setup.variants import plan_recipe
 from tests.support.gemm_oracle import normal
 from tests.support.small_loop import SmallLoop
 
@@ -260,6 +263,67 @@ def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
         modes.clear()
         SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)
         assert modes == [None if mode == "default" else mode] * 2  # a block, and the loss
+
+
+H200 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
+H200_WITH_TE = Hardware("cuda", (9, 0), has_te=True, te_version="2.20.2", cuda_version=(13, 0))
+NO_TRITON = Hardware("cuda", (9, 0), compiler_problem="triton is not installed: pip install triton")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "recipe", "recompute", "asked", "expected", "note"),
+    [
+        (H200, "delayed", "none", None, True, "--no-compile refuses that"),
+        (H200, "bf16", "block", None, True, "--no-compile refuses that"),
+        (H200, "delayed", "none", False, False, ""),
+        (H200, "delayed", "none", True, True, ""),
+        (H200, "delayed", "selective", None, False, "not compiled: activation_checkpointing"),
+        (H200_WITH_TE, "delayed", "none", None, False, "not compiled: Transformer Engine"),
+        (H200_WITH_TE, "bf16", "none", None, True, "--no-compile refuses that"),
+        (NO_TRITON, "delayed", "none", None, False, "not compiled: triton is not installed"),
+        (CPU, "delayed", "none", None, False, ""),
+        (CPU, "delayed", "none", True, True, ""),
+    ],
+)
+def test_a_gpu_compiles_by_default_what_can_be_compiled(
+    hardware, recipe, recompute, asked, expected, note
+):
+    keys: dict[str, Any] = {"model": "gpt-nano", "recipe": recipe, "compile": asked}
+    keys |= {"activation_checkpointing": recompute, "parallel": "ddp"}
+    config = RunConfig(**{key: value for key, value in keys.items() if value is not None})
+    plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 4096)
+    compiled, told = is_compiled(asked, plan, hardware, recompute)
+    assert compiled == expected
+    assert (note in told) if note else told == ""
+    assert [reason for reason in plan.reasons if "compile" in reason] == [told] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "compiled", "asked", "expected"),
+    [
+        (H200, True, None, False),
+        (H200, True, True, True),
+        (H200, False, True, True),
+        (CPU, True, None, True),
+        (CPU, True, False, False),
+        (CPU, False, True, False),  # repeats as it is
+        (CPU, False, None, False),
+    ],
+)
+def test_a_gpu_is_asked_to_repeat_to_the_bit_only_by_name(hardware, compiled, asked, expected):
+    config = RunConfig() if asked is None else RunConfig(deterministic=asked)
+    assert build.is_deterministic(config, hardware, compiled) == expected
+
+
+def test_a_run_on_a_cpu_is_compiled_where_that_is_asked_for_alone(tmp_path, monkeypatch):
+    modes: list[str | None] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **_: modes.append("compiled") or call)
+    monkeypatch.setattr(build, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(build, "_be_deterministic", lambda: modes.append("deterministic"))
+    assert not SmallLoop(tmp_path / "eager", "fp32").run.compiled
+    assert modes == []
+    assert SmallLoop(tmp_path / "compiled", "fp32", compile=True).run.compiled
+    assert modes == ["deterministic", "compiled", "compiled"]
 
 
 @pytest.mark.slow

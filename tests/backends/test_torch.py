@@ -214,7 +214,7 @@ def test_the_bytes_are_those_of_the_casts(recipe, dtype, mode):
     values = bits.view(torch.bfloat16).view(-1, 32).to(dtype)
     for name, format in (("input", "e4m3"), ("weight", "e4m3"), ("grad_output", "e5m2")):
         for x in (values, normal(64, 32, std=1e-4).to(dtype)):
-            along, across = quantize(x, name, False, True)
+            along, across, _ = quantize(x, name, False, True)
             scale = torch.ones(())
             if recipe == "current":
                 scale = numerics.tensor_scale(numerics.amax(x), format)
@@ -229,7 +229,7 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
     layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe], backend="torch")
     for name in ("input", "weight", "grad_output"):
         x = normal(128, 256, seed=3).bfloat16()
-        for copy, part in zip(layer.quantize(x, name, False, True), (x, x.t()), strict=True):
+        for copy, part in zip(layer.quantize(x, name, False, True)[:2], (x, x.t()), strict=True):
             if recipe == "mxfp8":
                 data, scales = numerics.quantize_mxfp8(part.contiguous())
             else:

@@ -22,44 +22,16 @@ import pytest
 import torch
 
 from bench import runner
-from bench.gpu import casts, gpu, gpu_report, histories, layers, losses, steps, visit, wheels
-from bench.gpu.cases import (
-    TIME_IS_UP,
-    Case,
-    Context,
-    Facts,
-    Skipped,
-    broken,
-    merged,
-    run_case,
-    same_bits,
-    same_values,
-    sqnr_db,
-)
-from bench.gpu.inputs import amaxes, bf16_values, fp32_values, spiky_steps
-from bench.peers import te_raw
-from fp8stack import numerics
-from fp8stack.model.config import GPTConfig
+from bench.gpu import gpu, gpu_report, losses, steps, visit, wheels
+from bench.gpu.gpu_report import TIME_IS_UP
+from fp8stack.conform import suite
+from fp8stack.conform.checks import Check, Context, Facts, Skipped, broken, run_check, same_bits
 from fp8stack.precision import Hardware
-from tests.support.te.te_quantizers import te_with_quantizers
 
 ROOT = Path(__file__).parents[2]
 CPU = Context(Hardware("cpu", name="a CPU"), compiler="eager")
-WITH_TE = Context(Hardware("cpu", has_te=True, te_version="2.20.2"), compiler="eager")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def rows(cases, *words: str) -> list[Facts]:
-    """The rows of the cases that have all of `words` in their name."""
-    chosen = [case for case in cases if all(word in case.name for word in words)]
-    assert chosen
-    return [run_case(case) for case in chosen]
-
-
-def assert_hold(found: list[Facts]) -> None:
-    wrong = [row for row in found if row.get("holds") is not True]
-    assert not wrong, wrong
 
 
 # The command
@@ -178,126 +150,12 @@ def test_sections_are_run_in_their_own_order_and_unknown_ones_refused(capsys):
     assert "no section 'nonsense'; known: casts," in capsys.readouterr().err
     assert (visit.WHOLE < 540, visit.PARTS.keys()) == (True, {1, 2, 3, 4, 5})  # nine minutes each
     assert gpu.BUDGETS.keys() == gpu.SECTIONS.keys()
+    assert sorted(sum(gpu.CONFORM.values(), ())) == sorted(suite.GROUPS)
     whole = gpu.WHOLE + gpu.GRACE
     assert sum(gpu.BUDGETS[name] for name in gpu.SECTIONS if name != "losses") < whole < 480
 
 
-# Comparisons
-
-
-def test_bits_that_differ_are_counted_and_shown():
-    expected = torch.tensor([1.0, -0.0, math.nan, 3.0])
-    found = torch.tensor([1.0, 0.0, math.nan, 3.0000002])
-    facts = same_bits({"x": (found, expected)})
-    assert (facts["holds"], facts["checked"], facts["differing"]) == (False, 4, 2)
-    assert facts["first"] == [
-        "x[1]: 0 (0x00000000), not -0 (0x80000000)",
-        "x[3]: 3.00000024 (0x40400001), not 3 (0x40400000)",
-    ]
-    assert same_values({"x": (found[:3], expected[:3])})["holds"]
-    assert not same_values({"x": (found, expected)})["holds"]
-    facts = same_bits({"x": (found, expected[:3])})
-    assert facts["first"] == ["x: torch.float32 (4,) instead of torch.float32 (3,)"]
-    facts = merged({"a": same_bits({"x": (found, expected)}), "b": same_bits({})})
-    assert (facts["holds"], facts["differing"], len(facts["first"])) == (False, 2, 2)
-
-
-def test_signal_to_noise_is_in_decibel():
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    assert sqnr_db(x * 1.01, x) == pytest.approx(40, abs=0.01)
-    assert sqnr_db(x, x) == 200
-    assert math.isnan(sqnr_db(x * math.nan, x))
-    assert math.isnan(sqnr_db(x, x * 0))
-
-
-def test_inputs_have_all_that_a_cast_may_meet():
-    bf16, fp32 = bf16_values(), fp32_values()
-    assert len(bf16.view(torch.int16).unique()) == 2**16
-    for x in (bf16, fp32):
-        assert x.shape == (256, 256)
-        assert x.isnan().any() & x.isinf().any()
-        assert ((x != 0) & (x.abs() < 1e-38)).sum() > 200
-    for tie in (1.0625, 464.0, 2.0**-10, 61440.0, 2.0**-17):  # E4M3's, and E5M2's
-        assert (fp32 == tie).any() & (fp32 == -tie).any()
-    steps = spiky_steps(50, 16, 32, 16)
-    assert {0.0, math.inf} < {float(numerics.amax(step.x)) for step in steps}
-    assert any(step.w.isnan().all() for step in steps)
-    assert {0.0, math.inf} < set(amaxes().tolist())
-
-
-# Sections
-
-
-def test_casts_hold_and_compiled_ones_do():
-    assert_hold(rows(casts.cases(CPU), "eager"))
-    for word in ("cast of bf16 to e4m3", "scales and", "blocks of fp32 with any"):
-        assert_hold(rows(casts.cases(CPU), "compiled", word))
-    assert {row["skipped"] for row in rows(casts.cases(CPU), "TE's")} == {
-        "Transformer Engine is not installed"
-    }
-
-
-def test_a_cast_that_rounds_toward_zero_is_found_and_its_numbers_are_shown():
-    def toward_zero(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
-        nearest = numerics.cast_to_fp8(x, scale, format)
-        too_far = nearest.float().abs() > (x.float() * scale).abs()
-        codes = nearest.view(torch.uint8)
-        return torch.where(too_far, codes - 1, codes).view(nearest.dtype)
-
-    facts = casts.casts_with(CPU, "bf16", "e4m3", toward_zero)
-    assert not facts["holds"]
-    assert 1000 < facts["differing"] < facts["checked"]
-    assert facts["first"][0].startswith("scale 1: x = ")
-
-
-def test_what_transformer_engine_casts_is_compared(monkeypatch):
-    with te_with_quantizers():
-        cases = list(casts.cases(WITH_TE))
-        for words in (["cast of bf16"], ["special bf16"], ["blocks of ordinary fp32"]):
-            assert_hold(rows(cases, "TE's", *words))
-        cast = te_raw.cast
-        monkeypatch.setattr(te_raw, "cast", lambda x, scale, *how: cast(x, scale * 2, *how))
-        found = rows(cases, "cast of bf16 to e4m3, TE's")
-        assert all(broken(row) for row in found)
-
-
-def test_histories_are_the_same_for_all_backends_and_transformer_engines_own(monkeypatch):
-    monkeypatch.setattr(histories, "STEPS", 26)  # each kind of step comes once
-    histories._reference.cache_clear()
-    cases = list(histories.cases(CPU))
-    assert_hold(rows(cases, "torch", "most_recent"))
-    with te_with_quantizers():
-        cases = list(histories.cases(WITH_TE))
-        for word in ("of 1, max, margin 1", "of 4, max", "of 16, most_recent, margin 0"):
-            assert_hold(rows(cases, "TE's history", word))
-        feed = histories.feed
-        monkeypatch.setattr(histories, "feed", lambda history, step: feed(history, step[::-1]))
-        assert all(broken(row) for row in rows(cases, "TE's history of 4, max, margin 0"))
-    histories._reference.cache_clear()
-
-
-def test_a_layer_is_compared_with_float64(monkeypatch):
-    shapes = (layers.Shape(48, 128, 64, True), layers.Shape(40, 96, 160, False))
-    monkeypatch.setattr(layers, "SHAPES", shapes)
-    small = GPTConfig(vocabulary=256, context=128, layers=1, width=64, heads=2)
-    monkeypatch.setattr(layers, "FUSED", small)
-    cases = list(layers.cases(CPU))
-    assert len(list(layers.cases(Context(CPU.hardware, quick=True)))) < len(cases)
-    assert_hold(rows(cases, "emulate"))
-    assert_hold(rows(cases, "bf16 by reference"))
-    assert_hold(rows(cases, "current by torch, 48"))
-    assert_hold(rows(cases, "delayed by torch, compiled"))
-    assert_hold(rows(cases, "norms and MLP in delayed by torch"))
-    (row,) = rows(cases, "block by torch, 48")
-    assert "block" in row["skipped"]
-    (row,) = rows(cases, "delayed by emulate, 48")
-    assert set(row["quantized_db"]) == {"y", "dx", "dw", "db"}
-    assert row["unquantized_db"]["y"] < layers.SAME_OPERANDS_DB
-    # One whose operands are others does not hold.
-    quantized, others = layers.quantized, layers.load_recipe("mxfp8")
-    monkeypatch.setattr(layers, "quantized", lambda recipe, *given: quantized(others, *given))
-    shape = layers.Shape(48, 128, 64, False)
-    assert not layers.linear(CPU, "current", "emulate", shape, compiled=False)["holds"]
+# Losses
 
 
 def test_losses_are_compared_with_bf16s(monkeypatch):
@@ -305,7 +163,7 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     arms = [losses.BF16, ("te", "delayed"), ("emulate", "delayed"), ("torch", "current")]
     monkeypatch.setattr(losses, "ARMS", arms)
     training = losses.Training("gpt-nano", steps=2, batch=2, context=32)
-    found = [run_case(case) for case in losses.cases(CPU, math.inf, training)]
+    found = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
     assert ["skipped" in row for row in found] == [False, True, False, False]
     assert not any(map(broken, found))
     bf16, _, delayed, _ = found
@@ -317,7 +175,7 @@ def test_losses_are_compared_with_bf16s(monkeypatch):
     monkeypatch.setattr(losses, "ARMS", [losses.BF16, ("emulate", "delayed")])
     again = {"bf16": bf16, "delayed": delayed}
     monkeypatch.setattr(losses, "train", lambda *given, **options: dict(again[given[3]]))
-    found = [run_case(case) for case in losses.cases(CPU, math.inf, training)]
+    found = [run_check(case) for case in losses.cases(CPU, math.inf, training)]
     assert [broken(row) for row in found] == [False, True]
     # One that the time does not suffice for has no final loss.
     monkeypatch.undo()
@@ -348,7 +206,7 @@ def skip() -> Facts:
 
 
 def test_a_case_that_raises_is_recorded_and_one_that_does_not_apply_too():
-    failed, skipped = run_case(Case("f", fail)), run_case(Case("s", skip))
+    failed, skipped = run_check(Check("f", fail)), run_check(Check("s", skip))
     assert failed["failed"] == "ValueError: a kernel is missing"
     assert "in fail" in failed["traceback"]
     assert skipped["skipped"] == "no FP8 here"
@@ -356,14 +214,14 @@ def test_a_case_that_raises_is_recorded_and_one_that_does_not_apply_too():
 
 
 def test_the_report_is_written_as_json_and_as_tables(tmp_path):
-    db = {"quantized_db": {"y": 55.5}, "unquantized_db": {"y": math.nan, "db": 200.0}}
+    db = {"worst": {"y": 1.5}, "unquantized_db": {"y": math.nan, "db": 200.0}}
     losses = {"steps": 20, "final_loss": None, "ms_per_step": 81.5, "losses": [1.0, math.inf]}
     differing = same_bits({"x": (torch.zeros(2), torch.ones(2))})
     made = report(
-        casts=[{"case": "a | b", "seconds": 0.1, **differing}, run_case(Case("broken", fail))],
-        layers=[{"case": "linear", "seconds": 0.1, "holds": False, **db}],
-        losses=[{"case": "bf16", "seconds": 1, "holds": True, **losses}],
-        golden=[{"case": "late", "seconds": 0, "skipped": TIME_IS_UP}],
+        casts=[{"check": "a | b", "seconds": 0.1, **differing}, run_check(Check("broken", fail))],
+        layers=[{"check": "linear", "seconds": 0.1, "holds": False, **db}],
+        losses=[{"check": "bf16", "seconds": 1, "holds": True, **losses}],
+        golden=[{"check": "late", "seconds": 0, "skipped": TIME_IS_UP}],
     )
     made["sections"]["losses"]["problem"] = "died with exit code -11 in the case 'te'"
     gpu_report.write(made, tmp_path)
@@ -377,10 +235,10 @@ def test_the_report_is_written_as_json_and_as_tables(tmp_path):
     for line in (
         "- casts: a | b: 2 of 2 differ: x[0]: 0 (0x00000000), not 1 (0x3f800000); x[1]: 0 "
         "(0x00000000), not 1 (0x3f800000)",
-        "- casts: broken: failed: ValueError: a kernel is missing",
+        "- casts: broken: ValueError: a kernel is missing",
         "- losses: died with exit code -11 in the case 'te'",
         "| a / b | 2 | 2 | DOES NOT HOLD |",
-        "| linear | y 55.5 / nan, db 200 | DOES NOT HOLD |",
+        "| linear | y 1.5, y nan dB, db 200 dB | DOES NOT HOLD |",
         "| bf16 | 20 |  |  |  | 81.5 |  | holds |",
         f"| late |  |  | skipped: {TIME_IS_UP} |",
     ):
@@ -405,8 +263,8 @@ def test_a_section_may_die_or_hang(target, seconds, problem):
 
 def test_the_rows_of_a_process_that_died_are_kept(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"starting": "a"}\n{"case": "a"}\n{"starting": "b"}\n{"case": "b')
-    assert gpu.read_rows(path) == ([{"case": "a"}], "b")
+    path.write_text('{"starting": "a"}\n{"check": "a"}\n{"starting": "b"}\n{"check": "b')
+    assert gpu.read_rows(path) == ([{"check": "a"}], "b")
 
 
 def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, monkeypatch):
@@ -415,14 +273,15 @@ def test_a_section_runs_in_a_process_and_stops_when_its_time_is_up(tmp_path, mon
     gpu.add_section(made, "casts", CPU, tmp_path, budget=0.001)
     section = made["sections"]["casts"]
     assert section["problem"] == ""
-    assert len(section["cases"]) == len(list(casts.cases(CPU)))
+    groups = gpu.CONFORM["casts"]
+    assert len(section["cases"]) == sum(len(list(suite.GROUPS[group](CPU))) for group in groups)
     assert section["cases"][-1]["skipped"] == TIME_IS_UP
 
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_does_not_hold_ends_in_exit_code_1(holds, tmp_path, monkeypatch, capsys):
     def add(made: gpu_report.Report, name: str, *rest: object) -> None:
-        row = {"case": "c", "seconds": 0.0, "holds": holds or name != "layers"}
+        row = {"check": "c", "seconds": 0.0, "holds": holds or name != "layers"}
         made["sections"][name] = {"seconds": 0.0, "problem": "", "cases": [row]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from bench import runner, timing_lock
+from bench.cells import json_lines
 from bench.quality import study, study_tables
 from fp8stack.compare.intervals import always_valid_factor
 from tests.support.made_runs import write_lines
@@ -179,7 +180,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert "stopping: the same command goes on" in said
-    done = study.read_study(results)
+    done = json_lines(results)
     assert 1 <= len(done) < 4
     with results.open("a") as file:
         file.write('{"key": "half a li')  # as a kill leaves it
@@ -187,7 +188,7 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
                            capture_output=True, timeout=120)  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert f"{4 - len(done)} runs are to do, {len(done)} are there" in again.stdout
-    rows = study.read_study(results)
+    rows = json_lines(results)
     assert sorted((one["recipe"], one["seed"]) for one in rows) == [
         ("fp32", 0), ("fp32", 1), ("mxfp4", 0), ("mxfp4", 1)
     ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Transformer Engine's source says what the calls of `bench.peers.te_raw` take it to say."""
+"""Transformer Engine's source says what the calls of `fp8stack.conform.te` take it to say."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.peers import te_raw
+from fp8stack.conform import te as te_raw
 from tests.support.te.te_quantizers import SOURCE, te_with_quantizers
 
 BLOCKWISE = "pytorch/tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.get_scale_shape"

@@ -289,5 +289,5 @@ def test_what_is_no_shard_is_refused_by_name(tmp_path):
     (tmp_path / file_of(0)).write_bytes(b"\x08\0\0\0\0\0\0\0no JSON.")
     with pytest.raises(UserError, match="holds no shards of tensors"):
         SharedGroup(tmp_path, {file_of(0)})
-    with pytest.raises(UserError, match=r"none of the checkpoint's files"):
+    with pytest.raises(UserError, match=r"does not belong to the checkpoint"):
         SharedGroup(tmp_path, set())

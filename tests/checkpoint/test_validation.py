@@ -43,5 +43,5 @@ def test_tensors_that_do_not_fit_are_named(group, name, change, saved):
     tensor = tensors[group].pop(name)
     if change is not None:
         tensors[group][name] = change(tensor)
-    with pytest.raises(UserError, match=name if group != "rng" else "random state"):
+    with pytest.raises(UserError, match=name if group != "rng" else "RNG state"):
         can_go_on(replace(saved, tensors=tensors))

@@ -11,7 +11,12 @@ from typing import Any
 from bench import runner
 from tests.docs.docs_found import ROOT
 
-OTHERS_PACKAGES = {"vllm", "lm-eval", "lm_eval"}  # of commands that docs_runner.py does not run
+OTHERS_PACKAGES = {
+    "vllm",
+    "lm-eval",
+    "lm_eval",
+    "twine",
+}  # of commands that docs_runner.py does not run
 
 
 def check_pip(words: Sequence[str]) -> None:
@@ -25,7 +30,7 @@ def check_pip(words: Sequence[str]) -> None:
         if word in ("-c", "--index-url"):
             value = next(values)
             assert word == "--index-url" or (ROOT / value).is_file(), value
-        elif word.startswith((".", "fp8stack")):
+        elif word.startswith((".", "fp8stack", "dist/fp8stack")):
             for extra in re.findall(r"[\w-]+", word.partition("[")[2]):
                 assert extra in extras, f"pyproject.toml has no extra {extra}"
         elif not word.startswith("-"):

@@ -1,7 +1,6 @@
 """Finds the commands in the documents: those in code blocks, and inline code that is a whole one.
 
-It must not know how a command is run. What it cannot tell from output becomes a command that no
-runner knows, so that nothing escapes.
+What cannot be told from output becomes a command that no runner knows, so that nothing escapes.
 """
 
 from __future__ import annotations

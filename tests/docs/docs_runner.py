@@ -1,8 +1,8 @@
 """Runs the commands of the documents, made small: fewer steps of a smaller model on small files.
 
 What a command means stays: its flags are kept, and later ones that win make it cheap. Run as a
-program, it is the `fp8stack` or the launcher of a shell script in a document. It must not know
-where commands stand; docs_found.py finds them.
+program, it is the `fp8stack` or the launcher of a shell script in a document.
+docs_found.py finds the commands.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def scaled(words: Sequence[str]) -> list[str]:
     if command == "compare":
         return [*words, *SMALL, *RUN, "--steps=2", "--seeds=1", *_sizes(words)]
     small = {"generate": ["--tokens=4"], "prepare": ["--workers=1"]}
+    small["conform"] = ["--quick", "--only=layouts"]
     return [*words, *small.get(command, [])]
 
 

@@ -33,6 +33,9 @@ WORDS = {"parallel", "resumable", "bytes", "names"}  # of the list of rooms, tha
 MADE_UP = {"fp8stack/backends/exact.py"}  # or another project's
 MADE_UP |= {"compressed_tensors_w8a8_fp8.py", "quantization/quant_scheme.py"}
 MADE_UP |= {"quantization/lifecycle/initialize.py"}
+STUDIED = {"FP8": ["delayed", "current", "block", "mxfp8", "rowwise"]}
+STUDIED |= {"FP6": ["mxfp6_e2m3", "mxfp6_e3m2"]}
+STUDIED |= {"FP4": ["mxfp4", *(f"nvfp4{form}" for form in ("", "_nearest", "_no_hadamard"))]}
 MODELS = ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-8b"]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(cli.app))["commands"]
 
@@ -87,13 +90,13 @@ def test_recipe_and_model_keys_are_documented():
         assert f"`{key}`" in text, key
 
 
-def test_the_readmes_loops_train_in_delayed_scaling():
-    codes = re.findall(r"```python\n(.*?)```", _text("README.md"), re.S)
-    loops = [code for code in codes if "optimizer.step()" in code]
+def test_the_loops_of_the_python_page_train_in_delayed_scaling():
+    codes = re.findall(r"```python\n(.*?)```", _text("docs/library.md"), re.S)
+    loops = [code for code in codes if "optimizer.step()" in code and '"delayed"' in code]
     assert len(loops) == 2
     for code in loops:
         scope: dict[str, Any] = {}
-        exec(compile(code, "README.md", "exec"), scope)
+        exec(compile(code, "docs/library.md", "exec"), scope)
         assert any(value.any() for value in fp8_state(scope["model"]).values())
 
 
@@ -116,10 +119,12 @@ def test_every_capability_names_tests_that_exist():
     assert text.count("::test_") == len(named)
 
 
-def test_the_readmes_table_is_the_committed_result():
-    for line in _text("bench/results/cpu/compare.md").splitlines():
-        if line.startswith("|"):
-            assert line in _text("README.md")
+@pytest.mark.parametrize(("kind", "names"), STUDIED.items(), ids=STUDIED)
+def test_the_readmes_gaps_are_those_of_the_committed_study(kind, names):
+    cells = json.loads(_text("bench/results/cpu/study.json"))["cells"]
+    gaps = [cell["gap"]["mean"] for cell in cells if cell["recipe"] in names]
+    (bound,) = re.findall(rf"below ([\d.]+) % in {kind}\b", " ".join(_text("README.md").split()))
+    assert float(bound) / 2 < max(gaps) < float(bound)
 
 
 # Pages: predictions, examples of code, figures, links
@@ -240,7 +245,7 @@ def test_make_and_ci_call_the_same_checks():
     makefile, script = _text("Makefile"), _text(".ci/check")
     known = set(re.findall(r"^ {8}(\w+)\) ", script, re.M))
     called = set(re.findall(r"^\t\.ci/check (\w+)$", makefile, re.M))
-    assert known == called == {"lint", "types", "audit", "tests", "kinds"}
+    assert known == called == {"lint", "types", "audit", "conform", "tests", "kinds"}
     (usual,) = re.findall(r"^\[ \$# -gt 0 \] \|\| set -- (.*)$", script, re.M)
     assert set(usual.split()) == known - {"kinds"}  # it runs the tests twice
     assert _text(".ci/run").rstrip().endswith("\n.ci/check")

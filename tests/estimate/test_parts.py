@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,9 @@ from fp8stack.estimate import Setting, estimate, largest_batch, optimizer_bytes,
 from fp8stack.estimate.answer import PhaseEstimate
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.optim.optimizer import build_optimizer
+from fp8stack.planner import casts_of, operations_of
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +82,7 @@ def loss_of(model: GPT, setting: Setting) -> Tensor:
 def kept_weights(model: GPT) -> dict[int, int]:
     """The storages of FP8 weights that layers keep, with their bytes."""
     kept = [kept for module in model.modules() if (kept := getattr(module, "_kept", None))]
-    copies = [copy for copies, *_ in kept for copy in copies]
+    copies = [copy for one in kept for copy in one.copies]
     storages = [t.untyped_storage() for s in copies for t in (s.data, s.inv_scale)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -143,6 +146,26 @@ def test_what_is_saved_for_backward_is_estimated_to_the_byte(shape, recipe, back
     assert estimate(setting).saved == saved_bytes(model, setting)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [("bf16", {}), ("mxfp8", {"quantizer": {"block": (1, 64)}}), ("delayed", {})],
+)
+def test_an_activation_and_a_quantizer_that_are_added_are_planned_and_estimated(
+    recipe, changes, monkeypatch
+):
+    monkeypatch.setitem(ACTIVATIONS, "cubed", lambda hidden: F.softplus(hidden) * hidden.square())
+    config = GPTConfig(vocabulary=250, context=64, layers=2, width=128, heads=4)
+    config = config.model_copy(update={"activation": "cubed"})
+    plan = plan_for(config, load_recipe(recipe, changes), CPU, "auto")
+    setting = Setting(config=config, plan=plan, sequences=3, context=24)
+    assert estimate(setting).saved == saved_bytes(GPT(config, build_backend(plan)), setting)
+    operations = {(one.path, one.name): one for one in operations_of(config, plan)}
+    found = operations["blocks.1.mlp", "activation"]
+    assert (found.operands, found.output) == ((plan.compute_dtype,), plan.compute_dtype)
+    casts = [one for one in casts_of(config, plan) if one.to_fp8]
+    assert len(casts) == (0 if recipe == "bf16" else 3 * 8)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed", "mxfp8"])
 def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, recipe):
@@ -177,12 +200,14 @@ def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(shape, reci
 )  # fmt: skip
 def test_a_loss_in_chunks_keeps_no_probabilities(recipe, backend, head, monkeypatch):
     overrides = {"head": True} if head else {}
-    model, setting = made("nano", recipe, backend, recipe_overrides=overrides, sequences=8)
-    whole = estimate(setting)
-    for module in ("fp8stack.model.loss", "fp8stack.estimate.activations"):
-        monkeypatch.setattr(f"{module}.chunk_rows", lambda vocabulary: 128)
-    assert estimate(setting).saved == saved_bytes(model, setting)
-    assert estimate(setting).saved != whole.saved
+    for sequences in (8, 29):  # two chunks, and many of which a trace takes some
+        keys: dict[str, Any] = {"recipe_overrides": dict(overrides), "sequences": sequences}
+        model, setting = made("nano", recipe, backend, **keys)
+        whole = estimate(setting)
+        with monkeypatch.context() as patched:
+            patched.setattr("fp8stack.model.loss.chunk_rows", lambda vocabulary: 128)
+            assert estimate(setting).saved == saved_bytes(model, setting)
+            assert estimate(setting).saved != whole.saved
 
 
 @pytest.mark.parametrize(
@@ -219,8 +244,7 @@ def test_the_peak_of_a_step_is_estimated_within_a_tenth(
 def test_the_peak_in_a_loss_in_chunks_is_estimated_within_a_tenth(recipe, monkeypatch):
     sizes = {"vocabulary": 4096, "layers": 1, "width": 32, "heads": 2}
     monkeypatch.setitem(SHAPES, "wide", sizes)
-    for module in ("fp8stack.model.loss", "fp8stack.estimate.activations"):
-        monkeypatch.setattr(f"{module}.chunk_rows", lambda vocabulary: 128)
+    monkeypatch.setattr("fp8stack.model.loss.chunk_rows", lambda vocabulary: 128)
     model, setting = made("wide", recipe, sequences=6, context=64)
     with Live() as live:
         loss_of(model, setting).backward()

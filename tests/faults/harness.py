@@ -17,7 +17,7 @@ PLACE    step:N        the batch of step N is about to be trained (with workers=
          time:SECONDS  so long after the start
 Without N it happens each time. +SECONDS: so much later than that. R is the environment's RANK.
 
-The product has no line for this. It must not know how a step is trained or a checkpoint is written.
+The product has no line for this.
 """
 
 import os

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from bench.gpu.cases import Case, broken, run_case, this_machine
+from fp8stack.conform.checks import Check, Context, broken, plan_of, run_check
+from fp8stack.precision import load_recipe, probe
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU is usable by this torch", allow_module_level=True)
@@ -15,12 +16,17 @@ if not torch.cuda.is_available():
 # cuBLAS reads it when it is first used: GEMMs that repeat to the bit, as `pretrain` asks for.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-CONTEXT = this_machine()
+CONTEXT = Context(probe())
 
 
-def require(case: Case) -> None:
-    """The case holds; it is skipped where it does not apply to this machine."""
-    row = run_case(case)
+def require(check: Check) -> None:
+    """The check holds; the test is skipped where it does not apply to this machine."""
+    row = run_check(check)
     if "skipped" in row:
         pytest.skip(row["skipped"])
     assert not broken(row), row
+
+
+def require_plan(backend: str, recipe: str) -> None:
+    """Skip where something else would run."""
+    require(Check("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))

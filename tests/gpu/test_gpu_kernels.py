@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from fp8stack import numerics
+from fp8stack.formats import Quantizer
+from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.ops.kernels import cast_transpose, has_kernel
+from fp8stack.ops.weights import KeptWeights
 from tests.gpu.machine import CONTEXT
+from tests.ops import test_fused_casts, test_weights
 from tests.ops.test_kernels import differences
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +37,31 @@ def test_the_kernel_runs_where_the_gpu_has_fp8() -> None:
 
 def test_data_transpose_and_amax_are_numpys_to_the_bit() -> None:
     assert differences(cast_transpose, DEVICE) == []
+
+
+def test_casts_of_activations_and_of_their_gradients_are_numpys() -> None:
+    assert test_fused_casts.differences(("cast", *ACTIVATIONS), DEVICE) == []
+
+
+def test_the_copies_of_many_weights_are_numpys_to_the_bit() -> None:
+    assert test_weights.differences(DEVICE) == []
+
+
+def test_the_copies_of_many_weights_are_made_anew_by_a_cuda_graph() -> None:
+    x, scales = torch.randn(256, 384, device=DEVICE), torch.ones(3, device=DEVICE)
+    kept, amaxes = KeptWeights([x], Quantizer(amax="delayed"), [1]), torch.zeros(3, device=DEVICE)
+    kept.cast(scales, amaxes)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept.cast(scales, amaxes)
+    x.normal_()
+    scales[1] = 3.7
+    amaxes.zero_()
+    graph.replay()
+    along, across = (copy.data.view(torch.uint8) for copy in kept.copies[0])
+    assert torch.equal(along, numerics.cast_to_fp8(x, scales[1]).view(torch.uint8))
+    assert torch.equal(across, along.t())
+    assert amaxes.tolist() == [0, x.abs().max().item(), 0]
 
 
 def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.cases import Case, plan_of, run_case
 from fp8stack.backends import fp8_state
-from fp8stack.precision import load_recipe
+from fp8stack.ops import replay
 from tests.conftest import metrics
-from tests.gpu.machine import CONTEXT
-from tests.support.small_loop import SmallLoop
+from tests.gpu.machine import CONTEXT, require_plan
+from tests.support.small_loop import SmallLoop, changed
 
 pytestmark = pytest.mark.gpu
 
@@ -20,19 +19,12 @@ ARMS = [("reference", "bf16"), ("reference", "fp16")]
 ARMS += [("torch", recipe) for recipe in ("delayed", "current", "block", "mxfp8")]
 
 
-def require(backend: str, recipe: str) -> None:
-    """Skip where something else would run."""
-    row = run_case(Case("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
-    if "skipped" in row:
-        pytest.skip(row["skipped"])
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("backend", "recipe"), ARMS)
 def test_a_training_step_waits_for_nothing(
     backend: str, recipe: str, compiled: bool, tmp_path: Path
 ) -> None:
-    require(backend, recipe)
+    require_plan(backend, recipe)
     keys = {"backend": backend, "compile": compiled, "accumulate": 2}
     small = SmallLoop(tmp_path / "r", recipe, width=128, **keys)
     small.advance(4)
@@ -44,6 +36,29 @@ def test_a_training_step_waits_for_nothing(
         torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
     assert norm.isfinite()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_the_guards_cuda_graphs_do_what_its_operators_do(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name in ("graphs", "operators"):
+        small = SmallLoop(tmp_path / name, recipe, width=128, log_every=3)
+        small.spoil("", {9})
+        small.advance(12)
+        found.append(small.everything() | {"told": torch.tensor([at for at, _ in small.told()])})
+        recorded = small.loop.monitor._sees._graph is not None
+        assert recorded == (name == "graphs")
+        monkeypatch.setattr(replay, "records", lambda device: False)
+    assert changed(*found) == []
+
+
+def test_a_run_that_says_nothing_about_it_is_compiled(tmp_path: Path) -> None:
+    require_plan("torch", "delayed")
+    small = SmallLoop(tmp_path / "r", "delayed", width=128, backend="torch", compile=None)
+    assert small.run.compiled
+    small.advance(2)
 
 
 def test_what_waits_is_found() -> None:

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.gpu.cases import Case, plan_of, run_case
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import load_recipe
 from tests.conftest import Command, losses, metrics
-from tests.gpu.machine import CONTEXT
+from tests.gpu.machine import CONTEXT, require_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +37,6 @@ FLAGS = [
 SMALL = GPTConfig(vocabulary=256, context=64, layers=2, width=128, heads=2)
 
 
-def require(backend: str, recipe: str) -> None:
-    """Skip where something else would run."""
-    row = run_case(Case("plan", lambda: {"plan": plan_of(load_recipe(recipe), CONTEXT, backend)}))
-    if "skipped" in row:
-        pytest.skip(row["skipped"])
-
-
 def saved(run: Path) -> dict[str, Tensor]:
     """All tensors of the last checkpoint."""
     folder = run / "checkpoints" / "step-000012"
@@ -59,7 +51,7 @@ def saved(run: Path) -> dict[str, Tensor]:
 def test_a_run_learns_and_resumes_to_the_bit(
     backend: str, recipe: str, command: Command, tmp_path: Path
 ) -> None:
-    require(backend, recipe)
+    require_plan(backend, recipe)
     flags = ["--recipe", recipe, "--backend", backend, "--out", "r", *FLAGS]
     assert command("pretrain", *flags) == 0
     whole, tensors, run = losses(tmp_path / "r"), saved(tmp_path / "r"), tmp_path / "r"
@@ -100,7 +92,7 @@ def test_a_gpt_compiles_as_one_graph_that_has_the_scales_and_losses_of_eager_mod
     recipe: str,
 ) -> None:
     """By a compiler that keeps eager mode's kernels: the graph is the same to the bit."""
-    require("torch", recipe)
+    require_plan("torch", recipe)
     torch.use_deterministic_algorithms(True)
     expected, eager = trained("torch", recipe, None)
     found, compiled = trained("torch", recipe, "aot_eager")
@@ -128,7 +120,7 @@ torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, tokens).backwa
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_gpt_compiles_in_a_process_where_nothing_ran_before(recipe: str) -> None:
-    require("torch", recipe)
+    require_plan("torch", recipe)
     command = [sys.executable, "-c", FRESH, recipe]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -137,7 +129,7 @@ def test_a_gpt_compiles_in_a_process_where_nothing_ran_before(recipe: str) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpt_compiled_by_inductor_learns_as_in_eager_mode(recipe: str) -> None:
     """Fused kernels round less often, so that scales and losses are near, and not the same."""
-    require("torch", recipe)
+    require_plan("torch", recipe)
     expected, eager = trained("torch", recipe, None)
     found, compiled = trained("torch", recipe, "inductor")
     assert found == pytest.approx(expected, rel=0.02)

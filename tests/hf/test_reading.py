@@ -310,5 +310,5 @@ def test_text_becomes_tokens_of_the_weights_and_other_tokens_are_refused(
     assert command("prepare", "text.txt", "--tokenizer", "bytes", "--out", "tokens") == 0
     capsys.readouterr()
     assert command(*begin, "--out", "b", "--data", "tokens") == (0 if same else 2)
-    assert ("their ids mean other texts" in capsys.readouterr().err) == (not same)
+    assert ("their ids mean other text" in capsys.readouterr().err) == (not same)
     assert command(*begin, "--out", "c", "--data", "tokens", "--tokenizer", "bytes") == 0

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8stack.conform.oracles import Slot
 from fp8stack.errors import UserError
 from fp8stack.numerics import AmaxHistory, amax
 from tests.support.oracles import (
     FLOAT_DTYPES,
     FLT_MAX,
     STEADY,
-    PythonSlot,
     default_dtype,
     every_value,
     scale_of,
@@ -242,13 +242,12 @@ actions = st.one_of(
 def test_any_sequence_equals_the_algorithm_in_plain_python(sequence, length, margin, algorithm):
     formats = {"x": "e4m3", "dy": "e5m2"}
     history = AmaxHistory(formats, length=length, margin=margin, algorithm=algorithm)
-    model = {slot: PythonSlot(name, length, margin, algorithm) for slot, name in formats.items()}
+    model = {slot: Slot(name, length, margin, algorithm) for slot, name in formats.items()}
     for action, *arguments in sequence:
         match action, arguments:
             case "record", (slot, value):
                 history.record(slot, value)
-                if not math.isnan(value):
-                    model[slot].recorded = max(model[slot].recorded, value)
+                model[slot].record(value)
             case "update", (chosen,):
                 history.update(chosen)
                 for slot in formats if chosen is None else chosen:
@@ -259,7 +258,7 @@ def test_any_sequence_equals_the_algorithm_in_plain_python(sequence, length, mar
                 history.load_state_dict(state)
         for slot, one in model.items():
             assert history.scale(slot).item() == one.scale
-            assert rows(history, slot) == [one.recorded, *one.past]
+            assert rows(history, slot) == one.window
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8stack import numerics
+from fp8stack.conform import oracles
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
 from fp8stack.numerics.hadamard import hadamard
@@ -21,7 +23,6 @@ from tests.support.oracles import (
     FP8_MAX,
     ML_DTYPES,
     blocked,
-    by_hand,
     fp8_codes,
     mxfp8,
     scale_of,
@@ -267,7 +268,8 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     source = hadamard(x, quantizer.hadamard, dim) if quantizer.hadamard else x
     numbers = to_numpy(source)
     drawn = None if bits is None else bits.bits(*source.shape).numpy()
-    made = by_hand(numbers, quantizer, dim, FLT_MAX, drawn)
+    plain = replace(quantizer, hadamard=0)
+    made = oracles.quantize(numbers, plain, dim, bits=None if bits is None else lambda *_: drawn)
     values = dequantize(quantize(x, quantizer, dim, bits)).double().numpy()
     with np.errstate(all="ignore"):
         scaled = (numbers * made.into).astype(np.float64)

@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.references import installed
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import dequantize, quantize
 from tests.support.oracles import codes
-from tests.support.peers import PEERS, Compared, find_te
+from tests.support.peers import PEERS, Compared
 from tests.support.quantizers import NVFP4
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def skip_without(peer: str) -> None:
-    if peer == "Transformer Engine" and find_te() is None:
+    if peer == "Transformer Engine" and installed() is None:
         pytest.skip("transformer_engine is not installed")
     if peer == "microxcaling" and importlib.util.find_spec("mx") is None:
         pytest.skip("microxcaling (a folder mx) is not on the path")

@@ -1,30 +1,27 @@
 """The cast with transpose and amax: the operator on a CPU, and its kernel in Triton's interpreter.
 
-Triton's interpreter runs a kernel by numpy, where `TRITON_INTERPRET` was set before Triton came in:
-hence the second process.
+See `tests/support/triton_code.py` for how.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from bench.gpu.inputs import fp32_values
+from fp8stack.conform.inputs import fp32_values
 from fp8stack.ops import kernels
 from fp8stack.ops.kernels import cast_transpose
 from tests.support.oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy
+from tests.support.triton_code import interpreted, ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -174,6 +171,38 @@ def test_a_trace_has_one_amax_per_tile_where_the_kernel_runs(monkeypatch):
         assert [part.shape for part in made] == [(rows, columns), (columns, rows), (tiles,)]
 
 
+def transposes_wrongly() -> list[str]:
+    """The shapes whose transpose is not numpy's, by the kernel where Triton interprets it."""
+    wrong = []
+    for shape in ((1, 1), (7, 200), (129, 128), (272, 144)):
+        data = torch.arange(math.prod(shape)).to(torch.uint8).view(shape)
+        if not np.array_equal(kernels.run_transpose(data).numpy(), data.numpy().T):
+            wrong.append(str(shape))
+    return wrong
+
+
+@needs_triton
+def test_the_interpreted_transpose_is_numpys():
+    assert interpreted("tests.ops.test_kernels", "transposes_wrongly") == []
+
+
+def test_the_transpose_is_an_operator():
+    data = torch.arange(33 * 20).to(torch.uint8).view(33, 20)
+    torch.library.opcheck(torch.ops.fp8stack.transpose_bytes.default, (data,))
+    assert torch.equal(kernels.transpose_bytes(data), data.t())
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"data": "*u8", "transposed": "*u8", "rows": "i32", "columns": "i32"}
+    text = ptx_of(kernels.transpose_kernel(), types, {"SIZE": 128}, capability, num_warps=8)
+    for kind in ("ld", "st"):
+        found = Counter(re.findall(rf"{kind}\.global\S*", text))
+        assert found == {f"{kind}.global.v4.b32": 4}
+
+
 def interpreted_differences() -> list[str]:
     """`differences` of the kernel itself, where Triton interprets it."""
 
@@ -192,39 +221,23 @@ def interpreted_differences() -> list[str]:
 
 @needs_triton
 def test_the_interpreted_kernel_is_numpys_to_the_bit():
-    code = "import json; from tests.ops import test_kernels as kernels;"
-    code += "print(json.dumps(kernels.interpreted_differences()))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    assert interpreted("tests.ops.test_kernels", "interpreted_differences") == []
 
 
 @needs_triton
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, 100, 120])
 def test_what_triton_makes_for_a_gpu_converts_float32_in_one_instruction(
     capability, format, tmp_path, monkeypatch
 ):
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = kernels.kernel()
     constants = kernels.kernel_constants(format, across=True, record=True, exact=True)
     types = {"x": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8", "amaxes": "*fp32"}
-    types |= {"rows": "i32", "columns": "i32"} | dict.fromkeys(constants, "constexpr")
-    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=types, constexprs=places)
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options=kernels.OPTIONS)
-    ptx = made.asm["ptx"]
+    types |= {"rows": "i32", "columns": "i32"}
+    ptx = ptx_of(kernels.kernel(), types, constants, capability, **kernels.OPTIONS)
     assert f"cvt.rn.satfinite.{format}x2.f32" in ptx
     assert "f16x2" not in ptx  # rounds no second time
     assert "fma." not in ptx  # rounds the product
     assert ".ftz" not in ptx  # keeps subnormals
+    # 64 bytes of data to a thread, and of the transpose; an amax.
+    assert Counter(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32": 8, "st.global.b32": 1}

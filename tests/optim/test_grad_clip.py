@@ -50,6 +50,40 @@ def test_the_global_norm_is_clipped_as_torch_does_it_to_the_bit(limit):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0, torch.tensor(0.5)])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_gradients_that_the_optimizer_clips_as_it_takes_them_give_the_same_step(kind, limit):
+    taken = []
+    for as_taken in (False, True):
+        _, parameters = with_gradients(1.0, 3.0)
+        before = gradients(parameters)
+        optimizer = kind(parameters, lr=0.1, weight_decay=0.1, fused=True)
+        for _ in range(2):
+            norm = clip_gradients(optimizer, limit, as_taken=as_taken)
+            untouched = all(map(torch.equal, gradients(parameters), before))
+            assert untouched == (as_taken or limit in (0.0, 100.0))
+            optimizer.step()
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient.clone()
+        taken.append((norm, *(one.detach() for one in parameters)))
+    for one, other in zip(*taken, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_fused_optimizer_that_is_to_skip_scales_no_gradient_and_others_are_clipped_in_place():
+    _, (parameter,) = with_gradients(1.0)
+    before = parameter.grad.clone()
+    adamw = torch.optim.AdamW([parameter], fused=True)
+    clip_gradients(adamw, 0.1, as_taken=True)
+    adamw.found_inf = torch.ones(())
+    adamw.step()
+    assert torch.equal(parameter.detach(), torch.zeros(4, 3))
+    plain = torch.optim.Adagrad([parameter])
+    clip_gradients(plain, 0.1, as_taken=True)
+    assert float(parameter.grad.norm()) == pytest.approx(0.1, rel=1e-4)
+    assert not torch.equal(parameter.grad, before)
+
+
 def test_by_value_each_entry_is_bounded_and_the_norm_told_is_that_before():
     optimizer, parameters = with_gradients(1.0, 3.0)
     before = torch.cat(gradients(parameters))

@@ -16,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.backends import build_backend
+from fp8stack.backends.base import DTYPES
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
+from fp8stack.model.trace import Event, Watch
 from fp8stack.planner import Operation, casts_of, operations_of
+from fp8stack.planner.operations import trace_of
 from fp8stack.precision import Hardware, Plan, load_recipe
-from tests.support.dtype_recorder import Recorder, Seen, fp8_of
+from tests.support.dtype_recorder import Recorder, fp8_of
 from tests.support.small_loop import SmallLoop
 from tests.support.te.te_stand_in import installed
 
@@ -62,8 +65,8 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
-def record(config: GPTConfig, plan: Plan, passes: int = 1) -> Recorder:
-    """The passes of a model of the plan, forward and backward."""
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Event]]:
+    """The passes of a real model of the plan, forward and backward; and the events of one more."""
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
     tokens = torch.randint(config.vocabulary, (B, T + 1))
@@ -71,30 +74,30 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> Recorder:
     with recorder.recording():
         for _ in range(passes):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
-    return recorder
+    watch = Watch(model, plan, composed=True)
+    with watch.watching():
+        model(tokens[:, :-1], tokens[:, 1:])
+    return recorder, list(watch.events.values())
 
 
-def planned(operations: list[Operation]) -> set[Seen]:
-    """The operations of a pass as the recorder writes them: of alike operands one, but for GEMMs
-    and attention."""
-    return {(x.path, x.name, _seen(x.operands), x.output) for x in operations if x.path != "step"}
+def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
+    """The GEMMs of linears as the recorder writes them: it can tell formats by their significands
+    alone."""
+    found: Counter[Any] = Counter()
+    for one in operations:
+        if one.name in ("fprop", "dgrad", "wgrad"):
+            seen = (x.replace("e2m3", "e4m3").replace("e3m2", "e5m2") for x in one.operands)
+            found[one.name, tuple(seen), one.output] += passes
+    return found
 
 
-def _seen(operands: tuple[str, ...]) -> tuple[str, ...]:
-    """What the recorder can tell of dtypes: formats by their significands alone."""
-    return tuple(x.replace("e2m3", "e4m3").replace("e3m2", "e5m2") for x in operands)
-
-
-def observed(recorder: Recorder) -> set[Seen]:
-    return {seen for seen in recorder.operations if seen[0] != "step"}
-
-
-def check(config: GPTConfig, plan: Plan, passes: int = 1) -> set[Seen]:
-    """Compare the operations, casts and quantized operands of real passes of one optimizer step
-    with the plan's; the operations."""
-    recorder = record(config, plan, passes)
-    seen = observed(recorder)
-    assert seen == planned(operations_of(config, plan))
+def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
+    """Compare the GEMMs, casts and quantized operands of real passes of one optimizer step, and
+    what its modules do, with the plan's; the operations."""
+    recorder, events = record(config, plan, passes)
+    assert events == list(trace_of(config, plan).all_events())
+    operations = operations_of(config, plan)
+    assert recorder.gemms == gemms_of(operations, passes)
     casts, quantized = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for cast in casts_of(config, plan):
         times = 1 if cast.per == "step" else passes
@@ -103,10 +106,10 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> set[Seen]:
             what += " across" if gemm else ""
             quantized[cast.path, what, cast.runs] += times
         else:
-            casts[cast.path, cast.source, cast.target, cast.runs] += times
+            casts[cast.source, cast.target, cast.runs] += times
     assert recorder.casts == casts
     assert recorder.quantized == quantized
-    return seen
+    return operations
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -121,35 +124,34 @@ def test_a_real_pass_computes_and_casts_as_the_plan_says(style, recipe, backend,
 def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
     config = STYLES[style]
     plan = plan_of(config, recipe, "auto", None, attention="fp32")
-    attention = ("blocks.1.attention", "attention", ("fp32",) * 3, "fp32")
-    assert attention in check(config, plan)
+    found = {(one.path, one.name): one for one in check(config, plan)}
+    one = found["blocks.1.attention", "attention"]
+    assert (one.operands, one.output) == (("fp32",) * 3, "fp32")
 
 
 def test_an_excluded_layer_and_the_rest_run_as_planned():
     plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
-    seen = check(LLAMA, plan)
-    assert ("blocks.0.attention.output", "fprop", ("bf16", "bf16"), "bf16") in seen
-    assert ("lm_head", "dgrad", ("e5m2 in fp32", "e4m3 in fp32"), "bf16") in seen
+    found = {(one.path, one.name): one for one in check(LLAMA, plan)}
+    assert found["blocks.0.attention.output", "fprop"].operands == ("bf16", "bf16")
+    assert found["lm_head", "dgrad"].operands == ("e5m2 in fp32", "e4m3 in fp32")
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"name": "norm", "output": "bf16"},
-        {"name": "attention", "operands": ("fp32",) * 3},
+        {"name": "fprop", "output": "fp32"},
         {"name": "dgrad", "operands": ("e4m3 in fp32", "e4m3 in fp32")},
         {"name": "wgrad", "output": "bf16"},
-        {"name": "loss", "operands": ("bf16",)},
-        {"name": "residual", "output": "bf16"},
     ],
 )
 def test_a_plan_that_is_wrong_in_one_operation_is_found_out(wrong):
     plan = plan_of(GPT2, "delayed", "emulate", "bf16")
-    seen = observed(record(GPT2, plan))
+    seen = record(GPT2, plan)[0].gemms
     operations = operations_of(GPT2, plan)
+    assert seen == gemms_of(operations)
     found = [index for index, one in enumerate(operations) if one.name == wrong["name"]]
     operations[found[0]] = replace(operations[found[0]], **wrong)
-    assert seen != planned(operations)
+    assert seen != gemms_of(operations)
 
 
 def test_the_significand_tells_the_formats_apart():
@@ -293,17 +295,23 @@ def test_float32_attention_is_closer_to_the_oracle(style, recipe):
 
 
 @pytest.mark.parametrize("asked", ["fp32", "compute"])
-def test_transformer_engines_backend_runs_attention_as_planned(asked):
+def test_transformer_engines_backend_runs_attention_as_planned(asked, monkeypatch):
     config = LLAMA.model_copy(update={"layers": 1})
     gpu = Hardware("cuda", (9, 0), has_te=True)
     plan = plan_for(config, load_recipe("current", {"attention": asked}), gpu, "te")
     dtype = {"fp32": "fp32", "compute": "bf16"}[asked]
     assert (plan.backend, plan.attention) == ("te", dtype)
+    seen = []
+    real = F.scaled_dot_product_attention
+
+    def attention(*args, **options):
+        seen.append({x.dtype for x in args})
+        return real(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     with installed():  # on a CPU, in place of Transformer Engine
-        seen = record(config, replace(plan, device="cpu")).operations
-    assert {one for one in seen if one[1] == "attention"} == {
-        ("blocks.0.attention", "attention", (dtype,) * 3, dtype)
-    }
+        record(config, replace(plan, device="cpu"))
+    assert seen == [{DTYPES[plan.attention]}]
 
 
 def test_an_autocast_around_the_model_does_not_round_float32_attention(monkeypatch):

@@ -144,8 +144,8 @@ def test_the_casts_of_alike_layers_are_one_line():
         "fp32 -> e4m3, once per optimizer step; bias fp32 -> bf16; output gradient bf16 -> e5m2"
     ) in lines
     assert (
-        "  blocks.0.mlp.up: input fp32 -> bf16 and its gradient back; weight fp32 -> bf16 and its "
-        "gradient back; bias fp32 -> bf16 and its gradient back"
+        "  blocks.0.mlp.up: input fp32 -> bf16 and its gradient back; bias fp32 -> bf16 and its "
+        "gradient back; weight fp32 -> bf16 and its gradient back"
     ) in lines
 
 
@@ -274,6 +274,15 @@ def test_torch_runs_where_te_is_installed_and_cannot_do_what_else_is_asked(
     assert lines[2] == f"  because {why}: torch runs"
     assert command(*ARGUMENTS) == 0
     assert "by Transformer Engine" in capsys.readouterr().out
+
+
+def test_the_plan_says_whether_a_gpu_trains_compiled_code(command, capsys):
+    assert command(*ARGUMENTS, "--no-te") == 0
+    assert "because training is compiled (torch.compile)" in capsys.readouterr().out
+    assert command(*ARGUMENTS, "--no-te", "--set", "compile=false") == 0
+    assert "compile" not in capsys.readouterr().out
+    assert command(*ARGUMENTS) == 0
+    assert "training is not compiled: Transformer Engine's layers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_an_override_wins_and_leaves_the_rest() -> None:
         ("stable", "delayed", 11, 90),
         ("decay", "fp32", 91, 100),
     ]
-    with pytest.raises(UserError, match="'end' is none of the preset's"):
+    with pytest.raises(UserError, match="the preset has no phase 'end'"):
         overridden(preset("default"), [PhaseConfig(name="end")])
 
 

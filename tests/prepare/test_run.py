@@ -693,3 +693,26 @@ def test_a_parquet_file_that_changed_where_it_was_read_is_refused(out, tmp_path,
     parquet(path, texts, 17)  # mended, in other row groups
     prepared(path, out=out)
     require(out, texts)
+
+
+def test_what_was_prepared_is_json_on_request_and_progress_is_elsewhere(corpus, command, capsys):
+    ask = ["prepare", str(corpus), "--out", "made", "--held-out", "0.1", "--shard-tokens", "9000"]
+    ask += ["--workers", "1", "--json"]
+    for again in (False, True):
+        assert command(*ask) == 0
+        printed = capsys.readouterr()
+        told = json.loads(printed.out)
+        manifest = json.loads(Path("made/manifest.json").read_text())
+        splits = manifest["splits"]
+        files = [shard["file"] for name in ("train", "val") for shard in splits[name]["shards"]]
+        assert len(files) > 2
+        assert told["out"] == "made"
+        assert told["shards"] == files
+        assert all(Path("made", file).is_file() for file in files)
+        assert told["documents"] == 300 == manifest["documents"]["documents"]
+        assert told["tokens"] == sum(len(shards(Path("made"), name)[0]) for name in splits)
+        assert told["tokenizer"]["name"] == "bytes"
+        held = len(shards(Path("made"), "val")[1])
+        assert told["held_out"]["documents"] == held == splits["val"]["documents"] > 0
+        assert ("is finished already." in printed.err) == again
+        assert "documents: 300" in printed.err

@@ -1,25 +1,23 @@
 """What fp8stack makes of a golden file's inputs, against what the file says TE made of them.
 
-Bytes, scales and histories to the bit; what went through a GEMM by signal to noise, in dB.
+Bytes, scales and histories to the bit, by `fp8stack conform`; what went through a GEMM by signal to
+noise, in dB.
 """
 
 import dataclasses
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from bench.gpu.cases import mark_weights_changed, same_bits, sqnr_db
 from fp8stack import numerics
 from fp8stack.backends import Backend, build_backend, fp8_state
-from fp8stack.numerics import AmaxHistory
+from fp8stack.conform.checks import mark_weights_changed, same_bits, sqnr_db
+from fp8stack.conform.golden import CHECKS, compared, load
 from fp8stack.precision import Hardware, load_recipe, resolve
 
-SLOTS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
+__all__ = ["check", "load"]
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # One linear has the same operands as TE's, and differs in sums and one rounding. Behind a norm or
 # an activation a few operands round to the next FP8 value, which costs more.
@@ -30,87 +28,25 @@ Case = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
-def load(path: Path) -> tuple[dict[str, Any], Tensors]:
-    """A golden file's description and tensors."""
-    with safe_open(path, "pt") as file:
-        description = json.loads(file.metadata()["description"])
-        return description, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
 def check(case: Case, tensors: Tensors) -> None:
     """Recompute one case and compare; an AssertionError says what differs."""
-    prefix = f"{case['name']}/"
-    fields = {
-        name.removeprefix(prefix): value
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
-    assert fields, f"the file has no tensors of {case['name']}"
-    CHECKS[case["kind"]](case, fields, tensors)
+    if case["kind"] in CHECKS:
+        facts = compared(case, tensors)
+        assert facts["holds"], facts
+    else:
+        prefix = f"{case['name']}/"
+        fields = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        _module(case, fields, tensors)
 
 
 def equal(found: Tensor, expected: Tensor, what: str) -> None:
-    facts = same_bits({what: (_bytes(found), _bytes(expected))})
+    facts = same_bits({what: (found, expected)})
     assert facts["holds"], facts
 
 
 def near_db(found: Tensor, expected: Tensor, least: float, what: str) -> None:
     ratio = sqnr_db(found.double(), expected.double())
     assert ratio >= least, f"{what}: {ratio} dB, which is not {least}"
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def _cast(case: Case, fields: Tensors, tensors: Tensors) -> None:
-    x = tensors[case["input"]]
-    for place, scale in enumerate(fields["scales"]):
-        found = numerics.cast_to_fp8(x, scale, case["format"])
-        equal(found, fields["bytes"][place], f"bytes of scale {float(scale):g}")
-        equal(numerics.inverse(scale), fields["inverses"][place], "inverse")
-        equal(numerics.amax(x), fields["amax"][place], "amax")
-
-
-def _history(case: Case, fields: Tensors, tensors: Tensors) -> None:
-    history = AmaxHistory(
-        SLOTS, length=case["length"], margin=case["margin"], algorithm=case["algorithm"]
-    )
-    operands = [tensors[f"inputs/steps {name}"] for name in ("x", "w", "dy")]
-    for step, scales in enumerate(fields["scales"]):
-        for slot, series in zip(SLOTS, operands, strict=True):
-            history.record(slot, numerics.amax(series[step]))
-        history.update()
-        equal(history.scales, scales, f"scales after step {step}")
-    state = history.state_dict()
-    found = torch.stack([state[f"{slot}.amax_history"] for slot in SLOTS], dim=1)
-    equal(found, fields["histories"], "histories")
-
-
-def _current(case: Case, fields: Tensors, tensors: Tensors) -> None:
-    x, format = tensors[case["input"]], case["format"]
-    scale = numerics.tensor_scale(
-        numerics.amax(x), format, power_of_two=case["power_of_two"], eps=case["eps"]
-    )
-    equal(numerics.inverse(scale), fields["inverse"], "inverse")
-    equal(numerics.cast_to_fp8(x, scale, format), fields["bytes"], "bytes")
-
-
-def _block(case: Case, fields: Tensors, tensors: Tensors) -> None:
-    x, power_of_two = tensors[case["input"]], case["power_of_two"]
-    ways = {"along": (128, 128)} if case["square"] else {"along": (1, 128), "across": (128, 1)}
-    for way, block in ways.items():
-        data, inverse = numerics.quantize_blocks(x, block, "e4m3", power_of_two)
-        equal(inverse, fields[f"scales {way}"], f"scales {way}")
-        equal(data, fields[f"bytes {way}"], f"bytes {way}")
-
-
-def _mxfp8(case: Case, fields: Tensors, tensors: Tensors) -> None:
-    x = tensors[case["input"]]
-    for way, dim in (("along", 1), ("across", 0)):
-        data, codes = numerics.quantize_mxfp8(x, dim)
-        equal(codes, fields[f"scales {way}"], f"scales {way}")
-        equal(data, fields[f"bytes {way}"], f"bytes {way}")
 
 
 # Modules
@@ -208,13 +144,3 @@ def _module_weight(case: Case, fields: Tensors, given: Tensors, before: Tensors)
         data = numerics.cast_to_fp8(weight, scale)
         equal(numerics.inverse(scale), fields["weight inverse"], "weight inverse")
     equal(data, fields["weight bytes"], "weight bytes")
-
-
-CHECKS: dict[str, Callable[[Case, Tensors, Tensors], None]] = {
-    "cast": _cast,
-    "history": _history,
-    "current": _current,
-    "block": _block,
-    "mxfp8": _mxfp8,
-    "module": _module,
-}

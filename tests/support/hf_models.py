@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor
 
 from fp8stack import GPT, GPTConfig
-from fp8stack.export.files import Source, hf_files
-from fp8stack.export.writing import replace_folder
+from fp8stack.exports.files import Source, hf_files
+from fp8stack.exports.writing import replace_folder
 from fp8stack.model.gpt import PADDED
 
 BASE: dict[str, Any] = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}

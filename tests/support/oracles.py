@@ -1,21 +1,18 @@
 """References that share no code with fp8stack: numpy float32, ml_dtypes and exact fractions.
 
-Of fp8stack there is `Quantizer` alone, the names of what is asked for.
+What any quantizer makes of a matrix is in `fp8stack.conform.oracles`, tested against these.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 import torch
 from hypothesis import settings
 from torch import Tensor
-
-from fp8stack.formats import Quantizer
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -147,121 +144,3 @@ def nearest_codes(scaled: np.ndarray, name: str) -> np.ndarray:
     bits = held.astype(np.float32).astype(ML_DTYPES[name]).view(np.uint8)
     nan = 0x7F if BITS[name] == 8 else (1 << BITS[name] - 1) - 1
     return np.where(np.isnan(scaled), np.uint8(nan), bits)
-
-
-def random_codes(scaled: np.ndarray, name: str, bits: np.ndarray) -> np.ndarray:
-    """The codes of float32 values rounded at random: to the neighbour farther from zero where the
-    random number is below the place between the neighbours times 2^32, rounded up. Exact: the
-    spacings are powers of two and the places have 24 bits."""
-    values = decoded(name)
-    grid = values[: 1 << BITS[name] - 1]
-    grid = grid[np.isfinite(grid)].astype(np.float64)
-    size = np.abs(np.clip(np.where(np.isnan(scaled), 0, scaled), -MAX[name], MAX[name]))
-    size = size.astype(np.float64)
-    below = np.searchsorted(grid, size, side="right") - 1
-    above = np.minimum(below + 1, len(grid) - 1)
-    gap = np.where(above > below, grid[above] - grid[below], 1.0)
-    threshold = np.ceil((size - grid[below]) / gap * 2.0**32).astype(np.int64)
-    code = np.where(bits < threshold, above, below)
-    code = code + (np.signbit(scaled).astype(int) << BITS[name] - 1)
-    nan = 0x7F if BITS[name] == 8 else (1 << BITS[name] - 1) - 1
-    return np.where(np.isnan(scaled), nan, code).astype(np.uint8)
-
-
-def mx_code(amax: float, name: str, rounding: str) -> int:
-    """The E8M0 code of a block's scale by any of the three rules, in exact arithmetic."""
-    limit, mantissa = MAX[name], {"e4m3": 3, "e5m2": 2, "e2m1": 1, "e2m3": 3, "e3m2": 2}[name]
-    if rounding == "rceil":
-        with np.errstate(all="ignore"):
-            ratio = np.float32(amax) * np.float32(1 / limit)
-        return 254 if np.isinf(ratio) else bisect_left(POWERS_OF_TWO, Fraction(float(ratio)))
-    largest = int(np.floor(np.log2(limit)))
-    if np.isinf(amax):
-        return 255 - largest
-    if amax == 0:
-        return 0
-    fraction, exponent = np.frexp(np.float64(amax))  # fraction in [1/2, 1)
-    exponent = max(int(exponent) - 1, -127)  # float32's subnormals count as its smallest exponent
-    if rounding == "even" and exponent > -127:
-        steps = Fraction(float(fraction)) * 2 ** (mantissa + 1) + Fraction(1, 2)
-        exponent += int(steps) == 2 ** (mantissa + 1)
-    return min(max(exponent - largest + 127, 0), 254)
-
-
-class ByHand(NamedTuple):
-    """What `by_hand` made: codes one to an element, the scales that multiply in and out, one to an
-    element, and the factor of the tensor."""
-
-    codes: np.ndarray
-    into: np.ndarray
-    out: np.ndarray
-    factor: np.float32
-    stored: np.ndarray
-
-
-def by_hand(
-    x: np.ndarray, quantizer: Quantizer, dim: int, overflow: float, bits: np.ndarray | None = None
-) -> ByHand:
-    """A matrix through a quantizer without a Hadamard transform, one block after another."""
-    whole = block_amax(x)
-    rows, columns = x.shape
-    match quantizer.block:
-        case "tensor":
-            block = x.shape
-        case "row":
-            block = (1, columns) if dim == 1 else (rows, 1)
-        case across, along:
-            block = (across, along) if dim == 1 else (along, across)
-    overflow = FLT_MAX if isinstance(quantizer.block, str) else overflow
-    f32 = np.float32
-    with np.errstate(all="ignore"):
-        g = np.minimum(f32(2688) / whole, f32(FLT_MAX)) if whole else f32(1)
-        g = g if g else f32(1)
-    into, out = np.zeros(x.shape, f32), np.zeros(x.shape, f32)
-    stored = np.zeros((-(-rows // block[0]), -(-columns // block[1])), f32)
-    for i, j in np.ndindex(stored.shape):
-        here = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
-        largest = block_amax(x[here])
-        if quantizer.scale == "e8m0":
-            code = mx_code(float(largest), quantizer.format, quantizer.scale_rounding)
-            into[here], out[here] = f32(2.0 ** (127 - code)), f32(2.0 ** (code - 127))
-            stored[i, j] = code
-        elif quantizer.scale == "e4m3":
-            with np.errstate(all="ignore"):
-                exact = np.minimum(largest * (g * f32(1 / 6)), f32(448))
-                scale = exact.astype(ML_DTYPES["e4m3"]).astype(f32)
-                encode = np.minimum(f32(1) / (scale * (f32(1) / g)), f32(FLT_MAX))
-            into[here], out[here], stored[i, j] = encode, scale, scale
-        else:
-            if largest < f32(quantizer.eps):
-                largest = f32(quantizer.eps)
-            power = quantizer.scale == "power_of_two"
-            scale = scale_of(float(largest), quantizer.format, power, overflow)
-            into[here], out[here] = scale, f32(1) / scale
-            stored[i, j] = f32(1) / scale
-    with np.errstate(all="ignore"):
-        scaled = x * into
-        factor = whole * f32(1 / 2688) if quantizer.scale == "e4m3" else f32(1)
-    name = quantizer.format
-    made = nearest_codes(scaled, name) if bits is None else random_codes(scaled, name, bits)
-    return ByHand(made, into, out, factor, stored)
-
-
-class PythonSlot:
-    """One slot of Transformer Engine's algorithm, in plain Python: a list of past amaxes."""
-
-    def __init__(self, name: str, length: int, margin: int, algorithm: str) -> None:
-        self.target = np.float32(FP8_MAX[name] * 2.0**-margin)
-        self.past = [0.0] * (length - 1)
-        self.algorithm = algorithm
-        self.recorded, self.scale = 0.0, 1.0
-
-    def update(self) -> None:
-        last, self.recorded = self.recorded, 0.0
-        if last == 0.0:
-            return
-        largest = last if self.algorithm == "most_recent" else max([*self.past, last])
-        self.past = [*self.past, last][1:]
-        if np.isfinite(largest):
-            with np.errstate(over="ignore"):
-                self.scale = min(float(self.target / np.float32(largest)), FLT_MAX)

@@ -6,15 +6,10 @@ scales, or values. Transformer Engine's file is loaded without its extension.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import importlib
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import gfloat
 import gfloat.formats
@@ -26,6 +21,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
+from bench.gpu.references import installed, nvfp4_reference
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits, dequantize, quantize
 from fp8stack.numerics.hadamard import hadamard
@@ -50,54 +46,6 @@ class Compared(NamedTuple):
     compared: int
     differing: int
     excluded: int
-
-
-def find_te() -> Path | None:
-    """Transformer Engine's Python reference of NVFP4, None where it is not installed."""
-    spec = importlib.util.find_spec("transformer_engine")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    path = Path(spec.submodule_search_locations[0], "pytorch/custom_recipes/reference_nvfp4.py")
-    return path if path.exists() else None
-
-
-@contextmanager
-def te_reference(path: Path) -> Iterator[Any]:
-    """The module at `path`, with empty stand-ins for what it imports beside torch."""
-
-    def module(name: str, **contents: Any) -> types.ModuleType:
-        made = types.ModuleType(name)
-        made.__dict__.update(contents)
-        return made
-
-    class Base:
-        def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
-            self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
-
-    utils = _load("reference_utils", path.with_name("reference_utils.py"))
-    recipes = module(f"{_TE}.custom_recipes", gemm=mock.MagicMock(), reference_utils=utils)
-    tensor = module(f"{_TE}.quantized_tensor", QuantizedTensorStorage=object, Quantizer=Base)
-    stubs = {
-        "transformer_engine": module("transformer_engine"),
-        _TE: module(_TE),
-        f"{_TE}.custom_recipes": recipes,
-        f"{_TE}.quantized_tensor": tensor,
-    }
-    with mock.patch.dict(sys.modules, stubs):
-        yield _load("reference_nvfp4", path)
-
-
-_TE = "transformer_engine.pytorch"
-
-
-def _load(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {name: made}):  # dataclasses look themselves up
-        spec.loader.exec_module(made)
-    return made
 
 
 def te_nvfp4(reference: Any, x: Tensor, tile: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -213,13 +161,13 @@ def row_by_torchao(x: Tensor, quantizer: Quantizer) -> Compared:
 def nvfp4_by_te(x: Tensor, quantizer: Quantizer) -> Compared:
     """Codes and scales by Transformer Engine's reference, of the transformed tensor where there is
     a transform. Its function drops the sign of -0; TE's kernels do not."""
-    path = find_te()
+    path = installed()
     assert path is not None
     made = quantize(x, quantizer, 1)
     if quantizer.hadamard:
         x = hadamard(x, 16, 1).bfloat16()
     assert quantizer.blocks is not None
-    with te_reference(path) as reference:
+    with nvfp4_reference(path) as reference:
         data, scales = te_nvfp4(reference, x, quantizer.blocks)
     ours = codes(made.scales).repeat(quantizer.blocks[0], 0)
     zeros = (x == 0) & x.signbit()

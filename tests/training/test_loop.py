@@ -20,6 +20,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.model.sampling import Sampling, generate
 from fp8stack.optim.optimizer import build_optimizer, learning_rate
 from fp8stack.precision import Hardware, resolve
+from fp8stack.precision import hardware as hardware_module
 from fp8stack.training.evaluate import validation_loss
 from fp8stack.training.metrics import console, throughput
 from fp8stack.training.metrics.console import PlainDisplay, RichDisplay, describe
@@ -143,7 +144,7 @@ def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same():
         ("g++", CPU, "reference", "Install g"),
         ("Python.h", CPU, "reference", "python3-dev"),
         ("triton", Hardware("cuda", (9, 0)), "reference", "pip install triton"),
-        ("gcc", Hardware("cuda", (9, 0)), "reference", "Install gcc"),
+        ("gcc", Hardware("cuda", (9, 0)), "reference", "install gcc"),
         ("", Hardware("cuda", (9, 0), has_te=True), "te", "--backend torch"),
     ],
 )
@@ -157,7 +158,7 @@ def test_without_what_compiling_needs_the_error_names_the_remedy(
     if missing == "Python.h":
         monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     found = None if missing == "triton" else object()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr(hardware_module, "find_spec", lambda name: found)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     with inductor.patch("cpp.cxx", (compiler,)), pytest.raises(UserError, match=remedy):
@@ -169,7 +170,7 @@ def test_with_what_compiling_needs_there_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with inductor.patch("cpp.cxx", (sys.executable,)):
         require_compiler(resolve("fp32", CPU))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(hardware_module, "find_spec", lambda name: object())
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     require_compiler(resolve("bf16", Hardware("cuda", (9, 0))))
 

@@ -423,3 +423,10 @@ def test_resuming_with_other_phases_is_refused(command, refused, phases, capsys)
     refused(*again, "--phases", "default", said="phases")
     assert command(*again, "--no-guard") == 0  # without the reference in fp32
     assert "late 10 to 14" in capsys.readouterr().out
+
+
+def test_a_recipe_of_a_file_is_not_said_to_run_in_no_step(command, tmp_path):
+    (tmp_path / "mine.toml").write_text('like = "mxfp8"\n')
+    assert command("pretrain", "--recipe", "mine.toml", "--out", "r", *TINY) == 0
+    reasons = json.loads((tmp_path / "r" / "plan.json").read_text())["reasons"]
+    assert not any("runs in no step" in reason for reason in reasons)

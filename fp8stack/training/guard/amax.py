@@ -41,8 +41,8 @@ class Amaxes:
         self._limits = torch.zeros(0)  # above which an amax spikes, [slots]
         self._largest = torch.zeros(0)  # FP8 value that each slot's scale takes the amax to
         self._remembers = torch.zeros(0, dtype=torch.bool)
-        # Which slots were mended since the last `forget`, bool [slots]; None if no step began.
-        self.cleared: Tensor | None = None
+        # Which slots were mended since the last `forget`.
+        self.cleared = torch.zeros(len(self.slots), dtype=torch.bool)
 
     @property
     def slots(self) -> list[str]:
@@ -52,6 +52,7 @@ class Amaxes:
     def begin(self, device: torch.device) -> None:
         """Mend the state if it is broken, and remember it, before the first pass of a step."""
         self.delayed.move(device)
+        self.cleared = self.cleared.to(device)
         if self.config.enabled and self.slots:
             self._mend()
         self._before = self.delayed.snapshot()
@@ -76,9 +77,13 @@ class Amaxes:
         """Be as after `begin` if `where`, bool and 0-dim, is true."""
         self.delayed.put_back(self._before, where)
 
+    def address(self) -> int:
+        """What differs once the state is elsewhere."""
+        return self.delayed.history.history.data_ptr()
+
     def forget(self) -> None:
         """Begin to note anew what is mended."""
-        self.cleared = None
+        self.cleared.zero_()
 
     def _mend(self) -> None:
         """Forget amaxes that no good step can have left, and make scales anew that do not follow
@@ -108,5 +113,4 @@ class Amaxes:
         wrong |= scales < self._largest / LARGEST
         wrong |= self._remembers & (usable == 0) & (scales != 1)
         scales.masked_fill_(wrong, torch.nan)  # made anew below
-        cleared = history.clear_nonfinite()
-        self.cleared = cleared if self.cleared is None else self.cleared | cleared
+        self.cleared |= history.clear_nonfinite()

@@ -90,7 +90,7 @@ def _try(run: Run, step: int) -> Seen:
 
     linears = {n: part for n, part in run.model.named_modules() if isinstance(part, nn.Linear)}
     observed = observing(run.model, see, outputs=True, layers=linears)
-    eager = torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
     with _unchanged(run, step), eager, observed, _others(run.model, see):
         for part_BT in tokens_BT.chunk(run.config.accumulate):
             loss = run.model(*inputs_of(part_BT))

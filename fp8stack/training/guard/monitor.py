@@ -19,6 +19,7 @@ from fp8stack.backends.delayed import DelayedScaling, several_ranks
 from fp8stack.backends.operands import Draws
 from fp8stack.checkpoint.state import largest_of_state
 from fp8stack.config import GuardConfig
+from fp8stack.ops.replay import Replayed
 from fp8stack.optim.chained import optimizers_in
 from fp8stack.optim.grad_clip import Norms
 from fp8stack.training.guard.amax import Amaxes, nothing_judged
@@ -142,6 +143,10 @@ class Monitor:
         self._places = torch.arange(KEPT, device=device)
         self._powers = 2.0 ** torch.arange(len(Cause), **made)
         self._told = 0
+        self._step = torch.zeros((), **made)  # that is judged
+        self._given: list[Tensor] = []  # its loss and norms
+        self._begins = Replayed(lambda: self._judged.begin(self.device) if self._judged else None)
+        self._sees = Replayed(lambda: self._see(*self._given))
 
     @torch.no_grad()
     def begin(self, records_amaxes: bool = True) -> None:
@@ -151,7 +156,7 @@ class Monitor:
         self._drawn = torch.stack(counters) if counters else None
         self._judged = self.amaxes if records_amaxes else None
         if self._judged is not None:
-            self._judged.begin(self.device)
+            self._begins(self.device, self._judged.address())
 
     @torch.no_grad()
     def see(
@@ -175,6 +180,25 @@ class Monitor:
         Returns:
             The loss and the norm as all ranks see them: float64 [2].
         """
+        self._step.fill_(step)
+        if excused is not None or several_ranks() or self._drawn is not None:
+            return self._see(loss, norm, norms, excused)
+        given = [loss, norm] if norms is None else [loss, norm, norms]
+        if [one.shape for one in given] != [one.shape for one in self._given]:
+            self._given = [torch.empty_like(one) for one in given]
+        torch._foreach_copy_(self._given, given)
+        key = None if self._judged is None else self._judged.address()
+        seen: Tensor = self._sees(self.device, key)
+        return seen.clone()  # the next step writes over it
+
+    def _see(
+        self,
+        loss: Tensor,
+        norm: Tensor,
+        norms: Tensor | None = None,
+        excused: Tensor | None = None,
+    ) -> Tensor:
+        """See `see`."""
         amaxes = nothing_judged(loss) if self._judged is None else self._judged.judge(loss)
         now = torch.stack([loss, norm]).double()
         # Without the guard, only what is infinite is.
@@ -192,7 +216,7 @@ class Monitor:
         not_taken = bad if self.config.enabled else bad | (self._count > 0)
         skip = not_taken | overflow
         said = torch.stack([(causes * self._powers).sum(), amaxes.column, amaxes.worst])
-        row = torch.cat([torch.full_like(now[:1], step), now, said, limits])
+        row = torch.cat([self._step[None], now, said, limits])
         here = bad & (self._places == self._count % KEPT)
         self._log.copy_(torch.where(here[:, None], row, self._log))
         self._count += bad
@@ -224,13 +248,18 @@ class Monitor:
         found = ~(norms.abs() < largest)
         return found | ~found.any()
 
-    def poll(self) -> Findings:
-        """What happened since the last poll. This waits for the device."""
+    def poll(self, looks: bool = True) -> Findings:
+        """What happened since the last poll. This waits for the device.
+
+        Args:
+            looks: whether to look at all weights and moments, too, which is a pass over them. They
+                are looked at in any case where steps were bad.
+        """
         numbers = [self._count, self._streak, self._overflows, self.skips.min().double()]
-        numbers += [self._recent.sum(), self._broken_state()]
+        numbers += [self._recent.sum(), self._broken_state() if looks else self._count * 0]
         parts = [torch.stack(numbers), self._log.flatten()]
-        if self.amaxes is not None and (mended := self.amaxes.cleared) is not None:
-            parts.append(mended.double())
+        if self.amaxes is not None:
+            parts.append(self.amaxes.cleared.to(self._count))
         values = torch.cat(parts).tolist()
         count, streak, overflows, skipped, recent, broken = (int(value) for value in values[:6])
         values = values[6:]
@@ -240,6 +269,8 @@ class Monitor:
         cleared = values[_COLUMNS * KEPT :]
         if self.amaxes is not None and any(cleared):
             self.amaxes.forget()
+        if not looks and (fresh or streak):
+            broken = int(self._broken_state())
         return Findings(
             bad=tuple(self._bad_step(rows[number % KEPT]) for number in fresh),
             streak=streak,

@@ -90,7 +90,7 @@ def describe_run(run: Run) -> list[str]:
         f"steps: {steps}",
         *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
-        *(["compiling: the first step takes a minute or so"] if config.compile else []),
+        *(["compiling: the first step takes a minute or so"] if run.compiled else []),
     ]
 
 

@@ -13,7 +13,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 import fp8stack
-from fp8stack.backends.compiler import require_compiler
+from fp8stack.backends.compiler import is_compiled, require_compiler
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import (
@@ -68,20 +68,23 @@ def build(
             require_possible(plan, config, ranks.count)
             if config.compile:
                 require_compiler(plan, config.activation_checkpointing)
+        kind = config.activation_checkpointing
+        compiled = [is_compiled(config.compile, plan, hardware, kind)[0] for plan in plans]
         require_optimizer(config, hardware, ranks.count)
         footprint = Footprint(config, shape, context, ranks.count)
         left = available_memory(hardware.device)
-        require_memory(footprint, [plans[at] for at in schedule.variants], hardware, left)
+        trained = [plans[at] for at in schedule.variants]
+        require_memory(footprint, trained, hardware, left, compiled=any(compiled))
         # The main rank's part of a batch is looked at.
         wanted = (config.telemetry_every, config.what_if)
         telemetry = Telemetry(plans[0], *wanted, operands=ranks.is_main)
         found = read(config, shape.vocabulary, context, tokenizer)
         if plans[0].device == "cpu":
             keep_freed_memory()
-        if config.deterministic and (plans[0].device == "cuda" or config.compile):
+        if is_deterministic(config, hardware, any(compiled)):
             _be_deterministic()
         try:
-            variants = build_variants(plans, shape, config)
+            variants = build_variants(plans, shape, config, compiled)
         except MemoryError as error:
             raise UserError(
                 f"Model {config.model} does not fit into the memory that is left. Choose a "
@@ -95,13 +98,13 @@ def build(
         for variant in variants:
             if ranks.count == 1 or config.parallel == "ddp":  # else block by block, as it is shared
                 variant.model.to(device)
-            if config.compile:
+            if variant.compiled:
                 variant.model.compile_blocks(mode=config.compile_mode)
         in_fp16 = any(plan.loss_scaling for plan in plans)
         loss_scaler = build_scaler(config, device) if in_fp16 else None
         model = variants[0].model
         notes = nothing_to_compress(config, ranks.count)
-        notes += without_effect(config, in_fp16, ranks.count)
+        notes += without_effect(config, in_fp16, ranks.count, compiled=any(compiled))
         if source is not None:
             restore_weights(model, source.weights)
             told = "optimizer, scales and schedule are new"
@@ -115,7 +118,9 @@ def build(
         same = [[plan.to_json() for plan in plans], str(hardware), hardware.te_version, versions()]
         ranks.require_equal("plan, hardware or software", json.dumps(same))
         with losing_ranks():
-            wrapped = spread(wrapped, variants[0].backend, accelerator, config)
+            wrapped = spread(
+                wrapped, variants[0].backend, accelerator, config, compiled=variants[0].compiled
+            )
     with ranks.together():
         optimizer = build_optimizer(model, config)  # of FSDP2's parameters, if it made other ones
     run = Run(
@@ -143,7 +148,17 @@ def build(
     return run
 
 
-def without_effect(config: RunConfig, in_fp16: bool, ranks: int) -> tuple[str, ...]:
+def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> bool:
+    """Whether torch is to be asked for operations that repeat: on a GPU and in compiled code, which
+    else may not. On a GPU they take longer, so there only if they are asked for."""
+    if config.deterministic is None:
+        return compiled and hardware.device == "cpu"
+    return config.deterministic and (compiled or hardware.device == "cuda")
+
+
+def without_effect(
+    config: RunConfig, in_fp16: bool, ranks: int, *, compiled: bool
+) -> tuple[str, ...]:
     """A note on each key that was set and changes nothing in a run of so many ranks."""
     known, adaptive = RunConfig.model_fields, config.clip_mode == "adaptive"
     scaler = tuple(key for key in known if "loss_scale" in key)
@@ -154,7 +169,7 @@ def without_effect(config: RunConfig, in_fp16: bool, ranks: int) -> tuple[str, .
         "clip_mode is not adaptive": () if adaptive else ("clip_percentile", "clip_window"),
         "optimizer is not sgd": () if config.optimizer == "sgd" else ("momentum",),
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
-        "the run is not compiled": () if config.compile else ("compile_mode",),
+        "the run is not compiled": () if compiled else ("compile_mode",),
         "the run is not profiled": () if config.profile else profile,
         "there is one rank": () if ranks > 1 else ("parallel",),
     }

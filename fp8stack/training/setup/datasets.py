@@ -77,8 +77,8 @@ def _tokenizer(
     elif source is not None and found is not None and not alike(found, load_tokenizer(str(source))):
         raise UserError(
             f"The data's tokenizer, {found.name}, is not that of the weights, {source}: their ids "
-            f"mean other texts. Make tokens with it: fp8stack prepare TEXT --tokenizer {source} "
-            "--out DIR; or give the data's by --tokenizer, to train nevertheless."
+            f"mean other text. Tokenize with it: fp8stack prepare TEXT --tokenizer {source} "
+            "--out DIR; or train anyway, with the data's tokenizer as --tokenizer."
         )
     if found is not None and found.vocabulary > vocabulary:
         raise UserError(

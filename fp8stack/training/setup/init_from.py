@@ -14,7 +14,17 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import RunConfig, at_home, preset_for
 from fp8stack.errors import UserError
-from fp8stack.hf import HF, found_in, from_hf, open_folder, path_in
+from fp8stack.hf import (
+    HF,
+    Repository,
+    commit_in_cache,
+    fetch,
+    found_in,
+    from_hf,
+    open_folder,
+    path_in,
+    repository_in,
+)
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.load import find_checkpoint
@@ -27,7 +37,8 @@ FREE = {"dropout", "init_std"}
 class Source:
     """Where weights come from."""
 
-    name: str  # as a run file names it: a checkpoint's path, or `hf:` and a folder's
+    # As a run file names it: a checkpoint's path, `hf:` and a folder's, or `hf:owner/name@commit`.
+    name: str
     shape: GPTConfig  # of the model
     model: str  # what a run file has as its model,
     overrides: Mapping[str, Any]  # and what it changes in it, to be of that shape
@@ -37,13 +48,16 @@ class Source:
 
 
 def find_source(init_from: str) -> Source:
-    """What `--init-from` names: a checkpoint, the newest good one of a run, or `hf:` and a folder
-    that transformers saved. Raises a UserError if there is no such thing, or a GPT of ours cannot
-    be that of the folder, and a NoUsableCheckpoint if it is damaged, or a run has none that is
-    not."""
-    folder = path_in(init_from)
+    """What `--init-from` names: a checkpoint, the newest good one of a run, `hf:` and a folder
+    that transformers saved, or `hf:owner/name[@revision]` on the Hub. Raises what `fetch` does, a
+    UserError if there is no such thing, or a GPT of ours cannot be that of the folder, and a
+    NoUsableCheckpoint if it is damaged, or a run has none that is not."""
+    repository, folder = repository_in(init_from), path_in(init_from)
+    if repository is not None:
+        snapshot = fetch(repository)
+        return _of_folder(snapshot.path, str(snapshot.repository))
     if folder is not None:
-        return _of_folder(folder)
+        return _of_folder(folder, absolute_source(init_from))
     checkpoint, path, passed_over = find_checkpoint(init_from)
     in_run = path.parent.name == "checkpoints"
     run = path.parent.parent if in_run else path
@@ -60,14 +74,15 @@ def find_source(init_from: str) -> Source:
     )
 
 
-def _of_folder(path: Path) -> Source:
-    """The model in a folder that transformers saved, as one of ours. Its shape is kept in the run
-    file, so that the folder is needed no more once the run has a checkpoint."""
+def _of_folder(path: Path, name: str) -> Source:
+    """The model in a folder that transformers saved, as one of ours; `name` is the source's. Its
+    shape is kept in the run file, so that the folder is needed no more once the run has a
+    checkpoint."""
     folder = open_folder(path)
     found = found_in(folder.config, str(path / "config.json"))
     model, overrides = nearest_preset(found.config)
     return Source(
-        name=absolute_source(f"{HF}{path}"),
+        name=name,
         shape=found.config,
         model=model,
         overrides=overrides,
@@ -122,13 +137,33 @@ def _beside(shape: GPTConfig, other: GPTConfig) -> dict[str, Any]:
 
 def absolute_source(init_from: str) -> str:
     """What `--init-from` names, from the root, so that a run can be resumed from anywhere."""
+    if repository_in(init_from) is not None:
+        return init_from
+    return _from_root(init_from)
+
+
+def _from_root(init_from: str) -> str:
     folder = path_in(init_from)
     return os.path.realpath(init_from) if folder is None else f"{HF}{os.path.realpath(folder)}"
+
+
+def _same_repository(asked: Repository, saved: Repository) -> bool:
+    """Whether `asked` may be `saved`, whose revision is a commit."""
+    if asked.name != saved.name:
+        return False
+    commit = saved.revision or ""
+    if asked.revision is None or (len(asked.revision) >= 7 and commit.startswith(asked.revision)):
+        return True
+    return commit_in_cache(asked) == commit
 
 
 def same_source(asked: str, saved: str | None) -> bool:
     """Whether `asked`, see `find_source`, is where a run's first weights `saved` were from."""
     if saved is None or path_in(asked) is not None or path_in(saved) is not None:
-        return saved is not None and absolute_source(asked) == saved
+        there = None if saved is None else repository_in(saved)
+        here = repository_in(asked)
+        if there is not None and here is not None:
+            return _same_repository(here, there)
+        return saved is not None and _from_root(asked) == saved
     places = (Path(saved), Path(saved).parent.parent)  # RUN/checkpoints/step-000200, and RUN
     return Path(asked).resolve() in places

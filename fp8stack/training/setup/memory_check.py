@@ -62,7 +62,12 @@ class Footprint:
 
 
 def require_memory(
-    of: Footprint, plans: Sequence[Plan], hardware: Hardware, left: int | None
+    of: Footprint,
+    plans: Sequence[Plan],
+    hardware: Hardware,
+    left: int | None,
+    *,
+    compiled: bool = False,
 ) -> None:
     """See that a run may fit into the memory that is left; a close call is let through. `left` is
     in bytes, for this rank or, on a CPU, for all that run here; None if not known. Raises a
@@ -72,7 +77,7 @@ def require_memory(
     if hardware.device == "cpu":  # one memory for all
         left //= int(os.environ.get("LOCAL_WORLD_SIZE", of.ranks)) if of.ranks > 1 else 1
     config, kind = of.config, of.config.activation_checkpointing
-    uncertain = COMPILED if config.compile else UNCERTAIN
+    uncertain = COMPILED if compiled else UNCERTAIN
     share = config.batch // of.ranks
     needed = of.peak(plans, kind, share // config.accumulate)
     if needed * (1 - uncertain) <= left:
@@ -86,14 +91,14 @@ def require_memory(
             f"Model {config.model} needs about {_gib(of.peak(plans, kind, 1))} for one sequence of "
             f"{of.context} tokens, {_gib(least.floor)} of it for the weights, gradients and "
             f"optimizer of {of.model.parameters():,} parameters; {told}. Choose a smaller model or "
-            f"--context{lower}. (--set check_memory=false tries nevertheless.)"
+            f"--context{lower}. (--set check_memory=false skips this check.)"
         )
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= fits)
     raise UserError(
         f"Model {config.model} needs about {_gib(needed)} for {share // config.accumulate} "
         f"sequences of {of.context} tokens at a time; {told}, enough for {fits}. Give --batch "
         f"{config.batch} --accumulate {parts}, or --batch {fits * of.ranks}. (--set "
-        "check_memory=false tries nevertheless.)"
+        "check_memory=false skips this check.)"
     )
 
 

@@ -12,7 +12,7 @@ from fp8stack.checkpoint.state import differences
 from fp8stack.config import RunConfig, for_ranks, parse_config, preset_note, to_toml, with_files
 from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
-from fp8stack.hf import path_in
+from fp8stack.hf import path_in, repository_in
 from fp8stack.io import write_atomically
 from fp8stack.precision import probe
 from fp8stack.threads import use_threads
@@ -130,7 +130,9 @@ def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | No
         )
     if out is None:
         raise UserError("--overwrite needs --out, the folder of the run that is to be removed.")
-    source = None if init_from is None else path_in(init_from) or Path(init_from)
+    source = None
+    if init_from is not None and repository_in(init_from) is None:
+        source = path_in(init_from) or Path(init_from)
     if source is not None and source.resolve().is_relative_to(Path(out).resolve()):
         raise UserError(
             f"--init-from {init_from} lies in {out}, which --overwrite removes. Give another --out."

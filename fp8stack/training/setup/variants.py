@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fp8stack.backends import Draws, build_backend
-from fp8stack.backends.compiler import TE_COMPILED
+from fp8stack.backends.compiler import TE_COMPILED, is_compiled
 from fp8stack.backends.linear import CastLinear
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import TE_SHARDED
@@ -79,8 +78,7 @@ def plan_phases(
 
 def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
     """That no phase with steps asks for the run's own recipe; "" if one does, or none is named."""
-    names = {Path(phase.recipe).name for phase in phases}  # a run keeps a copy of a recipe's file
-    if config.recipe == "auto" or Path(config.recipe).name in names:
+    if config.recipe in ("auto", *(phase.recipe for phase in phases)):
         return ""
     spans = (f"{one.name} {one.first} to {one.last} in {one.recipe}" for one in phases)
     return f"recipe '{config.recipe}' runs in no step: phases {', '.join(spans)}"
@@ -97,20 +95,21 @@ def phases_in(config: RunConfig) -> tuple[Phase, ...]:
 
 
 def build_variants(
-    plans: Sequence[Plan], model: GPTConfig, config: RunConfig
+    plans: Sequence[Plan], model: GPTConfig, config: RunConfig, compiled: Sequence[bool]
 ) -> tuple[Variant, ...]:
-    """A variant for each of `plans`, with the same parameters in all."""
+    """A variant for each of `plans`, with the same parameters in all; which of them are to be
+    `compiled`, when they are on their device."""
     multiple = max(plan.vocabulary_multiple for plan in plans)
     variants: list[Variant] = []
     draws = Draws(config.seed)  # of all: a phase goes on where the one before it stopped
-    for plan in plans:
+    for plan, compiles in zip(plans, compiled, strict=True):
         backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
         backend.vocabulary_multiple = multiple
         made = GPT(model, backend, seed=config.seed)
         made.recompute = config.activation_checkpointing
         if variants:
             share_parameters(variants[0].model, made)
-        variants.append(Variant(plan=plan, backend=backend, model=made))
+        variants.append(Variant(plan=plan, backend=backend, model=made, compiled=compiles))
     return tuple(variants)
 
 
@@ -150,7 +149,7 @@ def in_bf16(variant: Variant) -> Variant:
             part.backend = backend
         elif isinstance(part, CastLinear):
             part.compute_dtype = backend.compute_dtype
-    return Variant(plan=plan, backend=backend, model=variant.model)
+    return replace(variant, plan=plan, backend=backend)
 
 
 def plan_recipe(
@@ -174,7 +173,7 @@ def plan_recipe(
     asked = recipe if recipe == "auto" else load_recipe(recipe, changed)
     # --backend is about FP8; a phase without it is not to be called a substitution.
     backend = config.backend if is_own or isinstance(asked, str) or asked.is_fp8 else "auto"
-    return plan_for(
+    plan = plan_for(
         model,
         asked,
         hardware,
@@ -185,6 +184,8 @@ def plan_recipe(
         vocabulary_multiple=vocabulary_multiple,
         without=unwanted_backends(config),
     )
+    _, note = is_compiled(config.compile, plan, hardware, config.activation_checkpointing)
+    return replace(plan, reasons=(*plan.reasons, note)) if note else plan
 
 
 def unwanted_backends(config: RunConfig) -> dict[str, str]:
@@ -233,7 +234,8 @@ def plan_of(run: Run) -> dict[str, Any]:
     recipe = run.config.recipe
     asked = recipe if recipe == "auto" else load_recipe(recipe).name
     made = run.main.plan.to_json() | {"asked": asked}
-    if why := never_asked_for(run.config, run.schedule.phases):
+    # Of the configuration that is kept: it names the copies of recipes' files.
+    if why := never_asked_for(run.config, phases_in(run.config)):
         made["reasons"] = [why, *made["reasons"]]
     if run.config.phases:
         made["phases"] = [

@@ -187,7 +187,7 @@ _SIMPLE: dict[str, tuple[Damage, str]] = {
         _with_tensor("optimizer", f"{_UP}.weight.exp_avg", lambda t: t + torch.inf),
         f"'{_UP}.weight.exp_avg' is not finite",
     ),
-    "short random state": (_with_tensor("rng", "cpu", lambda t: t[:9]), "random state"),
+    "short random state": (_with_tensor("rng", "cpu", lambda t: t[:9]), "RNG state"),
     "no scale": (_with_tensor("fp8", f"{_UP}.input.scale", None), f"{_UP}.input.scale"),
     "2^40 bytes of header": (
         lambda folder: replace(folder, FILES[0], _header({}, claimed=2**40)), FILES[0],

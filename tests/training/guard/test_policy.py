@@ -16,7 +16,9 @@ from fp8stack import presets
 from fp8stack.backends import base, fp8_state
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure
+from fp8stack.ops import replay
 from fp8stack.precision.recipe import RecipeFile
+from fp8stack.training.guard import monitor, policy
 from fp8stack.training.run_folder import read_rows
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -290,6 +292,25 @@ def test_broken_weights_are_not_answered_by_leaving_fp8(tmp_path):
     assert small.told() == [
         (3, "non-finite"), (3, "rollback"), (3, "skip"), (3, "non-finite"), (3, "stop"),
     ]  # fmt: skip
+
+
+def test_on_a_gpu_weights_and_moments_are_looked_at_rarely_after_bad_steps_and_before_a_save(
+    tmp_path, monkeypatch
+):
+    looked: list[int] = []
+    monkeypatch.setattr(policy, "LOOK_EVERY", 6)
+    monkeypatch.setattr(replay, "records", lambda device: False)
+    monkeypatch.setattr(
+        monitor, "largest_of_state", lambda *_: looked.append(small.run.step) or torch.ones(())
+    )
+    small = SmallLoop(tmp_path / "r", "fp32", steps=40, log_every=2)
+    small.advance(4)
+    assert looked == [2, 4]  # a CPU
+    looked.clear()
+    small.loop.monitor.device = torch.device("cuda")
+    small.spoil("", {15})
+    small.advance(16)
+    assert looked == [6, 12, 16, 18]
 
 
 def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_a_close_call_is_let_through_and_so_is_whoever_insists():
     with pytest.raises(UserError, match="check_memory=false"):
         require_memory(of, plans, CPU, round(peak * 0.89))
     require_memory(footprint(batch=8, check_memory=False)[0], plans, CPU, 1)
-    require_memory(footprint(batch=8, compile=True)[0], plans, CPU, round(peak * 0.6))
+    require_memory(of, plans, CPU, round(peak * 0.6), compiled=True)
 
 
 def test_where_no_batch_fits_the_weights_are_named():

@@ -1,0 +1,258 @@
+"""A model's blocks, compiled for a pretended GPU: which kernels they are, and what these move.
+
+Import it where `pretend` was called: inductor asks for the GPU as it is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    ExternKernelSchedulerNode,
+    NopKernelSchedulerNode,
+)
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.gpu_code.pretend import CUDA
+from fp8stack.backends import build_backend
+from fp8stack.backends import torch as torch_backend
+from fp8stack.model.config import load_config
+from fp8stack.model.gpt import GPT
+from fp8stack.ops import weights as many_weights
+from fp8stack.precision import Plan, load_recipe, resolve
+from fp8stack.precision.hardware import machine_for
+
+TOKENS = 8192
+Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
+_GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2")
+_SOURCE = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)
+_STORE = re.compile(r"st\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch.
+
+    Attributes:
+        part: "block" or "loss", compiled; "weights": once before the first pass of a step, eager.
+        backward: whether it is of the backward pass.
+        kind: made by inductor; an operator of fp8stack; a GEMM; attention; another of torch.
+        name: of the operator, or of the operators that were fused.
+        bytes: read and written, each tensor once.
+        waits: whether the host waits for the device, to copy between the two.
+        store: the bytes of the narrowest store in the PTX of that of the autotuner's variants where
+            it is widest; 0 for what inductor does not generate, or where it was not asked for.
+    """
+
+    part: str
+    backward: bool
+    kind: Kind
+    name: str
+    bytes: int
+    waits: bool = False
+    store: int = 0
+
+
+def plan_of(model: str, recipe: str, capability: str) -> Plan:
+    """What the model runs as on such a GPU, by torch alone."""
+    plan = resolve(load_recipe(recipe), machine_for(capability, te=False))
+    return plan.for_layers(load_config(model).linear_shapes())
+
+
+def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
+    """The kernels of one block and of the loss, forward and backward, in a pass of 8,192 tokens
+    that trains, and of what precedes the first such pass of a step.
+
+    Args:
+        model: a preset.
+        plan: with its layers decided.
+        stores: whether to find `Kernel.store`, which takes as long again.
+    """
+    config = load_config(model, {"layers": 1})
+    found: list[Kernel] = []
+    part = "block"
+
+    def compiled(graph: GraphLowering) -> Any:
+        """In place of `compile_to_module`: note the kernels; calls give tensors without values."""
+        with _kernels_by_node() as names:
+            code = graph.codegen()[0].value
+        widths = dict(_widths(code)) if stores else {}
+        found.extend(_launches(graph, part, {node: widths.get(names[node], 0) for node in names}))
+        gave = graph.orig_gm.graph.find_nodes(op="output")[0].args[0]
+        values = [getattr(node, "meta", {}).get("val") for node in gave]
+
+        def call(inputs: list[Any]) -> list[Any]:
+            inputs.clear()
+            return [_like(value) for value in values]
+
+        return SimpleNamespace(call=call, __file__="", key="")
+
+    context = config.context
+    with (
+        patch.object(GraphLowering, "compile_to_module", compiled),
+        patch.object(torch_backend, "_is_plain", lambda weight: True),  # fake ones stand for those
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        with CUDA:
+            gpt = GPT(config, build_backend(plan))
+            x = torch.empty(TOKENS // context, context, config.width, requires_grad=True)
+            targets = torch.empty(TOKENS // context, context, dtype=torch.int64)
+        rotation = None
+        if config.positions != "learned":
+            rotation = tuple(rows[:context, None] for rows in gpt._rotation(CUDA))
+        gpt.compile_blocks()
+        for _ in range(2):  # the first makes room
+            gpt.backend.weights.mark()  # as an optimizer does
+            with Launches() as before:
+                for hook in gpt._forward_pre_hooks.values():
+                    hook(gpt, ())
+        found += before.kernels
+        gpt.blocks[0](x, rotation).sum().backward()
+        part = "loss"
+        gpt.loss(gpt.final_norm, gpt.lm_head, x, targets).backward()
+    return found
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+
+
+# Compiled
+
+
+@contextmanager
+def _kernels_by_node() -> Iterator[dict[str, str]]:
+    """The names of the kernels that inductor defines meanwhile, by scheduler's nodes in them."""
+    found: dict[str, str] = {}
+    define: Any = TritonScheduling.define_kernel
+
+    def defined(self: Any, source: str, nodes: list[Any], kernel: Any) -> str:
+        name: str = define(self, source, nodes, kernel)
+        found.update({n.get_name(): name for n in nodes if isinstance(n, BaseSchedulerNode)})
+        return name
+
+    with patch.object(TritonScheduling, "define_kernel", defined):
+        yield found
+
+
+def _launches(graph: GraphLowering, part: str, widths: dict[str, int]) -> Iterator[Kernel]:
+    """The kernels of a graph; `widths` is `Kernel.store` by the scheduler's nodes."""
+    for node in graph.scheduler.nodes:
+        if isinstance(node, NopKernelSchedulerNode):
+            continue
+        kind, name = _what(node)
+        if name == "MultiOutput":  # names a part of what another gave
+            continue
+        yield Kernel(
+            part=part,
+            backward=graph.is_backward,
+            kind=kind,
+            name=name,
+            bytes=node.get_read_write_buffers_sizes(),
+            waits=name == "DeviceCopy",
+            store=max((widths.get(one.get_name(), 0) for one in node.get_nodes()), default=0),
+        )
+
+
+def _what(node: BaseSchedulerNode) -> tuple[Kind, str]:
+    """The kind of a kernel, and a name for it."""
+    if not isinstance(node, ExternKernelSchedulerNode):
+        made: list[Any] = [one.node for one in node.get_nodes() if one.node is not None]
+        origins = [origin.name for one in made for origin in one.origins]
+        return "generated", " ".join(dict.fromkeys(origins))
+    operator = getattr(node.node, "op_overload", None)
+    return _kind(str(operator.name())) if operator else ("other", type(node.node).__name__)
+
+
+def _kind(operator: str) -> tuple[Kind, str]:
+    space, _, name = operator.partition("::")
+    if space == "pretended":
+        return "attention", operator
+    if space == "fp8stack":
+        return "ours", operator
+    return ("GEMM" if name.partition(".")[0] in _GEMMS else "other"), operator
+
+
+def _widths(code: str) -> Iterator[tuple[str, int]]:
+    """Of each Triton kernel in a wrapper's code its name and `Kernel.store`."""
+    for name, source in _SOURCE.findall(code):
+        kernel = getattr(PyCodeCache.load(source), name)
+        kernel.precompile(warm_cache_only=True)
+        narrowest = [
+            min(int(count or 1) * int(bits) // 8 for count, bits in _STORE.findall(ptx))
+            for ptx in (variant.kernel.asm["ptx"] for variant in kernel.compile_results)
+        ]
+        yield name, max(narrowest)
+
+
+# Eager
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What eager code runs before a pass: operators but for views, and the kernel that casts many
+    weights, which reads addresses that fake tensors do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: list[Kernel] = []
+
+    def __enter__(self) -> Self:
+        self._stand_in = patch.object(many_weights, "launch_weights", self._launched)
+        self._stand_in.start()
+        found: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return found
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._stand_in.stop()
+
+    def _launched(self, tiles: int, operands: Any, constants: dict[str, Any]) -> None:
+        elements = tiles * constants["ROWS"] * constants["COLUMNS"]
+        each = constants["SOURCE"].primitive_bitwidth // 8 + 2 * constants["CAST"]
+        self.kernels.append(
+            Kernel(
+                part="weights",
+                backward=False,
+                kind="ours",
+                name="weights",
+                bytes=elements * each,
+            )
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gave = func(*args, **(kwargs or {}))
+        if not _is_view(func):
+            kind, name = _kind(str(func.name()))
+            tensors = [t for t in tree_leaves([args, kwargs, gave]) if isinstance(t, Tensor)]
+            self.kernels.append(
+                Kernel(
+                    part="weights",
+                    backward=False,
+                    kind=kind,
+                    name=name,
+                    bytes=sum(t.numel() * t.itemsize for t in tensors),
+                    waits=len({t.device.type for t in tensors if t.numel()}) > 1,
+                )
+            )
+        return gave
+
+
+def _is_view(func: Any) -> bool:
+    aten = torch.ops.aten
+    return bool(func.is_view) or func in (aten.detach.default, aten._unsafe_view.default)

@@ -1,0 +1,195 @@
+"""The code that torch makes of our models for a GPU, judged on a machine without one.
+
+The blocks and the loss of a model are compiled for a pretended GPU. Counted is what their kernels
+read and write in a pass of 8,192 tokens, each tensor once, GEMMs and attention left out; an H200
+moves 4.1 TB/s of it at best. "Weights" are the kernels that run once per optimizer step, before its
+first micro-batch, for one layer and the state of all. "Narrow stores" are those of kernels that
+write some of their output byte by byte, which takes a GPU several times as long as writing 16 bytes
+at once: of the variants that inductor's autotuner tries, the best one counts. Waits are copies and
+reads for which the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from bench.cells import failure
+from bench.report import Report, Row, heading, markdown, report_of
+from fp8stack import presets
+from fp8stack.cli.options import words
+from fp8stack.errors import UserError
+from fp8stack.precision import load_recipe, resolve
+from fp8stack.precision.hardware import machine_for
+
+FOLDER = "gpu-code"
+TERABYTES_PER_S = 4.1
+"""What an H200 of 4.8 TB/s moves at best, by published measurements of copies on it."""
+LARGEST = "llama-8b"
+CAPABILITIES = ("9.0", "8.9", "10.0", "12.0")
+GOALS = {"delayed": 1.2, "current": 1.5, "block": 1.7}
+"""Milliseconds of a llama-8b layer's block at `TERABYTES_PER_S`."""
+TOLERANCE = 0.03
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    what = "(default: all; capabilities but the first have the largest alone)"
+    add("--models", type=words, default=[], metavar="A,B", help=what)
+    add("--recipes", type=words, default=[], metavar="A,B", help="(default: all that run natively)")
+    what = f"compute capabilities (default: {','.join(CAPABILITIES)})"
+    add("--capabilities", type=words, default=[*CAPABILITIES], metavar="A,B", help=what)
+    add("--no-stores", action="store_true", help="leave the width of stores out: twice as fast")
+
+
+def measure(arguments: argparse.Namespace) -> Report:
+    """Each model in each recipe, in a process of its own."""
+    stores = not arguments.no_stores
+    rows: list[Row] = []
+    for model, recipe, capability in _chosen(arguments):
+        of = (f"{model} on {capability}", recipe)
+        measured = partial(_row, *of, partial(compiled, model, recipe, capability, stores=stores))
+        rows += arguments.cells.rows(of[0], [recipe], measured)
+    settings = {"tokens": 8192, "terabytes_per_s": TERABYTES_PER_S}
+    return report_of("cpu", settings, rows, bars=_bars(rows), packages=("triton",))
+
+
+def _row(case: str, recipe: str, kernels: Callable[[], list[Row]]) -> list[Row]:
+    try:
+        return [{"case": case, "arm": recipe, **summary(kernels())}]
+    except UserError as error:
+        return [failure(case, recipe, error)]
+
+
+def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    for capability in arguments.capabilities:
+        first = capability == arguments.capabilities[0]
+        models = arguments.models or (presets.names("models") if first else [LARGEST])
+        for model in models:
+            for recipe in arguments.recipes or native(capability):
+                yield model, recipe, capability
+
+
+def native(capability: str) -> list[str]:
+    """The recipes that such a GPU runs as they are by torch alone, bf16 first."""
+    machine = machine_for(capability, te=False)
+    plans = {name: resolve(load_recipe(name), machine) for name in presets.names("recipes")}
+    return ["bf16", *(name for name, plan in plans.items() if plan.is_fp8 and plan.native)]
+
+
+def compiled(model: str, recipe: str, capability: str, *, stores: bool = True) -> list[Row]:
+    """The kernels of a model, see `blocks.Kernel`.
+
+    Raises:
+        UserError: torch could not compile it.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "bench.gpu_code", model, recipe, capability]
+    done = subprocess.run(
+        command + ([] if stores else ["--no-stores"]), capture_output=True, text=True
+    )
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise UserError(f"{model} in {recipe} on {capability}: {(said or ['?'])[-1]}")
+    kernels: list[Row] = json.loads(done.stdout)["kernels"]
+    return kernels
+
+
+def summary(kernels: Sequence[Row]) -> Row:
+    """The figures of a row: bytes and launches by part, and the kernels themselves."""
+    ours = [k for k in kernels if k["kind"] not in ("GEMM", "attention")]
+    block = [k for k in ours if k["part"] == "block"]
+    narrow = [k for k in block if 0 < k["store"] < 4 and k["bytes"] > 2**20]
+
+    def moved(part: str) -> int:
+        return sum(k["bytes"] for k in ours if k["part"] == part)
+
+    return {
+        **{f"{part}_bytes": moved(part) for part in ("block", "loss", "weights")},
+        "block_ms": round(moved("block") / TERABYTES_PER_S / 1e9, 4),
+        "launches": sum(k["part"] == "block" for k in kernels),
+        "weight_launches": sum(k["part"] == "weights" for k in kernels),
+        "waits": sum(k["waits"] for k in kernels),
+        "narrow_bytes": sum(k["bytes"] for k in narrow),
+        "kernels": [k | {"name": k["name"][:100]} for k in kernels if k["part"] != "weights"],
+    }
+
+
+def _bars(rows: Sequence[Row]) -> list[Row]:
+    """Whether the goals hold on the first of the capabilities."""
+    found = {row["arm"]: row["block_ms"] for row in rows if row["case"] == f"{LARGEST} on 9.0"}
+    return [
+        {
+            "case": f"{LARGEST} on 9.0",
+            "arm": name,
+            "at_most": goal,
+            "measured": found[name],
+            "holds": found[name] <= goal,
+        }
+        for name, goal in GOALS.items()
+        if name in found
+    ]
+
+
+def grown(committed: Report, found: Report) -> list[str]:
+    """Each figure in a line that is larger than the committed one by more than 3 %."""
+    before = {(row["case"], row["arm"]): row for row in committed["results"]}
+    keys = ("block_bytes", "loss_bytes", "weights_bytes", "launches", "weight_launches", "waits")
+    return [
+        f"{row['case']}, {row['arm']}: {key} {row[key]:,}, committed {known[key]:,}"
+        for row in found["results"]
+        if (known := before.get((row["case"], row["arm"]))) is not None
+        for key in keys
+        if row[key] > known[key] * (1 + TOLERANCE)
+    ]
+
+
+def table(found: Report) -> str:
+    """A row for each model, recipe and capability."""
+    text = (__doc__ or "").partition("\n\n")[2].strip()
+    header = ["model on capability", "recipe", "block GB", "narrow stores, GB", "weights GB"]
+    header += ["loss GB", "ms of a block at 4.1 TB/s", "its launches", "of the weights", "waits"]
+    gigabytes = ("block_bytes", "narrow_bytes", "weights_bytes", "loss_bytes")
+    cells = [
+        [
+            row["case"],
+            row["arm"],
+            *(f"{row[key] / 1e9:.2f}" for key in gigabytes),
+            f"{row['block_ms']:.2f}",
+            *(str(row[key]) for key in ("launches", "weight_launches", "waits")),
+        ]
+        for row in found["results"]
+    ]
+    bars = [
+        [
+            *(bar["case"], bar["arm"], f"{bar['at_most']:.2f}", f"{bar['measured']:.2f}"),
+            "holds" if bar["holds"] else "DOES NOT HOLD",
+        ]
+        for bar in found["bars"]
+    ]
+    names = ["case", "ms of a block", "at most", "found", ""]
+    goals = "\n" + markdown(names, bars) if bars else ""
+    return heading(found, "Code for GPUs", text) + markdown(header, cells) + goals
+
+
+def figure(found: Report) -> Figure:
+    """Bytes of a block of the largest model by recipe, on the first of the capabilities."""
+    rows = [row for row in found["results"] if row["case"].startswith(f"{LARGEST} on 9.0")]
+    rows = rows or found["results"]
+    drawn = Figure(figsize=(7, 0.6 + 0.5 * len(rows)), layout="constrained")
+    axes = drawn.subplots()
+    names = [row["arm"] for row in rows]
+    axes.barh(names, [row["block_ms"] for row in rows], color="#4c72b0")
+    for place, name in enumerate(names):
+        if name in GOALS:
+            axes.plot([GOALS[name]] * 2, [place - 0.4, place + 0.4], color="black")
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        "ms of a block's kernels at 4.1 TB/s, GEMMs and attention left out; |: the goal"
+    )
+    return drawn

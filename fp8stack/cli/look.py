@@ -1,0 +1,122 @@
+"""`fp8stack list`, `show`, `report` and `eval`: what there is. They parse, call and print."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8stack.cli import options
+from fp8stack.cli.options import option
+from fp8stack.errors import UserError, unknown
+
+KINDS = ("models", "recipes", "runs")
+KIND = typer.Argument(help="models, recipes or runs.", show_default=False, metavar="KIND")
+FOLDER = typer.Argument(help="Of runs: the folder to look in. [runs]", show_default=False)
+RUN = typer.Argument(help="Run folder.", show_default=False)
+OUT = option("HTML file. [report.html in the run, or beside several runs]")
+TEXT = option("Print a summary; write a page only with --out.", "--text")
+EVALUATED = typer.Argument(help="Run or checkpoint folders.", show_default=False)
+RECIPES = option("Precision recipes or TOML files, separated by commas. [the run's own]")
+DATA = option("Data, as for `pretrain --data`. [the run's own held-out part]")
+
+
+def list_(
+    kind: Annotated[str, KIND],
+    folder: Annotated[Path | None, FOLDER] = None,
+    capability: Annotated[str | None, options.CAPABILITY] = None,
+    json: Annotated[bool, options.JSON] = False,
+) -> None:
+    """List models, recipes or runs, with the facts to choose by."""
+    if kind not in KINDS:
+        raise unknown("kind to list", kind, KINDS)
+    for name, value, of in (("FOLDER", folder, "runs"), ("--capability", capability, "recipes")):
+        if value is not None and kind != of:
+            raise UserError(f"{name} is for `list {of}`. Leave it out.")
+    from fp8stack.report import listing
+
+    if kind == "models":
+        rows = listing.models()
+    elif kind == "runs":
+        rows = listing.runs(folder or Path("runs"))
+    else:
+        from fp8stack.precision.hardware import machine_for
+
+        rows = listing.recipes(machine_for(capability, None))
+    if json:
+        options.print_json(rows)
+    elif not rows:
+        print(f"No runs in {folder or 'runs'}.")
+    else:
+        options.print_rows(rows)
+
+
+def show(run: Annotated[Path, RUN]) -> None:
+    """Show a run on the terminal: figures, findings and what to do next."""
+    from fp8stack.report import report
+    from fp8stack.training.run_folder import RunFolder
+
+    report([run], text=True)
+    folder = RunFolder(run)
+    print(*folder.next_commands(), sep="\n")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
+    out: Annotated[str | None, OUT] = None,
+    text: Annotated[bool, TEXT] = False,
+    json: Annotated[bool, options.JSON] = False,
+) -> None:
+    """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
+    from fp8stack import report as reports
+
+    if json:
+        if text:
+            raise UserError("Give --json or --text, not both.")
+        options.print_json(reports.as_json(runs))
+        if out is None:
+            return
+    page = reports.report(runs, out, text)
+    if page is not None:
+        typer.echo(f"report: {page}", err=json)
+
+
+def evaluate(
+    runs: Annotated[list[str], EVALUATED],
+    recipes: Annotated[str | None, RECIPES] = None,
+    data: Annotated[str | None, DATA] = None,
+    windows: Annotated[int | None, option("Windows to evaluate. [the run's]")] = None,
+    context: Annotated[int | None, option("Tokens per window. [the run's]")] = None,
+    batch: Annotated[int | None, option("Windows per forward pass. [the run's]")] = None,
+    tokenizer: Annotated[str | None, options.TOKENIZER] = None,
+    backend: Annotated[str, options.BACKEND] = "auto",
+    device: Annotated[str, options.DEVICE] = "auto",
+    threads: Annotated[int | None, options.THREADS] = None,
+    json: Annotated[bool, options.JSON] = False,
+) -> None:
+    """Compute validation losses and bits per byte of trained models, in one recipe or several."""
+    from fp8stack import evaluation
+    from fp8stack.threads import use_threads
+
+    use_threads(threads)
+    request = evaluation.Request(
+        runs=runs,
+        recipes=options.words(recipes or ""),
+        data=data,
+        windows=windows,
+        context=context,
+        batch=batch,
+        tokenizer=tokenizer,
+        backend=backend,
+        device=device,
+    )
+    scores = evaluation.scores_of(request)
+    from rich.console import Console
+
+    console = Console()
+    if json:
+        options.print_json(evaluation.as_json(scores))
+    elif console.is_terminal:
+        console.print(evaluation.rich_table(scores))
+        console.print(*evaluation.notes(scores), sep="\n", markup=False, highlight=False)
+    else:
+        print(*evaluation.text_lines(scores), sep="\n")

@@ -1,0 +1,64 @@
+"""`fp8stack doctor` and `conform`: this machine. They parse, call and print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8stack.cli import options
+from fp8stack.cli.options import option
+
+ONLY = option("Checks to run: part of a name such as 'gemms: ', or a pattern with * and ?.")
+OUT = option("File to write the report to, as JSON.")
+QUICK = option("Short form: smaller inputs, nothing compiled; under 20 seconds.", "--quick")
+
+
+def doctor(
+    capability: Annotated[str | None, options.CAPABILITY] = None,
+    te: Annotated[bool | None, options.TE] = None,
+    json: Annotated[bool, options.JSON] = False,
+) -> None:
+    """Show how each recipe runs on this machine and why, and the number formats."""
+    from fp8stack import doctor
+    from fp8stack.precision.hardware import machine_for
+
+    hardware = machine_for(capability, te)
+    if json:
+        options.print_json(doctor.as_json(hardware))
+    else:
+        from rich.console import Console
+
+        doctor.show(hardware, Console())
+
+
+def conform(
+    device: Annotated[str, options.DEVICE] = "auto",
+    quick: Annotated[bool, QUICK] = False,
+    only: Annotated[str | None, ONLY] = None,
+    seed: Annotated[int, option("Seed of the random inputs. [0]", min=0, max=2**31)] = 0,
+    json: Annotated[bool, options.JSON] = False,
+    out: Annotated[str | None, OUT] = None,
+) -> None:
+    """Check that this machine computes what the formats say: casts, scales, GEMMs, gradients.
+
+    Exit code 1 if something is wrong.
+    """
+    from rich.console import Console
+
+    from fp8stack.conform import suite
+    from fp8stack.conform.checks import Context
+    from fp8stack.precision import probe
+
+    file = suite.file_for(out)
+    context = Context(probe(device), quick, seed=seed)
+    with Console(stderr=True).status("checking") as status:
+        report = suite.run(context, only, status.update)
+    if file is not None:
+        suite.write(report, file)
+    if json:
+        options.print_json(report)
+    else:
+        print(*suite.as_text(report), sep="\n")
+    if not report["holds"]:
+        raise typer.Exit(1)

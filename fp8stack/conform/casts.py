@@ -1,0 +1,423 @@
+"""Casts, scales, quantizers and random bits, to the bit, by everything that computes them here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8stack import numerics
+from fp8stack.conform import oracles, te
+from fp8stack.conform.checks import Check, Context, Facts, Skipped, merged, same_bits, same_values
+from fp8stack.conform.inputs import (
+    DTYPES,
+    EVERY,
+    FORMAT_NAMES,
+    amaxes,
+    extreme,
+    families,
+    matrix,
+    ties,
+    uneven,
+    values_of,
+    with_specials,
+)
+from fp8stack.formats import Quantizer
+from fp8stack.numerics import RandomBits, fused
+from fp8stack.numerics.rounding import rounding
+from fp8stack.ops.kernels import cast_transpose, has_kernel
+
+# Powers of two and others, from the least that a finite amax can give to the most.
+SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
+BLOCKS = ((False, (1, 128)), (True, (128, 128)))
+THREADS = 3
+DRAWN = (2, 3, 2**33 + 1)  # seed, stream, counter
+# Random123, tests/kat_vectors: counter and key, and what follows.
+KNOWN_BITS = (0x85A308D3, 0xA4093822, 0x299F31D0, 0x0370734413198A2E)
+Function = Callable[..., Any]
+Family = dict[str, Quantizer]
+Matrix = tuple[str, str]  # see `made_of`
+MATRICES: list[Matrix] = [
+    ("specials", "bf16"), ("extreme", "fp32"), ("ties", "bf16"), ("specials", "fp32"),
+]  # fmt: skip
+# What is compiled, as one graph each: it takes long.
+COMPILED: dict[tuple[str, ...], Matrix] = {
+    ("tensor", "row"): ("specials", "bf16"),
+    ("1x128", "128x128"): ("specials", "bf16"),
+    ("mxfp8", "mxfp4", "mxfp6 e2m3"): ("extreme", "fp32"),
+    ("nvfp4", "nvfp4 16x16"): ("specials", "bf16"),
+    ("stochastic hadamard nvfp4",): ("ties", "bf16"),
+}
+
+
+# Casts with a given scale
+
+
+def casts(context: Context) -> Iterator[Check]:
+    """Every bfloat16, and float32's ties, ends and specials, with scales of all magnitudes."""
+    kernel = "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
+    for dtype in DTYPES:
+        for format in FORMAT_NAMES:
+            ways: dict[str, Function] = {
+                "eager": _plain_cast,
+                f"with transpose and amax, by {kernel}": cast_transpose,
+                "by TE": _te_cast,
+                "by TE, with transpose": partial(_te_cast, across=True),
+            }
+            for way, cast in ways.items():
+                run = partial(cast_check, context, dtype, format, cast)
+                yield Check(f"{dtype} to {format}, {way}", run)
+            if not context.quick:
+                run = partial(cast_check, context, dtype, format, _plain_cast, compiled=True)
+                yield Check(f"{dtype} to {format}, compiled", run)
+
+
+def _plain_cast(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor]:
+    return (numerics.cast_to_fp8(x, scale, format),)
+
+
+def _te_cast(x: Tensor, scale: Tensor, format: str, across: bool = False) -> tuple[Any, ...]:
+    made, amax = te.cast(x, scale, format, across)
+    return made.along, None if made.across is None else made.across.t(), amax, made.scales
+
+
+def cast_check(
+    context: Context, dtype: str, format: str, cast: Function, compiled: bool = False
+) -> Facts:
+    """What `cast(x, scale, format)` gives: the bytes and, if it gives them, their transpose, the
+    amax and the inverse scale."""
+    if getattr(cast, "func", cast) is _te_cast:
+        context.need_te("delayed")
+    cast = context.compiled(cast) if compiled else cast
+    x, parts = values_of(dtype, context.seed), {}
+    values, on_device = x.float().numpy(), x.to(context.device)
+    for number in SCALES[::3] if context.quick else SCALES:
+        scale = np.float32(number)
+        with np.errstate(all="ignore"):
+            codes = oracles.encode(values * scale, format)
+        expected = (codes, codes.T, oracles.amax(values).reshape(()), np.float32(1) / scale)
+        found = cast(on_device, torch.tensor(number, device=context.device), format)
+        names = ("x", "transpose", "amax", "inverse")
+        pairs = {
+            name: (part, _tensor(other))
+            for name, part, other in zip(names, found, expected, strict=False)
+            if part is not None
+        }
+        parts[f"scale {number:.9g}"] = _with_inputs(same_bits(pairs), x)
+    return merged(parts)
+
+
+def _tensor(array: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
+
+
+def _with_inputs(facts: Facts, x: Tensor) -> Facts:
+    """The first differences with the numbers that were cast: `x[3, 4]` names one."""
+    lines = []
+    for line in facts.get("first", []):
+        place, bracket, rest = line.partition("]")
+        if bracket and place.startswith("x["):
+            at = tuple(int(index) for index in place.removeprefix("x[").split(","))
+            line = f"x = {float(x[at]):.9g}{rest}"
+        lines.append(line)
+    return facts | ({"first": lines} if lines else {})
+
+
+# Scales
+
+
+def scales(context: Context) -> Iterator[Check]:
+    """Scales of amaxes of all magnitudes, and their inverses; scales as the hardware reads them."""
+    for how in ("eager",) if context.quick else ("eager", "compiled"):
+        run = partial(scale_check, context, how == "compiled")
+        yield Check(f"scales and inverses, {how}", run)
+
+
+_RULES: tuple[dict[str, Any], ...] = (
+    {"format": "e4m3"},
+    {"format": "e4m3", "power_of_two": True, "eps": 1e-6},
+    {"format": "e5m2", "eps": 0.5, "overflow": 65504.0},
+)
+
+
+def scales_of(largest: Tensor) -> list[Tensor]:
+    """Scales by several rules, and their inverses."""
+    made = [numerics.tensor_scale(largest, **rule) for rule in _RULES]
+    return [*made, *map(numerics.inverse, made)]
+
+
+def scale_check(context: Context, compiled: bool) -> Facts:
+    """Scales of amaxes, 0, inf and NaN among them, against IEEE float32's quotients."""
+    largest = amaxes(context.seed)
+    known = [
+        oracles.scale_of(
+            largest.numpy(),
+            rule["format"],
+            rule.get("power_of_two", False),
+            rule.get("eps", 0.0),
+            rule.get("overflow", oracles.FLT_MAX),
+        )
+        for rule in _RULES
+    ]
+    expected = [*known, *(np.float32(1) / scale for scale in known)]
+    function = context.compiled(scales_of) if compiled else scales_of
+    found = function(largest.to(context.device))
+    pairs = enumerate(zip(found, map(_tensor, expected), strict=True))
+    return same_bits({f"rule {number}": pair for number, pair in pairs})
+
+
+# Quantizers
+
+
+def quantizers(context: Context) -> Iterator[Check]:
+    """Every kind of quantizer: its codes and scales, and the values that an emulated GEMM takes."""
+    ways: dict[str, tuple[Function, Any, str]] = {
+        "bytes, eager": (as_bytes, _as_it_is, ""),
+        "values, by torch's operators": (as_values, _as_it_is, ""),
+    }
+    if context.device == "cpu":
+        for threads in (1, THREADS):
+            what = f"values, by numba in {threads} thread{'s' * (threads > 1)}"
+            ways[what] = (as_fused_values, partial(_in_threads, threads), fused.why_not() or "")
+    for kind, family in families().items():
+        for way, (function, manner, why_not) in ways.items():
+            run = partial(family_check, context, family, partial(_all, function), manner=manner)
+            yield Check(f"{kind}, {way}", partial(_unless, why_not, run))
+    if not context.quick:
+        for names, matrix in COMPILED.items():
+            chosen = {name: EVERY[name] for name in names}
+            for way, function in (("bytes", as_bytes), ("values", as_values)):
+                run = partial(compiled_family, context, chosen, function, matrix)
+                yield Check(f"{' and '.join(names)}, {way}, compiled", run)
+    for dtype in DTYPES:
+        for kind in ("ordinary", "special"):
+            for way, check in (("current", te_current), ("block", te_blocks), ("mxfp8", te_mxfp8)):
+                yield Check(f"{way} of {kind} {dtype}, by TE", partial(check, context, kind, dtype))
+
+
+def _unless(why_not: str, run: Callable[[], Facts]) -> Facts:
+    if why_not:
+        raise Skipped(why_not)
+    return run()
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _in_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _all(function: Function, family: Family, x: Tensor, drawn: RandomBits) -> Any:
+    """What a function makes of `x` by each quantizer of a family."""
+    return {
+        name: function(x, quantizer, drawn if quantizer.stochastic else None)
+        for name, quantizer in family.items()
+    }
+
+
+def as_bytes(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
+    """Codes and scales for GEMMs over the columns, and over the rows."""
+    made = [numerics.quantize(x, quantizer, dim, drawn) for dim in (1, 0)]
+    return [part for each in made for part in (each.data, each.scales)]
+
+
+def as_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
+    """Values and factors for both, by torch's operators."""
+    made = [rounding(quantizer, [dim]).by_expressions(x, drawn)[0] for dim in (1, 0)]
+    return [part for each in made for part in (each.values, _one(each.factor, x))]
+
+
+def as_fused_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
+    """Values and factors for both, in one sweep where that is possible."""
+    made = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
+    return [part for each in made for part in (each.values, _one(each.factor, x))]
+
+
+def _one(factor: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ones((), device=x.device) if factor is None else factor
+
+
+@lru_cache(maxsize=8)
+def made_of(kind: Matrix, seed: int) -> Tensor:
+    """A matrix by its name; not of whole blocks."""
+    name, dtype = kind
+    if name == "extreme":
+        return extreme(seed)
+    x = ties(136, 330, seed) if name == "ties" else with_specials(uneven(136, 330, seed))
+    return x.to(DTYPES[dtype])
+
+
+@lru_cache(maxsize=256)
+def expected_of(kind: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.Quantized]:
+    """A matrix through a quantizer, for GEMMs over the columns, and over the rows."""
+    x = made_of(kind, seed)
+    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
+    drawn = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
+    values = x.float().numpy()
+    return [
+        oracles.quantize(values, quantizer, dim, overflow=overflow, bits=drawn) for dim in (1, 0)
+    ]
+
+
+def family_check(
+    context: Context,
+    family: Family,
+    function: Function,
+    given: Sequence[Matrix] = (),
+    manner: Any = _as_it_is,
+) -> Facts:
+    """`function(family, x, drawn)` gives, by quantizer, what `as_bytes` or `as_values` give."""
+    parts = {}
+    drawn = RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
+    for each in given or (MATRICES[:3] if context.quick else MATRICES):
+        x = made_of(each, context.seed).to(context.device)
+        # Only of ties are a transform's sums exact, in whatever order.
+        chosen = {n: q for n, q in family.items() if each[0] == "ties" or not q.hadamard}
+        with manner():
+            made = function(chosen, x, drawn)
+        for name, found in made.items():
+            known = expected_of(each, context.seed, family[name])
+            parts[f"{name} of {' '.join(each)}"] = _compared(found, known, family[name])
+    return merged(parts)
+
+
+def compiled_family(context: Context, family: Family, function: Function, matrix: Matrix) -> Facts:
+    """The same as one graph."""
+    if context.device == "cpu" and function is as_bytes and "mxfp8" in family:
+        raise Skipped("torch compiles no float8_e8m0fnu for CPUs")
+    compiled = context.compiled(partial(_all, function, family))
+    return family_check(context, family, lambda _, x, drawn: compiled(x, drawn), [matrix])
+
+
+def _compared(found: list[Tensor], known: list[oracles.Quantized], quantizer: Quantizer) -> Facts:
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    numbers: dict[str, tuple[Tensor, Tensor]] = {}
+    for place, (made, dim) in enumerate(zip(known, (1, 0), strict=True)):
+        data, scale = found[2 * place : 2 * place + 2]
+        if data.dtype in (torch.float32, torch.bfloat16):
+            numbers[f"values, dim {dim}"] = data, _tensor(made.values)
+            numbers[f"factor, dim {dim}"] = scale, _like(made.factor, scale)
+        else:
+            pairs[f"codes, dim {dim}"] = data, _tensor(packed(made.codes, quantizer, dim))
+            stored = made.stored
+            if quantizer.scale == "e8m0":
+                stored = stored.astype(np.uint8)
+            elif quantizer.scale == "e4m3":
+                scale = scale.float()
+            pairs[f"scales, dim {dim}"] = scale, _like(stored, scale)
+    return same_bits(pairs) if pairs else same_values(numbers)
+
+
+def _like(array: oracles.Array, found: Tensor) -> Tensor:
+    """The array as a tensor, in the shape of what it is compared with if it has its size."""
+    made = _tensor(array)
+    return made.reshape(found.shape) if made.numel() == found.numel() else made
+
+
+def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Array:
+    """Codes as they are stored: of FP4 two to a byte along `dim`, the even one in the low half."""
+    if quantizer.format != "e2m1":
+        return codes
+    rows = np.moveaxis(codes, dim, -1)
+    rows = np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)))
+    return np.moveaxis(rows[:, ::2] + 16 * rows[:, 1::2], -1, dim)
+
+
+# Transformer Engine's quantizers
+
+
+def te_current(context: Context, kind: str, dtype: str) -> Facts:
+    """`Float8CurrentScalingQuantizer`."""
+    context.need_te("current")
+    x = matrix(kind, dtype, context.seed)
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for format, scale, eps in (
+        ("e4m3", "float32", 0.0),
+        ("e5m2", "float32", 1e-3),
+        ("e4m3", "power_of_two", 0.0),
+    ):
+        quantizer = Quantizer(format=format, scale=scale, eps=eps)  # type: ignore[arg-type]
+        known = oracles.quantize(x.float().numpy(), quantizer, 1)
+        made = te.current(x.to(context.device), format, scale == "power_of_two", eps)
+        name = f"{format}, {scale}, eps {eps:g}"
+        pairs[f"{name}: inverse"] = made.scales, _tensor(known.stored).reshape(())
+        for way, data in (("bytes", made.along), ("transpose", made.across)):
+            if data is not None:
+                pairs[f"{name}: {way}"] = data, _tensor(known.codes)
+    return same_bits(pairs)
+
+
+def te_blocks(context: Context, kind: str, dtype: str) -> Facts:
+    """`Float8BlockQuantizer`."""
+    context.need_te("block")
+    x = matrix(kind, dtype, context.seed)
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for scale in ("power_of_two", "float32"):
+        for square, block in BLOCKS:
+            made = te.blocks(x.to(context.device), square, scale == "power_of_two")
+            quantizer = Quantizer(block=block, scale=scale)
+            pairs |= _te_pairs(f"{block}, {scale}", made, x, quantizer)
+    return same_bits(pairs)
+
+
+def te_mxfp8(context: Context, kind: str, dtype: str) -> Facts:
+    """`MXFP8Quantizer`."""
+    context.need_te("mxfp8")
+    x = matrix(kind, dtype, context.seed)
+    quantizer = Quantizer(block=(1, 32), scale="e8m0")
+    return same_bits(_te_pairs("mxfp8", te.mxfp8(x.to(context.device)), x, quantizer))
+
+
+def _te_pairs(
+    name: str, made: te.Quantized, x: Tensor, quantizer: Quantizer
+) -> dict[str, tuple[Tensor, Tensor]]:
+    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
+    pairs = {}
+    ways = ((1, made.along, made.scales), (0, made.across, made.scales_across))
+    for dim, data, stored in ways:
+        assert data is not None
+        assert stored is not None
+        known = oracles.quantize(x.float().numpy(), quantizer, dim, overflow=overflow)
+        kept = known.stored.astype(np.uint8) if quantizer.scale == "e8m0" else known.stored
+        pairs[f"{name}: scales, dim {dim}"] = stored, _tensor(kept)
+        pairs[f"{name}: bytes, dim {dim}"] = data, _tensor(known.codes)
+    return pairs
+
+
+# Random bits
+
+
+def random_bits(context: Context) -> Iterator[Check]:
+    """The bits of stochastic rounding, Philox4x32-10, for whole matrices and for parts of them."""
+    for how in ("eager",) if context.quick else ("eager", "compiled"):
+        yield Check(f"Philox4x32-10, {how}", partial(bits_check, context, how == "compiled"))
+
+
+def _draw(seed: int, stream: int, counter: Tensor, first_row: int) -> Tensor:
+    return RandomBits(seed, stream, counter, first_row).bits(9, 14)
+
+
+def bits_check(context: Context, compiled: bool) -> Facts:
+    """Bits for several keys, passes and rows."""
+    draw, pairs = context.compiled(_draw) if compiled else _draw, {}
+    first, *known = KNOWN_BITS
+    for seed, stream, counter, row in ((*known, 0), (*known, first), (*DRAWN, 5), (0, 2**31, 0, 0)):
+        found = draw(seed, stream, torch.tensor(counter, device=context.device), row)
+        rows = [oracles.philox(seed, stream, counter, 1, 14, row + at) for at in range(9)]
+        name = f"seed {seed:#x}, stream {stream:#x}, pass {counter:#x}, from row {row:#x}"
+        pairs[name] = found, _tensor(np.concatenate(rows))
+    return same_bits(pairs)

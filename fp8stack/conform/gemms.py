@@ -1,0 +1,418 @@
+"""GEMMs of each backend and recipe, forward and backward, against exact operands.
+
+The reference multiplies in float64 what `oracles.quantize` makes of the operands, so what is left
+is rounding. A sum of K products in float32, in any order, is off by at most K 2^-24 of the sum of
+their magnitudes, and the output is rounded once more, twice with a bias. Tensor cores add FP8
+products with fewer bits: see `_ACCUMULATION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.backends import Backend, build_backend
+from fp8stack.conform import oracles
+from fp8stack.conform.checks import (
+    Check,
+    Context,
+    Facts,
+    backend_for,
+    gradients,
+    mark_weights_changed,
+    plan_of,
+    sqnr_db,
+)
+from fp8stack.formats import OPERANDS, Operand, Quantizer
+from fp8stack.model.config import GPTConfig
+from fp8stack.model.gpt import MLP
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
+from fp8stack.precision import Recipe, load_recipe
+
+RECIPES = (
+    *("delayed", "current", "block", "mxfp8", "rowwise"),
+    *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
+)
+QUANTIZED_DB = 15.0  # where operands are quantized behind a norm: a wrong scale is below 10 dB
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# Of the sum of magnitudes, per step of 32 products in Hopper's FP8 tensor cores, which keep 13
+# bits behind the point. With slow accumulation each four steps are added up in float32. Believed,
+# not measured: no GPU has run this.
+_ACCUMULATION = 2.0**-13
+_STEP, _PROMOTED = 32, 4
+
+
+class Shape(NamedTuple):
+    """The rows and features of a linear, and whether it has a bias."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    bias: bool
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.inputs} -> {self.outputs}{' + bias' if self.bias else ''}"
+
+
+LONG = {
+    "current": (Scales.PER_TENSOR, Scales.PER_TENSOR),
+    "mxfp8": (Scales.MX, Scales.MX),
+    "block": (Scales.ROWS, Scales.ROWS),
+    "block forward": (Scales.ROWS, Scales.SQUARES),
+}
+QUICK = (Shape(48, 128, 256, True),)
+SHAPES = (
+    *QUICK,
+    Shape(384, 512, 768, False),
+    Shape(200, 256, 128, True),  # rows that no FP8 GEMM takes: padded
+    Shape(33, 50, 70, True),  # features that none takes
+)
+FUSED = GPTConfig(vocabulary=256, context=128, layers=1, width=256, heads=4)
+
+
+def gemms(context: Context) -> Iterator[Check]:
+    """Products of long rows, slowly and fast accumulated; linears by each backend and recipe."""
+    for recipe, (kind, other) in LONG.items():
+        name = f"scales {kind.value} x {other.value}"
+        if kind is not Scales.PER_TENSOR:
+            yield Check(f"e4m3 x e4m3, {name}", partial(long_rows, context, recipe, "e4m3", False))
+            continue
+        for format in ("e4m3", "e5m2"):
+            for fast in (False, True):
+                how = f"{'fast' if fast else 'slow'} accumulation"
+                run = partial(long_rows, context, recipe, format, fast)
+                yield Check(f"{format} x e4m3, {name}, {how}", run)
+    for shape in QUICK if context.quick else SHAPES:
+        yield Check(f"bf16 by reference, {shape}", partial(plain, context, shape))
+        for recipe in RECIPES:
+            for backend in ("te", "torch", "emulate"):
+                check = partial(linear, context, recipe, backend, shape)
+                yield Check(f"{recipe} by {backend}, {shape}", check)
+    if context.quick:
+        return
+    for recipe in RECIPES[:4]:
+        for backend in ("torch", "emulate"):
+            check = partial(linear, context, recipe, backend, SHAPES[0], compiled=True)
+            yield Check(f"{recipe} by {backend}, compiled, {SHAPES[0]}", check)
+        for backend in ("te", "torch", "emulate"):
+            check = partial(fused, context, recipe, backend, FUSED, 256)
+            yield Check(f"norms and MLP in {recipe} by {backend}", check)
+
+
+def within(found: dict[str, Tensor], expected: dict[str, tuple[Tensor, Tensor]]) -> Facts:
+    """Whether each tensor is within its bound: `{name: (value, bound)}`, float64. `worst` is the
+    largest error as a part of its bound."""
+    worst = {}
+    for name, (value, bound) in expected.items():
+        made = found[name].detach().double().cpu()
+        part = ((made - value).abs() / bound.clamp_min(1e-300)).nan_to_num(nan=np.inf)
+        worst[name] = float(f"{float(part.max()):.3g}") if made.shape == value.shape else np.inf
+    return {
+        "holds": max(worst.values()) <= 1.0,
+        "worst": {k: min(v, 1e9) for k, v in worst.items()},
+    }
+
+
+# scaled_gemm by itself
+
+
+def long_rows(context: Context, recipe: str, format: str, fast: bool) -> Facts:
+    """Positive operands, whose sums grow long: what accumulation loses cannot cancel. Scaled as
+    those of a recipe's weight gradient, or of its forward pass: see `LONG`."""
+    plan_of(load_recipe(recipe.split()[0]), context, "torch")
+    K, size = (1024 if context.quick else 8192), 128
+    generator = np.random.default_rng(context.seed)
+    given, exact = [], []
+    for name, kind in zip((format, "e4m3"), LONG[recipe], strict=True):
+        codes, values = _long(generator, size, K, name)
+        powers = _long_scales(generator, size, K, kind)
+        out = np.asarray(2.0 ** (powers.astype(np.float64) - 127))
+        held = torch.from_numpy(powers)
+        if kind is Scales.PER_TENSOR:
+            packed = torch.from_numpy(out).float().to(context.device)
+        else:
+            mx = held.view(torch.float8_e8m0fnu)
+            scales = mx if kind is Scales.MX else torch.from_numpy(out).float()
+            packed = pack_scales(scales.to(context.device), kind)
+            out = out.repeat(size // len(out), 0).repeat(K // out.shape[1], 1)
+        exact.append(torch.from_numpy(values.astype(np.float64) * out))
+        dtype = torch.float8_e5m2 if name == "e5m2" else torch.float8_e4m3fn
+        data = torch.from_numpy(codes).view(dtype).to(context.device)
+        given.append(Scaled(data, packed, kind))
+    dtype = torch.float32 if LONG[recipe][0] is Scales.PER_TENSOR else torch.bfloat16
+    found = scaled_gemm(given[0], given[1], dtype, fast_accumulation=fast)
+    value = exact[0] @ exact[1].t()
+    return within({"y": found}, {"y": (value, _bound(context, value, value, K, dtype, 1, fast))})
+
+
+def _long(generator: Any, rows: int, columns: int, format: str) -> tuple[Any, Any]:
+    """Codes of values from 2^-3 up to 2^2, and the values."""
+    values = oracles.grid(format)
+    first, last = np.searchsorted(values, (2.0**-3, 2.0**2))
+    codes = generator.integers(first, last, (rows, columns), dtype=np.uint8)
+    return codes, oracles.decode(codes, format)
+
+
+def _long_scales(generator: Any, rows: int, columns: int, kind: Scales) -> Any:
+    """E8M0 codes from 2^-3 to 2^3, one for each block; no two neighbours need be alike."""
+    shapes: dict[Scales, tuple[int, ...]] = {
+        Scales.PER_TENSOR: (),
+        Scales.MX: (rows, columns // 32),
+        Scales.ROWS: (rows, columns // 128),
+        Scales.SQUARES: (rows // 128, columns // 128),
+    }
+    return np.asarray(generator.integers(124, 131, shapes[kind]), dtype=np.uint8)
+
+
+def _bound(
+    context: Context,
+    value: Tensor,
+    magnitudes: Tensor,
+    reduced: int,
+    dtype: torch.dtype,
+    roundings: int,
+    fast: bool,
+    fp8_cores: bool = True,
+) -> Tensor:
+    """How far a result may be from `value`, whose products' magnitudes sum up to `magnitudes`."""
+    part = (reduced + 8) * 2.0**-24
+    if context.device == "cuda":
+        part *= 4  # tensor cores may cut off where they should round
+        if fp8_cores:
+            part += _ACCUMULATION * (reduced / _STEP if fast else _PROMOTED)
+    return part * magnitudes + roundings * ROUNDOFF[dtype] * 1.01 * value.abs()
+
+
+# One linear
+
+
+def linear(
+    context: Context, recipe: str, backend: str, shape: Shape, compiled: bool = False
+) -> Facts:
+    """y, dx, dw and db of a linear in FP8, FP6 or FP4."""
+    chosen = load_recipe(recipe)
+    plan = plan_of(chosen, context, backend)
+    made = backend_for(plan, {"linear": (shape.inputs, shape.outputs)})
+    wide = not any(q.hadamard for q in chosen.quantizers.each.values())  # type: ignore[union-attr]
+    given = _operands(shape, context.seed, wide)
+    layer, x, dy = _prepared(context, made, shape, given)
+    called = context.compiled(layer) if compiled else layer
+    for _ in range(3 if chosen.delayed else 1):  # until the scales are found
+        draws = getattr(getattr(layer, "operands", None), "draws", None)
+        results = _once(layer, called, x, dy)
+    expected = _expected(context, chosen, shape, given, draws, results, backend)
+    return within(results, expected)
+
+
+def plain(context: Context, shape: Shape) -> Facts:
+    """The bf16 linear that FP8 stands beside."""
+    plan = plan_of(load_recipe("bf16"), context, "reference")
+    given = _operands(shape, context.seed, True)
+    layer, x, dy = _prepared(context, backend_for(plan, {"linear": shape[1:3]}), shape, given)
+    results = _once(layer, layer, x, dy)
+    return within(results, _expected(context, None, shape, given, None, results, "reference"))
+
+
+@lru_cache(maxsize=8)
+def _operands(shape: Shape, seed: int, wide: bool) -> dict[str, Tensor]:
+    """x, dy, weight and bias: whole numbers of eight bits times powers of two; columns of x and dy
+    differ in magnitude: by 2^28 if `wide`, so that it shows which way blocks lie, by 2^6 else, so
+    that the sums of a Hadamard transform are exact."""
+    generator = torch.Generator().manual_seed(seed + 5)
+    sizes = {
+        "input": (shape.rows, shape.inputs),
+        "weight": (shape.outputs, shape.inputs),
+        "grad_output": (shape.rows, shape.outputs),
+        "bias": (shape.outputs,),
+    }
+    factors = {"input": 0, "weight": -6, "grad_output": -10, "bias": -6}
+    made = {
+        name: (32 * torch.randn(size, generator=generator)).round().clamp(-255, 255)
+        * 2.0 ** (factors[name] - 5)
+        for name, size in sizes.items()
+    }
+    for name in ("input", "grad_output"):
+        place = torch.arange(made[name].shape[1])
+        made[name] *= 2.0 ** (5 * place % 29 - 14 if wide else place % 7 - 3)
+    return {name: value.bfloat16() for name, value in made.items()}
+
+
+def _prepared(
+    context: Context, backend: Backend, shape: Shape, given: dict[str, Tensor]
+) -> tuple[Any, Tensor, Tensor]:
+    layer = backend.linear("linear", shape.inputs, shape.outputs, shape.bias)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(given[name])
+    backend.attach(layer)
+    device = context.device
+    return layer.to(device), given["input"].to(device), given["grad_output"].to(device)
+
+
+def _once(layer: nn.Module, called: Any, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """y, dx, dw and db of one pass."""
+    mark_weights_changed(layer)
+    x = x.detach().clone().requires_grad_()
+    y = called(x)
+    y.backward(dy.to(y.dtype))
+    assert x.grad is not None
+    found = {"y": y.detach(), "dx": x.grad}
+    return found | {f"d{name[0]}": gradient for name, gradient in gradients(layer)}
+
+
+def _expected(
+    context: Context,
+    recipe: Recipe | None,
+    shape: Shape,
+    given: dict[str, Tensor],
+    draws: Any,
+    results: dict[str, Tensor],
+    backend: str,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """y, dx, dw and db in float64, each with its bound."""
+    exact = {}
+    for operand in OPERANDS:
+        for across in (False, True):
+            made = _quantized(recipe, given[operand], operand, across, draws)
+            exact[operand, across] = made
+    x, w, dy = ((exact[operand, False], exact[operand, True]) for operand in OPERANDS)
+    products = {
+        "y": (x[0], w[0].t(), shape.inputs),
+        "dx": (dy[0], w[1], shape.outputs),
+        "dw": (dy[1].t(), x[1], shape.rows),
+    }
+    found = {}
+    bias = given["bias"].double() if shape.bias else torch.zeros(())
+    for name, (a, b, reduced) in products.items():
+        value, magnitudes = a @ b, a.abs() @ b.abs()
+        if name == "y":
+            value, magnitudes = value + bias, magnitudes + bias.abs()
+        # TE's and torch's own linears give dw in bfloat16 to whoever asks for float32.
+        dtype = results[name].dtype if backend in ("emulate", "torch") else torch.bfloat16
+        bound = _bound(
+            context, value, magnitudes, reduced, dtype, 1, name == "y", backend in ("te", "torch")
+        )
+        if name == "y" and shape.bias:  # the product may be rounded before the bias is added
+            bound = bound + ROUNDOFF[dtype] * (value.abs() + bias.abs())
+        found[name] = value, bound
+    if shape.bias:
+        rows = given["grad_output"].double()
+        value, magnitudes = rows.sum(0), rows.abs().sum(0)
+        bound = _bound(context, value, magnitudes, shape.rows, dtype, 1, False, False)
+        found["db"] = value, bound
+    return found
+
+
+def _quantized(recipe: Recipe | None, x: Tensor, name: Operand, across: bool, draws: Any) -> Tensor:
+    """What a GEMM multiplies of an operand, in float64."""
+    if recipe is None:
+        return x.double()
+    assert recipe.quantizers is not None
+    chosen = recipe.quantizers.across(name) if across else recipe.quantizers.along(name)
+    dim = 0 if across else 1
+    if chosen == "forward":
+        chosen, dim = recipe.quantizers.along(name), 1
+    if not isinstance(chosen, Quantizer):
+        return x.double()
+    values, bits = x.float().numpy(), None
+    if chosen.stochastic:
+        drawn = draws.bits(name, across, len(x))
+        bits = partial(oracles.philox, drawn.seed, int(drawn.stream), 0)
+    if chosen.delayed:  # once the amaxes are known
+        chosen = replace(chosen, amax="current")
+    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
+    made = oracles.quantize(values, chosen, dim, overflow=overflow, bits=bits)
+    return torch.from_numpy(made.exact)  # Hadamard transforms of both operands cancel
+
+
+# Norms and an MLP, which TE fuses
+
+
+class Norms(nn.Module):
+    """A norm before a linear, and one before an MLP."""
+
+    def __init__(self, backend: Backend, config: GPTConfig) -> None:
+        super().__init__()
+        self.backend = backend
+        shapes, norm = config.linear_shapes(), (config.norm, config.width, config.norm_eps, True)
+        self.first = backend.norm(*norm)
+        name = "blocks.0.attention.qkv"
+        self.qkv = backend.linear(name, *shapes[name], True)
+        self.second = backend.norm(*norm)
+        self.mlp = MLP(config, backend, "blocks.0.mlp")
+        backend.attach(self)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The linear's output and the MLP's."""
+        qkv = self.backend.norm_linear(x, self.first, self.qkv)
+        return qkv, self.backend.norm_mlp(x, self.second, self.mlp)
+
+
+def fused(context: Context, recipe: str, backend: str, config: GPTConfig, rows: int) -> Facts:
+    """Outputs and gradients of the fused modules against unquantized float64."""
+    chosen = load_recipe(recipe)
+    plan = plan_of(chosen, context, backend)
+    shapes = {k: v for k, v in config.linear_shapes().items() if "qkv" in k or "mlp" in k}
+    backend_for(plan, shapes)  # skips where a layer would not be in FP8
+    model = Norms(build_backend(plan.for_layers(config.linear_shapes())), config)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm_weight = parameter.ndim == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.1 * noise if is_norm_weight else 0.03 * noise)
+    x = torch.randn(rows, config.width, generator=generator)
+    outer = [
+        torch.randn(rows, width, generator=generator) * 1e-3
+        for width in (3 * config.width, config.width)
+    ]
+    model, x = model.to(context.device), x.to(context.device)
+    outer = [part.to(context.device) for part in outer]
+    for _ in range(3 if chosen.delayed else 1):
+        results = _run_norms(model, x, outer)
+    expected = _exact_norms(model, x, outer)
+    ratios = {name: sqnr_db(results[name], value.to(x.device)) for name, value in expected.items()}
+    holds = all(value >= QUANTIZED_DB for value in ratios.values())
+    return {"holds": holds, "unquantized_db": ratios}
+
+
+def _run_norms(model: nn.Module, x: Tensor, outer: list[Tensor]) -> dict[str, Tensor]:
+    mark_weights_changed(model)
+    x = x.detach().clone().requires_grad_()
+    outputs = model(x)
+    torch.autograd.backward(outputs, [dy.to(y.dtype) for dy, y in zip(outer, outputs, strict=True)])
+    assert x.grad is not None
+    found = {"qkv": outputs[0].detach(), "mlp": outputs[1].detach(), "dx": x.grad}
+    return found | {f"d {name}": gradient for name, gradient in gradients(model)}
+
+
+def _exact_norms(model: Norms, x: Tensor, outer: list[Tensor]) -> dict[str, Tensor]:
+    """The same in float64, by plain torch."""
+    wide = {
+        name: parameter.detach().double().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
+    x = x.detach().double().requires_grad_()
+
+    def norm(name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], wide[f"{name}.weight"], wide[f"{name}.bias"], 1e-5)
+
+    def multiply(y: Tensor, name: str) -> Tensor:
+        return F.linear(y, wide[f"{name}.weight"], wide[f"{name}.bias"])
+
+    qkv = multiply(norm("first"), "qkv")
+    hidden = F.gelu(multiply(norm("second"), "mlp.up"), approximate="tanh")
+    mlp = multiply(hidden, "mlp.down")
+    torch.autograd.backward([qkv, mlp], [part.double() for part in outer])
+    assert x.grad is not None
+    found = {"qkv": qkv.detach(), "mlp": mlp.detach(), "dx": x.grad}
+    return found | {
+        f"d {name}": value.grad for name, value in wide.items() if value.grad is not None
+    }

@@ -1,0 +1,243 @@
+"""Delayed scaling, step by step: who keeps an amax history, against one in plain Python.
+
+The model's operands are given layer by layer, so that no GEMM's rounding reaches another cast. TE's
+own history means its modules, recipe and update of the scales, with nothing of ours in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends import Backend, fp8_state
+from fp8stack.conform import oracles, te
+from fp8stack.conform.checks import (
+    Check,
+    Context,
+    Facts,
+    backend_for,
+    mark_weights_changed,
+    merged,
+    plan_of,
+    same_bits,
+)
+from fp8stack.conform.inputs import Operands, amaxes, spiky_steps
+from fp8stack.formats import AmaxAlgorithm
+from fp8stack.numerics import AmaxHistory
+from fp8stack.precision import load_recipe
+
+STEPS = 50
+# Windows that spikes leave, one that they never leave, and the shortest.
+LENGTHS = (1, 4, 16, 1024)
+ALGORITHMS: tuple[AmaxAlgorithm, ...] = ("max", "most_recent")
+FORMATS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
+SHAPES = {"layers.0": (64, 32), "layers.1": (32, 48), "layers.2": (128, 16)}
+ROWS = 32
+WINDOW = 6  # of the models' histories
+# An amax at each step, and the scale and the window after it, by hand: E4M3, margin 1, three long.
+BY_HAND = (
+    (2.0, 112.0, (0, 0, 2)),
+    (56.0, 4.0, (0, 2, 56)),
+    (0.0, 4.0, (0, 2, 56)),  # nothing was seen: nothing moves
+    (torch.nan, 4.0, (0, 2, 56)),
+    (1.0, 4.0, (0, 56, 1)),
+    (0.5, 4.0, (0, 1, 0.5)),  # 56 still counts: it leaves the window in this very update
+    (torch.inf, 4.0, (0, 0.5, torch.inf)),  # a window with inf keeps its scale
+    (0.25, 4.0, (0, torch.inf, 0.25)),
+    (0.25, 4.0, (0, 0.25, 0.25)),
+    (0.25, 896.0, (0, 0.25, 0.25)),
+    (1e-38, 896.0, (0, 0.25, 1e-38)),
+)
+State = dict[str, Tensor]
+
+
+def histories(context: Context) -> Iterator[Check]:
+    """Windows of amaxes and their scales after every step: ours, each backend's, and TE's."""
+    yield Check("a trace by hand", partial(by_hand, context))
+    for how in ("eager",) if context.quick else ("eager", "compiled"):
+        yield Check(f"updates, {how}", partial(updates, context, how == "compiled"))
+    for algorithm in ALGORITHMS:
+        for backend, compiled in (("emulate", 0), ("torch", 0), ("te", 0), ("torch", 1)):
+            if not (compiled and context.quick):
+                how = f"{backend}{', compiled' if compiled else ''}"
+                check = partial(our_history, context, backend, algorithm, bool(compiled))
+                yield Check(f"fp8_state of {how}, {algorithm}", check)
+    for length in LENGTHS:
+        for algorithm in ALGORITHMS:
+            for margin in (0, 1):
+                check = partial(te_history, context, length, algorithm, margin)
+                yield Check(f"TE's history of {length}, {algorithm}, margin {margin}", check)
+
+
+def by_hand(context: Context) -> Facts:
+    """`BY_HAND`, against our history and against the reference of the other checks."""
+    ours = AmaxHistory({"x": "e4m3"}, length=3, margin=1, device=context.device)
+    slot, parts = oracles.Slot("e4m3", 3, 1), {}
+    for step, (largest, scale, window) in enumerate(BY_HAND):
+        ours.record("x", largest)
+        ours.update()
+        slot.record(largest)
+        slot.update()
+        state = ours.state_dict()
+        expected = torch.tensor(scale), torch.tensor(window, dtype=torch.float32)
+        found = {"ours": (state["x.scale"], state["x.amax_history"]), "reference": _state(slot)}
+        for who, (a, b) in found.items():
+            pairs = {"scale": (a, expected[0]), "window": (b, expected[1])}
+            parts[f"{who}, step {step}"] = same_bits(pairs)
+    return merged(parts)
+
+
+def _state(slot: oracles.Slot) -> tuple[Tensor, Tensor]:
+    return torch.tensor(slot.scale), torch.tensor(slot.window, dtype=torch.float32)
+
+
+def _largest(x: Tensor) -> float:
+    return float(oracles.amax(x.float().numpy()).max())
+
+
+def _advance(history: AmaxHistory, recorded: Tensor) -> None:
+    for slot, amax in zip(history.slots, recorded.unbind(), strict=True):
+        history.record(slot, amax)
+    history.update()
+
+
+def updates(context: Context, compiled: bool) -> Facts:
+    """Windows and scales of four slots after each of 40 updates."""
+    advance, parts = context.compiled(_advance) if compiled else _advance, {}
+    recorded = amaxes(context.seed)[: 40 * 4].view(40, 4)
+    names = {"a": "e4m3", "b": "e5m2", "c": "e4m3", "d": "e5m2"}
+    for length, margin, algorithm in ((8, 0, "max"), (3, 1, "most_recent"), (1, 0, "max")):
+        kind: Any = {"length": length, "margin": margin, "algorithm": algorithm}
+        history = AmaxHistory(names, **kind, device=context.device)
+        slots = {name: oracles.Slot(format, **kind) for name, format in names.items()}
+        for step, amax in enumerate(recorded):
+            advance(history, amax.to(context.device))
+            for slot, value in zip(slots.values(), amax.tolist(), strict=True):
+                slot.record(value)
+                slot.update()
+            parts[f"{algorithm} of {length}, update {step}"] = _same(history.state_dict(), slots)
+    return merged(parts)
+
+
+def _same(found: State, slots: dict[str, oracles.Slot]) -> Facts:
+    """The scales and windows of `fp8_state` against those of slots."""
+    pairs = {}
+    for name, slot in slots.items():
+        scale, window = _state(slot)
+        pairs[f"{name}.scale"] = found[f"{name}.scale"], scale
+        pairs[f"{name}.amax_history"] = found[f"{name}.amax_history"], window
+    return same_bits(pairs)
+
+
+def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: int) -> Facts:
+    """TE's scales and amax histories after each step."""
+    context.need_te("delayed")
+    te.forget()
+    recipe = te.recipe(
+        "delayed", margin=margin, amax_history_len=length, amax_compute_algo=algorithm
+    )
+    layer = te.module("Linear", (64, 32), torch.bfloat16, context.device, bias=False)
+    slots = {n: oracles.Slot(f, length, margin, algorithm) for n, f in FORMATS.items()}
+    parts = {}
+    for step, operands in enumerate(spiky_steps(STEPS, ROWS, 64, 32, context.seed)):
+        te_step(layer, recipe, operands, context.device)
+        feed(slots, operands)
+        state: State = {}
+        for name, (scale, window) in te.scales_and_histories(layer).items():
+            operand = name.removeprefix("gemm1.")
+            state |= {f"{operand}.scale": scale, f"{operand}.amax_history": window}
+        parts[f"step {step}"] = _same(state, slots)
+    te.forget()
+    return merged(parts)
+
+
+def te_step(layer: nn.Module, recipe: Any, operands: Operands, device: str) -> dict[str, Tensor]:
+    """One pass of a TE linear with the weight set to the step's."""
+    x, w, dy = (operand.to(device) for operand in operands)
+    with torch.no_grad():
+        layer.get_parameter("weight").copy_(w)
+    return te.run(layer, recipe, x, dy)
+
+
+def feed(slots: dict[str, oracles.Slot], operands: Operands) -> None:
+    """Give slots the amaxes of one step, and update them."""
+    for slot, operand in zip(slots.values(), operands, strict=True):
+        slot.record(_largest(operand))
+        slot.update()
+
+
+class Separate(nn.Module):
+    """Linears side by side, each with an input of its own."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        made = [backend.linear(name, *shape, True) for name, shape in SHAPES.items()]
+        self.layers = nn.ModuleList(made)
+        backend.attach(self)
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The output of each layer for its input."""
+        return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
+
+
+def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compiled: bool) -> Facts:
+    """`fp8_state` after each step of a model; some have two micro-batches, some an evaluation."""
+    recipe = load_recipe("delayed", {"history_length": WINDOW, "amax_algorithm": algorithm})
+    model = Separate(backend_for(plan_of(recipe, context, backend), SHAPES)).to(context.device)
+    called = context.compiled(model) if compiled else model
+    slots = {
+        f"{layer}.{operand}": oracles.Slot(format, WINDOW, 0, algorithm)
+        for layer in SHAPES
+        for operand, format in FORMATS.items()
+    }
+    parts = {}
+    steps = 26 if context.quick else STEPS  # each kind of step comes once
+    for step, layers in enumerate(zip(*_series(steps, context.seed), strict=True)):
+        with torch.no_grad():
+            for layer, operands in zip(model.layers, layers, strict=True):
+                layer.get_parameter("weight").copy_(operands.w)
+        mark_weights_changed(model)
+        _pass(called, layers, context.device)
+        for name, operands in zip(SHAPES, layers, strict=True):
+            feed({o: slots[f"{name}.{o}"] for o in FORMATS}, operands)
+        if step % 7 == 3:
+            again = [_halved(operands) for operands in layers]
+            _pass(called, again, context.device)
+            for name, (x, _, dy) in zip(SHAPES, again, strict=True):
+                nothing = torch.zeros(1)  # a weight is cast once
+                feed({o: slots[f"{name}.{o}"] for o in FORMATS}, Operands(x, nothing, dy))
+        if step % 10 == 5 and not compiled:
+            _evaluate(model, layers, context.device)
+        parts[f"step {step}"] = _same(fp8_state(model), slots)
+    return merged(parts)
+
+
+def _series(steps: int, seed: int) -> list[list[Operands]]:
+    """The operands of each layer in each step."""
+    return [
+        spiky_steps(steps, ROWS, *shape, seed=100 * seed + 10 * number)
+        for number, shape in enumerate(SHAPES.values())
+    ]
+
+
+def _halved(operands: Operands) -> Operands:
+    """Another micro-batch: other data, the same weight."""
+    return Operands(operands.x * 3, operands.w, operands.dy * 0.5)
+
+
+def _pass(model: Callable[..., Any], layers: Any, device: str) -> None:
+    inputs = [operands.x.to(device).detach().requires_grad_() for operands in layers]
+    outputs = model(inputs)
+    grads = [operands.dy.to(device, y.dtype) for operands, y in zip(layers, outputs, strict=True)]
+    torch.autograd.backward(outputs, grads)
+
+
+def _evaluate(model: nn.Module, layers: Any, device: str) -> None:
+    model.eval()
+    with torch.no_grad():
+        model([operands.x.to(device) * 100 for operands in layers])
+    model.train()

@@ -1,0 +1,218 @@
+"""What is checked, and on what: quantizers of every kind; all values, ties, ends, specials; steps
+with spikes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import FORMATS, Quantizer
+
+FORMAT_NAMES = ("e4m3", "e5m2")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MATRICES = ("ordinary", "special")
+
+MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
+MXFP4 = replace(MXFP8, format="e2m1")
+NVFP4 = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
+# Rounded to the nearest, no Hadamard transform.
+PLAIN = {
+    "tensor": Quantizer(),
+    "tensor e5m2": Quantizer(format="e5m2", scale="power_of_two", eps=3.0),
+    "row": Quantizer(block="row", eps=0.5),
+    "row e5m2": Quantizer(format="e5m2", block="row", scale="power_of_two"),
+    "1x128": Quantizer(block=(1, 128), scale="power_of_two"),
+    "1x64": Quantizer(block=(1, 64)),
+    "128x128": Quantizer(block=(128, 128), scale="power_of_two"),
+    "32x32": Quantizer(format="e5m2", block=(32, 32), eps=0.01),
+    "fp4 float32": Quantizer(format="e2m1", block=(1, 16)),
+    "fp6 power of two": Quantizer(format="e3m2", block=(16, 16), scale="power_of_two"),
+    "mxfp8": MXFP8,
+    "mxfp8 e5m2 floor": replace(MXFP8, format="e5m2", scale_rounding="floor"),
+    "mxfp4": MXFP4,
+    "mxfp4 floor": replace(MXFP4, scale_rounding="floor"),
+    "mxfp4 even": replace(MXFP4, scale_rounding="even"),
+    "mxfp4 32x32": replace(MXFP4, block=(32, 32)),
+    "mxfp6 e2m3": replace(MXFP8, format="e2m3"),
+    "mxfp6 e2m3 even": replace(MXFP8, format="e2m3", scale_rounding="even"),
+    "mxfp6 e3m2": replace(MXFP8, format="e3m2"),
+    "mxfp6 e3m2 floor": replace(MXFP8, format="e3m2", scale_rounding="floor"),
+    "nvfp4": NVFP4,
+    "nvfp4 16x16": replace(NVFP4, block=(16, 16)),
+}
+HADAMARD = {
+    "hadamard nvfp4": replace(NVFP4, hadamard=16),
+    "hadamard mxfp4": replace(MXFP4, hadamard=32),
+    "hadamard mxfp4 of 16": replace(MXFP4, hadamard=16),
+    "hadamard tensor": Quantizer(hadamard=16),
+    "hadamard row": Quantizer(block="row", hadamard=32),
+    "hadamard 1x128": Quantizer(block=(1, 128), hadamard=16),
+}
+STOCHASTIC = {
+    f"stochastic {name}": replace(quantizer, rounding="stochastic")
+    for name, quantizer in (PLAIN | HADAMARD).items()
+    if name
+    in (
+        *("tensor", "tensor e5m2", "row e5m2", "1x128", "mxfp8", "mxfp4", "mxfp6 e2m3", "nvfp4"),
+        *("mxfp6 e3m2 floor", "nvfp4 16x16", "hadamard nvfp4", "hadamard mxfp4", "hadamard row"),
+    )
+}
+EVERY = PLAIN | HADAMARD | STOCHASTIC
+
+
+def families() -> dict[str, dict[str, Quantizer]]:
+    """All of them by kind: per tensor, rowwise, blocks, mxfp8, mxfp6, mxfp4, nvfp4."""
+    found: dict[str, dict[str, Quantizer]] = {}
+    for name, quantizer in EVERY.items():
+        found.setdefault(_family(quantizer), {})[name] = quantizer
+    return found
+
+
+def _family(quantizer: Quantizer) -> str:
+    if quantizer.scale == "e8m0":
+        return f"mxfp{FORMATS[quantizer.format].bits}"
+    if quantizer.scale == "e4m3":
+        return "nvfp4"
+    return {"tensor": "per tensor", "row": "rowwise"}.get(str(quantizer.block), "blocks")
+
+
+class Operands(NamedTuple):
+    """What a linear multiplies in one step: x [rows, in], w [out, in], dy [rows, out]."""
+
+    x: Tensor
+    w: Tensor
+    dy: Tensor
+
+
+def bf16_values() -> Tensor:
+    """Every bfloat16: [256, 256]."""
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    return codes.view(torch.bfloat16).view(256, 256)
+
+
+def fp32_values(seed: int = 0) -> Tensor:
+    """Ties of both formats and their neighbours, subnormals, ends, specials, random bits:
+    float32 [256, 256]."""
+    parts = [torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])]
+    parts.append(torch.tensor([3.4028234663852886e38, 1.1754943508222875e-38, 1e-45]))
+    for name in FORMAT_NAMES:
+        target = FORMATS[name]
+        codes = [target.decode(code) for code in range(target.max_code + 1)]
+        known = torch.tensor([*codes, 2 * codes[-1] - codes[-2]], dtype=torch.float32)
+        ties = (known[:-1] + known[1:]) / 2
+        up, down = torch.full_like(ties, torch.inf), torch.zeros_like(ties)
+        parts += [known, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)]
+    generator = torch.Generator().manual_seed(seed)
+    parts.append(
+        torch.randint(1, 0x800000, (1024,), generator=generator, dtype=torch.int32).view(
+            torch.float32
+        )
+    )
+    named = torch.cat(parts)
+    named = torch.cat([named, -named])
+    bits = torch.randint(
+        -(2**31), 2**31, (2**16 - len(named),), generator=generator, dtype=torch.int64
+    )
+    return torch.cat([named, bits.to(torch.int32).view(torch.float32)]).view(256, 256)
+
+
+def values_of(dtype: str, seed: int = 0) -> Tensor:
+    """What casts are tried on."""
+    return bf16_values() if dtype == "bf16" else fp32_values(seed)
+
+
+def matrix(kind: str, dtype: str, seed: int = 1) -> Tensor:
+    """[192, 320], its blocks of all magnitudes; "special" has zeros, ends, infinities and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(192, 320, generator=generator)
+    x *= 2.0 ** torch.randint(-12, 13, (192, 1), generator=generator)
+    x *= 2.0 ** torch.randint(-6, 7, (1, 320), generator=generator)
+    if kind == "special":
+        x[:32] = 0
+        x[32:48] *= 1e-38
+        x[48:64] = x[48:64].sign() * 3e38
+        x[70, 3], x[71, 40], x[72, 130] = torch.inf, -torch.inf, torch.nan
+        x[128:, 256:] = torch.nan
+        x[100] = 448.0
+        x[101, :] = 2.0**-130
+    return x.to(DTYPES[dtype])
+
+
+def amaxes(seed: int = 2) -> Tensor:
+    """Amaxes of all magnitudes, and 0, inf and NaN: float32 [4096]."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 0x7F800000, (4088,), generator=generator, dtype=torch.int64)
+    ends = [0.0, torch.inf, torch.nan, 448.0, 57344.0, 1e-45, 3.4028234663852886e38, 1.0]
+    return torch.cat([torch.tensor(ends), bits.to(torch.int32).view(torch.float32)])
+
+
+def uneven(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Normal values whose magnitudes differ by rows and columns by up to 2^16."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x = x * 2.0 ** torch.randint(-8, 8, (rows, 1), generator=generator)
+    return x * 2.0 ** torch.randint(-3, 3, (1, columns), generator=generator)
+
+
+def with_specials(x: Tensor) -> Tensor:
+    """A copy with a few elements that are not finite, zeros in blocks, and subnormal values."""
+    x = x.clone()
+    x[1, 3], x[40, 7], x[5, 0], x[41, 100] = math.nan, math.inf, -math.inf, -math.nan
+    x[64:96, 64:96], x[9], x[33, :16] = 0.0, -0.0, -0.0
+    x[12, 32:64], x[13, 32:64] = 2.0**-140, -(2.0**-126)
+    return x
+
+
+def extreme(seed: int = 0) -> Tensor:
+    """Every magnitude of float32, a block of its like beside the other; float32 bits at random."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2**23, (70, 300), generator=generator, dtype=torch.int32)
+    exponents = (
+        torch.arange(70 * 300, dtype=torch.int32).div(83, rounding_mode="floor").view(70, 300)
+    )
+    signs = torch.randint(0, 2, (70, 300), generator=generator, dtype=torch.int32) << 31
+    return (bits | (exponents.clamp(max=254) << 23) | signs).view(torch.float32)
+
+
+def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Values on half steps, ties in every format: small multiples of 2^-8, whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-64, 64, (rows, columns), generator=generator)
+    return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
+
+
+def spiky_steps(steps: int, rows: int, inputs: int, outputs: int, seed: int = 3) -> list[Operands]:
+    """Operands whose amaxes make a delayed scale do everything it can, bfloat16: each of the three
+    has steps with a spike, zeros, infinities, NaN, and numbers next to nothing."""
+    shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
+    series = [_spiky(steps, shape, seed + place, 2 * place) for place, shape in enumerate(shapes)]
+    return [Operands(*operands) for operands in zip(*series, strict=True)]
+
+
+def _spiky(steps: int, shape: tuple[int, int], seed: int, shift: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = 2.0 ** torch.randint(-4, 5, (steps, 1, 1), generator=generator)
+    x = torch.randn(steps, *shape, generator=generator) * magnitudes
+    for step in range(steps):
+        match (step + shift) % 25:
+            case 5:
+                x[step] *= 1e4
+            case 9:
+                x[step] = 0
+            case 12:
+                x[step, 1, 3] = torch.inf
+            case 15:
+                x[step, 2, 5] = torch.nan
+            case 18:
+                x[step] = torch.nan
+            case 20:
+                x[step, 0, 0] = -torch.inf
+            case 22:
+                x[step] *= 1e-38
+            case 24:
+                x[step] = x[step].sign() * 3e38
+    return list(x.to(torch.bfloat16).unbind())

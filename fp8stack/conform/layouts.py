@@ -1,0 +1,61 @@
+"""Scales as GEMMs read them, element by element as cuBLAS documents their places.
+
+Source: cuBLAS, "Block scaling factors layouts".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from fp8stack.conform.checks import Check, Context, Facts, same_bits
+from fp8stack.ops.scaled_gemm import Scales, pack_scales
+
+SIZES = ((128, 4), (256, 8), (130, 5), (1, 1), (384, 3))  # whole tiles, and parts of them
+
+
+def layouts(context: Context) -> Iterator[Check]:
+    """`pack_scales`: tiles of 128 x 4 for MX, columns together for 1x128, rows for 128x128."""
+    for kind in (Scales.MX, Scales.ROWS, Scales.SQUARES):
+        yield Check(f"scales {kind.value}", partial(layout, context, kind))
+
+
+def layout(context: Context, kind: Scales) -> Facts:
+    """Scales that are all different, as far as there are codes."""
+    pairs = {}
+    for rows, columns in SIZES:
+        numbers = torch.arange(rows * columns).view(rows, columns)
+        if kind is Scales.MX:
+            codes = (numbers * 37 % 251 + 1).to(torch.uint8)
+            given, expected = codes.view(torch.float8_e8m0fnu), _tiles(codes)
+        else:
+            given = numbers.float()
+            expected = given.t().reshape(-1)
+        packed = pack_scales(given.to(context.device), kind)
+        name = f"{rows} x {columns}"
+        if kind is Scales.MX:
+            found = packed.view(torch.uint8).reshape(-1)
+        elif kind is Scales.ROWS:
+            found = packed.t().reshape(-1) if packed.stride(0) == 1 or rows == 1 else packed
+        else:
+            padded = -(-columns // 4) * 4
+            expected = torch.zeros(rows, padded).index_copy_(1, torch.arange(columns), given)
+            lies = packed.stride() == (1, padded) and packed.shape == (padded, rows)
+            found, expected = packed.t() if lies else packed, expected
+        pairs[name] = found, expected
+    return same_bits(pairs)
+
+
+def _tiles(codes: torch.Tensor) -> torch.Tensor:
+    """Tiles of 128 rows and 4 columns, one after another; in a tile the scale of row r and column c
+    is at 16 (r % 32) + 4 (r // 32) + c."""
+    rows, columns = codes.shape
+    across = -(-columns // 4)
+    made = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+    for r in range(rows):
+        for c in range(columns):
+            tile = r // 128 * across + c // 4
+            made[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = codes[r, c]
+    return made

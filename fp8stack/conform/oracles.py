@@ -1,0 +1,277 @@
+"""What the formats and recipes say, in numpy: it shares no code with what is checked.
+
+Values of a format are enumerated from its definition, and a number is rounded by looking for its
+neighbours among them; all comparisons are exact in float64. Sources: OCP Microscaling 1.0, "FP8
+formats for deep learning" (arXiv 2209.05433), Transformer Engine 2.20's kernels, Random123.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8stack.formats import Quantizer
+
+Array = np.ndarray[Any, Any]
+f32 = np.float32
+FLT_MAX = float(np.finfo(f32).max)
+# Exponent bits, mantissa bits, bias, largest value.
+_FORMATS = {
+    "e4m3": (4, 3, 7, 448.0),
+    "e5m2": (5, 2, 15, 57344.0),
+    "e2m1": (2, 1, 1, 6.0),
+    "e2m3": (2, 3, 1, 7.5),
+    "e3m2": (3, 2, 3, 28.0),
+}
+MAX = {name: largest for name, (_, _, _, largest) in _FORMATS.items()}
+_POWERS_OF_TWO = np.ldexp(1.0, np.arange(-127, 128))  # E8M0's values
+
+
+@lru_cache
+def grid(name: str) -> Array:
+    """The values of the codes 0, 1, 2, ... of a format, up to its largest: float64."""
+    exponents, mantissa, bias, largest = _FORMATS[name]
+    codes = np.arange(1 << (exponents + mantissa))
+    exponent, fraction = codes >> mantissa, codes % (1 << mantissa) / (1 << mantissa)
+    values = np.where(exponent > 0, 1 + fraction, 2 * fraction) * 2.0 ** (exponent - bias)
+    kept: Array = values[values <= largest]
+    return kept
+
+
+def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
+    """The codes of float32 numbers, saturated: uint8. NaN is 0x7F in FP8, the largest value else.
+
+    To the nearest, ties to the even code; with `bits`, to the neighbour farther from zero where
+    they are below the place between both neighbours times 2^32, rounded up.
+    """
+    values = grid(name)
+    size = np.minimum(np.abs(np.nan_to_num(scaled, nan=0.0, posinf=FLT_MAX)), values[-1])
+    size = size.astype(np.float64)
+    below = np.searchsorted(values, size, side="right") - 1
+    above = np.minimum(below + 1, len(values) - 1)
+    down, up = size - values[below], values[above] - size
+    if bits is None:
+        farther = (up < down) | ((up == down) & (below % 2 == 1))
+    else:
+        gap = np.where(above > below, values[above] - values[below], 1.0)
+        farther = bits < np.ceil(down / gap * 2.0**32)
+    sign = 1 << sum(_FORMATS[name][:2])
+    code = np.where(farther, above, below) + np.where(np.signbit(scaled), sign, 0)
+    nan = 0x7F if sign == 0x80 else sign - 1
+    return np.where(np.isnan(scaled), nan, code).astype(np.uint8)
+
+
+def decode(codes: Array, name: str) -> Array:
+    """The values of codes: float32, NaN where there is none."""
+    sign = 1 << sum(_FORMATS[name][:2])
+    table = np.full(sign, np.nan)
+    table[: len(grid(name))] = grid(name)
+    values: Array = np.concatenate([table, -table]).astype(f32)[codes]
+    return values
+
+
+def amax(x: Array, axis: Any = None) -> Array:
+    """The largest magnitude, NaN ignored: float32."""
+    sizes: Array = np.where(np.isnan(x), f32(0), np.abs(x))
+    largest: Array = sizes.max(axis=axis, keepdims=True, initial=f32(0))
+    return largest
+
+
+def scale_of(
+    largest: Array,
+    name: str,
+    power_of_two: bool = False,
+    eps: float = 0.0,
+    overflow: float = FLT_MAX,
+) -> Array:
+    """`fp8_max / amax` in float32; 1 for an amax of 0, inf or NaN."""
+    largest = np.where(largest < f32(eps), f32(eps), largest).astype(f32)
+    with np.errstate(all="ignore"):
+        scale = f32(MAX[name]) / largest
+    scale = np.where(np.isinf(scale), f32(overflow), scale)
+    scale = np.where((largest > 0) & (largest < np.inf), scale, f32(1))
+    if power_of_two:  # frexp's mantissa is in [0.5, 1)
+        scale = np.ldexp(f32(0.5), np.frexp(scale)[1])
+    return scale.astype(f32)
+
+
+def e8m0_code(largest: Array, name: str, rounding: str) -> Array:
+    """The E8M0 code of a block's scale by one of the three rules."""
+    _, mantissa, _, limit = _FORMATS[name]
+    if rounding == "rceil":
+        with np.errstate(all="ignore"):
+            ratio = largest * f32(1 / limit)
+        return np.searchsorted(_POWERS_OF_TWO[:255], ratio).clip(max=254)
+    fraction, exponent = np.frexp(np.where(np.isinf(largest), 0, largest).astype(np.float64))
+    exponent = np.maximum(exponent - 1, -127)  # float32's subnormals count as its least exponent
+    if rounding == "even":
+        carry = np.floor(fraction * 2 ** (mantissa + 1) + 0.5) == 2 ** (mantissa + 1)
+        exponent = exponent + (carry & (exponent > -127))
+    exponent = np.where(np.isinf(largest), 128, np.where(largest == 0, -127, exponent))
+    return (exponent - int(np.log2(limit)) + 127).clip(0, 254)
+
+
+class Quantized(NamedTuple):
+    """A matrix as a quantizer makes it.
+
+    Attributes:
+        codes: one to an element, uint8.
+        stored: the scales as they are kept, one to a block: E8M0 codes, or float32.
+        values: what a GEMM multiplies: float32, with the scales of its blocks if it has blocks.
+        factor: what the GEMM's output is multiplied by then: float32, broadcasts to `values`.
+        into: what the elements were multiplied by, one to an element: float32.
+        out: what their codes' values are multiplied by, likewise; of two levels the lower one.
+    """
+
+    codes: Array
+    stored: Array
+    values: Array
+    factor: Array
+    into: Array
+    out: Array
+
+    @property
+    def exact(self) -> Array:
+        """The matrix in float64."""
+        return self.values.astype(np.float64) * self.factor
+
+
+def quantize(
+    x: Array,
+    quantizer: Quantizer,
+    dim: int,
+    *,
+    overflow: float = FLT_MAX,
+    bits: Callable[[int, int], Array] | None = None,
+    scale: float | None = None,
+) -> Quantized:
+    """A float32 matrix through a quantizer, for a GEMM that reduces over `dim`.
+
+    `overflow` is what a block's scale beyond float32 becomes: the largest value of the dtype that
+    the matrix came in. `bits(rows, columns)` gives those of stochastic rounding, `scale` that of
+    delayed scaling.
+    """
+    name, kind = quantizer.format, quantizer.scale
+    if quantizer.hadamard:
+        x, overflow = hadamard(x, quantizer.hadamard, dim), 2.0**127 * (2 - 2**-7)
+    blocks, restore = _split(x, _block(quantizer, x.shape, dim))
+    largest = amax(blocks, (1, 3))
+    factor = np.ones((1, 1), f32)
+    with np.errstate(all="ignore"):
+        if scale is not None:
+            into = np.full(largest.shape, scale, f32)
+            stored = out = f32(1) / into
+        elif kind == "e8m0":
+            stored = e8m0_code(largest, name, quantizer.scale_rounding)
+            into, out = (np.ldexp(1.0, sign * (stored - 127)).astype(f32) for sign in (-1, 1))
+        elif kind == "e4m3":
+            whole = amax(largest)
+            g = np.minimum(f32(2688) / np.where(whole > 0, whole, f32(2688)), f32(FLT_MAX))
+            g = np.where(g == 0, f32(1), g)
+            stored = out = decode(
+                encode(np.minimum(largest * (g * f32(1 / 6)), f32(448)), "e4m3"), "e4m3"
+            )
+            into = np.minimum(f32(1) / (out * (f32(1) / g)), f32(FLT_MAX))
+            factor = whole.reshape(1, 1) * f32(1 / 2688)
+        else:
+            limit = FLT_MAX if isinstance(quantizer.block, str) else overflow
+            into = scale_of(largest, name, kind == "power_of_two", quantizer.eps, limit)
+            stored = out = f32(1) / into
+        drawn = None if bits is None else bits(*x.shape)
+        codes = encode(restore(blocks * into), name, drawn)
+        values = np.where(np.isnan(x), f32(np.nan), decode(codes, name))
+        into, spread = (restore(np.broadcast_to(each, blocks.shape)) for each in (into, out))
+        if isinstance(quantizer.block, str):
+            factor = out[:, 0, :, 0]
+        else:
+            values = values * spread
+    return Quantized(codes, stored[:, 0, :, 0], values, factor, into, spread)
+
+
+def _block(quantizer: Quantizer, shape: tuple[int, ...], dim: int) -> tuple[int, int]:
+    match quantizer.block:
+        case "tensor":
+            return shape[0], shape[1]
+        case "row":
+            return (1, shape[1]) if dim == 1 else (shape[0], 1)
+        case across, along:
+            return (across, along) if dim == 1 else (along, across)
+    raise AssertionError(quantizer)
+
+
+def _split(x: Array, block: tuple[int, int]) -> tuple[Array, Any]:
+    """[n0, b0, n1, b1], padded with zeros, and the way back."""
+    (rows, columns), (tall, wide) = x.shape, block
+    padded = np.pad(x, ((0, -rows % tall), (0, -columns % wide)))
+    blocks = padded.reshape(padded.shape[0] // tall, tall, padded.shape[1] // wide, wide)
+    return blocks, lambda made: made.reshape(padded.shape)[:rows, :columns]
+
+
+def hadamard(x: Array, size: int, dim: int) -> Array:
+    """Each block of `size` along `dim` times `diag(signs) H / sqrt(size)`, rounded to bfloat16.
+    The sums are taken in float64: exact where the elements are small multiples of one number."""
+    rows = np.moveaxis(x, dim, -1)
+    rows = to_bf16(np.pad(rows, ((0, 0), (0, -rows.shape[-1] % size))))
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    minus = [3, 5, 6, 7, 8, 9, 10, 12, 14, 15] if size == 16 else []  # TE's get_wgrad_sign_vector
+    matrix[minus] *= -1
+    sums = (rows.astype(np.float64).reshape(len(rows), -1, size) @ matrix).astype(f32)
+    return np.moveaxis(to_bf16(sums * f32(size**-0.5)).reshape(rows.shape), -1, dim)
+
+
+def to_bf16(x: Array) -> Array:
+    """float32 rounded to the nearest bfloat16, ties to even; in float32."""
+    exponent = np.maximum(np.frexp(x)[1], -125) - 8
+    whole: Array = np.rint(np.ldexp(x.astype(np.float64), -exponent))
+    made: Array = np.ldexp(whole, exponent).astype(f32)
+    return made
+
+
+def philox(
+    seed: int, stream: int, counter: int, rows: int, columns: int, first_row: int = 0
+) -> Array:
+    """The bits of each element of a matrix by Philox4x32-10: int64 [rows, columns]. Its counter is
+    the group of four columns, the row, and the pass in two words; its key the seed and stream."""
+    word, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    lanes = np.arange(-(-columns // 4), dtype=np.uint64)
+    lines = np.arange(first_row, first_row + rows, dtype=np.uint64)
+    zero = np.zeros((rows, len(lanes)), np.uint64)
+    c0, c1 = lanes + zero, lines[:, None] + zero
+    c2, c3 = (zero + np.uint64(part & 0xFFFFFFFF) for part in (counter, counter >> 32))
+    for turn in range(10):
+        k0 = np.uint64(seed + turn * 0x9E3779B9 & 0xFFFFFFFF)
+        k1 = np.uint64(stream + turn * 0xBB67AE85 & 0xFFFFFFFF)
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = p1 >> shift ^ c1 ^ k0, p1 & word, p0 >> shift ^ c3 ^ k1, p0 & word
+    return np.stack([c0, c1, c2, c3], -1).reshape(rows, -1)[:, :columns].astype(np.int64)
+
+
+class Slot:
+    """One slot of delayed scaling as Transformer Engine has it: a list of past amaxes."""
+
+    def __init__(self, name: str, length: int, margin: int = 0, algorithm: str = "max") -> None:
+        self.target = f32(MAX[name] * 2.0**-margin)
+        self.window = [0.0] * length  # its first place is what is being recorded
+        self.algorithm = algorithm
+        self.scale = 1.0
+
+    def record(self, largest: float) -> None:
+        """Note the amax of a cast; NaN is ignored."""
+        if largest > self.window[0]:
+            self.window[0] = largest
+
+    def update(self) -> None:
+        """Move what was recorded into the window and take the next scale."""
+        last = self.window[0]
+        if last == 0.0:
+            return
+        largest = last if self.algorithm == "most_recent" else max(self.window)
+        self.window = [0.0, *self.window[2:], last] if len(self.window) > 1 else [0.0]
+        if np.isfinite(largest):
+            with np.errstate(over="ignore"):
+                self.scale = min(float(self.target / f32(largest)), FLT_MAX)

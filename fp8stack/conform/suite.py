@@ -1,0 +1,134 @@
+"""All checks by group, run one after another, and what they found: for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fp8stack.benchmark.timing import machine
+from fp8stack.conform.attention import attention
+from fp8stack.conform.casts import casts, quantizers, random_bits, scales
+from fp8stack.conform.checks import Check, Context, Facts, brief, broken, run_check
+from fp8stack.conform.gemms import gemms
+from fp8stack.conform.golden import golden
+from fp8stack.conform.histories import histories
+from fp8stack.conform.layouts import layouts
+from fp8stack.errors import UserError, quoted
+from fp8stack.io import write_atomically
+from fp8stack.numerics import fused
+from fp8stack.tables import aligned
+
+GROUPS: dict[str, Callable[[Context], Iterator[Check]]] = {
+    "casts": casts,
+    "scales": scales,
+    "quantizers": quantizers,
+    "random": random_bits,
+    "layouts": layouts,
+    "histories": histories,
+    "gemms": gemms,
+    "attention": attention,
+    "golden": golden,
+}
+VERDICTS = ("pass", "FAIL", "skipped")
+
+
+def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]:
+    """The checks and their groups; with `only`, those whose "group: name" has that text in it, or
+    matches it as a pattern with * and ?.
+
+    Raises:
+        UserError: no check matches.
+    """
+    every = [(name, check) for name, group in GROUPS.items() for check in group(context)]
+    if only is None:
+        return every
+    pattern = only if any(char in only for char in "*?[") else f"*{only}*"
+    found = [each for each in every if fnmatchcase(f"{each[0]}: {each[1]}", pattern)]
+    if not found:
+        raise UserError(f"No check matches --only '{quoted(only)}'. Groups: {', '.join(GROUPS)}.")
+    return found
+
+
+def run(context: Context, only: str | None = None, tell: Callable[[str], object] = len) -> Facts:
+    """Run the checks.
+
+    Args:
+        context: where, and on what.
+        only: see `checks`.
+        tell: is called with the name of each check before it is run.
+
+    Returns:
+        The report, JSON data: `machine`, `quick`, `seed`, `rows`, `counts` by verdict, and
+        `holds`, whether none failed. A row has `group`, `check`, `verdict`, `seconds`, `why`
+        where it did not pass, and what the check found.
+    """
+    rows = []
+    for group, check in checks(context, only):
+        tell(f"{group}: {check}")
+        found = run_check(check)
+        verdict = "skipped" if "skipped" in found else "FAIL" if broken(found) else "pass"
+        rows.append({"group": group, "verdict": verdict, "why": brief(found), **found})
+    counts = Counter(row["verdict"] for row in rows)
+    return {
+        "machine": facts(context),
+        "quick": context.quick,
+        "seed": context.seed,
+        "counts": {verdict: counts[verdict] for verdict in VERDICTS},
+        "holds": not counts["FAIL"],
+        "rows": rows,
+    }
+
+
+def facts(context: Context) -> dict[str, Any]:
+    """What was judged: the machine, its driver, and the versions of all that computes on it."""
+    packages = ("numba", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13")
+    known = machine(*packages, device=context.device)
+    hardware = context.hardware
+    te = hardware.te_version if hardware.has_te else hardware.te_problem or "not installed"
+    known |= {"transformer-engine": te, "casts without numba": fused.why_not()}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def file_for(out: str | None) -> Path | None:
+    """The file to write a report to, before anything is run.
+
+    Raises:
+        UserError: its folder is not there, or it is a folder.
+    """
+    if out is None:
+        return None
+    path = Path(out)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--out {quoted(out)} is no file in a folder that is there. Name another.")
+    return path
+
+
+def write(report: Facts, path: Path) -> None:
+    """The report as a JSON file. Raises a StorageError if it cannot be written."""
+    write_atomically(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+
+
+def as_text(report: Facts) -> list[str]:
+    """The report as lines: what was judged, a line for each check that ran, why others
+    were skipped, what failed, and the counts."""
+    told = ", ".join(
+        f"{k} {v}" for k, v in report["machine"].items() if k not in ("machine", "slug")
+    )
+    lines = [f"machine: {report['machine']['machine']}", told, ""]
+    rows = [("group", "check", "verdict", "s")]
+    for row in report["rows"]:
+        if row["verdict"] != "skipped":
+            rows.append((row["group"], row["check"], row["verdict"], f"{row['seconds']:.2f}"))
+    lines += [*aligned(rows), ""]
+    skipped: dict[str, int] = Counter(r["why"] for r in report["rows"] if r["verdict"] == "skipped")
+    lines += [f"skipped {count}: {why}" for why, count in skipped.items()]
+    for row in report["rows"]:
+        if row["verdict"] == "FAIL":
+            lines.append(f"FAIL {row['group']}: {row['check']}: {row['why']}")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in report["counts"].items())
+    seconds = sum(row["seconds"] for row in report["rows"])
+    return [*lines, f"{counts} after {seconds:.0f} s, seed {report['seed']}"]

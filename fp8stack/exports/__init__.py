@@ -1,0 +1,124 @@
+"""A trained model as files that other programs load."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from fp8stack.errors import UserError, unknown
+from fp8stack.exports.card import CARD, model_card
+from fp8stack.exports.files import Dtype, hf_files, load_source, safetensors_files
+from fp8stack.exports.quantized import Strategy, quantized_files
+from fp8stack.exports.writing import replace_folder, require_room
+
+__all__ = ["Exported", "Format", "export", "write_export"]
+
+Format = Literal["hf", "safetensors", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    out: Path
+    format: str
+    title: str  # what the folder holds, in a few words
+    parameters: int
+    dtype: str  # of what is not FP8
+    source: Path  # the checkpoint
+    notes: tuple[str, ...]  # what is not as one may expect
+
+    @property
+    def line(self) -> str:
+        """All of it but the notes."""
+        parameters = f"{self.parameters:,} parameters"
+        return f"{self.out}: {self.title}, {parameters}, {self.dtype}, of {self.source}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON data."""
+        told = {"out": str(self.out), "source": str(self.source), "notes": list(self.notes)}
+        return asdict(self) | told
+
+
+def export(
+    run_or_checkpoint: str | Path,
+    format: str,
+    out: str | Path,
+    *,
+    dtype: str = "fp32",
+    tokenizer: str | None = None,
+    strategy: str | None = None,
+    overwrite: bool = False,
+) -> tuple[str, list[str]]:
+    """Write a trained model into the folder `out`, which appears whole or not at all.
+
+    Args:
+        run_or_checkpoint: a run's folder, whose newest good checkpoint is taken, or
+            `.../checkpoints/step-000200`.
+        format: "hf", a folder that transformers loads; "fp8", the same with weights in FP8, FP6
+            or FP4 and their scales, as compressed-tensors and vLLM read them; "safetensors", our
+            own names.
+        out: a folder that is not there, or is empty.
+        dtype: of what is not FP8: "fp32", as it was trained, or "bf16".
+        tokenizer: a name or path, of a run that does not know its own.
+        strategy: of "fp8", what has a scale of its own: "tensor", "channel" (a row of a weight)
+            or "block" (128 x 128); None is as in the run.
+        overwrite: replace what an export wrote there before.
+
+    Returns:
+        A line that says what was written, and notes on what is not as one may expect.
+
+    Raises:
+        UserError: bad input, or no such model in that format; the message names the key.
+        NoUsableCheckpoint: every checkpoint is damaged.
+        StorageError: it cannot be written.
+    """
+    more = {"tokenizer": tokenizer, "strategy": strategy}
+    found = write_export(run_or_checkpoint, format, out, dtype=dtype, overwrite=overwrite, **more)
+    return found.line, list(found.notes)
+
+
+def write_export(
+    run_or_checkpoint: str | Path,
+    format: str,
+    out: str | Path,
+    *,
+    dtype: str = "fp32",
+    tokenizer: str | None = None,
+    strategy: str | None = None,
+    overwrite: bool = False,
+    repository: str | None = None,
+) -> Exported:
+    """`export`, with what was written as data. `repository` is the `owner/name` on the Hub that
+    the model card tells of."""
+    choices = (("export format", format, Format), ("dtype", dtype, Dtype))
+    for kind, name, known in (*choices, ("strategy", strategy, Strategy)):
+        if name is not None and name not in get_args(known):
+            raise unknown(kind, name, get_args(known))
+    if strategy is not None and format != "fp8":
+        raise UserError("--strategy is of --format fp8. Leave it out.")
+    out = Path(out)
+    require_room(out, overwrite)
+    source = load_source(run_or_checkpoint, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if format == "safetensors":
+        if tokenizer is not None:
+            raise UserError("--tokenizer is of --format hf and fp8. Leave it out.")
+        written = safetensors_files(source)
+    else:
+        if format == "hf":
+            written = hf_files(source, tokenizer)
+        else:
+            written = quantized_files(source, tokenizer, cast(Strategy | None, strategy))
+        card = model_card(source, format, written.title, repository)
+        written = replace(written, texts={**written.texts, CARD: card})
+    replace_folder(out, written)
+    return Exported(
+        out=out,
+        format=format,
+        title=written.title,
+        parameters=source.config.parameters(),
+        dtype=dtype,
+        source=source.path,
+        notes=(*source.notes, *written.notes),
+    )

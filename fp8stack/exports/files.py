@@ -1,0 +1,155 @@
+"""What each format consists of: tensors and small text files."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import fp8stack
+from fp8stack.checkpoint.validation import model_of
+from fp8stack.config import toml_lines
+from fp8stack.errors import UserError
+from fp8stack.hf import config_json, layout_of, reader_notes, to_hf
+from fp8stack.model.config import GPTConfig
+from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
+from fp8stack.training.load import find_checkpoint
+from fp8stack.training.setup.datasets import tokenizer_of_run
+
+Dtype = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model out of a checkpoint."""
+
+    path: Path  # of the checkpoint
+    step: int  # that it was saved after
+    config: GPTConfig
+    weights: Mapping[str, Tensor]  # float32, of every parameter, the vocabulary not padded
+    plan: Mapping[str, Any]  # of the run, as JSON data
+    fp8: Mapping[str, Tensor]  # the state of delayed scaling, if the run had any
+    dtype: torch.dtype  # what the weights are to be saved in
+    notes: tuple[str, ...]  # what is to be told
+    info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint, as JSON data
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run, if the checkpoint lies in one."""
+        checkpoints = self.path.parent
+        return checkpoints.parent if checkpoints.name == "checkpoints" else None
+
+    def tokenizer(self, name: str | None) -> Tokenizer | None:
+        """The tokenizer called `name`, else the run's own, if it is known. Raises a UserError if it
+        cannot be loaded, or has more ids than the model's vocabulary."""
+        found = tokenizer_of_run(self.path, name)
+        if found is not None and found.vocabulary > self.config.vocabulary:
+            raise UserError(
+                f"Tokenizer {found.name} has {found.vocabulary} tokens, the model a vocabulary of "
+                f"{self.config.vocabulary}. Give the one that the data were tokenized with."
+            )
+        return found
+
+
+def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
+    """The model of a run's newest good checkpoint, or of one. Raises what `find_checkpoint`
+    does."""
+    checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
+    return Source(
+        path=path,
+        step=checkpoint.step,
+        config=model_of(checkpoint),
+        weights=checkpoint.tensors["model"],
+        plan=checkpoint.info["plan"],
+        fp8=checkpoint.tensors.get("fp8", {}),
+        dtype=dtype,
+        info=checkpoint.info,
+        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The contents of a folder."""
+
+    title: str  # what it is, in a few words
+    tensors: Mapping[str, Tensor]  # of `model.safetensors`
+    metadata: Mapping[str, str]  # of the same file
+    texts: Mapping[str, str]  # of other files, by name
+    notes: list[str] = field(default_factory=list)
+
+
+def safetensors_files(source: Source) -> Files:
+    """The weights by our own names, and the shape as a model file."""
+    weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
+    metadata = {  # strings, as the format wants them
+        "format": "pt",
+        "fp8stack": fp8stack.__version__,
+        "recipe": str(source.plan["recipe"]["name"]),
+        "step": str(source.step),
+    }
+    return Files(
+        title="safetensors",
+        tensors=_cast(weights, source.dtype),
+        metadata=metadata,
+        texts={"model.toml": "\n".join(toml_lines(source.config.model_dump())) + "\n"},
+    )
+
+
+def hf_files(source: Source, tokenizer: str | None) -> Files:
+    """A folder that transformers loads. Raises what `layout_of` and `Source.tokenizer` raise."""
+    config = source.config
+    layout = layout_of(config)
+    found = source.tokenizer(tokenizer)
+    notes = reader_notes(config)
+    if found is None:
+        unknown = "the run does not know its tokenizer, so the folder has none"
+        notes = [f"{unknown}; --tokenizer NAME|PATH gives it one", *notes]
+    dtype = "float32" if source.dtype == torch.float32 else "bfloat16"
+    table = config_json(config, dtype, found.end_of_text if found else None)
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    generation = {key: table[key] for key in keys if table[key] is not None}
+    return Files(
+        title=f"{layout.architecture} of transformers",
+        tensors=_cast(to_hf(config, layout, source.weights), source.dtype),
+        metadata={"format": "pt"},
+        texts={
+            **(_tokenizer_texts(found, config.context) if found else {}),
+            "config.json": as_json(table),
+            "generation_config.json": as_json({"_from_model_config": True} | generation),
+        },
+        notes=notes,
+    )
+
+
+def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+
+
+def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
+    text = tokenizer.to_json()
+    special: dict[str, str] = {}
+    if tokenizer.end_of_text is not None:
+        added = json.loads(text)["added_tokens"]
+        end = next(one["content"] for one in added if one["id"] == tokenizer.end_of_text)
+        # What begins a document ends the one before it.
+        special = {"bos_token": end, "eos_token": end}
+    table = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    return {
+        TOKENIZER_FILE: text,
+        "tokenizer_config.json": as_json(table),
+        "special_tokens_map.json": as_json(special),
+    }
+
+
+def as_json(table: Mapping[str, Any]) -> str:
+    """A table as the text of a JSON file."""
+    return json.dumps(table, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,115 @@
+"""A folder that appears whole or not at all."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fp8stack.errors import UserError
+from fp8stack.exports.card import CARD, MARK
+from fp8stack.exports.files import Files
+from fp8stack.hf.folder import INDEX, WEIGHTS
+from fp8stack.io import TEMPORARY, settle, storage_errors, sync_folder, write_flushed
+from fp8stack.tokenizer import TOKENIZER_FILE
+
+LARGEST_FILE = 5_000_000_000  # bytes of tensors; more are shared out over several, with an index
+
+_OWN = {
+    *(WEIGHTS, INDEX, "model.toml", "config.json", "generation_config.json"),
+    *(TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json"),
+}
+
+
+def require_room(out: Path, overwrite: bool) -> None:
+    """See that the folder `out` can be made. Raises a UserError if there is a file, or a folder
+    with files in it; with `overwrite`, one with files that no export writes."""
+    inside = next((folder for folder in out.parents if (folder / "checkpoint.json").exists()), None)
+    if inside is not None:
+        raise UserError(f"{out} lies in the checkpoint {inside}. Give another --out.")
+    try:
+        if out.is_symlink() or (out.exists() and not out.is_dir()):
+            raise UserError(f"{out} is no folder. Give another --out.")
+        there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
+        reason = getattr(error, "strerror", None) or "it is no path"
+        raise UserError(f"Cannot use the folder of --out: {reason}. Give another.") from error
+    if there and not overwrite:
+        raise UserError(f"{out} is not empty. Give another --out, or replace it by --overwrite.")
+    shards = [name for name in there if re.fullmatch(r"model-.*\.safetensors", name)]
+    card = [CARD] if CARD in there and _is_card(out / CARD) else []
+    foreign = [name for name in there if name not in {*_OWN, *shards, *card}]
+    if foreign:
+        raise UserError(
+            f"{out} holds '{foreign[0]}', which no export wrote, and --overwrite would remove it. "
+            "Give another --out."
+        )
+
+
+def _is_card(file: Path) -> bool:
+    """Whether an export wrote this README.md."""
+    try:
+        return MARK in file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None:
+    """Write the files into the folder `out`, see `require_room`, in place of what is there, with at
+    most `largest` bytes of tensors in a file. Raises a StorageError if the disk is full or cannot
+    be written; then `out` is as it was."""
+    fresh = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}")
+    old = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}-old")
+    with storage_errors(out):
+        try:
+            fresh.mkdir(parents=True)
+            _write_tensors(fresh, files.tensors, files.metadata, largest)
+            for name, text in files.texts.items():
+                write_flushed(fresh / name, text.encode())
+            sync_folder(fresh)
+            if out.exists():
+                out.rename(old)
+            fresh.rename(out)
+            sync_folder(out.parent)
+        finally:
+            if old.exists() and not out.exists():
+                old.rename(out)
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], largest: int
+) -> None:
+    """`model.safetensors`, or several files and their index, named as transformers does."""
+    shards = _shards(tensors, largest)
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = WEIGHTS if len(shards) == 1 else file
+        save_file({name: tensors[name] for name in names}, folder / file, dict(metadata))
+        settle(folder / file)
+        where |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        write_flushed(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _shards(tensors: Mapping[str, Tensor], largest: int) -> list[list[str]]:
+    """The names of the tensors, file by file; a tensor that is larger has one of its own."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    return shards

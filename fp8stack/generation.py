@@ -1,0 +1,248 @@
+"""`fp8stack generate`: text that a trained model writes, token by token."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fp8stack.errors import Interrupted, UserError, quoted
+from fp8stack.model.gpt import GPT
+from fp8stack.model.sampling import Sampling
+from fp8stack.model.sampling import generate as sampled
+from fp8stack.precision import Hardware, probe
+from fp8stack.tokenizer import Tokenizer, load_tokenizer
+from fp8stack.training.load import find_checkpoint, model_in
+from fp8stack.training.setup.datasets import tokenizer_of_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be written."""
+
+    run: str  # a run's folder, or a checkpoint's
+    prompt: str  # what the text begins with
+    tokens: int  # how many to write at most
+    seed: int
+    sampling: Sampling
+    # What the model is run in; None for bf16 where the machine multiplies it, else fp32.
+    recipe: str | None = None
+    tokenizer: str | None = None  # a name or path; None for the run's
+    device: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise UserError(f"--tokens {self.tokens} writes nothing. Use 1 or more.")
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"--seed {self.seed} is not a seed. Use 0 to 2**64 - 1.")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError("The prompt is not valid UTF-8. Write it in UTF-8.") from None
+
+
+def write(request: Request) -> None:
+    """Print the prompt and what the model makes of it, as it comes; what was used and how fast it
+    was, on stderr.
+
+    Raises:
+        UserError: no such run, tokenizer or recipe, or a prompt that the model cannot read.
+        NoUsableCheckpoint: the run's checkpoints are damaged.
+        NumericFailure: the model gives logits that are not finite.
+        Interrupted: by Ctrl-C.
+    """
+    text = _Text(request, _say)
+    with closing(_Speed(min(len(text.prompt), text.model.config.context), text.model)) as speed:
+        _print(request.prompt, text.prompt, speed.watched(text.tokens()), text.tokenizer)
+
+
+def generate(
+    run_or_checkpoint: str | Path,
+    prompt: str = "",
+    *,
+    tokens: int = 256,
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    recipe: str | None = None,
+    tokenizer: str | None = None,
+    device: str = "auto",
+) -> str:
+    """Text that a trained model writes: the prompt and what follows, as `fp8stack generate` prints.
+
+    Args:
+        run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
+        prompt: what the text begins with; empty: the start of a document.
+        tokens: how many to write at most; fewer where the model ends the document.
+        seed: of the sampling.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: sample from the k likeliest tokens.
+        top_p: sample from the likeliest tokens of this total probability.
+        recipe: what the model is run in; bf16 where the machine multiplies it, else fp32.
+        tokenizer: a name or path, of a run that does not have one.
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        UserError: no such run, tokenizer or recipe, or a prompt that the model cannot read.
+        NoUsableCheckpoint: the run's checkpoints are damaged.
+        NumericFailure: the model gives logits that are not finite.
+    """
+    request = Request(
+        run=str(run_or_checkpoint),
+        prompt=prompt,
+        tokens=tokens,
+        seed=seed,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        recipe=recipe,
+        tokenizer=tokenizer,
+        device=device,
+    )
+    text = _Text(request, lambda line: None)
+    return prompt + "".join(_pieces(text.prompt, text.tokens(), text.tokenizer))
+
+
+class _Text:
+    """A text that is about to be written; `say` is told with what."""
+
+    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+        hardware = probe(request.device)
+        checkpoint, path, passed_over = find_checkpoint(request.run)
+        recipe, why = (request.recipe, "") if request.recipe else default_recipe(hardware)
+        self.request, self._say = request, say
+        self.model = model_in(recipe, checkpoint, path, hardware, request.backend)
+        vocabulary = self.model.config.vocabulary
+        self.tokenizer = tokenizer_for(request.run, vocabulary, request.tokenizer)
+        self.prompt = prompt_tokens(request.prompt, self.tokenizer, vocabulary)
+        for reason in passed_over:
+            say(f"passed over: {reason}")
+        say(f"checkpoint: {path}")
+        say("\n".join(self.model.backend.plan.summary()) + why)
+
+    def tokens(self) -> Iterator[int]:
+        """What the model writes, token by token."""
+        context, count = self.model.config.context, len(self.prompt)
+        if count > context:
+            self._say(
+                f"the prompt has {count} tokens: the model reads the last {context}, its context"
+            )
+        full = f"the context of {context} tokens is full: its last half is read again"
+        end = self.tokenizer.end_of_text
+        return sampled(
+            self.model,
+            self.prompt,
+            self.request.tokens,
+            self.request.sampling,
+            seed=self.request.seed,
+            stop=() if end is None else (end,),
+            vocabulary=self.tokenizer.vocabulary,
+            when_full=cache(lambda: self._say(full)),  # once
+        )
+
+
+def default_recipe(hardware: Hardware) -> tuple[str, str]:
+    """The recipe to write in where none is asked for, and why, for the end of a line."""
+    if hardware.device == "cuda" or hardware.cpu_bf16:
+        return "bf16", ""
+    return "fp32", " (this CPU has no bf16 instructions)"
+
+
+def tokenizer_for(run: str, vocabulary: int, name: str | None) -> Tokenizer:
+    """The tokenizer called `name`, or the run's; bytes if the run does not say and has 256 tokens.
+    Raises a UserError if it cannot be loaded, or is not known."""
+    found = tokenizer_of_run(run, name)
+    if found is not None:
+        return found
+    if vocabulary == 256:
+        return load_tokenizer("bytes")
+    raise UserError(
+        f"{quoted(run)} does not say what its {vocabulary} tokens are. Give --tokenizer: bytes, "
+        "gpt2, or the path of a tokenizer.json."
+    )
+
+
+def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocabulary: int) -> list[int]:
+    """The prompt's tokens; of an empty one, what ends a document. Raises a UserError for a token
+    that the model does not know, or an empty prompt where no token ends a document."""
+    tokens = tokenizer.begin(prompt)
+    if not tokens:
+        raise UserError("There is nothing to begin with. Give --prompt TEXT.")
+    if max(tokens) >= vocabulary:
+        raise UserError(
+            f"The prompt has token {max(tokens)}, and the model's vocabulary is {vocabulary}: "
+            f"{tokenizer.name} is not the tokenizer that it was trained with. Give that by "
+            "--tokenizer."
+        )
+    return tokens
+
+
+REMEMBERED = 64  # tokens of the prompt that may decide about the first character after it
+
+
+class _Speed:
+    """How fast a prompt of `read` tokens is read and tokens are written; told when it is closed."""
+
+    def __init__(self, read: int, model: GPT) -> None:
+        self._read, self._model = read, model
+        self._written = 0
+        self._first_s = self._rest_s = 0.0
+
+    def watched(self, tokens: Iterator[int]) -> Iterator[int]:
+        """`tokens`, timed; what whoever takes them does in between does not count."""
+        while True:
+            began = time.perf_counter()
+            token = next(tokens, None)
+            taken = time.perf_counter() - began
+            if self._first_s == 0.0:
+                self._first_s = taken
+            else:
+                self._rest_s += taken
+            if token is None:
+                return
+            self._written += 1
+            yield token
+
+    def close(self) -> None:
+        if self._first_s == 0.0:
+            return
+        read = f"read {self._read} tokens at {self._read / self._first_s:,.0f} tokens/s"
+        wrote = f"wrote {self._written}"
+        if self._written > 1:
+            wrote += f" at {(self._written - 1) / self._rest_s:,.0f} tokens/s"
+        plan = self._model.backend.plan
+        fp8 = f", {self._model.backend.fp8_gemms():,} FP8 GEMMs" if plan.is_fp8 else ""
+        _say(f"{read}, {wrote}; in {plan.precision} on {plan.device}{fp8}")
+
+
+def _print(text: str, prompt: Sequence[int], tokens: Iterator[int], tokenizer: Tokenizer) -> None:
+    """Print a prompt and what follows, a character as soon as it is whole."""
+    _put(text)
+    try:
+        for piece in _pieces(prompt, tokens, tokenizer):
+            _put(piece)
+    except KeyboardInterrupt:
+        raise Interrupted("Interrupted.") from None
+    finally:
+        _put("\n")
+
+
+def _pieces(prompt: Sequence[int], tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of `tokens`, which follow a prompt: the characters that each completes."""
+    decoder = tokenizer.stream()
+    for token in prompt[-REMEMBERED:]:
+        decoder.step(token)
+    for token in tokens:
+        yield decoder.step(token)
+    yield decoder.finish()
+
+
+def _put(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

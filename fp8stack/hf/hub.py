@@ -1,0 +1,225 @@
+"""Repositories of models on the Hugging Face Hub. The only file that imports huggingface_hub."""
+
+import errno
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8stack.errors import UserError, quoted
+from fp8stack.hf.folder import HF, INDEX, WEIGHTS
+from fp8stack.io import storage_errors
+from fp8stack.tokenizer import TOKENIZER_FILE
+
+LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
+
+# `consolidated` is a second copy of the weights, in the names of the model's own authors.
+_WANTED = ("config.json", TOKENIZER_FILE, "*.safetensors.index.json", "*.safetensors")
+_UNWANTED = ("*/*", "consolidated*")
+# Weights that an earlier push left and that a reader would mix with the new.
+_REPLACED = (WEIGHTS, INDEX, "model-?????-of-?????.safetensors")
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+_REVISION = re.compile(r"\w[\w./-]*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A model's repository, `owner/name`, and the branch, tag or commit that is asked for."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{HF}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The files of a repository at a commit, in the cache of huggingface_hub."""
+
+    path: Path
+    repository: Repository  # its revision is the commit
+
+
+def repository_in(name: str) -> Repository | None:
+    """The repository in `hf:owner/name[@revision]`, or None if `name` does not read so, or is a
+    path that exists here.
+
+    >>> repository_in("hf:Qwen/Qwen3-0.6B@main")
+    Repository(name='Qwen/Qwen3-0.6B', revision='main')
+    """
+    if not name.startswith(HF) or os.path.lexists(name.removeprefix(HF)):
+        return None
+    owner_and_name, at, revision = name.removeprefix(HF).partition("@")
+    if not _NAME.fullmatch(owner_and_name) or (at and not _REVISION.fullmatch(revision)):
+        return None
+    return Repository(name=owner_and_name, revision=revision or None)
+
+
+def require_pushable(name: str) -> None:
+    """Raise a UserError unless `name` is `owner/name` and huggingface_hub is there."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--push '{quoted(name)}' is no repository. Give owner/name.")
+    _hub("--push")
+
+
+def fetch(repository: Repository) -> Snapshot:
+    """The configuration, weights and tokenizer of a repository, downloaded unless the cache has
+    them. A line on stderr says what is downloaded.
+
+    Raises:
+        UserError: huggingface_hub is missing, there is no such repository or revision, it is gated,
+            has no weights as safetensors, or the Hub cannot be reached and the cache has none.
+        StorageError: the disk is full or the cache cannot be written.
+    """
+    hub = _hub(str(repository))
+    name, revision = repository.name, repository.revision
+    patterns: dict[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
+    try:
+        try:
+            info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+        except (hub.errors.HFValidationError, *_refusals(hub)):
+            raise
+        except Exception:  # without a network, what was fetched before will do
+            path = hub.snapshot_download(name, revision=revision, local_files_only=True, **patterns)
+        else:
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+            wanted = list(hub.utils.filter_repo_objects(sizes, **patterns))
+            _require_files(repository, sizes, wanted)
+            cached = hub.try_to_load_from_cache
+            new = [f for f in wanted if not isinstance(cached(name, f, revision=info.sha), str)]
+            if new and os.environ.get("LOCAL_RANK", "0") == "0":
+                size = f"{sum(sizes[file] for file in new) / 1e6:,.1f} MB"
+                files = "1 file" if len(new) == 1 else f"{len(new)} files"
+                print(f"fetching {repository}: {files}, {size}", file=sys.stderr, flush=True)
+            path = hub.snapshot_download(name, revision=revision, **patterns)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the network and the Hub come to
+        if isinstance(error, OSError) and error.errno in _STORAGE:
+            with storage_errors(Path(error.filename or hub.constants.HF_HUB_CACHE)):
+                raise
+        raise _refused(hub, repository, error) from error
+    found = Path(path)
+    return Snapshot(path=found, repository=Repository(name=name, revision=found.name))
+
+
+def push(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Upload the files of `folder` to the model `name`, in one commit, and return its address. The
+    repository is made unless it is there, visible to its owner alone if `private`. Weights that are
+    there and not in the folder are removed by the same commit. Raises a UserError if there is no
+    token, or the Hub refuses or cannot be reached; the folder stays."""
+    hub = _hub("--push")
+    kept = f"{quoted(str(folder))} is written, but not pushed to {name}"
+    again = "give the same command with --overwrite"
+    if hub.get_token() is None:
+        raise UserError(
+            f"{kept}: there is no token of the Hub. To give one, {LOG_IN}; then {again}."
+        )
+    api = hub.HfApi()
+    try:
+        api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.model_info(name).private:
+            raise UserError(
+                f"{kept}: it is public already. Make it private at {api.endpoint}/{name}/settings, "
+                f"or leave out --private; then {again}."
+            )
+        more: dict[str, Any] = {"commit_message": message, "delete_patterns": list(_REPLACED)}
+        api.upload_folder(repo_id=name, folder_path=str(folder), **more)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the network and the Hub come to
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise UserError(
+                f"{kept}: the token may not write there. To give one that may, {LOG_IN}; then "
+                f"{again}."
+            ) from error
+        raise UserError(
+            f"{kept}: {_told(error)}. Check the name and the network; then {again}."
+        ) from error
+    return f"{api.endpoint}/{name}"
+
+
+def commit_in_cache(repository: Repository) -> str | None:
+    """The commit that a repository's revision was when it was fetched last, if it was."""
+    hub = _hub(str(repository))
+    wanted = {"revision": repository.revision, "local_files_only": True}
+    try:
+        path = hub.snapshot_download(repository.name, allow_patterns=["config.json"], **wanted)
+    except Exception:  # it is not there
+        return None
+    return Path(path).name
+
+
+def _hub(wanted_by: str) -> Any:
+    """huggingface_hub, quiet where nobody watches."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError:
+        hint = "Install it: pip install huggingface_hub."
+        raise UserError(f"{quoted(wanted_by)} needs huggingface_hub. {hint}") from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+    hub: Any = huggingface_hub
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()
+    return hub
+
+
+def _require_files(repository: Repository, there: Iterable[str], wanted: Sequence[str]) -> None:
+    """Raise a UserError unless weights and a configuration are among the files `wanted`."""
+    if not any(file.endswith(".safetensors") for file in wanted):
+        pickle = next((f for f in sorted(there) if f.endswith((".bin", ".pt", ".pth"))), None)
+        has = f", only {quoted(pickle)}, which may run code when it is read" if pickle else ""
+        raise UserError(
+            f"{repository} has no safetensors file{has}. Give a revision or another repository "
+            "that has, or a folder that transformers' save_pretrained wrote."
+        )
+    if "config.json" not in wanted:
+        raise UserError(
+            f"{repository} has no config.json, so its model is unknown. Give a repository that "
+            "transformers' save_pretrained wrote."
+        )
+
+
+def _refusals(hub: Any) -> tuple[type[Exception], ...]:
+    """What says that the Hub was reached and will not give it."""
+    kinds: tuple[type[Exception], ...] = (
+        hub.errors.RepositoryNotFoundError,  # and GatedRepoError, which is one
+        hub.errors.RevisionNotFoundError,
+    )
+    return kinds
+
+
+def _refused(hub: Any, repository: Repository, error: Exception) -> UserError:
+    """The line for an error of `fetch`."""
+    name = repository.name
+    page = f"{hub.constants.ENDPOINT}/{name}"
+    if isinstance(error, hub.errors.GatedRepoError):
+        return UserError(f"{repository} is gated. Accept its terms at {page}, then {LOG_IN}.")
+    if isinstance(error, (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError)):
+        return UserError(
+            f"No folder '{name}' here, and no model '{name}' on the Hugging Face Hub. Check the "
+            f"name; if the model is private, {LOG_IN}."
+        )
+    if isinstance(error, hub.errors.RevisionNotFoundError):
+        return UserError(
+            f"{HF}{name} has no revision '{repository.revision}'. Give a branch, a tag or a commit "
+            f"of {page}."
+        )
+    return UserError(
+        f"No folder '{repository.name}' here, and {repository} cannot be fetched: {_told(error)}. "
+        f"Check the network, or fetch it elsewhere (`hf download {name}`) and give its folder."
+    )
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, with what caused it."""
+    said = " ".join(str(error.__context__ or error).split()) or type(error).__name__
+    return quoted(said).rstrip(".")

@@ -1,0 +1,594 @@
+"""One training pass of a GPT as it really runs, on tensors without memory: what its modules compute
+in, what they cast, and what they keep for the backward pass.
+
+The model is built of its plan's layers and run forward, a block of each kind once. Nothing is
+allocated and nothing is computed, so it takes a fraction of a second for any model.
+
+What a trace cannot see here is how a GPU differs from what torch does with such tensors. Assumed is
+what torch's and Transformer Engine's sources say, all of it in this file:
+
+- attention runs in one fused kernel that keeps its operands, its output and a float32 log-sum-exp
+  per query. It is composed of operators on a CPU with dropout, and on a GPU for grouped queries in
+  float32, which no kernel takes;
+- the mask of dropout is as wide as its values on a CPU, of bytes on a GPU;
+- a quantizer gives its values and factors in one operator, as on a CPU;
+- Transformer Engine keeps the operands of its linears as torch's scaled GEMMs do. A norm that it
+  runs together with what follows keeps its input in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8stack.backends import Backend, build_backend
+from fp8stack.backends import torch as torch_backend
+from fp8stack.backends.activation_checkpoint import policy
+from fp8stack.backends.base import DTYPES
+from fp8stack.backends.torch import ScaledLinear, TorchBackend
+from fp8stack.errors import UserError
+from fp8stack.model import gpt
+from fp8stack.model import loss as losses
+from fp8stack.model.config import GPTConfig
+from fp8stack.numerics import fused
+from fp8stack.ops.activations import TRANSFORMER_ENGINES
+from fp8stack.ops.eager import _Normalize
+from fp8stack.ops.scaled_gemm import Scaled
+from fp8stack.precision import Plan
+from fp8stack.precision.kernels import feature_multiple
+from fp8stack.precision.plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that are kept for the backward pass: `activations` grow with the rows, `weights` are
+    copies of weights, made for the GEMMs of one micro-batch."""
+
+    activations: int = 0
+    weights: int = 0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(self.activations + other.activations, self.weights + other.weights)
+
+    def __mul__(self, times: int) -> Kept:
+        return Kept(times * self.activations, times * self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What the blocks of one kind keep.
+
+    Attributes:
+        indices: which they are.
+        kept: by each of them if nothing runs again.
+        input: the bytes of its input, the residual stream.
+        given: the bytes that its GEMMs and attention give, which "selective" keeps besides.
+    """
+
+    indices: list[int]
+    kept: Kept
+    input: int
+    given: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What the module at `path` does in a forward pass: "linear" (`bias`: it has one), "attention",
+    "norm", "fused norm" (together with what follows), "activation" and so on; the floating-point
+    dtypes that it reads, and that of what it gives."""
+
+    path: str
+    name: str
+    operands: tuple[str, ...] = ()
+    output: str = ""
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A tensor that the module at `path` casts to another dtype; `back`: and its gradient back."""
+
+    path: str
+    what: str
+    source: str
+    target: str
+    back: bool
+
+
+Event = Step | Moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A forward pass: its events, in order, of each kind of block once; what is kept by each kind,
+    outside of blocks, and by the head and the loss; and the bytes of FP8 weights that all layers
+    hold until the weights change."""
+
+    events: list[Event]
+    blocks: list[Block]
+    outside: Kept
+    loss: Kept
+    fp8_weights: int
+
+    def all_events(self) -> Iterator[Event]:
+        """The events of the whole model, each block's in its place."""
+        inside = [at for at, one in enumerate(self.events) if one.path.startswith("blocks.")]
+        first, last = inside[0], inside[-1] + 1
+        yield from self.events[:first]
+        kinds = {index: f"blocks.{at}" for at, x in enumerate(self.blocks) for index in x.indices}
+        for index, kind in sorted(kinds.items()):
+            for one in self.events[first:last]:
+                if _part_of(one.path) == kind:
+                    yield replace(one, path=one.path.replace(kind, f"blocks.{index}", 1))
+        yield from self.events[last:]
+
+
+def trace(
+    config: GPTConfig,
+    plan: Plan,
+    sequences: int,
+    context: int,
+    save_fp8: bool = False,
+    gathers: bool = False,
+) -> Trace:
+    """Trace a micro-batch on one rank.
+
+    Args:
+        config: the shape of the model.
+        plan: with its layers decided.
+        sequences: of the micro-batch.
+        context: tokens of each.
+        save_fp8: see `build_backend`.
+        gathers: whether weights are gathered from ranks in each pass (FSDP2).
+
+    Raises:
+        UserError: a tensor has more bytes than 64 bits can count.
+    """
+    try:
+        return _traced(config, plan, sequences, context, save_fp8, gathers)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+    weights = 4 * config.parameters() / 2**30
+    raise UserError(
+        f"No machine holds a model of width {config.width} and {sequences} x {context} tokens: "
+        f"its weights take {weights:,.0f} GiB. Use smaller sizes."
+    )
+
+
+def _traced(
+    config: GPTConfig, plan: Plan, sequences: int, context: int, save_fp8: bool, gathers: bool
+) -> Trace:
+    kinds, planned = _by_kind(plan)
+    small = config.model_copy(update={"layers": len(kinds), "context": context})
+    with _without_memory(plan):
+        model = gpt.GPT(small, _backend(planned, save_fp8))
+        seen = Watch(model, planned, composed=_composes_attention(config, plan))
+        if plan.backend == "te":
+            _fuse_norms(model, planned, seen)
+        if gathers:
+            _gather_weights(model.backend)
+        tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
+        with seen.watching():
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        assert loss.requires_grad
+        return seen.told(kinds)
+
+
+def _by_kind(plan: Plan) -> tuple[list[list[int]], Plan]:
+    """The indices of blocks whose layers are planned alike, by kind; and the plan of a model that
+    has one block of each."""
+    blocks: dict[int, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        if layer.name.startswith("blocks."):
+            blocks.setdefault(int(layer.name.split(".")[1]), []).append(layer)
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, layers in blocks.items():
+        alike = tuple((la.quantizers, la.backend, la.precision) for la in layers)
+        kinds.setdefault(alike, []).append(index)
+    own = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
+    for place, (first, *_) in enumerate(kinds.values()):
+        for layer in blocks[first]:
+            name = layer.name.replace(f"blocks.{first}.", f"blocks.{place}.", 1)
+            own.append(replace(layer, name=name))
+    return list(kinds.values()), replace(plan, layers=tuple(own))
+
+
+# What stands for hardware
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _without_memory(plan: Plan) -> Iterator[None]:
+    """Tensors without memory, that take the ways which code has for the plan's device."""
+    on_cpu = plan.device == "cpu"
+    where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
+    with ExitStack() as stack:
+        stack.enter_context(_patched(gpt, "initialize", lambda model, seed: None))
+        stack.enter_context(_patched(fused, "serves", lambda x: x.numel() > 0))
+        if plan.backend == "te":
+            stack.enter_context(_patched(torch_backend, "scaled_gemm", _any_gemm))
+        if not on_cpu:
+            stack.enter_context(_patched(F, "dropout", _fused_dropout))
+            stack.enter_context(_patched(F, "rms_norm", _fused_rms_norm))
+        stack.enter_context(where)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+def _composes_attention(config: GPTConfig, plan: Plan) -> bool:
+    """Whether no kernel takes attention as a whole."""
+    if plan.device == "cpu":
+        return config.dropout > 0
+    return config.query_groups != config.heads and DTYPES[plan.attention].itemsize == 4
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
+    return y
+
+
+def _fused_dropout(x: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, training)[0] if p and training else x
+
+
+def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    y: Tensor = _Normalize.apply(x, x, weight, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _any_gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, **options: Any) -> Tensor:
+    """A scaled GEMM of sizes that Transformer Engine takes and torch may not."""
+    gemm = torch.ops.fp8stack.mx_gemm
+    y: Tensor = gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype)
+    return y
+
+
+def _fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int) -> bool:
+    """Whether Transformer Engine runs a norm of a block together with the linears after it; padded
+    rows would not stay zero in it."""
+    known = config.norm == "rmsnorm" or config.bias
+    known = known and (len(layers) == 1 or config.activation in TRANSFORMER_ENGINES)
+    if not known or not all(layer.fp8 and plan.runs(layer) == "te" for layer in layers):
+        return False
+    assert plan.recipe.quantizers is not None
+    return rows % feature_multiple(plan.recipe.quantizers, "te") == 0
+
+
+class _FusedNorm(torch.autograd.Function):
+    """A norm within Transformer Engine's module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
+        statistics = 2 if isinstance(norm, nn.LayerNorm) else 1
+        rounded = x.to(dtype)
+        ctx.save_for_backward(rounded, x.sum(-1).expand(statistics, -1, -1).clone())
+        return torch.empty_like(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy.float(), None, None
+
+
+def _backend(plan: Plan, save_fp8: bool) -> Backend:
+    """The plan's backend; torch's stands for Transformer Engine."""
+
+    def by_torch(name: Any) -> Any:
+        return "torch" if name == "te" else name
+
+    layers = tuple(replace(layer, backend=by_torch(layer.backend)) for layer in plan.layers)
+    native = replace(plan, backend=by_torch(plan.backend), layers=layers)
+    backend = build_backend(native, save_fp8=save_fp8)
+    backend.vocabulary_multiple = plan.layer("lm_head").out_features  # whatever it was padded to
+    if backend.delayed is not None:
+        backend.delayed.group = None  # other ranks hear nothing of it
+    return backend
+
+
+def _fuse_norms(model: gpt.GPT, plan: Plan, seen: Watch) -> None:
+    """Have the model's norms run as Transformer Engine runs them."""
+    paths = {part: path for path, part in model.named_modules()}
+    backend: Any = model.backend
+
+    def normed(x: Tensor, norm: nn.Module, *linears: nn.Module) -> Tensor:
+        layers = [plan.layer(paths[linear]) for linear in linears]
+        if not _fuses_norm(model.config, plan, layers, x[..., 0].numel()):
+            y: Tensor = norm(x)
+            return y
+        with seen.as_one(Step(path=paths[norm], name="fused norm")):
+            y = _FusedNorm.apply(x, norm, backend.compute_dtype)  # type: ignore[no-untyped-call]
+        return y
+
+    backend.norm_linear = lambda x, norm, linear: linear(normed(x, norm, linear))
+    backend.norm_mlp = lambda x, norm, mlp: mlp(normed(x, norm, mlp.up, mlp.down))
+
+
+def _gather_weights(backend: Backend) -> None:
+    """Quantize weights in each pass. Those with one scale come from ranks as FP8 bytes, and are no
+    more kept than copies that last."""
+    for one in (backend, *backend._lenders.values()):
+        if isinstance(one, TorchBackend):
+            one._layers = [x for x in one._layers if x.quantizer("weight").per_tensor]
+
+
+# What is seen
+
+_scaled_dot_product_attention = F.scaled_dot_product_attention
+_NO_CONTEXT: Any = None
+_OF_CHUNKS = {2: "loss of 2 chunks", 3: "loss of 3 chunks"}
+_PLAIN_HEADS: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
+"""What heads without FP8 keep with a loss of two and of three chunks: the same in many recipes."""
+_SOURCES = ("tokens", "weights", "")
+
+
+class _Packed:
+    """A tensor that autograd keeps, and the part of the model that keeps it."""
+
+    def __init__(self, tensor: Tensor, part: str) -> None:
+        self.tensor, self.part = tensor, part
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches what the modules of a model do, and what its parts keep for the backward pass.
+
+    A part is a block, "loss" (with the head), or "" for the rest.
+    """
+
+    def __init__(self, model: gpt.GPT, plan: Plan, *, composed: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._plan, self._composed = model, plan, composed
+        self._paths: dict[nn.Module, str] = {part: path for path, part in model.named_modules()}
+        self._modules: list[nn.Module] = [model]
+        self._chunk_part = ""  # the part, if it is not by the module
+        self._chunks: int | None = None
+        self._head: tuple[object, ...] | None = None
+        self._inside = 0  # operations that are one, whatever runs within
+        self.events: dict[object, Event] = {}
+        self._packed: list[weakref.ref[_Packed]] = []
+        self._given = Counter[str]()
+        self._inputs: dict[str, int] = {}
+        # What storages were made of: tokens, if any, else weights.
+        self._made_of = {_storage(x): "weights" for x in model.parameters()}
+        # What tensors are, for who tells of casts; it passes on to what is made of them.
+        self._labels: dict[tuple[int, int], str] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the forward passes that are made inside."""
+        self._model._rotation(self._model.embedding.weight.device)  # RoPE's tables are made once
+        handles: list[Any] = []
+        for part in self._model.modules():
+            handles.append(part.register_forward_pre_hook(self._enter))
+            handles.append(part.register_forward_hook(self._leave))
+        try:
+            with (
+                _patched(gpt, "head_loss", self.loss),
+                _patched(F, "scaled_dot_product_attention", self.attention),
+                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one.tensor),
+                self,
+            ):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def as_one(self, step: Step) -> Iterator[None]:
+        """Take what happens inside for one step."""
+        self.events[step.path, step.name] = step
+        self._inside += 1
+        yield
+        self._inside -= 1
+
+    @property
+    def _path(self) -> str:
+        return self._paths[self._modules[-1]]
+
+    @property
+    def _part(self) -> str:
+        return self._chunk_part or _part_of(self._path)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._modules.append(module)
+        if isinstance(module, gpt.Block):
+            self._inputs[self._part] = args[0].nbytes
+        elif module is self._model:
+            self._made_of.update((_storage(x), "tokens") for x in args)
+        elif isinstance(module, nn.Linear):
+            step = Step(path=self._path, name="linear", bias=module.bias is not None)
+            self.events[step.path, step.name] = step
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if label := _GIVES.get(self._path.rpartition(".")[2]):
+            self._labels[_place(output)] = label
+        self._modules.pop()
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        one = _Packed(tensor, self._part)
+        self._packed.append(weakref.ref(one))
+        return one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        sources = [self._made_of.get(_storage(x), "") for x in inputs]
+        source = min(sources, default="", key=_SOURCES.index)
+        self._made_of.update((_storage(x), source) for x in outputs)
+        if policy(_NO_CONTEXT, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE:
+            memories = {_storage(x): x.untyped_storage().nbytes() for x in outputs}
+            self._given[self._part] += sum(memories.values())
+        self._note(func, inputs, outputs)
+        return out
+
+    def _note(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Note a cast, or a step that computes."""
+        found = [self._labels.get(_place(x), "") for x in inputs]
+        label, module = next(filter(None, found), ""), self._modules[-1]
+        labels = [label] * len(outputs)
+        if func is torch.ops.aten.split_with_sizes.default and isinstance(module, gpt.Attention):
+            labels = ["queries", "keys", "values"]
+        self._labels.update(zip(map(_place, outputs), labels, strict=True))
+        floats = [x for x in inputs if x.is_floating_point()]
+        if not outputs:
+            return
+        # Hooks on the model keep scales and quantized weights.
+        between = module is self._model and self._made_of[_storage(outputs[0])] != "tokens"
+        if self._inside or between or not floats:
+            return
+        if func is _ATEN._to_copy.default:
+            self._cast(floats[0], outputs[0], label)
+        elif not isinstance(module, nn.Linear) and not func.is_view and func not in _MOVES:
+            self._step(_kind(self._path), floats, outputs[0])
+
+    def _cast(self, source: Tensor, target: Tensor, label: str) -> None:
+        back = torch.is_grad_enabled() and source.requires_grad
+        if isinstance(self._modules[-1], nn.Linear):
+            layer, label = self._plan.layer(self._path), "input"
+            if isinstance(source, nn.Parameter):
+                label = "weight" if source.ndim == 2 else "bias"
+            # Within a GEMM of quantized operands, which no gradient passes through, the bias alone
+            # is cast as such; and what Transformer Engine does is its own.
+            if (layer.fp8 and self._plan.runs(layer) == "te") or not (back or label == "bias"):
+                return
+        names = {"source": _name(source), "target": _name(target)}
+        one = Moved(path=self._path, what=label, back=back, **names)
+        if one.source != one.target:
+            self.events[one] = one
+
+    def _step(self, name: str, inputs: Iterable[Tensor], output: Tensor) -> None:
+        before: Any = self.events.get((self._path, name), Step(path="", name=""))
+        operands = tuple(dict.fromkeys((*before.operands, *map(_name, inputs))))
+        step = Step(path=self._path, name=name, operands=operands, output=_name(output))
+        self.events[self._path, name] = step
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """In place of `scaled_dot_product_attention`."""
+        with self.as_one(Step(path=self._path, name="attention")):
+            run = _scaled_dot_product_attention if self._composed else _fused_attention
+            y = run(q, k, v, **options)
+        self._labels[_place(y)] = "output"
+        return y
+
+    def loss(self, head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+        """In place of `head_loss`: of many chunks, what two and what three of them keep."""
+        rows, chunk = targets.numel(), losses.chunk_rows(vocabulary)
+        if rows <= 3 * chunk:
+            return losses.head_loss(head, x, targets, vocabulary)
+        self._chunks = rows // chunk
+        made = [x.sum()]  # what came before is kept, too
+        layer = self._plan.layer("lm_head")
+        if not layer.fp8:
+            dtypes = x.device, self._plan.compute_dtype
+            self._head = (*dtypes, layer.in_features, layer.out_features, rows % chunk, chunk)
+            if self._head in _PLAIN_HEADS:
+                return made[0]
+        for chunks, self._chunk_part in _OF_CHUNKS.items():
+            some = chunks * chunk + rows % chunk
+            inputs = x.new_empty(some, x.shape[-1]).requires_grad_()
+            labels = targets.new_empty(some)
+            self._made_of.update((_storage(x), "tokens") for x in (inputs, labels))
+            made.append(losses.head_loss(head, inputs, labels, vocabulary))
+        self._chunk_part = ""
+        return torch.stack(made).sum()
+
+    def told(self, kinds: list[list[int]]) -> Trace:
+        """What was seen; the loss is still there."""
+        counts = {f"blocks.{at}": len(indices) for at, indices in enumerate(kinds)}
+        known = {_storage(x) for x in self._model.parameters()}
+        known |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
+        fp8_weights, kept = 0, defaultdict[str, Kept](Kept)
+        for path, layer in self._model.named_modules():
+            if isinstance(layer, ScaledLinear) and layer._kept is not None:
+                tensors = [x for copy in layer._kept.copies for x in (copy.data, copy.inv_scale)]
+                memories = {_storage(x): x.untyped_storage().nbytes() for x in tensors}
+                fp8_weights += sum(memories.values()) * counts.get(_part_of(path), 1)
+                known.update(memories)
+        for one in filter(None, (reference() for reference in self._packed)):
+            tensor = one.__dict__.pop("tensor")  # else outputs would never be freed
+            storage = _storage(tensor)
+            if storage not in known:
+                known.add(storage)
+                size = tensor.untyped_storage().nbytes()
+                copies = self._made_of.get(storage) == "weights"
+                kept[one.part] += Kept(0, size) if copies else Kept(size)
+        loss = kept["loss"]
+        if self._chunks is not None:
+            seen = kept[_OF_CHUNKS[2]], kept[_OF_CHUNKS[3]]
+            if self._head is not None:
+                seen = _PLAIN_HEADS.setdefault(self._head, seen)
+            two, three = seen
+            loss = two + (three + two * -1) * (self._chunks - 2)
+        blocks = [
+            Block(indices=x, kept=kept[part], input=self._inputs[part], given=self._given[part])
+            for part, x in zip(counts, kinds, strict=True)
+        ]
+        events = list(self.events.values())
+        return Trace(
+            events=events, blocks=blocks, outside=kept[""], loss=loss, fp8_weights=fp8_weights
+        )
+
+
+def _kind(path: str) -> str:
+    """What a module does that is no linear."""
+    last = path.rpartition(".")[2]
+    if last == "dropout":
+        return "dropout" if path == last else "branch dropout"
+    return "norm" if last.endswith("norm") else _KINDS.get(last, "residual")
+
+
+_KINDS = {"": "positions", "attention": "rope", "mlp": "activation"}
+_KINDS |= {name: name for name in ("embedding", "loss")}
+_GIVES = {"attention": "attention's output", "mlp": "mlp's output", "lm_head": "logits"}
+_ATEN: Any = torch.ops.aten
+_MOVES = {
+    packet.default
+    for packet in (_ATEN.clone, _ATEN._unsafe_view, _ATEN.cat, _ATEN.empty_like, _ATEN.new_empty)
+}
+"""What computes nothing, beside views."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+
+
+def _name(x: Tensor) -> str:
+    """The dtype of a tensor, as plans spell it."""
+    return _NAMES.get(x.dtype, str(x.dtype))
+
+
+def _part_of(path: str) -> str:
+    if path.startswith("blocks."):
+        return ".".join(path.split(".")[:2])
+    return "loss" if path in ("loss", "lm_head") else ""
+
+
+def _storage(x: Tensor) -> int:
+    place: int = x.untyped_storage()._cdata
+    return place
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return _storage(x), int(x.storage_offset())

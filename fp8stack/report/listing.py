@@ -1,0 +1,94 @@
+"""`fp8stack list`: models, recipes and runs, each in a row with the facts that one picks by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8stack import presets
+from fp8stack.config import training_preset
+from fp8stack.errors import UserError, quoted
+from fp8stack.formats import FORMATS
+from fp8stack.model.config import load_config
+from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
+from fp8stack.precision.rules import shipped
+from fp8stack.report.attention import judge
+from fp8stack.report.read import read_run
+from fp8stack.report.summary import headline
+
+Row = dict[str, str | int | float | None]
+
+
+def models() -> list[Row]:
+    """The shipped models, the smallest first."""
+    found = [(name, load_config(name)) for name in presets.names("models")]
+    return [
+        {
+            "model": name,
+            "parameters": config.parameters(),
+            "layers": config.layers,
+            "width": config.width,
+            "heads": config.heads,
+            "context": config.context,
+            "vocabulary": config.vocabulary,
+            "lr": training_preset(name).get("lr"),
+            "shape of": "Llama" if config.positions == "rope" else "GPT-2",
+        }
+        for name, config in sorted(found, key=lambda pair: pair[1].parameters())
+    ]
+
+
+def recipes(hardware: Hardware) -> list[Row]:
+    """The shipped recipes, and how `hardware` runs them."""
+    rows: list[Row] = []
+    for name in shipped():
+        recipe, plan = load_recipe(name), resolve(name, hardware)
+        how = "native" if plan.native else "emulated"
+        if plan.recipe.name != name:
+            how = f"as {plan.recipe.name}"
+        elif not plan.is_fp8:
+            how = plan.compute_dtype
+        rows.append(
+            {
+                "recipe": name,
+                "bits": _bits(recipe),
+                "runs here": how,
+                "backend": plan.backend,
+                "what it is": recipe.description,
+            }
+        )
+    return rows
+
+
+def _bits(recipe: Recipe) -> int:
+    """Of the narrowest operand of a GEMM."""
+    if recipe.quantizers is None:
+        return FORMATS[str(recipe.compute_dtype)].bits
+    return min(FORMATS[quantizer.format].bits for quantizer in recipe.quantizers.each.values())
+
+
+def runs(folder: Path) -> list[Row]:
+    """The runs in a folder and the folders in it, the one that was written last first.
+
+    Raises:
+        UserError: no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"No folder {quoted(str(folder))}. Give the one that your runs are in.")
+    found = [judge(read_run(path, telemetry=False)) for path in _run_folders(folder)]
+    found.sort(key=lambda one: one.run.written.timestamp() if one.run.written else 0, reverse=True)
+    shown = ("state", "model", "recipe", "steps", "validation loss", "took")
+    rows: list[Row] = []
+    for judged in found:
+        facts = headline(judged)
+        rows.append({"run": str(judged.run.path), **{key: facts[key] for key in shown}})
+    return rows
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for path, inside, files in os.walk(folder):
+        if "run.toml" in files:
+            inside.clear()  # checkpoints
+            yield Path(path)
+        inside.sort()

@@ -1,0 +1,88 @@
+"""The code that torch makes for a GPU: counted on a machine without one, and held to what is
+committed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from bench.gpu_code import gpu_code
+from bench.runner import RESULTS
+from fp8stack.errors import UserError
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+COMMITTED = json.loads((RESULTS / gpu_code.FOLDER / "gpu-code.json").read_text())
+
+
+@cache
+def kernels_of(model: str, recipe: str, capability: str) -> list[dict[str, Any]]:
+    return gpu_code.compiled(model, recipe, capability, stores=False)
+
+
+def held(model: str, recipe: str, capability: str) -> list[str]:
+    """Figures that are more than 3 % larger than the committed ones."""
+    kernels = kernels_of(model, recipe, capability)
+    row = {"case": f"{model} on {capability}", "arm": recipe, **gpu_code.summary(kernels)}
+    assert row["waits"] == 0
+    return gpu_code.grown(COMMITTED, {"results": [row]})
+
+
+def _same_torch() -> bool:
+    import torch
+
+    return COMMITTED["machine"]["torch"] == torch.__version__
+
+
+same_torch = pytest.mark.skipif(not _same_torch(), reason="the results are of another torch")
+
+
+@same_torch
+def test_a_block_in_delayed_scaling_moves_and_launches_no_more_than_is_committed():
+    assert held("llama-8b", "delayed", "9.0") == []
+
+
+@same_torch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "recipe"), [(row["case"], row["arm"]) for row in COMMITTED["results"]]
+)
+def test_no_figure_is_larger_than_the_committed_one(case, recipe):
+    model, _, capability = case.partition(" on ")
+    assert held(model, recipe, capability) == []
+
+
+@pytest.mark.parametrize("key", ["block_bytes", "weights_bytes", "launches"])
+def test_a_figure_that_grew_by_four_percent_is_named(key):
+    found = copy.deepcopy(COMMITTED)
+    (row,) = [
+        row
+        for row in found["results"]
+        if row["case"] == "llama-8b on 9.0" and row["arm"] == "delayed"
+    ]
+    assert gpu_code.grown(COMMITTED, found) == []
+    row[key] = row[key] * 1.04 + 1
+    (line,) = gpu_code.grown(COMMITTED, found)
+    assert line.startswith(f"llama-8b on 9.0, delayed: {key}")
+
+
+def test_what_is_counted_is_what_a_block_reads_and_writes():
+    """By hand: what the residual sum after the MLP moves."""
+    kernels = kernels_of("llama-8b", "delayed", "9.0")
+    block = [one for one in kernels if one["part"] == "block"]
+    gemms = [one for one in block if one["kind"] == "GEMM"]
+    assert len(gemms) == 12  # of four linears
+    assert sum(one["kind"] == "attention" for one in block) == 2
+    last = [one for one in block if not one["backward"]][-1]
+    elements = 8192 * 4096
+    # The stream in float32, read and written; attention's and the MLP's output in bf16.
+    assert last["bytes"] == pytest.approx(elements * (4 + 4 + 2 + 2), rel=0.01)
+
+
+def test_a_capability_that_is_not_known_is_an_error():
+    with pytest.raises(UserError, match=r"gpt2-124m in bf16 on 7\.0"):
+        gpu_code.compiled("gpt2-124m", "bf16", "7.0", stores=False)

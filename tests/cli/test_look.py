@@ -1,0 +1,118 @@
+"""`fp8stack list`, `show` and `report --json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8stack import presets
+from fp8stack.model.config import load_config
+from fp8stack.precision.rules import shipped
+from tests.conftest import TINY
+
+
+@pytest.fixture
+def run(command, capsys):
+    assert command("pretrain", *TINY, "--recipe", "current", "--steps", "2", "--out", "runs/a") == 0
+    return capsys.readouterr().out
+
+
+def listed(command, capsys, *words):
+    capsys.readouterr()
+    assert command("list", *words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_models_are_listed_with_their_sizes_the_smallest_first(command, capsys):
+    rows = listed(command, capsys, "models")
+    assert {row["model"] for row in rows} == set(presets.names("models"))
+    sizes = [row["parameters"] for row in rows]
+    assert sizes == sorted(sizes)
+    nano = rows[0]
+    assert nano["parameters"] == load_config("gpt-nano").parameters()
+    assert (nano["model"], nano["layers"], nano["context"]) == ("gpt-nano", 4, 128)
+
+
+@pytest.mark.parametrize(
+    ("machine", "recipe", "how"),
+    [("9.0", "delayed", "native"), ("none", "delayed", "emulated"), ("7.5", "delayed", "as fp16")],
+)
+def test_recipes_are_listed_with_how_a_machine_runs_them(command, capsys, machine, recipe, how):
+    rows = {
+        row["recipe"]: row for row in listed(command, capsys, "recipes", "--capability", machine)
+    }
+    assert list(rows) == shipped()
+    assert rows[recipe]["runs here"] == how
+    assert rows["nvfp4"]["bits"] == 4
+    assert rows["bf16"]["bits"] == 16
+
+
+def test_runs_are_listed_and_shown_with_what_to_do_next(command, capsys, run):
+    (row,) = listed(command, capsys, "runs")
+    assert (row["run"], row["state"], row["steps"]) == ("runs/a", "done", "2 of 2")
+    assert command("list", "runs") == command("show", "runs/a") == 0
+    shown = capsys.readouterr().out
+    assert "validation loss" in shown
+    for told in (run, shown):
+        for name in ("report", "generate", "forecast", "export"):
+            assert f"  fp8stack {name} runs/a" in told
+        assert "--resume" not in told
+
+
+def test_a_run_that_was_cut_is_to_be_resumed(command, capsys, run):
+    config = Path("runs/a/run.toml")
+    config.write_text(config.read_text().replace("steps = 2", "steps = 4"))
+    capsys.readouterr()
+    assert command("show", "runs/a") == 0
+    shown = capsys.readouterr().out
+    assert "fp8stack pretrain --resume runs/a" in shown
+
+
+def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(command, capsys, run):
+    assert command("report", "runs/a", "--json") == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["state"], told["steps"]) == ("runs/a", "done", "2 of 2")
+    assert "emulat" in " ".join(told["plan"])
+
+
+def test_there_may_be_no_runs(command, capsys, tmp_path):
+    (tmp_path / "runs").mkdir()
+    assert command("list", "runs") == 0
+    assert capsys.readouterr().out == "No runs in runs.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list", "model"], "No kind to list 'model'. Did you mean 'models'?"),
+        (["list", "runs", "nowhere"], "No folder nowhere. Give the one that your runs are in."),
+        (["list", "models", "there"], "FOLDER is for `list runs`. Leave it out."),
+        (["list", "runs", "--capability", "9.0"], "--capability is for `list recipes`."),
+        (["show", "nowhere"], "No run in 'nowhere'"),
+        (["report", "nowhere", "--json", "--text"], "Give --json or --text, not both."),
+    ],
+)
+def test_what_cannot_be_listed_or_shown_is_said_in_a_line(refused, words, said):
+    refused(*words, said=said)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("fp8stack f", "forecast"), ("fp8stack pretrain --recipe mxfp6_e2", "mxfp6_e2m3")],
+)
+def test_a_shell_completes_commands_and_presets(command, capsys, monkeypatch, typed, offered):
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert command("--completion") == 0
+    assert "_FP8STACK_COMPLETE=complete_bash" in capsys.readouterr().out
+    monkeypatch.setenv("_FP8STACK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert command() == 0
+    assert capsys.readouterr().out.split() == [offered]
+
+
+def test_a_shell_without_completion_is_named(refused, monkeypatch):
+    monkeypatch.setenv("SHELL", "/bin/csh")
+    refused("--completion", said="No completion for the shell csh. Set SHELL to bash, zsh or fish.")

@@ -1,0 +1,54 @@
+"""`fp8stack conform` finds every fault that is put into what computes, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8stack.conform import suite
+from fp8stack.conform.checks import Context
+from fp8stack.numerics import fused
+from fp8stack.precision import probe
+from tests.conform.conform_faults import FAULTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONTEXT = Context(probe("cpu"), quick=True)
+
+
+def failed(report: dict) -> list[str]:
+    return [f"{row['group']}: {row['check']}" for row in report["rows"] if row["verdict"] == "FAIL"]
+
+
+def test_without_a_fault_all_checks_pass() -> None:
+    report = suite.run(CONTEXT)
+    assert failed(report) == []
+    assert report["holds"]
+    assert report["counts"]["pass"] > 90
+    assert {row["group"] for row in report["rows"] if row["verdict"] == "pass"} == set(suite.GROUPS)
+
+
+def test_there_are_faults_of_every_group() -> None:
+    assert len(FAULTS) >= 20
+    assert {only.partition(":")[0] for only, _ in FAULTS.values()} == set(suite.GROUPS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only, put = FAULTS[name]
+    put(monkeypatch)
+    try:
+        report = suite.run(CONTEXT, only)
+    finally:
+        fused._plan.cache_clear()
+    assert failed(report)
+    for row in report["rows"]:  # by its numbers, not because something could not run
+        assert "failed" not in row, row
+
+
+@pytest.mark.slow
+def test_fifty_runs_of_other_inputs_raise_no_false_alarm() -> None:
+    alarms = {}
+    for seed in range(1, 51):
+        if found := failed(suite.run(Context(CONTEXT.hardware, quick=True, seed=seed))):
+            alarms[seed] = found
+    assert alarms == {}

@@ -1,0 +1,136 @@
+"""Models of the Hugging Face Hub as weights to begin with: `--init-from hf:owner/name`, against a
+Hub on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from fp8stack import GPTConfig
+from fp8stack.config import parse_config
+from fp8stack.hf import Repository, fetch, repository_in
+from fp8stack.training.setup.init_from import find_source, same_source
+from tests.conftest import refusal
+from tests.support.hf_models import SHAPES, export_to, random_model, weights_of
+from tests.support.hub_stand_in import Hub
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TRAIN = ["--steps", "2", "--batch", "2", "--set", "eval_windows=2", "--set", "sample_tokens=0"]
+
+
+def model_of(vocabulary: int = 256):
+    return random_model(GPTConfig(**(SHAPES["llama"] | {"vocabulary": vocabulary})))
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, bytes]:
+    folder = export_to(tmp_path / "exported", model_of())
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return found | {"model-card.md": b"x" * 10, "original/consolidated.00.safetensors": b"x" * 99}
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("hf:a/b", Repository(name="a/b")),
+        ("hf:Qwen/Qwen3-0.6B@v1.0", Repository(name="Qwen/Qwen3-0.6B", revision="v1.0")),
+        ("hf:a/b@refs/pr/1", Repository(name="a/b", revision="refs/pr/1")),
+        *((name, None) for name in ("a/b", "hf:a", "hf:/a/b", "hf:./b", "hf:a/b/c", "hf:a/b@")),
+    ],
+)
+def test_what_reads_as_a_repository(name, found):
+    assert repository_in(name) == found
+
+
+def test_a_folder_of_that_name_comes_before_the_hub(hub: Hub, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub.add("a/b", files)
+    export_to(tmp_path / "a" / "b", model_of())
+    assert repository_in("hf:a/b") is None
+    assert find_source("hf:a/b").name == f"hf:{tmp_path.resolve() / 'a' / 'b'}"
+    assert not hub.requests
+
+
+def test_weights_come_from_the_hub_to_the_bit_and_once(hub: Hub, files, capsys):
+    sha = hub.add("a/b", files)
+    source = find_source("hf:a/b")
+    ours = weights_of(model_of())
+    assert source.weights.keys() == ours.keys()
+    assert all(torch.equal(source.weights[name], ours[name]) for name in ours)
+    assert source.name == f"hf:a/b@{sha}"
+    assert capsys.readouterr().err.startswith("fetching hf:a/b: 2 files, 0.")
+    fetched = {path.rsplit("/", 1)[1] for path in hub.asked("GET", "/resolve/")}
+    assert fetched == {"config.json", "model.safetensors"}
+    hub.requests.clear()
+    assert find_source(f"hf:a/b@{sha}").name == source.name
+    assert not hub.asked("GET", "/resolve/")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_revision_is_that_commit_whatever_came_after_it(hub: Hub, files):
+    first = hub.add("a/b", files)
+    second = hub.repositories["a/b"].commit(files | {"config.json": b"{}"}, "broken")
+    assert find_source(f"hf:a/b@{first}").name == f"hf:a/b@{first}"
+    assert fetch(Repository(name="a/b")).repository.revision == second
+    assert second in refusal(find_source, "hf:a/b")
+
+
+def test_without_a_network_what_was_fetched_before_is_taken(hub: Hub, files, monkeypatch):
+    sha = hub.add("a/b", files)
+    find_source("hf:a/b")
+    dead = "http://127.0.0.1:9"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", dead)
+    assert find_source("hf:a/b").name == f"hf:a/b@{sha}"
+    told = refusal(find_source, "hf:a/c")
+    assert "hf:a/c cannot be fetched" in told
+    assert "Check the network" in told
+
+
+def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: Hub, files, refused, tmp_path):
+    hub.add("a/gated", files, gated=True)
+    hub.add("a/pickled", {"config.json": b"{}", "pytorch_model.bin": b""})
+    hub.add("a/empty", {"README.md": b""})
+    hub.add("a/bare", {"model.safetensors": files["model.safetensors"]})
+    hub.add("a/fine", files)
+    for name, said in (
+        ("a/none", "No folder 'a/none' here, and no model 'a/none' on the Hugging Face Hub."),
+        ("a/pickled", "has no safetensors file, only pytorch_model.bin, which may run code"),
+        ("a/empty", "hf:a/empty has no safetensors file. Give"),
+        ("a/bare", "has no config.json"),
+        ("a/fine@v7", "hf:a/fine has no revision 'v7'. Give a branch, a tag or a commit"),
+    ):
+        refused("pretrain", "--init-from", f"hf:{name}", "--out", "new", "--steps", "2", said=said)
+        refused("forecast", f"hf:{name}", "--data", "x.txt", said=said)
+    told = refusal(find_source, "hf:a/gated")
+    assert told.startswith("hf:a/gated is gated. Accept its terms at http")
+    assert "HF_TOKEN" in told
+
+
+def test_without_huggingface_hub_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    told = "hf:a/b needs huggingface_hub. Install it: pip install huggingface_hub."
+    assert refusal(find_source, "hf:a/b") == told
+
+
+def test_a_run_records_the_commit_and_is_resumed_from_there(hub: Hub, files, command, capsys):
+    sha = hub.add("a/b", files)
+    train = ["--recipe", "fp32", *TRAIN, "--tokenizer", "bytes"]
+    assert command("pretrain", "--init-from", "hf:a/b", "--out", "run", *train) == 0
+    printed = capsys.readouterr()
+    assert "fetching hf:a/b" in printed.err
+    assert f"weights of hf:a/b@{sha}" in printed.out
+    saved = parse_config(str(Path("run/run.toml")), {}).init_from
+    assert saved == f"hf:a/b@{sha}"
+    hub.requests.clear()
+    again = ["pretrain", "--resume", "run", "--steps", "4", "--init-from"]
+    assert command(*again, "hf:a/b") == 0
+    assert not hub.requests
+    for asked in ("hf:a/b", "hf:a/b@main", f"hf:a/b@{sha[:8]}", saved):
+        assert same_source(asked, saved), asked
+    for other in ("hf:a/c", "hf:a/b@v2", "hf:run", "run"):
+        assert not same_source(other, saved), other

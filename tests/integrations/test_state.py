@@ -1,0 +1,124 @@
+"""`FP8State` in loops that checkpoint objects with a `state_dict`: accelerate's, and those that use
+torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fp8stack import UserError, fp8_state
+from fp8stack.integrations import FP8State
+from tests.integrations.loops import RECIPES, adamw, gpt2, tokens, train
+from tests.support.backend_models import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parents[2]
+
+
+# accelerate
+
+
+def prepared(recipe: str, seed: int, register: bool = True) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(cpu=True)
+    model = gpt2(recipe, seed)
+    if register:
+        accelerator.register_for_checkpointing(FP8State(model))
+    return accelerator, *accelerator.prepare(model, adamw(model))
+
+
+def accelerated(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: range) -> list:
+    losses = []
+    for step in steps:
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accelerate_resumes_to_the_bit(recipe, tmp_path):
+    straight = prepared(recipe, seed=0)
+    accelerated(*straight, range(3))
+    straight[0].save_state(str(tmp_path / "with"))
+    losses = accelerated(*straight, range(3, 6))
+    resumed = prepared(recipe, seed=1)
+    resumed[0].load_state(str(tmp_path / "with"))
+    assert accelerated(*resumed, range(3, 6)) == losses
+    assert same(resumed[1].state_dict(), straight[1].state_dict())
+    assert same(fp8_state(resumed[1]), fp8_state(straight[1]))
+
+
+def test_accelerate_refuses_a_checkpoint_without_the_state(tmp_path):
+    prepared("delayed", seed=0, register=False)[0].save_state(str(tmp_path))
+    with pytest.raises(RuntimeError, match="Number of custom checkpoints"):
+        prepared("delayed", seed=0)[0].load_state(str(tmp_path))
+
+
+# torch.distributed.checkpoint
+
+
+def save(model: nn.Module, optimizer: Any, folder: Path | str) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    state_dict_saver.save(
+        {"model": weights, "optim": moments, "fp8": FP8State(model)}, checkpoint_id=folder
+    )
+
+
+def load(model: nn.Module, optimizer: Any, folder: Path | str) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    state_dict_loader.load(
+        {"model": weights, "optim": moments, "fp8": FP8State(model)}, checkpoint_id=folder
+    )
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_distributed_checkpoint_resumes_to_the_bit(recipe, tmp_path):
+    model = gpt2(recipe)
+    assert isinstance(FP8State(model), Stateful)
+    optimizer = adamw(model)
+    train(model, optimizer, range(3))
+    save(model, optimizer, tmp_path)
+    losses = train(model, optimizer, range(3, 6))
+    again = gpt2(recipe, seed=1)
+    resumed = adamw(again)
+    load(again, resumed, tmp_path)
+    assert train(again, resumed, range(3, 6)) == losses
+    assert same(again.state_dict(), model.state_dict())
+    assert same(fp8_state(again), fp8_state(model))
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp2_resume_to_the_bit(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "-m", "tests.integrations.dcp_ranks", str(tmp_path)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_state_of_another_model_is_refused():
+    state = FP8State(gpt2("delayed")).state_dict()
+    with pytest.raises(UserError, match="has no place in this model"):
+        FP8State(gpt2("current")).load_state_dict(state)
+    name = next(iter(state))
+    del state[name]
+    with pytest.raises(UserError, match=f"'{name}' is missing"):
+        FP8State(gpt2("delayed")).load_state_dict(state)
+    assert FP8State(torch.nn.Linear(2, 2)).state_dict() == {}

@@ -1,0 +1,93 @@
+"""FP8 state in the checkpoints of transformers' Trainer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from fp8stack import fp8_state
+from fp8stack.integrations.transformers import FP8StateCallback
+from tests.integrations.loops import RECIPES, gpt2, tokens
+from tests.support.backend_models import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(
+    folder: Path, recipe: str, *, resume: str | None = None, callbacks: Any = None, **options: Any
+) -> tuple[Any, list]:
+    """Six steps of two micro-batches, or what is left of them: the model and the losses."""
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        learning_rate=3e-3, save_steps=3, logging_steps=1, report_to="none", disable_tqdm=True,
+        use_cpu=True, **options,
+    )  # fmt: skip
+    model = gpt2(recipe)
+    rows = [{"input_ids": row, "labels": row} for step in range(4) for row in tokens(step)]
+    callbacks = [FP8StateCallback()] if callbacks is None else callbacks
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return model, [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_repeats_one_that_was_not_interrupted_to_the_bit(recipe, tmp_path):
+    model, losses = trained(tmp_path, recipe)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert all(float(value.abs().sum()) > 0 for value in fp8_state(model).values())
+    resume = f"{tmp_path}/checkpoint-3"
+    again, found = trained(tmp_path, recipe, resume=resume)
+    assert found == losses
+    assert same(again.state_dict(), model.state_dict())
+    assert same(fp8_state(again), fp8_state(model))
+    # Without the callback its state is lost.
+    _, others = trained(tmp_path, recipe, resume=resume, callbacks=[])
+    assert others[:3] == losses[:3]
+    assert others[3:] != losses[3:]
+
+
+def test_a_checkpoint_may_be_in_another_folder_and_one_without_the_state_is_told(tmp_path, caplog):
+    model, losses = trained(tmp_path / "a", "delayed")
+    resume = shutil.move(tmp_path / "a" / "checkpoint-3", tmp_path / "moved")
+    given = [FP8StateCallback(resume_from=resume)]
+    again, found = trained(tmp_path / "b", "delayed", resume=str(resume), callbacks=given)
+    assert found == losses
+    assert same(fp8_state(again), fp8_state(model))
+    assert "FP8 state" not in caplog.text
+    trained(tmp_path / "c", "delayed", resume=str(resume))
+    assert "checkpoint-3 has no fp8.safetensors: the FP8 state starts anew" in caplog.text
+
+
+def test_the_best_checkpoint_that_is_loaded_at_the_end_has_its_own_state(tmp_path):
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+    }
+    greater: dict[str, Any] = {
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }  # the first is "best"
+    best, _ = trained(tmp_path, "delayed", **options, **greater)
+    last, _ = trained(tmp_path / "last", "delayed")
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-3")
+    assert same(best.state_dict(), saved.state_dict())
+    from safetensors.torch import load_file
+
+    assert same(fp8_state(best), load_file(tmp_path / "checkpoint-3" / "fp8.safetensors"))
+    assert not same(fp8_state(best), fp8_state(last))
+
+
+def test_a_recipe_without_state_leaves_checkpoints_as_they_are(tmp_path, caplog):
+    _, losses = trained(tmp_path, "current")
+    resume = f"{tmp_path}/checkpoint-3"
+    assert trained(tmp_path, "current", resume=resume)[1] == losses
+    assert not list(tmp_path.rglob("fp8.safetensors"))
+    assert "FP8 state" not in caplog.text

@@ -1,0 +1,185 @@
+"""The copies of many weights: their kernel in Triton's interpreter against numpy, and its code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8stack.formats import Quantizer
+from fp8stack.ops import kernels, weights
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
+from fp8stack.ops.weights import KeptWeights
+from tests.ops.test_kernels import SCALES, inputs
+from tests.support.oracles import block_amax, blocked, codes, fp8_codes, scale_of, to_numpy
+from tests.support.triton_code import interpreted, ptx_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+FORMATS: tuple[Any, ...] = ("e4m3", "e5m2")
+CURRENT: list[dict[str, Any]] = [{}, {"scale": "power_of_two"}, {"eps": 1e3}]
+BLOCKS: list[dict[str, Any]] = [{"scale": "power_of_two"}, {}]
+
+
+def matrices(dtype: torch.dtype) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Those of the cast of one matrix, of a dtype, that are not empty; with each, which of the
+    scales are tried."""
+    found = [(x, tried) for _, x, tried in inputs(few=True) if x.dtype == dtype and x.numel()]
+    if dtype == torch.bfloat16:  # see test_kernels
+        least = torch.finfo(dtype).smallest_normal
+        found = [(x.where(x.abs() >= least, 0.0), tried) for x, tried in found]
+    return found
+
+
+def aligned() -> list[Tensor]:
+    """Of sizes that a model has, of magnitudes far apart."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(size, generator=generator) for size in ((128, 128), (384, 256))]
+    return [x * 10.0 ** torch.linspace(-30, 30, len(x))[:, None] for x in made]
+
+
+def differences(device: str = "cpu") -> list[str]:
+    """Where the copies are not numpy's."""
+    wrong: list[str] = []
+    for dtype, name in itertools.product((torch.float32, torch.bfloat16, torch.float16), FORMATS):
+        wrong += of_given_scales(matrices(dtype), name, device)
+    wrong += of_given_scales([(x, (1, 2)) for x in aligned()], "e4m3", device)
+    singles = [x for x, _ in matrices(torch.float32)]
+    halves = [x for x, _ in matrices(torch.float16)]
+    for options in CURRENT:
+        wrong += of_current_scales(singles, Quantizer(**options), device)
+    wrong += of_current_scales(halves, Quantizer(format="e5m2"), device)
+    for options, tensors in zip(BLOCKS, (singles, halves), strict=True):
+        wrong += of_blocks(tensors, Quantizer(block=(128, 128), **options), device)
+    wrong += of_current_scales(aligned(), Quantizer(), device)
+    return wrong + of_blocks(aligned(), Quantizer(block=(128, 128)), device)
+
+
+def of_given_scales(
+    found: list[tuple[Tensor, tuple[int, ...]]], name: Any, device: str
+) -> list[str]:
+    """Where bytes, transposes, inverse scales or amaxes are not numpy's, by scales in any order, of
+    which some serve several."""
+    cases = [(x, place) for x, tried in found for place in reversed(tried)]
+    given = [x.to(device) for x, _ in cases]
+    kept = KeptWeights(given, Quantizer(format=name), [place for _, place in cases])
+    scales, memory = torch.tensor(SCALES, device=device), torch.zeros(len(SCALES), 4, device=device)
+    memory[2, 0] = math.inf
+    before = memory.clone()
+    kept.cast(scales)
+    wrong = [] if torch.equal(memory, before) else ["amaxes that were not wanted"]
+    kept.cast(scales, memory[:, 0])
+    largest = before[:, 0].cpu().numpy()
+    for (x, place), copies in zip(cases, kept.copies, strict=True):
+        values = to_numpy(x)
+        largest[place] = max(largest[place], block_amax(values))
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / np.float32(SCALES[place])
+        expected = fp8_codes(values, SCALES[place], name)
+        told = f"{x.shape} {x.dtype} {name} {place}"
+        wrong += compared(told, copies, expected, [torch.tensor(inverse)] * 2)
+    before[:, 0] = torch.tensor(largest)
+    return wrong + ([] if torch.equal(memory, before) else [f"amaxes {memory}, not {largest}"])
+
+
+def of_current_scales(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
+    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
+    for _ in range(2):  # the second time, the first one's amaxes are gone
+        kept.cast()
+    for x, copies in zip(found, kept.copies, strict=True):
+        amax = max(block_amax(to_numpy(x)), np.float32(quantizer.eps))
+        scale = scale_of(amax, quantizer.format, quantizer.scale == "power_of_two")
+        expected = fp8_codes(to_numpy(x), scale, quantizer.format)
+        inverse = torch.tensor(np.float32(1) / scale)
+        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, expected, [inverse] * 2)
+    return wrong
+
+
+def of_blocks(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
+    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
+    kept.cast()
+    for x, copies in zip(found, kept.copies, strict=True):
+        largest = float(torch.finfo(x.dtype).max)
+        power = quantizer.scale == "power_of_two"
+        expected, inverse = blocked(to_numpy(x), (128, 128), quantizer.format, power, largest)
+        packed = [pack_scales(torch.tensor(i), Scales.SQUARES) for i in (inverse, inverse.T)]
+        wrong += compared(f"{x.shape} {x.dtype} {quantizer}", copies, expected, packed)
+    return wrong
+
+
+def compared(
+    told: str, copies: tuple[Scaled, Scaled], expected: np.ndarray, inverses: list[Tensor]
+) -> list[str]:
+    """What of a weight's copies is not as expected."""
+    wrong = []
+    for copy, data, inverse in zip(copies, (expected, expected.T), inverses, strict=True):
+        if not np.array_equal(codes(copy.data.cpu()), data) or not copy.data.is_contiguous():
+            wrong.append(f"{told}: bytes {tuple(copy.data.shape)}")
+        if not torch.equal(copy.inv_scale.cpu(), inverse):
+            wrong.append(f"{told}: inverse scales {tuple(copy.inv_scale.shape)}")
+    return wrong
+
+
+@needs_triton
+def test_the_interpreted_kernel_is_numpys_to_the_bit() -> None:
+    assert interpreted("tests.ops.test_weights", "differences") == []
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The constants of each launch, which is not made."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        weights, "launch_weights", lambda tiles, operands, constants: found.append(constants)
+    )
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("options", [{}, {"block": (128, 128)}], ids=["tensor", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
+    capability, dtype, options, tmp_path, monkeypatch, launched
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = [torch.zeros(256, 384, dtype=dtype)]
+    kept = KeptWeights(made, Quantizer(**options))
+    kept.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
+    constants = launched[0] | kernels.format_constants("e4m3", exact=capability != 89)
+    types = {"table": "*i64", "owners": "*i32", "scales": "*fp32", "amaxes": "*fp32"}
+    chosen = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+    text = ptx_of(kernels.weights_kernel(), types, constants, capability, **chosen)
+    stores = Counter(re.findall(r"st\.global\S*", text))
+    # Bytes and transposes, 64 to a thread; one inverse scale, or for blocks two.
+    assert stores == {"st.global.v4.b32": 8, "st.global.b32": 2 if options else 1}
+    assert "div.rn.f32" in text
+    assert "div.full.f32" not in text
+    assert "fma." not in text  # rounds the product
+    assert ".ftz" not in text  # keeps subnormals
+    if capability != 89:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in text
+        assert "f16x2" not in text  # rounds no second time
+
+
+def test_a_launch_is_all_that_delayed_scaling_needs_and_current_scaling_needs_two(launched) -> None:
+    tensors = [torch.ones(32, 48), torch.ones(16, 16)]
+    KeptWeights(tensors, Quantizer(amax="delayed"), [3, 0]).cast(torch.ones(4), torch.zeros(4))
+    assert [(one["SCALE"], one["RECORD"], one["CAST"]) for one in launched] == [
+        ("given", True, True)
+    ]
+    launched.clear()
+    KeptWeights(tensors, Quantizer()).cast()
+    assert [(one["RECORD"], one["CAST"]) for one in launched] == [(True, False), (False, True)]
+    launched.clear()
+    KeptWeights(tensors, Quantizer(block=(128, 128))).cast()
+    assert [(one["SCALE"], one["CAST"]) for one in launched] == [("blocks", True)]

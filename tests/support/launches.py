@@ -1,0 +1,148 @@
+"""What a GPU would be given: the kernels that torch's operators launch, and the bytes they pass
+over, counted on a CPU by a `TorchDispatchMode`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# They give views or memory that is not filled in.
+_NOTHING = {
+    *("detach", "alias", "view", "_unsafe_view", "as_strided", "select", "slice", "expand", "t"),
+    *("transpose", "permute", "unsqueeze", "squeeze", "unbind", "split", "split_with_sizes"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "diagonal"),
+    *("_reshape_alias", "lift_fresh", "set_", "is_same_size"),
+    *("profiler::_record_function_enter_new", "profiler::_record_function_exit"),
+}
+# The tensors in one launch of torch's multi-tensor kernels, by how many lists they take, and the
+# blocks of 65,536 elements in it (ATen/native/cuda/MultiTensorApply.cuh of torch 2.13, CUDA 13).
+_TENSORS = {1: 770, 2: 448, 3: 336, 4: 252, 5: 210}
+_BLOCKS, _BLOCK = 2240, 65536
+_FILLS = ("zero_", "fill_", "_foreach_zero_")
+_CAT = 128  # tensors that one launch of cat joins
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by operator while `counting`. An operator of ours counts as those that it
+    calls.
+
+    Attributes:
+        found: launches by operator.
+        passed: the bytes read and written by operators, by name, of tensors of `watched` or more
+            elements.
+    """
+
+    def __init__(self, watched: int = 1 << 60) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.passed: Counter[str] = Counter()
+        self.counting = True
+        self.watched = watched
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith("fp8stack::"):
+            with self:
+                return OPDEFS[name]._init_fn(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.counting and name not in _NOTHING:
+            self.found[name] += launches(name, args)
+            self._note_bytes(name, func, args, kwargs, out)
+        return out
+
+    def _note_bytes(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        written = {id(one): one for one in tensors_in(out)}
+        # torch's fused optimizers write gradients back where they are given a scale for them.
+        left_out = "grads" if kwargs.get("grad_scale") is None else ""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and argument.name != left_out:
+                written |= {id(one): one for one in tensors_in(value)}
+        read = [] if name in _FILLS else tensors_in(args)
+        for one in (*read, *written.values()):
+            if one.numel() >= self.watched:
+                self.passed[name] += one.numel() * one.element_size()
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def launches(name: str, args: Any) -> int:
+    """How many kernels CUDA is given for one call of an operator."""
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    if name in ("cat", "stack") and lists:
+        return -(-len(lists[0]) // _CAT)
+    if not lists or not name.startswith(("_foreach", "_fused")):
+        return 1
+    depth = len(lists) - (name.startswith("_fused"))  # the steps of an optimizer are no such list
+    if not name.endswith("_"):
+        depth += name != "_foreach_norm"  # what it gives is a list, too
+    tensors = blocks = count = 0
+    for one in lists[0]:
+        left = -(-one.numel() // _BLOCK)
+        tensors += 1
+        while left:
+            room = _BLOCKS - blocks
+            blocks, left = blocks + min(room, left), left - min(room, left)
+            if blocks == _BLOCKS:
+                count, blocks, tensors = count + 1, 0, 1 if left else 0
+        if tensors == _TENSORS[depth]:
+            count, blocks, tensors = count + 1, 0, 0
+    return count + (blocks > 0) + (name == "_foreach_norm")
+
+
+@contextmanager
+def outside_of_blocks(run: Any, mode: Launches) -> Iterator[None]:
+    """Count what the steps of a run launch, but for its blocks, the loss and their backward passes:
+    what is left is the model's hooks, embeddings, the guard, clipping and the optimizer."""
+    handles, inside = [], [0]
+
+    def go(by: int) -> None:
+        inside[0] += by
+        mode.counting = inside[0] == 0
+
+    for part in (*run.model.blocks, run.model.loss):
+        handles.append(part.register_forward_pre_hook(lambda *_: go(1)))
+        handles.append(part.register_forward_hook(lambda *_: go(-1)))
+    backward, delayed = run.accelerator.backward, run.backend.delayed
+
+    def hidden(loss: Tensor) -> None:
+        go(1)
+        backward(loss)
+        go(-1)
+
+    run.accelerator.backward = hidden
+    if delayed is not None:
+        after = delayed._after_backward
+
+        def seen() -> None:
+            go(-1)
+            with mode:  # the thread of a backward pass
+                after()
+            go(1)
+
+        delayed._after_backward = seen
+    try:
+        with mode:
+            yield
+    finally:
+        run.accelerator.backward = backward
+        if delayed is not None:
+            delayed._after_backward = after
+        for handle in handles:
+            handle.remove()

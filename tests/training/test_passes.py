@@ -1,0 +1,95 @@
+"""What a step gives a GPU to do outside of the blocks: counted on a CPU, for a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8stack.backends import torch as torch_backend
+from fp8stack.backends.delayed import DelayedScaling
+from fp8stack.ops import weights
+from fp8stack.ops.replay import Replayed
+from fp8stack.optim.grad_clip import clip_gradients
+from fp8stack.training import step
+from tests.support import small_loop
+from tests.support.launches import Launches, launches, outside_of_blocks
+
+SIZE = 1024 * 1024
+AS_TAKEN = {"as_taken": True}
+
+
+@pytest.mark.parametrize(("as_taken", "expected"), [(False, 40), (True, 36)])
+def test_clipping_and_adamw_pass_over_so_many_bytes_per_parameter(as_taken, expected) -> None:
+    """The norm reads 4. AdamW reads weight, gradient and moments, 16, and writes all but the
+    gradient, 12; that as well, 4, where it is given a scale for it. Clipping before reads and
+    writes 8."""
+    parameter = nn.Parameter(torch.ones(1024, 1024))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    mode = Launches(watched=SIZE)
+    for _ in range(2):
+        parameter.grad = torch.ones(1024, 1024)
+        mode.passed.clear()
+        with mode:
+            clip_gradients(optimizer, 1.0, as_taken=as_taken)
+            optimizer.step()
+    assert sum(mode.passed.values()) == expected * SIZE, mode.passed
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Kernels and CUDA graphs are counted, and not launched; weights are cast layer by layer and
+    graphs' work is done uncounted instead."""
+    mode = Launches()
+
+    def replayed(self: Replayed, device: torch.device, key: object = None) -> object:
+        mode.found["graph"] += 1
+        before, mode.counting = mode.counting, False
+        result = self._function()
+        mode.counting = before
+        return result
+
+    def launched(*_: object) -> None:
+        mode.found["weights"] += 1
+
+    monkeypatch.setattr(Replayed, "__call__", replayed)
+    monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
+    monkeypatch.setattr(weights, "launch_weights", launched)
+    monkeypatch.setattr(
+        step, "clip_gradients", lambda *given, **how: clip_gradients(*given, **how | AS_TAKEN)
+    )
+    # Compiled code leaves the update to the end of the step.
+    monkeypatch.setattr(DelayedScaling, "_after_backward", lambda self: None)
+    return mode
+
+
+def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
+    as_on_a_gpu, tmp_path, monkeypatch
+) -> None:
+    """Of torch's norm and AdamW it has as few as this small model: at 1.5B parameters they launch
+    21 more, each 147 million elements."""
+    sets = [one for one in small_loop.SETS if "layers" not in one]
+    monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
+    keys = {"backend": "torch", "log_every": 100, "steps": 100}
+    small = small_loop.SmallLoop(tmp_path / "r", "delayed", **keys)
+    small.run.backend.delayed._compiled = True
+    small.advance(2)
+    as_on_a_gpu.found.clear()
+    with outside_of_blocks(small.run, as_on_a_gpu):
+        small.loop.train_step(*next(small.tokens))
+    found = as_on_a_gpu.found
+    assert found["graph"] == 4  # begin, scales of weights, update of the history, verdict
+    assert found["weights"] == 1
+    assert found.total() <= 27, found
+
+
+def test_launches_of_torchs_multi_tensor_kernels_are_counted_by_tensors_and_blocks() -> None:
+    def lists(count: int, size: int, depth: int) -> list[list[Tensor]]:
+        return [[torch.empty(size, device="meta")] * count for _ in range(depth)]
+
+    assert launches("_foreach_mul_", lists(770, 4, 1)) == 1
+    assert launches("_foreach_mul_", lists(771, 4, 1)) == 2
+    assert launches("_foreach_mul_", lists(1, 2240 * 65536 + 1, 1)) == 2
+    assert launches("_foreach_copy_", lists(449, 4, 2)) == 2
+    assert launches("_fused_adamw_", lists(253, 4, 5)) == 2
+    assert launches("mul", []) == 1
