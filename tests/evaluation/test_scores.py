@@ -45,7 +45,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def scores(*runs: Path, **more: Any) -> list[Score]:
-    return evaluation.evaluate(evaluation.Request(runs=[str(run) for run in runs], **more))
+    return evaluation.scores_of(evaluation.Request(runs=[str(run) for run in runs], **more))
 
 
 def by_hand(run: Path, recipe: str, windows: Tensor) -> list[float]:

@@ -86,9 +86,9 @@ class Recorder(TorchDispatchMode):
         return gemm
 
     def _quantize(self, real: Any) -> Any:
-        def quantize(this: Any, x: Tensor, name: Operand, *more: Any) -> Any:
+        def quantize(this: Any, x: Tensor, name: Operand, *more: Any, **named: Any) -> Any:
             self._inside += 1
-            made = real(this, x, name, *more)
+            made = real(this, x, name, *more, **named)
             quantizers = this.operands.quantizers
             ways = {name: quantizers.along(name), f"{name} across": quantizers.across(name)}
             if ways[name] == ways[f"{name} across"]:  # one cast, however many copies
