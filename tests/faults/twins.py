@@ -8,9 +8,10 @@ from typing import NamedTuple
 from tests.faults.processes import Change, Ended, Together, difference, unchanged
 
 TEXT = "".join(f"line {n * n}\n" for n in range(3000))
-# A model that takes a step in milliseconds, in FP8 as far as its recipe has it.
+# A model that takes a step in milliseconds, in FP8 as far as its recipe has it; to estimate its
+# memory takes longer than to train it.
 SMALL = [
-    "--device", "cpu", "--batch", "4", "--context", "32",
+    "--device", "cpu", "--batch", "4", "--context", "32", "--set", "check_memory=false",
     "--set", "model_overrides.layers=1", "--set", "model_overrides.width=32",
     "--set", "model_overrides.heads=2", "--set", "eval_windows=4", "--set", "warmup_steps=2",
 ]  # fmt: skip

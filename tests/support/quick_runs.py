@@ -1,23 +1,63 @@
 """Runs without what takes longer than the training of a tiny one."""
 
 import json
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import typer.main
+
+from fp8stack.data import Corpus
+from fp8stack.data.sources import _Loader
+from fp8stack.tokenizer.byte_level import ByteTokenizer
 from fp8stack.training import finalize
 from fp8stack.training.metrics import throughput
+
+_splits, _fingerprint = _Loader.splits, Corpus.fingerprint
+_library: dict[int, Corpus] = {}
 
 
 @contextmanager
 def quick_runs() -> Iterator[None]:
-    """Within, the losses of a run are listed and not drawn, and a CPU's peak, which is measured
-    once a process, is measured in a moment."""
-    with patch.object(finalize, "loss_plot", _listed), patch.object(throughput, "BURSTS_S", 0.0):
+    """Within, the losses of a run are listed and not drawn, a CPU's peak, which is measured once a
+    process, is measured in a moment, and the standard library's source is read and the command's
+    options are parsed once a process."""
+    with (
+        patch.object(finalize, "loss_plot", _listed),
+        patch.object(throughput, "BURSTS_S", 0.0),
+        patch.object(_Loader, "splits", _read_once),
+        patch.object(Corpus, "fingerprint", _summed_once),
+        patch.object(typer.main, "get_command", cache(typer.main.get_command)),
+    ):
         yield
 
 
 def _listed(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     losses = [(row["step"], row.get("loss"), row.get("val_loss")) for row in metrics]
     return json.dumps({title: losses}).encode()
+
+
+def _read_once(loader: _Loader, data: str | None) -> tuple[Corpus, Corpus]:
+    if data is not None or not isinstance(loader.texts, ByteTokenizer | None):
+        return _splits(loader, data)
+    return _read(sysconfig.get_path("stdlib"), loader.vocabulary, loader.held_out)
+
+
+@cache
+def _read(root: str, vocabulary: int, held_out: float) -> tuple[Corpus, Corpus]:
+    loader = _Loader(vocabulary=vocabulary, held_out=held_out, end_of_text=None, texts=None)
+    found = _splits(loader, None)
+    _library.update({id(corpus): corpus for corpus in found})
+    return found
+
+
+def _summed_once(corpus: Corpus) -> str:
+    return _sum(id(corpus)) if id(corpus) in _library else _fingerprint(corpus)
+
+
+@cache
+def _sum(number: int) -> str:
+    return _fingerprint(_library[number])
