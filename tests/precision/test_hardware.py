@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, assumed, hardware, probe, resolve, rules
 from fp8stack.precision.gpus import find_gpu
 from fp8stack.precision.hardware import TE_MINIMUM, TE_REMEDY, find_te, version_pair
+from tests.conftest import refusal
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -159,17 +161,14 @@ def test_a_machine_without_cuda_is_its_cpu(no_cuda, device):
 
 
 def test_cuda_that_is_asked_for_and_absent_is_refused_with_a_way_out(no_cuda):
-    with pytest.raises(UserError, match="No CUDA GPU") as caught:
-        probe("cuda")
-    assert "--device cpu" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = refusal(probe, "cuda")
+    assert "No CUDA GPU" in message
+    assert "--device cpu" in message
 
 
 @pytest.mark.parametrize("device", ["gpu", "CUDA", "cuda:0", "mps", "", "xpu"])
 def test_an_unknown_device_is_refused(device):
-    with pytest.raises(UserError) as caught:
-        probe(device)
-    assert str(caught.value) == f"No device '{device}'. Known: auto, cpu, cuda."
+    assert refusal(probe, device) == f"No device '{device}'. Known: auto, cpu, cuda."
 
 
 # A fake GPU
@@ -228,13 +227,18 @@ def test_the_cpu_is_probed_without_a_look_at_the_gpu_or_at_te(fake_gpu, installe
 
 # Before torch is imported
 
+# Each machine is looked at by a process of its own, which has imported no torch.
 ASK = """
-import sys
+import os, sys
 from fp8stack.precision import Hardware, hardware, probe
 hardware._te_version = lambda: None
-hardware._has_driver = lambda: {driver}
-print(repr(probe("{device}")))
-print("torch" in sys.modules)
+for site, driver, device in {cases}:
+    if os.fork() == 0:
+        sys.path.insert(0, site)
+        hardware._has_driver = lambda: driver
+        print(repr(probe(device)), "torch" in sys.modules, sep="|", flush=True)
+        os._exit(0)
+    os.wait()
 """
 # A torch that knows what it was built for, and what its CUDA says.
 BUILD = "__version__ = '2.99.0+fake'\ncuda = {cuda!r}\nhip = {hip!r}\n"
@@ -249,51 +253,49 @@ cuda = Some(
 """
 
 
-@pytest.fixture
-def asked_of_a_fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The machine as it is found by a new process with such a torch, and if torch was imported."""
-
-    def ask(
-        cuda: str | None = "12.9",
-        hip: str | None = None,
-        driver: bool = True,
-        available: bool = True,
-        device: str = "auto",
-    ) -> tuple[Hardware, bool]:
-        site = tmp_path / "site" / "torch"
-        site.mkdir(parents=True)
-        (site / "version.py").write_text(BUILD.format(cuda=cuda, hip=hip))
-        (site / "__init__.py").write_text(SAYS.format(available=available))
-        monkeypatch.setenv("PYTHONPATH", str(site.parent))
-        command = [sys.executable, "-c", ASK.format(driver=driver, device=device)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        found, imported = done.stdout.splitlines()
-        return eval(found, {"Hardware": Hardware}), imported == "True"
-
-    return ask
+# The torch and the machine of each case, and whether torch is asked and finds a GPU.
+FAKE_TORCHES: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "no CUDA": ({"cuda": None}, False, False),
+    "ROCm": ({"cuda": None, "hip": "6.4"}, False, False),
+    "no driver": ({"driver": False}, False, False),
+    "not asked for": ({"device": "cpu"}, False, False),
+    "a GPU": ({}, True, True),
+    "a driver and no GPU": ({"available": False}, True, False),
+}
 
 
-@pytest.mark.parametrize(
-    "here",
-    [{"cuda": None}, {"cuda": None, "hip": "6.4"}, {"driver": False}, {"device": "cpu"}],
-    ids=["no CUDA", "ROCm", "no driver", "not asked for"],
-)
-def test_torch_is_not_imported_where_it_can_find_no_gpu(asked_of_a_fake_torch, here):
-    found, imported = asked_of_a_fake_torch(**here)
-    assert not imported
-    assert (found.device, found.capability, found.torch_version) == ("cpu", None, "2.99.0+fake")
+@pytest.fixture(scope="module")
+def found_by_fake_torches(tmp_path_factory) -> dict[str, tuple[Hardware, bool]]:
+    """The machine as new processes with each torch find it, and if torch was imported."""
+    cases = []
+    for here, *_ in FAKE_TORCHES.values():
+        site = tmp_path_factory.mktemp("site")
+        (site / "torch").mkdir()
+        build = BUILD.format(cuda=here.get("cuda", "12.9"), hip=here.get("hip"))
+        (site / "torch" / "version.py").write_text(build)
+        says = SAYS.format(available=here.get("available", True))
+        (site / "torch" / "__init__.py").write_text(says)
+        cases.append((str(site), here.get("driver", True), here.get("device", "auto")))
+    command = [sys.executable, "-c", ASK.format(cases=cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("|") for line in done.stdout.splitlines()]
+    known = {"Hardware": Hardware}
+    found = [(eval(told, known), imported == "True") for told, imported in lines]
+    return dict(zip(FAKE_TORCHES, found, strict=True))
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_torch_is_asked_where_it_may_find_a_gpu(asked_of_a_fake_torch, available):
-    found, imported = asked_of_a_fake_torch(available=available)
-    assert imported
+@pytest.mark.parametrize("case", FAKE_TORCHES)
+def test_torch_is_imported_and_asked_where_it_may_find_a_gpu_alone(case, found_by_fake_torches):
+    _, asked, finds = FAKE_TORCHES[case]
+    found, imported = found_by_fake_torches[case]
+    assert imported == asked
     assert found.torch_version == "2.99.0+fake"
-    assert found.device == ("cuda" if available else "cpu")
-    if available:
-        assert (found.capability, found.name) == ((9, 0), "a GPU")
+    if finds:
+        assert (found.device, found.capability, found.name) == ("cuda", (9, 0), "a GPU")
         assert (found.cuda_version, found.memory_gib) == ((12, 9), 80.0)
+    else:
+        assert (found.device, found.capability) == ("cpu", None)
 
 
 @pytest.mark.parametrize(
@@ -473,8 +475,11 @@ def test_a_real_te_that_works_is_found_and_not_imported_here(fake_te, capfd, noi
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_real_te_is_imported_after_the_real_torch(fake_te):
-    fake_te("import sys\nassert sys.modules['torch'].nn.functional\n" + GOOD, fake_torch=False)
+@pytest.mark.parametrize(
+    "fake_torch", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fake", "real"]
+)
+def test_a_real_te_is_imported_after_torch(fake_te, fake_torch):
+    fake_te("import sys\nassert 'torch' in sys.modules\n" + GOOD, fake_torch)
     assert find_te() == ("2.20.0", "")
 
 
@@ -662,10 +667,9 @@ NO_CAPABILITIES = [
 
 @pytest.mark.parametrize("text", NO_CAPABILITIES, ids=repr)
 def test_what_is_no_compute_capability_is_refused_in_one_line(text):
-    with pytest.raises(UserError, match="is no compute capability") as caught:
-        assumed(text)
-    assert "8.0 or 9.0, or none" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = refusal(assumed, text)
+    assert "is no compute capability" in message
+    assert "8.0 or 9.0, or none" in message
 
 
 # The value itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fp8stack.errors import UserError
 from fp8stack.formats import Quantizer, Quantizers
 from fp8stack.precision import load_recipe, recipe_from_json
 from fp8stack.precision.recipe import Block, Recipe, plain
+from tests import conftest
 
 
 def all_of(input: Quantizer, weight: Quantizer | None = None, grad: Quantizer | None = None):
@@ -81,14 +83,7 @@ def own(tmp_path: Path):
     return write
 
 
-def refusal(name: str) -> str:
-    """The message with which the recipe `name` is refused: always one line."""
-    with pytest.raises(UserError) as caught:
-        load_recipe(name)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert caught.value.exit_code == 2
-    return message
+refusal = partial(conftest.refusal, load_recipe)
 
 
 # What ships
@@ -580,6 +575,8 @@ def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
         ({"exclude_first_blocks": 1}, ("h.0.up", Block(0, 12), False), "in the first 1 block"),
         ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", None, False), None),
         ({"exclude_first_blocks": 1}, ("blocks.0.mlp.up", Block(7, 12), False), None),
+        ({"exclude_first_blocks": 99}, up(11), "in the first 99 blocks"),
+        ({"exclude_first_blocks": 1, "exclude_last_blocks": 1}, up(5), None),
         ({"exclude_last_blocks": 2}, up(9), None),
         ({"exclude_last_blocks": 2}, up(10), "in the last 2 blocks"),
         ({"exclude_last_blocks": 2}, up(10, 13), None),
