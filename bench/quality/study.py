@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -30,7 +31,7 @@ from fp8stack.benchmark.timing import machine
 from fp8stack.cli.options import words
 from fp8stack.compare.results import read_run
 from fp8stack.errors import NumericFailure, UserError, quoted
-from fp8stack.model.config import load_config
+from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.precision import load_recipe
 from fp8stack.training.run_folder import RunFolder, read_rows
 from fp8stack.training.signals import Preempted
@@ -97,10 +98,25 @@ class Job:
         return str(file) if file.exists() else self.recipe
 
     @property
+    def is_base(self) -> bool:
+        """Whether others are compared with it."""
+        return self.recipe == BASELINE and self.design != study_tables.AA
+
+    @property
+    def trial(self) -> tuple[str, int, int, str]:
+        """What a run has in common with the one in float32 that it is compared with: the steps
+        that designs share do not change that one."""
+        design = self.design
+        if design == study_tables.AA:
+            design = "plain"
+        elif design != "plain" and DESIGNS[design].keys() == {"shared"}:
+            design = SHARED
+        return self.size, self.ratio, self.seed, design
+
+    @property
     def steps(self) -> int:
         """How many steps make `ratio` tokens per parameter."""
-        shape = load_config(MODEL, SHAPES[self.size])
-        return round(self.ratio * shape.parameters() / (TOKENS_PER_STEP))
+        return round(self.ratio * _shape(self.size).parameters() / TOKENS_PER_STEP)
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -125,10 +141,9 @@ class Job:
     def content(self, cpu: str) -> str:
         """A hash of all that the run's figures depend on: its keys, what its recipe says, and the
         kind of CPU."""
-        recipe = load_recipe(self.source).model_dump(mode="json", exclude={"description"})
-        shape = load_config(MODEL, SHAPES[self.size]).model_dump(mode="json")
         keys = self.keys | {"recipe": self.recipe}  # wherever its file is
-        told = json.dumps([keys, recipe, shape, cpu], sort_keys=True)
+        shape = _shape(self.size).model_dump(mode="json")
+        told = json.dumps([keys, _recipe(self.source), shape, cpu], sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     @property
@@ -139,6 +154,16 @@ class Job:
 
 
 TOKENS_PER_STEP = 8 * 128  # gpt-nano's batch and context
+
+
+@cache
+def _shape(size: str) -> GPTConfig:
+    return load_config(MODEL, SHAPES[size])
+
+
+@cache
+def _recipe(source: str) -> dict[str, Any]:
+    return load_recipe(source).model_dump(mode="json", exclude={"description"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +192,7 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
                 found += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
             if (size, ratio) == DESIGN_CELL:
                 found += _designs(size, ratio)
-    found.sort(key=lambda job: _parameters(job.size) ** 2 * job.ratio * (job.seed or 0.1))
+    found.sort(key=lambda job: _shape(job.size).parameters() ** 2 * job.ratio * (job.seed or 0.1))
     if AA_CELL[0] in sizes:
         middle = next(n for n, job in enumerate(found) if (job.ratio, job.seed) == (RATIOS[-1], 4))
         found[middle:middle] = _same_twice(*AA_CELL)
@@ -183,16 +208,12 @@ def _same_twice(size: str, ratio: int) -> Iterator[Job]:
 
 def _designs(size: str, ratio: int) -> Iterator[Job]:
     for seed in range(DESIGN_PAIRS):
-        for design, keys in DESIGNS.items():
+        for design in DESIGNS:
             if design not in (SHARED, study_tables.AA):
-                # What is shared does not change the run in float32.
-                own = [] if keys.keys() == {"shared"} and design != "plain" else [BASELINE]
-                for recipe in (*own, *DESIGN_RECIPES):
-                    yield Job(size=size, ratio=ratio, recipe=recipe, seed=seed, design=design)
-
-
-def _parameters(size: str) -> int:
-    return load_config(MODEL, SHAPES[size]).parameters()
+                for recipe in (BASELINE, *DESIGN_RECIPES):
+                    job = Job(size=size, ratio=ratio, recipe=recipe, seed=seed, design=design)
+                    if recipe != BASELINE or job.trial[-1] == design:
+                        yield job
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:
@@ -213,12 +234,28 @@ def run(arguments: argparse.Namespace) -> None:
     cpu = machine(device="cpu")["machine"]
     try:
         if not arguments.table:
-            known = {row["key"] for row in json_lines(path)}
-            left = [job for job in jobs(sizes) if job.content(cpu) not in known]
-            print(f"{len(left)} runs are to do, {len(known)} are there", flush=True)
+            rows = json_lines(path)
+            left = left_of(jobs(sizes), rows, cpu)
+            print(f"{len(left)} runs are to do, {len(rows)} are there", flush=True)
             _train(left, path, cpu, arguments)
     finally:
         print(study_tables.write(json_lines(path), folder))
+
+
+def left_of(asked: Sequence[Job], rows: Sequence[Mapping[str, Any]], cpu: str) -> list[Job]:
+    """The jobs to do on this kind of CPU. A seed's pair that another kind has made is not made
+    again, since it is the same pair but for rounding; its float32 run is, where a pair needs it."""
+    known = {row["key"] for row in rows}
+    cpus = sorted({cpu} | {row["cpu"] for row in rows})
+    bases = {job.trial: job for job in asked if job.is_base}
+
+    def is_made(job: Job) -> bool:
+        base = bases[job.trial]
+        return any(job.content(c) in known and base.content(c) in known for c in cpus)
+
+    pairs = [job for job in asked if not job.is_base and not is_made(job)]
+    needed = {bases[job.trial] for job in pairs}.union(pairs)
+    return [job for job in asked if job in needed and job.content(cpu) not in known]
 
 
 # Training
@@ -313,7 +350,7 @@ def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
 
 def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dict[str, Any]:
     """A line of `study.jsonl`."""
-    shape = load_config(MODEL, SHAPES[job.size])
+    shape = _shape(job.size)
     found = read_run(
         RunFolder(folder),
         recipe=job.recipe,

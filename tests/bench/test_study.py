@@ -138,6 +138,32 @@ def test_jobs_cover_the_ladder_breadth_first_and_are_told_apart_by_their_content
     assert keys["phases"][0] == {"name": "shared", "recipe": "fp32", "until": 0.25}
 
 
+def test_pairs_of_another_kind_of_cpu_are_not_made_again():
+    jobs = study.jobs(["0.1M"])
+    of = {job.name: job for job in jobs}
+    assert study.left_of(jobs, [], "here") == jobs
+
+    def made(*names: str) -> list[dict[str, str]]:
+        return [{"key": of[name].content("there"), "cpu": "there"} for name in names]
+
+    # A pair, half a pair, a float32 run alone; one of two designs that share a float32 run.
+    rows = made("0.1M-2-fp32-seed0", "0.1M-2-mxfp4-seed0", "0.1M-2-nvfp4-seed1")
+    rows += made("0.1M-1-fp32-seed0-plain", "0.1M-1-fp32-seed0-gradients-in-two-parts")
+    rows += made("0.1M-1-fp32-seed1-plain", "0.1M-8-fp32-seed0")
+    rows += made("0.1M-8-current-seed0-first-half-in-fp32")
+    gone = {
+        "0.1M-2-mxfp4-seed0", "0.1M-1-fp32-seed0-plain", "0.1M-1-fp32-seed0-gradients-in-two-parts",
+        "0.1M-8-current-seed0-first-half-in-fp32",
+    }  # fmt: skip
+    left = study.left_of(jobs, rows, "here")
+    assert left == [job for job in jobs if job.name not in gone]
+    # All of a seed's pairs: its float32 run is not needed here either.
+    rows += made(*(name for name in of if name.startswith("0.1M-2-") and name.endswith("seed0")))
+    gone |= {name for name in of if name.startswith("0.1M-2-") and name.endswith("seed0")}
+    left = study.left_of(jobs, rows, "here")
+    assert left == [job for job in jobs if job.name not in gone]
+
+
 def test_errors_of_operands_are_means_without_the_first_step_that_was_sampled(tmp_path):
     rows = [
         {"step": step, "layer": "a", "operand": "input", "sqnr_db": db}
