@@ -62,8 +62,8 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, weight = ctx.saved_tensors
-        # Contiguous: so the sum over rows does not depend on how they lie in memory.
-        product, dw = x.new_empty(x.shape), None
+        # Laid out like dy, as autograd's product: the order of the sum over rows depends on it.
+        product, dw = torch.empty_like(dy), None
         if ctx.needs_input_grad[2]:
             torch.mul(x, inverse, out=product)
             dw = product.mul_(dy).sum(list(range(x.ndim - 1)))

@@ -43,6 +43,17 @@ def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it(recipe, sav
     assert dw[4].isnan().all()
 
 
+@pytest.mark.parametrize("bias", [None, torch.ones(7)])
+@pytest.mark.parametrize("scales", [(torch.nan,), (torch.inf, 1.0), (3e38, 3e38), (1e30, 1e-30)])
+def test_a_gemm_is_multiplied_by_scales_that_are_not_finite(scales, bias):
+    """MKL's GEMM for CPUs without AVX-512 takes a NaN in its alpha for 1."""
+    a, b = normal(5, 8, seed=1), normal(8, 7, seed=2)
+    y = torch.ops.fp8stack.cpu_gemm(a, b, "", [torch.tensor(s) for s in scales], bias)
+    alpha = torch.tensor(scales, dtype=torch.float64).prod().float()
+    expected = (a @ b) * alpha + (0 if bias is None else bias)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("rows", [48, 41])
 @pytest.mark.parametrize("recipe", LOW)
 def test_packed_operands_give_the_gradients_of_those_in_float32(recipe, rows):
