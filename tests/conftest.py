@@ -49,8 +49,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_runs() -> Iterator[None]:
+    from fp8stack.numerics import fused
     from tests.support.quick_runs import quick_runs
 
+    fused.why_not()  # compiles the casts, which else processes that tests start would say
     with quick_runs():
         yield
 

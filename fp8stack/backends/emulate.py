@@ -103,8 +103,8 @@ def _gemm(a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | 
     # In float64, which holds a product of two float32, and rounded once by the GEMM.
     alpha = math.prod([scale.item() for scale in scales])
     if not alpha <= _FLT_MAX:
-        # What float32 cannot hold is infinite there. MKL's GEMM for AVX2 takes a NaN for 1 and makes
-        # NaN of infinity, so that these are multiplied by afterwards.
+        # What float32 cannot hold is infinite there. MKL's GEMM for AVX2 takes a NaN for 1, and
+        # makes NaN of infinity, so that these are multiplied by afterwards.
         y = torch.mm(a, b).mul_(math.nan if math.isnan(alpha) else math.inf)
         return y if bias is None else y.add_(bias)
     if bias is not None:

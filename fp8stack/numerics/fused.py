@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -104,25 +103,35 @@ def why_not() -> str | None:
 @lru_cache(maxsize=1)
 def _loaded() -> tuple[Any, str | None]:
     """The kernels, or why there are none. The first time, numba compiles them, and keeps them."""
-
-    def tell() -> None:
-        print("Compiling the casts for this CPU, once: about 10 s.", file=sys.stderr, flush=True)
-
-    waits = threading.Timer(3.0, tell)
-    waits.daemon = True
-    waits.start()
     try:
-        from fp8stack.numerics import fused_kernels
+        from numba.core import event
+
+        class Tell(event.Listener):
+            """Says it when numba begins to compile, which it does not where it kept the code."""
+
+            said = False
+
+            def on_start(self, event: object) -> None:
+                if not self.said:
+                    print(_COMPILING, file=sys.stderr, flush=True)
+                self.said = True
+
+            def on_end(self, event: object) -> None:
+                pass
+
+        with event.install_listener("numba:compile", Tell()):
+            from fp8stack.numerics import fused_kernels
     except ImportError as error:
         problem = f"numba cannot be imported ({error})"
     except Exception as error:  # whatever a compiler may say on an odd machine
         problem = f"numba failed ({str(error).partition(chr(10))[0]})"
     else:
         return fused_kernels, None
-    finally:
-        waits.cancel()
     print(f"Casts are slower than they could be: {problem}.", file=sys.stderr, flush=True)
     return None, problem
+
+
+_COMPILING = "Compiling the casts for this CPU, once: about 10 s."
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -141,3 +142,22 @@ def test_where_numba_is_missing_or_fails_the_expressions_serve_and_it_is_said():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[[1.0, 448.0]]\n"
     assert done.stderr.startswith("Casts are slower than they could be: numba cannot be imported (")
+
+
+COMPILE = "from fp8stack.numerics import fused; assert fused.why_not() is None, fused.why_not()"
+
+
+def told_of_compiling(**environment):
+    command, more = [sys.executable, "-c", COMPILE], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=more).stderr
+
+
+def test_nothing_is_said_where_numba_kept_the_casts():
+    assert fused.why_not() is None  # from here on
+    assert told_of_compiling() == ""
+
+
+@pytest.mark.slow
+def test_that_numba_compiles_the_casts_is_said_once_on_a_machine(tmp_path):
+    told = [told_of_compiling(NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    assert told == ["Compiling the casts for this CPU, once: about 10 s.\n", ""]
