@@ -3,7 +3,8 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 
@@ -11,7 +12,7 @@ from fp8stack.benchmark.timing import machine
 from fp8stack.compare.intervals import Interval
 from fp8stack.compare.plot import comparison_plot
 from fp8stack.compare.results import NUMERIC_FAILURE, RunFigures, read_run
-from fp8stack.compare.runs import Ended, Progress, train
+from fp8stack.compare.runs import Ended, Progress, Show, train
 from fp8stack.compare.settings import Comparison, Job, as_saved, read_report
 from fp8stack.compare.summary import RecipeFigures, about, pairs, summarize
 from fp8stack.compare.table import as_markdown, as_text
@@ -153,6 +154,7 @@ def _train_all(
         to_do = [name for name in names if not found.has(comparison.job(name, seed))]
         if not names or _over(comparison, found, to_do, time.monotonic() - began, progress):
             return False
+        ahead = _ahead(comparison, found, names, seed)
         for place, recipe in enumerate(names, start=1):
             job = comparison.job(recipe, seed)
             number = f"{seed * len(names) + place}/{comparison.seeds * len(names)}"
@@ -163,10 +165,8 @@ def _train_all(
                 progress.note(f"{name}: done before")
                 continue
             found.drop(job)
-
-            def show(text: str, share: float, name: str = name) -> None:
-                progress.step(f"{name} | {text}", share)
-
+            ahead[recipe] -= 1
+            show = _showing(progress, name, comparison.config.steps, found.rows, ahead)
             started = time.monotonic()
             ended = train(comparison, job, requested, show)
             cut = ended.exit in (PREEMPTED, INTERRUPTED)
@@ -181,6 +181,35 @@ def _train_all(
             for line in _outlook(comparison, found):
                 progress.note(line)
     raise AssertionError
+
+
+def _ahead(
+    comparison: Comparison, found: _Results, names: Sequence[str], seed: int
+) -> Counter[str]:
+    """How many runs of each recipe are left from this seed on, as far as that is known."""
+    seeds = range(seed, max(seed + 1, comparison.seeds))
+    left = {n: sum(not found.has(comparison.job(n, seed)) for seed in seeds) for n in names}
+    return Counter(left) | Counter(_pairs_left(comparison, found) or {})
+
+
+def _showing(
+    progress: Progress,
+    name: str,
+    steps: int,
+    rows: Sequence[RecipeFigures],
+    ahead: Mapping[str, int],
+) -> Show:
+    """What shows the progress of the run called `name`, and about how long it and those `ahead`
+    take: by its own pace, and by what runs took before."""
+
+    def show(text: str, share: float, step_s: float | None) -> None:
+        left = "n/a"
+        if step_s is not None:
+            run_s = step_s * steps
+            left = f"about {about((1 - share) * run_s + _runs_s(rows, ahead, run_s))}"
+        progress.step(f"{name} | {text} | all runs: {left}", share)
+
+    return show
 
 
 def _told(run: RunFigures) -> str:
@@ -228,7 +257,7 @@ def _over(
     if comparison.hours is None or not found.outcomes or not names:
         return False
     left = comparison.hours * 3600 - elapsed_s
-    expected = _pair_s(found.rows, names)
+    expected = _runs_s(found.rows, dict.fromkeys(names, 1))
     if expected <= left:
         return False
     progress.note(
@@ -238,34 +267,38 @@ def _over(
     return True
 
 
-def _pair_s(rows: Sequence[RecipeFigures], names: Sequence[str]) -> float:
-    """Seconds that a run of each of these recipes takes; of one not seen yet, as those seen."""
+def _runs_s(rows: Sequence[RecipeFigures], runs: Mapping[str, int], usual_s: float = 0.0) -> float:
+    """Seconds that so many runs of each recipe take; of one not seen yet, as those seen, and
+    `usual_s` if none was."""
     known = [row.seconds for row in rows if row.seconds]
-    usual = statistics.fmean(known) if known else 0.0
-    return sum(row.seconds or usual for row in rows if row.recipe in names)
+    usual_s = statistics.fmean(known) if known else usual_s
+    return sum(runs.get(row.recipe, 0) * (row.seconds or usual_s) for row in rows)
 
 
 def _outlook(comparison: Comparison, found: _Results) -> Iterator[str]:
     """What is known of each recipe after a pair, and what is still to do."""
-    names = _open(comparison, found)
-    rows = {row.recipe: row for row in found.rows}
-    for name in comparison.recipes:
-        if name != comparison.baseline:
-            yield f"  {name}: {rows[name].verdict}"
-    more = {name: _more(comparison, rows[name]) for name in names if name != comparison.baseline}
-    known = [n for n in more.values() if n is not None]
-    if not more:
-        yield f"  every interval is at most ± {comparison.judging.until:g} %"
-    elif len(known) < len(more):
+    rows = found.rows
+    yield from (f"  {r.recipe}: {r.verdict}" for r in rows if r.recipe != comparison.baseline)
+    more = _pairs_left(comparison, found)
+    if more is None:
         yield "  how many pairs it takes is known after the second; the least is 3"
+    elif not more:
+        yield f"  every interval is at most ± {comparison.judging.until:g} %"
     else:
-        seconds = max(known) * (rows[comparison.baseline].seconds or 0.0)
-        seconds += sum((n or 0) * (rows[name].seconds or 0.0) for name, n in more.items())
-        yield f"  expected: about {pairs(max(known), ' more')}, {about(seconds)}"
+        took = about(_runs_s(rows, more))
+        yield f"  expected: about {pairs(max(more.values()), ' more')}, {took}"
 
 
-def _more(comparison: Comparison, row: RecipeFigures) -> int | None:
-    """How many pairs more a recipe takes; one at least, since its interval is too wide."""
-    gap = row.gap_percent
-    more = None if gap is None else comparison.judging.more_pairs(gap)
-    return None if more is None else max(1, more)
+def _pairs_left(comparison: Comparison, found: _Results) -> dict[str, int] | None:
+    """How many pairs more each open recipe takes, one at least, since its interval is too wide, and
+    the baseline; None if that is not known yet."""
+    names, baseline = _open(comparison, found), comparison.baseline
+    more: dict[str, int] = {}
+    for row in found.rows if names else ():
+        if row.recipe in names and row.recipe != baseline:
+            gap = row.gap_percent
+            count = None if gap is None else comparison.judging.more_pairs(gap)
+            if count is None:
+                return None
+            more[row.recipe] = max(1, count)
+    return more and more | {baseline: max(more.values())}

@@ -20,6 +20,10 @@ from fp8stack.terminal import say
 POLL_S = 0.5
 LINES = 10  # of a run's progress where there is no terminal
 
+Show = Callable[[str, float, float | None], None]
+"""What is told a run's progress: a line, the share of its steps that are done, and the seconds that
+a step takes, None if that is not known yet."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
@@ -69,10 +73,10 @@ def train(
     comparison: Comparison,
     job: Job,
     requested: Callable[[], bool],
-    show: Callable[[str, float], None],
+    show: Show,
 ) -> Ended:
     """Train one run, or go on with it where it was cut. `requested` says whether all is to stop;
-    `show` is told the run's progress, a line and the share of its steps that are done.
+    `show` is told the run's progress.
 
     The process has a session of its own, so that a Ctrl-C reaches it once, from here: after the
     first it saves and ends, after the second it ends at once.
@@ -123,7 +127,7 @@ def _wait(
             process.terminate()
 
 
-def _follow(metrics: Path, steps: int, show: Callable[[str, float], None]) -> Callable[[], None]:
+def _follow(metrics: Path, steps: int, show: Show) -> Callable[[], None]:
     """A function that shows how far the run that writes to `metrics` is."""
     begin: list[tuple[int, float]] = []
     seen = [_last_step(metrics)[0]]  # of an earlier start
@@ -137,11 +141,10 @@ def _follow(metrics: Path, steps: int, show: Callable[[str, float], None]) -> Ca
         if not begin or step < begin[0][0]:
             begin[:] = [(step, now)]
         first, since = begin[0]
-        left = "n/a"
-        if step > first:
-            left = str(timedelta(seconds=round((now - since) / (step - first) * (steps - step))))
+        pace_s = (now - since) / (step - first) if step > first else None
+        left = "n/a" if pace_s is None else timedelta(seconds=round(pace_s * (steps - step)))
         told = "n/a" if loss is None else f"{loss:.4f}"
-        show(f"step {step}/{steps} | loss {told} | ETA {left}", step / steps)
+        show(f"step {step}/{steps} | loss {told} | ETA {left}", step / steps, pace_s)
 
     return look
 

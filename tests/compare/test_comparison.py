@@ -359,13 +359,52 @@ def test_a_comparison_leaves_runs_figures_a_table_and_a_plot(whole):
 def test_where_there_is_no_terminal_a_tenth_of_a_run_is_a_line(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     with runs.Progress() as progress:
-        look = runs._follow(path, 20, lambda text, share: progress.step(f"a | {text}", share))
+        look = runs._follow(path, 20, lambda text, share, _: progress.step(f"a | {text}", share))
         for number in range(1, 21):
             write_lines(path, [step(n + 1) for n in range(number)])
             look()
         progress.note("a: done")
     lines = [line.partition(" | ETA ")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == [*(f"a | step {n}/20 | loss 3.0000" for n in range(2, 21, 2)), "a: done"]
+
+
+class StepByStep(InProcess):
+    """A run whose metrics come one row each time that it is waited for, 2 s after one another; in
+    "delayed" it is 4 s."""
+
+    now_s = 0.0
+
+    def __init__(self, words: list[str], stdout: BinaryIO, **options: Any) -> None:
+        super().__init__(words, stdout, **options)
+        self.metrics = Path(words[words.index("--out") + 1], "metrics.jsonl")
+        self.rows = self.metrics.read_text().splitlines(keepends=True)
+        self.step_s = 4.0 if "delayed" in words else 2.0
+        self.metrics.write_text("")
+
+    def wait(self, timeout: float) -> int:
+        if not self.rows:
+            return self.returncode
+        StepByStep.now_s += self.step_s
+        with self.metrics.open("a") as stream:
+            stream.write(self.rows.pop(0))
+        raise subprocess.TimeoutExpired("", timeout)
+
+
+def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "subprocess", stand_in(StepByStep))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: StepByStep.now_s))
+    ask = ["--recipes", "fp32,delayed", "--seeds", "2", *SMALL, "--steps", "10", "--shared", "0%"]
+    assert command("compare", *ask, "--out", "c") == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if " | step " in one]
+    left = {line.partition(" | loss")[0]: line.partition(" | all runs: ")[2] for line in lines}
+    # A run takes 20 s or 40 s. The first says what it takes itself, and nothing else is known yet.
+    assert left["[1/4] fp32, seed 0 | step 1/10"] == "n/a"
+    assert left["[1/4] fp32, seed 0 | step 2/10"] == "about 76 s"  # 16, and 3 x 20
+    assert (
+        left["[2/4] delayed, seed 0 | step 5/10"] == "about 60 s"
+    )  # 20, 20 and as it takes itself
+    assert left["[3/4] fp32, seed 1 | step 9/10"] == "about 42 s"  # 2, and 40
+    assert left["[4/4] delayed, seed 1 | step 10/10"] == "about 0 s"
 
 
 def test_the_runs_of_a_comparison_are_those_of_pretrain(whole, command, tmp_path):
