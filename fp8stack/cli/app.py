@@ -41,76 +41,31 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.add_typer(bench)
-for function, name, short, example in (
-    (
-        pretrain,
-        "pretrain",
-        "Train a model",
-        "pretrain --recipe delayed --steps 200 --out runs/demo",
-    ),
-    (
-        compare,
-        "compare",
-        "Train in several recipes and compare losses",
-        "compare --recipes fp32,delayed,mxfp8 --steps 300",
-    ),
-    (
-        prepare,
-        "prepare",
-        "Tokenize documents into shards",
-        "prepare texts/ --tokenizer gpt2 --out data/mine",
-    ),
-    (
-        plan,
-        "plan",
-        "Show the precision of every operation",
-        "plan --model gpt2-124m --recipe delayed --capability 9.0",
-    ),
-    (
-        estimate,
-        "estimate",
-        "Estimate the memory of a run",
-        "estimate --model gpt2-1.5b --recipe delayed --capability 9.0",
-    ),
-    (doctor, "doctor", "Show what this machine can do", "doctor --capability 9.0"),
-    (list_, "list", "List models, recipes or runs", "list recipes"),
-    (show, "show", "Show a run on the terminal", "show runs/demo"),
-    (report, "report", "Report on runs as an HTML page", "report runs/demo"),
-    (
-        evaluate,
-        "eval",
-        "Compute validation losses",
-        "eval runs/demo --recipes fp32,delayed,nvfp4",
-    ),
-    (generate, "generate", "Generate text", "generate runs/demo --prompt 'def main'"),
-    (
-        forecast,
-        "forecast",
-        "Forecast what each recipe would cost in loss",
-        "forecast runs/demo",
-    ),
-    (
-        tune,
-        "tune",
-        "Find a recipe for each layer within a loss budget",
-        "tune runs/demo --budget 0.2% --out mine.toml",
-    ),
-    (
-        export,
-        "export",
-        "Write a model for transformers, vLLM or safetensors",
-        "export runs/demo --format hf --out exported",
-    ),
-    (
-        conform,
-        "conform",
-        "Check that this machine computes what formats say",
-        "conform --quick",
-    ),
-):
-    app.command(name, cls=Command, short_help=short, epilog=f"Example: fp8stack {example}")(
-        function
-    )
+for function, short, example in (
+    (pretrain, "Train a model", "pretrain --recipe delayed --steps 200 --out runs/demo"),
+    (compare, "Train in several recipes and compare losses",
+     "compare --recipes fp32,delayed,mxfp8 --steps 300"),
+    (prepare, "Tokenize documents into shards",
+     "prepare texts/ --tokenizer gpt2 --out data/mine"),
+    (plan, "Show the precision of every operation",
+     "plan --model gpt2-124m --recipe delayed --capability 9.0"),
+    (estimate, "Estimate the memory of a run",
+     "estimate --model gpt2-1.5b --recipe delayed --capability 9.0"),
+    (doctor, "Show what this machine can do", "doctor --capability 9.0"),
+    (list_, "List models, recipes or runs", "list recipes"),
+    (show, "Show a run on the terminal", "show runs/demo"),
+    (report, "Report on runs as an HTML page", "report runs/demo"),
+    (evaluate, "Compute validation losses", "eval runs/demo --recipes fp32,delayed,nvfp4"),
+    (generate, "Generate text", "generate runs/demo --prompt 'def main'"),
+    (forecast, "Forecast what each recipe would cost in loss", "forecast runs/demo"),
+    (tune, "Find a recipe for each layer within a loss budget",
+     "tune runs/demo --budget 0.2% --out mine.toml"),
+    (export, "Write a model for transformers, vLLM or safetensors",
+     "export runs/demo --format hf --out exported"),
+    (conform, "Check that this machine computes what formats say", "conform --quick"),
+):  # fmt: skip
+    name, epilog = example.partition(" ")[0], f"Example: fp8stack {example}"
+    app.command(name, cls=Command, short_help=short, epilog=epilog)(function)
 
 
 COMPLETION = option("Print your shell's completion, to be sourced.", "--completion")
