@@ -89,12 +89,13 @@ def tune(
     request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
         forecast = forecasts.forecast(request, tell, must_tell=True)
-    found = tune.tuned(forecast, asked, plain=tune.PLAIN in chosen)
+    choices = tune.Choices(forecast, plain=tune.PLAIN in chosen)
+    found = tune.tuned(choices, forecast, asked)
     tune.write(found, forecast, asked)
     if json:
         options.print_json(table.assignment_json(found))
     else:
-        beside = tune.beside(forecast)
+        beside = tune.beside(choices, forecast.law)
         print(*table.assignment_text(found, beside, forecast.trained.loss), sep="\n")
         print("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}", sep="\n")
 

@@ -69,13 +69,9 @@ def report(
     """Report on runs in one HTML page: losses, speed, FP8, and what needs attention."""
     from fp8stack import report as reports
 
-    if json:
-        if text:
-            raise UserError("Give --json or --text, not both.")
-        options.print_json(reports.as_json(runs))
-        if out is None:
-            return
-    page = reports.report(runs, out, text)
+    if json and text:
+        raise UserError("Give --json or --text, not both.")
+    page = reports.report(runs, out, text, json)
     if page is not None:
         typer.echo(f"report: {page}", err=json)
 

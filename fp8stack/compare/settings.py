@@ -126,7 +126,7 @@ def prepare(
         raise UserError(f"--hours {hours:g}: there is no time to train. Give more than 0.")
     if hours is not None and until is None:
         raise UserError("--hours limits --until, which is not given. Example: --until 0.25%")
-    config = _config(flags, sets)
+    config, tokenizer = _config(flags, sets)
     use_threads(config.threads)  # refused here, and not by every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
     config = _with_shared_steps(config, shared, named[chosen], Path(folder) / REPORT)
@@ -138,7 +138,7 @@ def prepare(
         judging=judging,
         hours=hours,
         config=config,
-        contents=_contents(config, named),
+        contents=_contents(config, named, tokenizer),
         command=_command(
             recipes,
             folder,
@@ -218,7 +218,8 @@ def _names(recipes: str) -> dict[str, str]:
     return found
 
 
-def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
+def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """The configuration that all runs share, and the `tokenizer.json` of their first weights."""
     config = parse_config(None, flags, sets)
     for key, instead in OWN.items():
         if key in config.given:
@@ -226,18 +227,20 @@ def _config(flags: Mapping[str, Any], sets: Sequence[str]) -> RunConfig:
     usual = {"eval_every": max(1, config.steps // EVALUATIONS), "sample_tokens": 0}
     unset = {key: value for key, value in usual.items() if key not in config.given}
     config = with_absolute_paths(config.model_copy(update=unset))
-    if config.init_from:
-        config = with_source(config, find_source(config.init_from))
-    return config
+    if not config.init_from:
+        return config, None
+    source = find_source(config.init_from)
+    return with_source(config, source), source.tokenizer
 
 
-def _contents(config: RunConfig, recipes: Mapping[str, str]) -> dict[str, Any]:
+def _contents(
+    config: RunConfig, recipes: Mapping[str, str], tokenizer: Path | None
+) -> dict[str, Any]:
     """What the model, the data and the recipes are, once every plan was found to be possible."""
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     found = {name: _recipe(config, source, model) for name, source in recipes.items()}
-    source = find_source(config.init_from).tokenizer if config.init_from else None
-    reading = read(config, model.vocabulary, context, source)
+    reading = read(config, model.vocabulary, context, tokenizer)
     parts = {"train": reading.train, "validation": reading.validation}
     return {
         "model": model.model_dump(mode="json"),

@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8stack import presets
 from fp8stack.backends import build_backend
-from fp8stack.checkpoint.reader import step_of
 from fp8stack.checkpoint.state import restore_weights
-from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import RunConfig
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.evaluation.scores import nats_of
@@ -25,11 +22,10 @@ from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, load_recipe, probe
-from fp8stack.training.load import find_checkpoint
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import tokenizer_of_run
-from fp8stack.training.setup.init_from import Source, find_source
+from fp8stack.training.setup.init_from import find_source
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "rowwise", "block", "current", "delayed")
 WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
@@ -92,17 +88,21 @@ def load_trained(request: Request) -> Trained:
         raise UserError(f"--tokens {request.tokens}: a model is trained on 1 or more.")
     hardware = probe(request.device)
     source = find_source(request.run)
-    of_folder = path_in(request.run) is not None
-    if of_folder and request.data is None:
+    if source.run is None and request.data is None:
         raise UserError(
             f"{quoted(request.run)} comes without text. Give some that it was not trained on: "
             "--data FILE"
         )
-    config, tokens = (RunConfig(data=request.data), None) if of_folder else _of_run(request.run)
+    for note in source.notes:
+        print(note, file=sys.stderr)
+    config, tokens = source.run or RunConfig(data=request.data), request.tokens
+    if tokens is None and source.run is not None and not config.init_from:  # else nobody knows
+        tokens = source.step * config.batch * context_of(config, source.shape)
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
     restore_weights(model, source.weights)
     model.to(hardware.device).eval()
-    tokenizer = tokenizer_of_run(request.run, request.tokenizer or _tokenizer_of(source))
+    own = None if source.run or source.tokenizer is None else str(source.tokenizer)
+    tokenizer = tokenizer_of_run(request.run, request.tokenizer or own)
     windows = windows_for(
         request.run, config, source.shape, tokenizer, request.data, request.windows, None
     )
@@ -111,28 +111,11 @@ def load_trained(request: Request) -> Trained:
         name=request.run,
         checkpoint=Path(source.name).name,
         model=model,
-        tokens=request.tokens or tokens,
+        tokens=tokens,
         windows=windows,
         loss=nats.mean().item(),
         hardware=hardware,
     )
-
-
-def _tokenizer_of(source: Source) -> str | None:
-    """That of a folder of transformers; a run has its own."""
-    of_folder = path_in(source.name) is not None
-    return str(source.tokenizer) if of_folder and source.tokenizer else None
-
-
-def _of_run(run: str) -> tuple[RunConfig, int | None]:
-    """A run's configuration, and how many tokens its checkpoint was trained on; None if it began
-    with weights that were trained before."""
-    checkpoint, path, _ = find_checkpoint(run)
-    where = f"config in {path / 'checkpoint.json'}"
-    config: RunConfig = presets.parse(RunConfig, checkpoint.info["config"], where)
-    if config.init_from:
-        return config, None
-    return config, step_of(path) * config.batch * context_of(config, model_of(checkpoint))
 
 
 def forecast(

@@ -62,20 +62,17 @@ def bits_of(table: Quantizers | None) -> dict[str, float]:
 
 class Choices:
     """What each layer costs in each candidate: bits, divergence and error of the backward pass. A
-    candidate is a recipe for the forward pass and one for the backward pass."""
+    candidate is a recipe for the forward pass and one for the backward pass; with `plain` layers
+    may stay in bf16."""
 
     def __init__(self, forecast: Forecast, plain: bool = True) -> None:
         self.measured = {one.recipe: one.sensitivity for one in forecast.recipes}
         sizes = {path: size for one in self.measured.values() for path, size in one.sizes.items()}
         self.layers = list(sizes)
         self.weights = np.array([*sizes.values()], dtype=float) / max(1, sum(sizes.values()))
-        names = [*self.measured]
-        self.pairs = [
-            pair for pair in product(names, [*names, PLAIN]) if plain or PLAIN not in pair
-        ]
-        self.pairs = [pair for pair in self.pairs if _is_recipe(pair)]
-        if plain:
-            self.pairs.append((PLAIN, PLAIN))
+        names, none = [*self.measured], [PLAIN] * plain
+        pairs = product(names, [*names, *none])
+        self.pairs = [*filter(_is_recipe, pairs), *((one, one) for one in none)]
         figures = np.array([[self._cost(path, *p) for p in self.pairs] for path in self.layers])
         self.bits, self.forward, self.backward = np.moveaxis(figures, -1, 0)
 
@@ -95,20 +92,27 @@ class Choices:
 
     def assigned(self, chosen: Sequence[int], law: Law) -> Assignment:
         """The assignment that takes these candidates, one for each layer."""
-        rows = np.arange(len(self.layers))
-        forward = float(self.forward[rows, chosen].sum())
-        backward = float((self.backward[rows, chosen] * self.weights).sum())
-        return Assignment(
-            layers={path: self.pairs[n] for path, n in zip(self.layers, chosen, strict=True)},
-            bits=float((self.bits[rows, chosen] * self.weights).sum()),
-            forward=forward,
-            backward=backward,
-            gap=law.gap(forward, backward),
-        )
+        rows, pairs = np.arange(len(self.layers)), [self.pairs[number] for number in chosen]
+        figures = (of[rows, chosen] for of in (self.bits, self.forward, self.backward))
+        return self._assigned(pairs, *figures, law)
 
     def uniform(self, name: str, law: Law) -> Assignment:
         """The assignment that takes one recipe everywhere."""
-        return self.assigned([self.pairs.index((name, name))] * len(self.layers), law)
+        pair = (name, name)
+        figures = np.array([self._cost(path, *pair) for path in self.layers]).T.copy()
+        return self._assigned([pair] * len(self.layers), *figures, law)
+
+    def _assigned(
+        self, pairs: Sequence[tuple[str, str]], bits: Array, forward: Array, error: Array, law: Law
+    ) -> Assignment:
+        divergence, backward = float(forward.sum()), float((error * self.weights).sum())
+        return Assignment(
+            layers=dict(zip(self.layers, pairs, strict=True)),
+            bits=float((bits * self.weights).sum()),
+            forward=divergence,
+            backward=backward,
+            gap=law.gap(divergence, backward),
+        )
 
     def cheapest(self, law: Law, budget: float) -> Assignment | None:
         """The assignment with the fewest bits whose gap is at most `budget` nats per token, of
@@ -222,8 +226,8 @@ def ask(budget: str | None, bits: float | None, out: str) -> Asked:
     return Asked(budget=share, bits=bits, path=path)
 
 
-def tuned(forecast: Forecast, asked: Asked, *, plain: bool = True) -> Assignment:
-    """The assignment that is asked for; with `plain` layers may stay in bf16.
+def tuned(choices: Choices, forecast: Forecast, asked: Asked) -> Assignment:
+    """The assignment that is asked for.
 
     Raises:
         UserError: the law cannot tell of a recipe, or nothing meets what is asked; it names the
@@ -232,7 +236,7 @@ def tuned(forecast: Forecast, asked: Asked, *, plain: bool = True) -> Assignment
     for one in forecast.recipes:
         if one.reason:
             raise UserError(f"{one.recipe}: {one.reason}. Leave it out of --recipes.")
-    choices, law, loss = Choices(forecast, plain), forecast.law, forecast.trained.loss
+    law, loss = forecast.law, forecast.trained.loss
     if asked.budget is not None:
         found = choices.cheapest(law, asked.budget * loss)
         if found is None:
@@ -263,10 +267,9 @@ def command(run: str, out: str) -> str:
     return shlex.join(["fp8stack", "pretrain", *config, "--recipe", out, *own])
 
 
-def beside(forecast: Forecast) -> dict[str, Assignment]:
-    """Each candidate in every layer, to compare with."""
-    choices = Choices(forecast)
-    return {name: choices.uniform(name, forecast.law) for name in (*choices.measured, PLAIN)}
+def beside(choices: Choices, law: Law) -> dict[str, Assignment]:
+    """Each recipe, and none, for every layer, to compare with."""
+    return {name: choices.uniform(name, law) for name in (*choices.measured, PLAIN)}
 
 
 def write(found: Assignment, forecast: Forecast, asked: Asked) -> None:

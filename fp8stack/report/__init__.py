@@ -2,30 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 
-def as_json(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """What a report says of each of `runs` in figures and sentences, as JSON data. Raises a
-    UserError for a path that is no run."""
-    from fp8stack.report.attention import judge, verdict
-    from fp8stack.report.read import read_run
-    from fp8stack.report.summary import headline, reasons
-
-    judged = [judge(read_run(run)) for run in runs]
-    return [
-        {
-            "run": str(one.run.path),
-            **headline(one),
-            "verdict": verdict(one),
-            "findings": [{"level": found.level, "text": found.text} for found in one.findings],
-            "plan": reasons(one.run),
-        }
-        for one in judged
-    ]
-
-
-def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> Path | None:
+def report(
+    runs: Sequence[Path], out: str | None = None, text: bool = False, json: bool = False
+) -> Path | None:
     """Report on `runs`, and return the page that was written, if any.
 
     Args:
@@ -33,6 +14,7 @@ def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> 
         out: the page; left out, `report.html` in the run's folder, or in the folder that several
             runs share. Its plots go as PNG files into a folder beside it, `report_files`.
         text: print the essentials; then a page is written only if `out` names one.
+        json: the same, as JSON.
 
     Raises:
         UserError: a path that is no run, or something else in the place of `out`.
@@ -43,7 +25,7 @@ def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> 
 
     judged = [judge(read_run(run)) for run in runs]
     written = None
-    if out is not None or not text:
+    if out is not None or not (text or json):
         from fp8stack.report import page
 
         written = page.destination(out, runs)
@@ -55,6 +37,10 @@ def report(runs: Sequence[Path], out: str | None = None, text: bool = False) -> 
 
         console = Console(highlight=False, markup=False, emoji=False)
         show(judged, titles([one.run for one in judged]), console)
+    if json:
+        from fp8stack.report.summary import as_json
+
+        print(as_json(judged))
     if written is not None:
         page.write(judged, written)
     return written

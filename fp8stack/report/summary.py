@@ -1,5 +1,6 @@
 """A run in a few figures: headline, plan, and what other recipes would have cost."""
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8stack.report.attention import Judged
+from fp8stack.report.attention import Judged, verdict
 from fp8stack.report.read import Operand, Run, column, kinds_of, layers, table
 
 ALIKE_DB = 0.5  # recipes that differ by less are called alike
@@ -39,6 +40,21 @@ def headline(judged: Judged) -> dict[str, str]:
         "tokens/s": f"{np.median(rates):,.0f} (median)" if rates else "not measured",
         "FP8 layers": f"{fp8} of {len(layers(run.plan))}" if layers(run.plan) else "unknown",
     }
+
+
+def as_json(runs: Sequence[Judged]) -> str:
+    """What a report says of runs in figures and sentences, as JSON."""
+    told = [
+        {
+            "run": str(one.run.path),
+            **headline(one),
+            "verdict": verdict(one),
+            "findings": [vars(found) for found in one.findings],
+            "plan": reasons(one.run),
+        }
+        for one in runs
+    ]
+    return json.dumps(told, indent=2, allow_nan=False)
 
 
 def _times(run: Run) -> dict[str, str]:

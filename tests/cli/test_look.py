@@ -75,6 +75,12 @@ def test_a_report_as_json_has_the_figures_and_findings_and_writes_no_page(comman
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["run"], told["state"], told["steps"]) == ("runs/a", "done", "2 of 2")
     assert "emulat" in " ".join(told["plan"])
+    # With --out as well, of what is read once.
+    assert not Path("runs/a/report.html").exists()
+    assert command("report", "runs/a", "--json", "--out", "a.html") == 0
+    said = capsys.readouterr()
+    assert (json.loads(said.out), said.err) == ([told], "report: a.html\n")
+    assert Path("a.html").exists()
 
 
 def test_there_may_be_no_runs(command, capsys, tmp_path):

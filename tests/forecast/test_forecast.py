@@ -140,6 +140,20 @@ def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     assert sorted(copy.rglob("*")) == before
 
 
+def test_a_checkpoint_that_is_passed_over_is_told_and_the_one_before_is_used(
+    run, command, tmp_path, capsys
+):
+    damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-000031"
+    damaged.mkdir()
+    (damaged / "checkpoint.json").write_text("{}")
+    args = ("forecast", "run", "--recipes", "mxfp8", "--windows", "8", "--json")
+    assert command(*args) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("passed over: run/checkpoints/step-000031/checkpoint.json is no ")
+    told = json.loads(said.out)
+    assert (told["checkpoint"], told["tokens"]) == ("step-000030", 30 * 4 * 32)
+
+
 def test_what_the_law_does_not_cover_cannot_be_told(run, command, capsys):
     """The run's model is smaller than any that the law was fitted to; its layers are told."""
     assert command("forecast", str(run), "--recipes", "nvfp4,delayed", "--windows", "8") == 0
@@ -244,7 +258,7 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     assert f"written: six.toml. Train in it:\n  {then}" in said
     forecast = of(run, "nvfp4", "mxfp8")
     asked = tune.Asked(budget=None, bits=6, path=tmp_path / "x.toml")
-    found = tune.tuned(forecast, asked)
+    found = tune.tuned(tune.Choices(forecast), forecast, asked)
     assert found.bits <= 6
     recipe = load_recipe(str(tmp_path / "six.toml"))
     plan = plan_for(load_config("gpt-nano", SMALL), recipe, Hardware("cpu"))
@@ -269,7 +283,8 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
     """Delayed scaling has no backward pass in high precision."""
     forecast = of(run, "delayed", "nvfp4")
     for bits in (4.5, 6, 9, 13.4):
-        found = tune.tuned(forecast, tune.Asked(budget=None, bits=bits, path=Path("x.toml")))
+        asked = tune.Asked(budget=None, bits=bits, path=Path("x.toml"))
+        found = tune.tuned(tune.Choices(forecast), forecast, asked)
         assert ("delayed", "bf16") not in found.layers.values()
 
 

@@ -45,6 +45,8 @@ class Source:
     weights: Mapping[str, Tensor]  # float32, of every parameter
     notes: tuple[str, ...] = ()  # what is to be told
     tokenizer: Path | None = None  # the path of its `tokenizer.json`, if it has one
+    run: RunConfig | None = None  # the configuration of the run that it is of, if it is one's,
+    step: int = 0  # and that of its steps that was done last
 
 
 def find_source(init_from: str) -> Source:
@@ -71,6 +73,8 @@ def find_source(init_from: str) -> Source:
         weights=checkpoint.tensors.get("model", {}),
         notes=tuple(f"passed over: {reason}" for reason in passed_over),
         tokenizer=tokenizer if in_run and tokenizer.is_file() else None,
+        run=saved,
+        step=checkpoint.step,
     )
 
 
