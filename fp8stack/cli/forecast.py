@@ -53,7 +53,7 @@ def forecast(
     request = forecasts.Request(recipes=chosen, **flags)
     with _measuring() as tell:
         found = forecasts.forecast(request, tell)
-    told = table.told(found)
+    told = found.told()
     kept = forecasts.keep(told, run)
     if json:
         options.print_json(told.model_dump(mode="json"))

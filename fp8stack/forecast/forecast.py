@@ -14,9 +14,9 @@ from fp8stack.config import RunConfig
 from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.evaluation.scores import nats_of
 from fp8stack.evaluation.windows import Windows, windows_for
-from fp8stack.forecast.law import Gap, Law, fitted
+from fp8stack.forecast.law import Law, fitted
 from fp8stack.forecast.sensitivity import Sensitivity, sensitivities
-from fp8stack.forecast.told import NAME, WORST, Told
+from fp8stack.forecast.told import NAME, WORST, Expected, Told
 from fp8stack.hf import path_in
 from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
@@ -58,25 +58,28 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What is to be expected of a recipe. `gap` is None where the law cannot tell, and `reason`
-    says why; `without_worst` is the gap with the worst layers in bf16."""
-
-    recipe: str
-    sensitivity: Sensitivity
-    gap: Gap | None
-    reason: str
-    worst: tuple[str, ...]
-    without_worst: Gap | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The answer for a model."""
+    """The answer for a model: what was measured of each recipe, and what is to be expected."""
 
     trained: Trained
     law: Law
-    recipes: list[Expected]
+    measured: dict[str, Sensitivity]
+    recipes: tuple[Expected, ...]
+
+    def told(self) -> Told:
+        """It as a file keeps it."""
+        trained = self.trained
+        return Told(
+            model=trained.name,
+            checkpoint=trained.checkpoint,
+            parameters=trained.model.config.parameters(),
+            tokens=trained.tokens,
+            data=trained.windows.name,
+            windows=len(trained.windows.tokens),
+            loss=trained.loss,
+            law_runs=self.law.runs,
+            recipes=self.recipes,
+        )
 
 
 def load_trained(request: Request) -> Trained:
@@ -141,12 +144,13 @@ def forecast(
     law = fitted()
     if must_tell and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):
         raise UserError(f"No recipe can be tuned for {quoted(trained.name)}: {why}.")
-    found: list[Expected] = []
+    measured: dict[str, Sensitivity] = {}
     windows = trained.windows.tokens
-    for name, measured in sensitivities(trained.model, recipes, windows, trained.hardware, BATCH):
-        found.append(expected(name, measured, trained, law))
+    for name, one in sensitivities(trained.model, recipes, windows, trained.hardware, BATCH):
+        measured[name] = one
         tell(name)
-    return Forecast(trained=trained, law=law, recipes=found)
+    found = tuple(expected(name, one, trained, law) for name, one in measured.items())
+    return Forecast(trained=trained, law=law, measured=measured, recipes=found)
 
 
 def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Expected:
@@ -157,11 +161,14 @@ def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Ex
     rest = measured.without(worst)
     return Expected(
         recipe=name,
-        sensitivity=measured,
         gap=None if reason else law.gap(measured.forward, measured.backward),
         reason=reason,
         worst=worst,
         without_worst=None if reason else law.gap(rest.forward, rest.backward),
+        forward=measured.forward,
+        forward_layers=measured.layers,
+        backward=measured.backward,
+        backward_layers=measured.backward_layers,
     )
 
 

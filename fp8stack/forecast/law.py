@@ -10,18 +10,11 @@ from importlib import resources
 
 from scipy import stats
 
+from fp8stack.forecast.told import Gap
+
 CONFIDENCE = 0.90
 QUANTILE = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
 """How many standard deviations its interval is to either side."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gap:
-    """A loss gap in nats per token, with its 90 % interval."""
-
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)

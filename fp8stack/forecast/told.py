@@ -11,13 +11,14 @@ NAME = "forecast.json"
 WORST = 5
 """Layers that are left in bf16 to see what that wins."""
 GAP = ("gap to expect", "90 % interval")
+"""The titles of what `shares` gives."""
 
 
 class _Told(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class ToldGap(_Told):
+class Gap(_Told):
     """A loss gap in nats per token, with its 90 % interval."""
 
     mean: float
@@ -25,16 +26,16 @@ class ToldGap(_Told):
     high: float
 
 
-class ToldRecipe(_Told):
+class Expected(_Told):
     """What is expected of a recipe. `gap` is None where the law cannot tell, and `reason` says why;
     `without_worst` is the gap with the worst layers in bf16. `forward` and `backward` are those of
     `Sensitivity`."""
 
     recipe: str
-    gap: ToldGap | None
+    gap: Gap | None
     reason: str
     worst: tuple[str, ...]
-    without_worst: ToldGap | None
+    without_worst: Gap | None
     forward: float
     forward_layers: dict[str, float]
     backward: float
@@ -53,7 +54,7 @@ class Told(_Told):
     windows: int
     loss: float
     law_runs: int
-    recipes: tuple[ToldRecipe, ...]
+    recipes: tuple[Expected, ...]
 
     @property
     def about(self) -> list[str]:
@@ -98,19 +99,19 @@ class Told(_Told):
         )
 
 
-def shares(gap: ToldGap | None, loss: float) -> tuple[str, str]:
+def shares(gap: Gap | None, loss: float) -> tuple[str, str]:
     """A gap and its interval in percent of the loss, in words."""
     if gap is None:
         return "cannot tell", ""
     return share(gap, loss), f"{100 * gap.low / loss:+.2f} to {100 * gap.high / loss:+.2f} %"
 
 
-def share(gap: ToldGap | None, loss: float) -> str:
+def share(gap: Gap | None, loss: float) -> str:
     """A gap in percent of the loss."""
     return "" if gap is None else f"{100 * gap.mean / loss:+.2f} %"
 
 
-def _layers(one: ToldRecipe) -> str:
+def _layers(one: Expected) -> str:
     alone = sum(one.forward_layers.values())
     if not alone:
         return "none: the forward pass is exact"

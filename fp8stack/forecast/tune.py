@@ -16,8 +16,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from fp8stack.config import percent
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.forecast import Forecast
-from fp8stack.forecast.law import Gap, Law
+from fp8stack.forecast.law import Law
 from fp8stack.forecast.sensitivity import Sensitivity
+from fp8stack.forecast.told import Gap
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import write_atomically
 from fp8stack.precision import load_recipe
@@ -66,7 +67,7 @@ class Choices:
     may stay in bf16."""
 
     def __init__(self, forecast: Forecast, plain: bool = True) -> None:
-        self.measured = {one.recipe: one.sensitivity for one in forecast.recipes}
+        self.measured = forecast.measured
         sizes = {path: size for one in self.measured.values() for path, size in one.sizes.items()}
         self.layers = list(sizes)
         self.weights = np.array([*sizes.values()], dtype=float) / max(1, sum(sizes.values()))

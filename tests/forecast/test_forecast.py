@@ -95,14 +95,14 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     found = of(run, "nvfp4", "mxfp8")
     for one in found.recipes:
         assert one.reason == ""
-        assert one.gap == LAW.gap(one.sensitivity.forward, one.sensitivity.backward)
+        assert one.gap == LAW.gap(one.forward, one.backward)
         assert len(one.worst) == 5
-        rest = one.sensitivity.without(one.worst)
+        rest = found.measured[one.recipe].without(one.worst)
         assert one.without_worst == LAW.gap(rest.forward, rest.backward)
     nvfp4, mxfp8 = (one.gap.mean for one in found.recipes if one.gap)
     assert nvfp4 > 3 * mxfp8 > 0
     assert found.trained.tokens == 30 * 4 * 32
-    told = table.told(found)
+    told = found.told()
     text = "\n".join(table.as_text(told))
     loss = found.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
