@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
+from typing import Any
 
 from fp8stack.benchmark.timing import machine
 from fp8stack.compare.intervals import Interval
@@ -45,8 +46,8 @@ def compare(comparison: Comparison) -> int:
     if stopped:
         say("stopped; what is done is kept. Go on with:", f"  {comparison.command}")
         return PREEMPTED
-    if not any(ended.exit in FINAL for ended in found.outcomes.values()):
-        name, ended = next(iter(found.outcomes.items()))
+    if not any(ended.exit in FINAL for ended in found.ended.values()):
+        name, ended = next(iter(found.ended.items()))
         raise UserError(
             f"No run came to its end. {name}: {ended.error}. All that the runs printed is in "
             f"{comparison.out / 'logs'}."
@@ -55,13 +56,12 @@ def compare(comparison: Comparison) -> int:
 
 
 class _Results:
-    """How runs ended, by name, and what they came to, on disk and in memory."""
+    """What runs came to that ended, by name, on disk and in memory."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
         self.machine = machine("accelerate", device=comparison.config.device)
-        self.outcomes: dict[str, Ended] = {}
-        self._read: dict[str, RunFigures] = {}
+        self.ended: dict[str, RunFigures] = {}
         self.last_seed = comparison.seeds - 1
         if comparison.report.exists():
             self._take_over()
@@ -79,31 +79,26 @@ class _Results:
 
     def add(self, job: Job, ended: Ended) -> RunFigures:
         """Note how a run ended, and return what it came to."""
-        self.outcomes[job.name] = ended
         self.last_seed = max(self.last_seed, job.seed)
-        self._read[job.name] = figures = self._figures(job)
+        self.ended[job.name] = figures = self._read(job, **vars(ended))
         return figures
 
     def drop(self, job: Job) -> None:
         """Forget a run that is made again."""
-        self.outcomes.pop(job.name, None)
-        self._read.pop(job.name, None)
+        self.ended.pop(job.name, None)
 
     def has(self, job: Job) -> bool:
         """Whether the run ended, and would end so again."""
-        return job.name in self.outcomes and self.outcomes[job.name].exit in FINAL
+        return job.name in self.ended and self.ended[job.name].exit in FINAL
 
-    def _figures(self, job: Job) -> RunFigures:
-        ended = self.outcomes.get(job.name)
-        return self._read.get(job.name) or read_run(
+    def _read(self, job: Job, **ended: Any) -> RunFigures:
+        return read_run(
             self.comparison.folder(job),
             recipe=job.recipe,
             seed=job.seed,
             steps=self.comparison.config.steps,
             vocabulary=self.comparison.vocabulary,
-            exit=None if ended is None else ended.exit,
-            error="" if ended is None else ended.error,
-            seconds=None if ended is None else ended.seconds,
+            **ended,
         )
 
     @property
@@ -115,7 +110,11 @@ class _Results:
             for recipe in self.comparison.recipes
         )
         asked = self.comparison.seeds
-        return [self._figures(job) for job in jobs if job.seed < asked or job.name in self.outcomes]
+        return [
+            self.ended.get(job.name) or self._read(job, exit=None)
+            for job in jobs
+            if job.seed < asked or job.name in self.ended
+        ]
 
     @property
     def rows(self) -> list[RecipeFigures]:
@@ -254,7 +253,7 @@ def _over(
     progress: Progress,
 ) -> bool:
     """Whether the next pair would end after the hours that were given."""
-    if comparison.hours is None or not found.outcomes or not names:
+    if comparison.hours is None or not found.ended or not names:
         return False
     left = comparison.hours * 3600 - elapsed_s
     expected = _runs_s(found.rows, dict.fromkeys(names, 1))

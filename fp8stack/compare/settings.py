@@ -130,6 +130,8 @@ def prepare(
     use_threads(config.threads)  # refused here, and not by every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
     config = _with_shared_steps(config, shared, named[chosen], Path(folder) / REPORT)
+    own = {"seeds": seeds, "baseline": baseline, "shared": shared, "until": until}
+    own |= {"margin": None if margin == MARGIN else margin, "hours": hours}
     comparison = Comparison(
         out=Path(folder).resolve(),
         recipes=named,
@@ -139,18 +141,7 @@ def prepare(
         hours=hours,
         config=config,
         contents=_contents(config, named, tokenizer),
-        command=_command(
-            recipes,
-            folder,
-            flags,
-            sets,
-            seeds=seeds,
-            baseline=baseline,
-            shared=shared,
-            until=until,
-            margin=None if margin == MARGIN else margin,
-            hours=hours,
-        ),
+        command=_command(recipes, folder, {**flags, **own}, sets),
         vocabulary=load_config(config.model, config.model_overrides).vocabulary,
     )
     return _beginning(comparison)
@@ -353,12 +344,10 @@ def read_report(path: Path) -> dict[str, Any]:
     raise UserError(f"{path} is no comparison's, or is damaged. Give another --out.")
 
 
-def _command(
-    recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[str], **own: Any
-) -> str:
+def _command(recipes: str, out: str, flags: Mapping[str, Any], sets: Sequence[str]) -> str:
     words = ["fp8stack", "compare", "--recipes", recipes]
     renamed = {"init_from": "from"}
-    for key, value in {**flags, **own}.items():
+    for key, value in flags.items():
         if value not in (None, False):
             flag = f"--{renamed.get(key, key)}"
             words += [flag] if value is True else [flag, str(value)]
