@@ -110,11 +110,6 @@ class Format:
         """The distance from 1 to the next value up."""
         return math.ldexp(1.0, -self.mantissa_bits)
 
-    def nan_codes(self) -> list[int]:
-        """The codes that are not a number; for formats of eight bits only."""
-        assert self.bits == 8, f"{self.name} has too many codes to list"
-        return [code for code in range(256) if math.isnan(self.decode(code))]
-
 
 FORMATS: dict[str, Format] = {
     format.name: format

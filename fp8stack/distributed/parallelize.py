@@ -52,16 +52,6 @@ def require_possible(plan: Plan, config: RunConfig, ranks: int) -> None:
         )
 
 
-def nothing_to_compress(config: RunConfig, ranks: int) -> tuple[str, ...]:
-    """A note for the start of a run that was told to compress gradients and sends none."""
-    if ranks > 1 or config.grad_compression == "none":
-        return ()
-    return (
-        f"--grad-compression {config.grad_compression} changes nothing here: there is one rank, "
-        "which sends no gradients",
-    )
-
-
 def part_of(tokens: Tensor, rank: int, ranks: int, accumulate: int) -> Tensor:
     """A rank's share of each micro-batch, in order: [batch, ...] -> [batch / ranks, ...]."""
     if ranks == 1:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from fp8stack.evaluation.scores import Score
 from fp8stack.tables import aligned
@@ -53,9 +53,7 @@ def text_lines(scores: Sequence[Score]) -> list[str]:
 
 def rich_table(scores: Sequence[Score]) -> Table:
     """The table for a terminal; `notes` belong below it."""
-    table = Table()
-    for heading in HEADINGS:
-        table.add_column(heading, overflow="fold")
+    table = Table(*(Column(heading, overflow="fold") for heading in HEADINGS))
     for score in scores:
         table.add_row(*_cells(score))
     return table

@@ -178,17 +178,17 @@ def build_scaler(config: RunConfig, device: torch.device) -> LossScaler:
 def _check(interval: int, growth: float, backoff: float, smallest: float, largest: float) -> None:
     """Raise a UserError that names the first of a scaler's numbers that cannot be."""
     bounds = f"min_loss_scale {smallest:.12g} and max_loss_scale {largest:.12g}"
-    if interval < 1:
-        raise UserError(f"loss_scale_interval {interval} is below 1. Choose 1 or more steps.")
-    if not 1 < growth < math.inf:
-        wrong = f"loss_scale_growth {growth:g} is not above 1"
-        raise UserError(f"{wrong}. Choose a factor such as 2.")
-    if not 0 < backoff < 1:
-        wrong = f"loss_scale_backoff {backoff:g} is not between 0 and 1"
-        raise UserError(f"{wrong}. Choose a factor such as 0.5.")
-    if not 0 < smallest <= largest < math.inf:
-        wrong = f"{bounds} are no range of positive numbers"
-        raise UserError(f"{wrong}. Choose a larger max_loss_scale.")
+    for possible, wrong, instead in (
+        (interval >= 1, f"loss_scale_interval {interval} is below 1", "1 or more steps"),
+        (1 < growth < math.inf, f"loss_scale_growth {growth:g} is not above 1",
+         "a factor such as 2"),
+        (0 < backoff < 1, f"loss_scale_backoff {backoff:g} is not between 0 and 1",
+         "a factor such as 0.5"),
+        (0 < smallest <= largest < math.inf, f"{bounds} are no range of positive numbers",
+         "a larger max_loss_scale"),
+    ):  # fmt: skip
+        if not possible:
+            raise UserError(f"{wrong}. Choose {instead}.")
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:

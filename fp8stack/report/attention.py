@@ -15,7 +15,7 @@ from fp8stack.report.events import ending, failure, from_events
 from fp8stack.report.flow import judged as of_gradients
 from fp8stack.report.read import Operand, Run, table
 from fp8stack.report.standouts import StandOut, settled, stand_outs
-from fp8stack.report.words import LABELS, Finding, Level, in_steps, percent, shown, times
+from fp8stack.report.words import Finding, Level, in_steps, percent, shown, times
 
 MOST = 6  # stand-outs that are named one by one
 CLIPPED_BITS = 3.0  # an amax of 8 times what its scale can hold; less is usual in delayed scaling
@@ -115,6 +115,7 @@ def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
 
 
 def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
+    called = {"sqnr_db": "SQNR"}
     for out in standing_out[:MOST]:
         start = f"from step {out.step} on" if out.changed else "all along"
         where = f"stands out {start}. At step {out.worst_step}:"
@@ -123,7 +124,7 @@ def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
         elif out.changed and out.step == out.operand.steps[-1]:
             where = f"stands out at step {out.step}:"
         figures = "; ".join(
-            f"{LABELS[figure]} {shown(figure, value)}, its peers {shown(figure, peers)}"
+            f"{called.get(figure, figure)} {shown(figure, value)}, its peers {shown(figure, peers)}"
             + ("" if before is None else f", itself {shown(figure, before)} before")
             for figure, (value, peers, before) in out.values.items()
         )
@@ -198,15 +199,10 @@ def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
         ("most underflow", "underflow", 1.0),
         ("least headroom", "headroom_bits", -1.0),
     ):
-        best: tuple[float, Operand, int] | None = None
-        for operand in operands:
-            values = sign * operand.figures[figure]
-            if np.isfinite(values).any():
-                at = int(np.nanargmax(values))
-                if best is None or values[at] > best[0]:
-                    best = (float(values[at]), operand, at)
-        if best is not None:
-            value, operand, at = best
-            step = int(operand.steps[at])
+        each = ((sign * operand.figures[figure], operand) for operand in operands)
+        tops = [(float(np.nanmax(of)), of, one) for of, one in each if np.isfinite(of).any()]
+        if tops:
+            value, values, operand = max(tops, key=lambda top: top[0])
+            step = int(operand.steps[np.nanargmax(values)])
             found.append((label, operand.name, step, shown(figure, sign * value)))
     return found

@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal
 
 import numpy as np
@@ -146,12 +146,11 @@ def _last(values: Figures) -> Figures:
 
 def _longest(flags: NDArray[np.bool_]) -> tuple[int, int]:
     """The longest run of true flags, the last of equals: from, up to."""
-    best = end = start = 0
-    for at, flag in enumerate([*flags, False]):
-        if not flag:
-            if at - start >= end - best and at > start:
-                best, end = start, at
-            start = at + 1
+    best = end = at = 0
+    for flag, alike in groupby(flags):
+        begin, at = at, at + len(list(alike))
+        if flag and at - begin >= end - best:
+            best, end = begin, at
     return best, end
 
 

@@ -335,14 +335,12 @@ def layers_by_steps(
     run: Run, kind: str, figure: str
 ) -> tuple[list[str], NDArray[np.int64], Figures]:
     """The layers, the steps [samples] and `figure` as [layers, samples] of one operand kind."""
-    names = list(dict.fromkeys(operand.layer for operand in run.operands))
-    operands = [operand for operand in run.operands if operand.kind == kind]
-    steps = np.unique(np.concatenate([operand.steps for operand in run.operands]))
-    values = np.full((len(names), len(steps)), np.nan)
-    own_steps, own = grid(operands, figure)
-    rows = [names.index(operand.layer) for operand in operands]
-    values[np.array(rows)[:, None], np.searchsorted(steps, own_steps)] = own
-    return names, steps, values
+    steps, every = grid(run.operands, figure)
+    values = {operand.layer: np.full(len(steps), np.nan) for operand in run.operands}
+    for operand, row in zip(run.operands, every, strict=True):
+        if operand.kind == kind:
+            values[operand.layer] = row
+    return list(values), steps, np.stack(list(values.values()))
 
 
 def joined(

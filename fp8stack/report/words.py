@@ -18,15 +18,6 @@ class Finding:
     text: str
 
 
-LABELS = {
-    "amax": "amax",
-    "saturated": "saturated",
-    "underflow": "underflow",
-    "sqnr_db": "SQNR",
-    "headroom_bits": "headroom",
-}
-
-
 def shown(figure: str, value: float) -> str:
     """A figure with its unit, as sentences have it."""
     if not math.isfinite(value):

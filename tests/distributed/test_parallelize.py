@@ -22,6 +22,7 @@ from fp8stack.distributed import parallelize
 from fp8stack.distributed.process_group import join
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, resolve
+from fp8stack.training.setup.build import without_effect
 from tests.conftest import metrics
 from tests.faults.processes import difference, in_ranks, last_step, run_ranks
 from tests.faults.twins import TEXT
@@ -161,10 +162,10 @@ def test_with_fsdp_it_is_refused_by_name():
 
 def test_one_rank_is_told_that_it_changes_nothing():
     config = RunConfig(grad_compression="bf16")
-    (note,) = parallelize.nothing_to_compress(config, 1)
-    assert "--grad-compression bf16 changes nothing" in note
-    assert parallelize.nothing_to_compress(config, 2) == ()
-    assert parallelize.nothing_to_compress(RunConfig(), 1) == ()
+    (note,) = without_effect(config, False, 1, compiled=False)
+    assert note == "grad_compression changes nothing here: there is one rank"
+    assert without_effect(config, False, 2, compiled=False) == ()
+    assert without_effect(RunConfig(), False, 1, compiled=False) == ()
 
 
 def test_the_scenarios_table_has_bytes_and_gaps(monkeypatch):

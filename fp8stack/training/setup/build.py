@@ -18,7 +18,6 @@ from fp8stack.checkpoint.state import restore_weights
 from fp8stack.config import RunConfig
 from fp8stack.distributed.parallelize import (
     DDP_OPTIONS,
-    nothing_to_compress,
     require_divisible,
     require_possible,
     spread,
@@ -103,8 +102,7 @@ def build(
         in_fp16 = any(plan.loss_scaling for plan in plans)
         loss_scaler = build_scaler(config, device) if in_fp16 else None
         model = variants[0].model
-        notes = nothing_to_compress(config, ranks.count)
-        notes += without_effect(config, in_fp16, ranks.count, compiled=any(compiled))
+        notes = without_effect(config, in_fp16, ranks.count, compiled=any(compiled))
         if source is not None:
             restore_weights(model, source.weights)
             told = "optimizer, scales and schedule are new"
@@ -171,7 +169,7 @@ def without_effect(
         "optimizer is sgd": ("beta1", "beta2", "adam_eps") if config.optimizer == "sgd" else (),
         "the run is not compiled": () if compiled else ("compile_mode",),
         "the run is not profiled": () if config.profile else profile,
-        "there is one rank": () if ranks > 1 else ("parallel",),
+        "there is one rank": () if ranks > 1 else ("parallel", "grad_compression"),
     }
     return tuple(
         f"{key} changes nothing here: {why}"

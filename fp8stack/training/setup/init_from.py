@@ -141,14 +141,9 @@ def _beside(shape: GPTConfig, other: GPTConfig) -> dict[str, Any]:
 
 def absolute_source(init_from: str) -> str:
     """What `--init-from` names, from the root, so that a run can be resumed from anywhere."""
-    if repository_in(init_from) is not None:
-        return init_from
-    return _from_root(init_from)
-
-
-def _from_root(init_from: str) -> str:
-    folder = path_in(init_from)
-    return os.path.realpath(init_from) if folder is None else f"{HF}{os.path.realpath(folder)}"
+    if (folder := path_in(init_from)) is None:
+        return os.path.realpath(init_from)
+    return init_from if repository_in(init_from) else f"{HF}{os.path.realpath(folder)}"
 
 
 def _same_repository(asked: Repository, saved: Repository) -> bool:
@@ -168,6 +163,6 @@ def same_source(asked: str, saved: str | None) -> bool:
         here = repository_in(asked)
         if there is not None and here is not None:
             return _same_repository(here, there)
-        return saved is not None and _from_root(asked) == saved
+        return saved is not None and absolute_source(asked) == saved
     places = (Path(saved), Path(saved).parent.parent)  # RUN/checkpoints/step-000200, and RUN
     return Path(asked).resolve() in places
