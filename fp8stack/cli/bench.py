@@ -100,16 +100,14 @@ def step(
     device: Annotated[str, options.DEVICE] = "auto",
     rounds: Annotated[int, option("Timed steps per arm. [20]", min=6)] = 20,
     seconds: Annotated[float, option("Time limit per arm, in seconds. [60]", min=1)] = 60.0,
-    threads: Annotated[int | None, options.THREADS] = None,
+    threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Measure training steps in FP8 here, relative to a step without FP8."""
     from fp8stack.benchmark.step import FP8, QUANTIZED, chosen, measure, table
     from fp8stack.errors import unknown
     from fp8stack.precision import probe
-    from fp8stack.threads import use_threads
 
-    use_threads(threads)
     hardware = probe(device)
     wanted = recipe or list(FP8)
     for name in wanted:

@@ -36,7 +36,7 @@ def forecast(
     tokens: Annotated[int | None, TOKENS] = None,
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     device: Annotated[str, options.DEVICE] = "auto",
-    threads: Annotated[int | None, options.THREADS] = None,
+    threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Forecast what training in each recipe would cost in loss, and which layers cause it.
@@ -46,9 +46,7 @@ def forecast(
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import table
-    from fp8stack.threads import use_threads
 
-    use_threads(threads)
     chosen = forecasts.RECIPES if recipes is None else options.words(recipes)
     request = forecasts.Request(recipes=chosen, **flags)
     with _measuring() as tell:
@@ -74,16 +72,14 @@ def tune(
     tokens: Annotated[int | None, TOKENS] = None,
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     device: Annotated[str, options.DEVICE] = "auto",
-    threads: Annotated[int | None, options.THREADS] = None,
+    threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Write a recipe that gives each layer as few bits as a loss budget allows."""
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import table, tune
-    from fp8stack.threads import use_threads
 
-    use_threads(threads)
     asked = tune.ask(budget, bits, out)
     chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
     request = forecasts.Request(recipes=tune.candidates(chosen), **flags)

@@ -27,7 +27,7 @@ def generate(
     backend: Annotated[str, options.BACKEND] = "auto",
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     device: Annotated[str, options.DEVICE] = "auto",
-    threads: Annotated[int | None, options.THREADS] = None,
+    threads: Annotated[int | None, options.THREADS_NOW] = None,
 ) -> None:
     """Generate text with a trained model: the text on stdout, figures on stderr."""
     if prompt is not None and prompt_file is not None:
@@ -36,9 +36,7 @@ def generate(
         prompt = _read(prompt_file)
     from fp8stack.generation import Request, write
     from fp8stack.model.sampling import Sampling
-    from fp8stack.threads import use_threads
 
-    use_threads(threads)
     request = Request(
         run=run,
         prompt=prompt or "",

@@ -86,14 +86,12 @@ def evaluate(
     tokenizer: Annotated[str | None, options.TOKENIZER] = None,
     backend: Annotated[str, options.BACKEND] = "auto",
     device: Annotated[str, options.DEVICE] = "auto",
-    threads: Annotated[int | None, options.THREADS] = None,
+    threads: Annotated[int | None, options.THREADS_NOW] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
     """Compute validation losses and bits per byte of trained models, in one recipe or several."""
     from fp8stack import evaluation
-    from fp8stack.threads import use_threads
 
-    use_threads(threads)
     request = evaluation.Request(
         runs=runs,
         recipes=options.words(recipes or ""),

@@ -6,6 +6,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fp8stack.threads import use_threads
+
 
 def option(help: str, *names: str, **more: Any) -> Any:
     """An option whose help ends with its default in brackets."""
@@ -23,6 +25,11 @@ def _names(kind: Any) -> list[str]:
     from fp8stack.presets import names
 
     return names(kind)
+
+
+def _compute_with(threads: int | None) -> int | None:
+    use_threads(threads)
+    return threads
 
 
 # In place of typer's own --help, for which it imports pydantic whatever the command.
@@ -46,6 +53,7 @@ COMPILE = option("Use torch.compile. [on a GPU, but for te]")
 PHASES = option("By phase: conservative, default or aggressive.")
 DEVICE = option("Device: auto, cpu or cuda. [auto]")
 THREADS = option("CPU threads for torch. [torch's choice]")
+THREADS_NOW = option("CPU threads for torch. [torch's choice]", callback=_compute_with)
 CONFIG = option("Run file (TOML); flags override it.")
 SET = option("Any other key, as key=value; repeatable.")
 

@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from fp8stack.data import megatron
+from fp8stack.data import megatron, prepared
 from fp8stack.data.bins import bin_part, is_bin, named_splits
 from fp8stack.data.corpus import Corpus, Part
 from fp8stack.data.files import is_empty, status_of, walk
 from fp8stack.data.mixture import mixture_of, weighted
 from fp8stack.data.parquet import is_parquet, parquet_parts
-from fp8stack.data.prepared import (
-    is_prepared,
-    prepared_parts,
-    refuse_unfinished,
-    tokenizer_of_prepared,
-)
 from fp8stack.data.texts import (
     STANDARD_LIBRARY,
     encoded,
@@ -116,14 +110,14 @@ def _tokenizer_of_one(data: str | None, texts: Tokenizer | None) -> Tokenizer | 
     if _is_text(data):
         return texts or load_tokenizer("bytes")
     folder = Path(str(data))
-    return tokenizer_of_prepared(folder) if is_prepared(folder) else None
+    return prepared.tokenizer_of_prepared(folder) if prepared.is_prepared(folder) else None
 
 
 def _is_text(data: str | None) -> bool:
     path = None if data is None else _found(data)
     if path is None or not path.is_dir():
         return path is None or not is_bin(path)
-    return not is_prepared(path) and not any(is_bin(file) for file in walk(path))
+    return not prepared.is_prepared(path) and not any(is_bin(file) for file in walk(path))
 
 
 def _found(data: str) -> Path:
@@ -161,8 +155,8 @@ class _Loader:
             else:
                 parts = self._text(str(path), [text(path, self.vocabulary)])
             return self._cut(data, parts)
-        if is_prepared(path):
-            train, val = prepared_parts(path, self.vocabulary)
+        if prepared.is_prepared(path):
+            train, val = prepared.prepared_parts(path, self.vocabulary)
             return _named(data, train, val) if val else self._cut(data, train)
         files = path / "train.bin", path / "val.bin"
         if all(map(os.path.exists, files)):
@@ -191,7 +185,7 @@ class _Loader:
         """The splits of a folder whose files are all `.bin`, all parquet or all text."""
         folder = Path(data)
         files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
-        refuse_unfinished(folder, files)
+        prepared.refuse_unfinished(folder, files)
         bins = [path for path in files if is_bin(path)]
         indices = {megatron.index_of(path) for path in bins}
         tables = [path for path in files if is_parquet(path)]

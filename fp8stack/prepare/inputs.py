@@ -54,18 +54,13 @@ class Settings:
 
     def of_output(self) -> dict[str, Any]:
         """What decides the output, beside the inputs' contents; as JSON has it."""
-        return {
-            "inputs": list(self.inputs),
-            "tokenizer": None if self.train_bpe is not None else self.tokenizer,
-            "train_bpe": self.train_bpe,
-            "text_key": self.text_key,
-            "held_out": self.held_out,
-            "shard_tokens": self.shard_tokens,
-            # None, as in folders that are older than these settings.
-            "include": list(self.include) or None,
-            "exclude": list(self.exclude) or None,
-            "skip_binary": self.skip_binary or None,
-        }
+        told = {key: value for key, value in vars(self).items() if key not in ("workers", "out")}
+        told |= {"inputs": list(self.inputs)}
+        if self.train_bpe is not None:
+            told["tokenizer"] = None
+        # None, as in folders that are older than these settings.
+        told |= {key: list(told[key]) or None for key in ("include", "exclude")}
+        return told | {"skip_binary": self.skip_binary or None}
 
 
 Kind = Literal["text", "lines", "parquet", "hf"]

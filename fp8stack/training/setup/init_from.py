@@ -9,22 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8stack import presets
+from fp8stack import hf, presets
 from fp8stack.checkpoint.state import differences
 from fp8stack.checkpoint.validation import model_of
 from fp8stack.config import RunConfig, at_home, preset_for
 from fp8stack.errors import UserError
-from fp8stack.hf import (
-    HF,
-    Repository,
-    commit_in_cache,
-    fetch,
-    found_in,
-    from_hf,
-    open_folder,
-    path_in,
-    repository_in,
-)
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.load import find_checkpoint
@@ -54,9 +43,9 @@ def find_source(init_from: str) -> Source:
     that transformers saved, or `hf:owner/name[@revision]` on the Hub. Raises what `fetch` does, a
     UserError if there is no such thing, or a GPT of ours cannot be that of the folder, and a
     NoUsableCheckpoint if it is damaged, or a run has none that is not."""
-    repository, folder = repository_in(init_from), path_in(init_from)
+    repository, folder = hf.repository_in(init_from), hf.path_in(init_from)
     if repository is not None:
-        snapshot = fetch(repository)
+        snapshot = hf.fetch(repository)
         return _of_folder(snapshot.path, str(snapshot.repository))
     if folder is not None:
         return _of_folder(folder, absolute_source(init_from))
@@ -82,15 +71,15 @@ def _of_folder(path: Path, name: str) -> Source:
     """The model in a folder that transformers saved, as one of ours; `name` is the source's. Its
     shape is kept in the run file, so that the folder is needed no more once the run has a
     checkpoint."""
-    folder = open_folder(path)
-    found = found_in(folder.config, str(path / "config.json"))
+    folder = hf.open_folder(path)
+    found = hf.found_in(folder.config, str(path / "config.json"))
     model, overrides = nearest_preset(found.config)
     return Source(
         name=name,
         shape=found.config,
         model=model,
         overrides=overrides,
-        weights=from_hf(found.config, found.layout, folder.tensors, str(path)),
+        weights=hf.from_hf(found.config, found.layout, folder.tensors, str(path)),
         notes=found.notes,
         tokenizer=folder.tokenizer,
     )
@@ -141,26 +130,26 @@ def _beside(shape: GPTConfig, other: GPTConfig) -> dict[str, Any]:
 
 def absolute_source(init_from: str) -> str:
     """What `--init-from` names, from the root, so that a run can be resumed from anywhere."""
-    if (folder := path_in(init_from)) is None:
+    if (folder := hf.path_in(init_from)) is None:
         return os.path.realpath(init_from)
-    return init_from if repository_in(init_from) else f"{HF}{os.path.realpath(folder)}"
+    return init_from if hf.repository_in(init_from) else f"{hf.HF}{os.path.realpath(folder)}"
 
 
-def _same_repository(asked: Repository, saved: Repository) -> bool:
+def _same_repository(asked: hf.Repository, saved: hf.Repository) -> bool:
     """Whether `asked` may be `saved`, whose revision is a commit."""
     if asked.name != saved.name:
         return False
     commit = saved.revision or ""
     if asked.revision is None or (len(asked.revision) >= 7 and commit.startswith(asked.revision)):
         return True
-    return commit_in_cache(asked) == commit
+    return hf.commit_in_cache(asked) == commit
 
 
 def same_source(asked: str, saved: str | None) -> bool:
     """Whether `asked`, see `find_source`, is where a run's first weights `saved` were from."""
-    if saved is None or path_in(asked) is not None or path_in(saved) is not None:
-        there = None if saved is None else repository_in(saved)
-        here = repository_in(asked)
+    if saved is None or hf.path_in(asked) is not None or hf.path_in(saved) is not None:
+        there = None if saved is None else hf.repository_in(saved)
+        here = hf.repository_in(asked)
         if there is not None and here is not None:
             return _same_repository(here, there)
         return saved is not None and absolute_source(asked) == saved

@@ -20,17 +20,10 @@ from fp8stack.tokenizer import NAMED
 from fp8stack.training.metrics.trackers import start_trackers
 from fp8stack.training.run import Run
 from fp8stack.training.run_folder import RunFolder, choose_folder, cut_runs
+from fp8stack.training.setup import resume as resuming
 from fp8stack.training.setup.allocator import expand_segments
 from fp8stack.training.setup.build import build, with_quantizers
 from fp8stack.training.setup.init_from import absolute_source, find_source, with_source
-from fp8stack.training.setup.resume import (
-    Resumption,
-    config_to_resume,
-    decided_in,
-    find_together,
-    put_back,
-    refuse_differences,
-)
 from fp8stack.training.setup.variants import Decided, leave_fp16, plan_of
 
 
@@ -66,7 +59,7 @@ def set_up(
         if overwrite:
             _refuse_overwriting(config.out, resume, config.init_from)
         asked = "auto" if again else resume
-        found = None if overwrite else find_together(config, asked, ranks)
+        found = None if overwrite else resuming.find_together(config, asked, ranks)
         if found is None:
             config = for_ranks(config, ranks.count)
 
@@ -80,7 +73,7 @@ def set_up(
             old = folder.files() if overwrite else []
         else:
             folder = found.folder
-            config = config_to_resume(found, config)
+            config = resuming.config_to_resume(found, config)
         use_threads(config.threads)
         if config.init_from and (found is None or found.checkpoint is None):
             source = find_source(config.init_from)
@@ -90,7 +83,7 @@ def set_up(
     run = build(
         config,
         folder,
-        decided_in(checkpoint.info) if checkpoint else Decided(),
+        resuming.decided_in(checkpoint.info) if checkpoint else Decided(),
         hardware=hardware,
         ranks=ranks,
         source=source,
@@ -173,7 +166,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=files)
 
 
-def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
+def _resume(run: Run, found: resuming.Resumption) -> tuple[str, ...]:
     """Put `run` where the checkpoint left off, and return what is to be told of it."""
     checkpoint, config, saved = found.checkpoint, run.config, found.saved
     if checkpoint is None:
@@ -182,7 +175,7 @@ def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
         return ()
     notes, info = list[str](), checkpoint.info
     was = with_quantizers(info["identity"])
-    refuse_differences(found, list(differences(was, dict(run.identity))))
+    resuming.refuse_differences(found, list(differences(was, dict(run.identity))))
     if checkpoint.step > config.steps:
         raise UserError(
             f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "
@@ -197,7 +190,7 @@ def _resume(run: Run, found: Resumption) -> tuple[str, ...]:
         notes.append(f"threads {before} -> {now}: sums may round differently")
     if (then := info["versions"].get("torch")) != torch.__version__:
         notes.append(f"torch {then} -> {torch.__version__}: losses may differ")
-    put_back(run, checkpoint)
+    resuming.put_back(run, checkpoint)
     if (guard := info["guard"]) is not None:
         for layer in guard["demoted"]:
             run.set_fp8(layer, False)
