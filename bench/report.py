@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fp8stack import tables
-from fp8stack.benchmark.timing import Timing, machine, paired_ratio, ratio
+from fp8stack.benchmark.timing import Timing, machine, median_interval, ratio
 
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -61,6 +62,18 @@ def rows_of(case: str, timings: Mapping[str, Timing], to: str, **facts: object) 
         }
         for arm, timing in timings.items()
     ]
+
+
+def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
+    """How much longer `timing` took than `to` in the same round: the median over the rounds, and
+    the ends of its 95 % confidence interval, see `median_interval`.
+
+    Both must be of one call of `interleaved`: what slows down a round slows down both arms, and
+    leaves their ratio. Raises a ValueError if they have not as many rounds.
+    """
+    pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
+    found = [one / other for one, other in pairs]
+    return statistics.median(found), *median_interval(found)
 
 
 def paired(timing: Timing, to: Timing) -> dict[str, float]:

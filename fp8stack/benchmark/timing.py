@@ -150,18 +150,6 @@ def ratio(timing: Timing, to: Timing) -> float:
     return timing.fastest_ms / to.fastest_ms
 
 
-def paired_ratio(timing: Timing, to: Timing) -> tuple[float, float, float]:
-    """How much longer `timing` took than `to` in the same round: the median over the rounds, and
-    the ends of its 95 % confidence interval, see `median_interval`.
-
-    Both must be of one call of `interleaved`: what slows down a round slows down both arms, and
-    leaves their ratio. Raises a ValueError if they have not as many rounds.
-    """
-    pairs = zip(timing.samples_ms, to.samples_ms, strict=True)
-    found = [one / other for one, other in pairs]
-    return statistics.median(found), *median_interval(found)
-
-
 # What a result was measured on
 
 

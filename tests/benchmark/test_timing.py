@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.report import paired_ratio
 from fp8stack.benchmark import timing
-from fp8stack.benchmark.timing import interleaved, median_interval, paired_ratio
+from fp8stack.benchmark.timing import interleaved, median_interval
 from fp8stack.precision import Hardware
 from tests.support.clock import Clock, timed
 
