@@ -45,7 +45,6 @@ def forecast(
     """
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
-    from fp8stack.forecast import table
 
     chosen = forecasts.RECIPES if recipes is None else options.words(recipes)
     request = forecasts.Request(recipes=chosen, **flags)
@@ -56,7 +55,7 @@ def forecast(
     if json:
         options.print_json(told.model_dump(mode="json"))
     else:
-        print(*table.as_text(told), sep="\n")
+        print(*told.as_text(), sep="\n")
         if kept is not None:
             print("", f"written: {kept}, which `fp8stack report` shows", sep="\n")
 
@@ -78,7 +77,7 @@ def tune(
     """Write a recipe that gives each layer as few bits as a loss budget allows."""
     flags = {key: value for key, value in locals().items() if key in MEASURED}
     from fp8stack.forecast import forecast as forecasts
-    from fp8stack.forecast import table, tune
+    from fp8stack.forecast import tune
 
     asked = tune.ask(budget, bits, out)
     chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
@@ -89,10 +88,9 @@ def tune(
     found = tune.tuned(choices, forecast, asked)
     tune.write(found, forecast, asked)
     if json:
-        options.print_json(table.assignment_json(found))
+        options.print_json({**vars(found), "gap": vars(found.gap)})
     else:
-        beside = tune.beside(choices, forecast.law)
-        print(*table.assignment_text(found, beside, forecast.trained.loss), sep="\n")
+        print(*tune.as_text(found, choices, forecast), sep="\n")
         print("", f"written: {out}. Train in it:", f"  {tune.command(run, out)}", sep="\n")
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8stack.tables import aligned
+
 NAME = "forecast.json"
 """Of the file, in a run's folder."""
 WORST = 5
@@ -79,6 +81,10 @@ class Told(_Told):
                 f"{one.forward:.1e}",
                 _layers(one),
             ]
+
+    def as_text(self) -> list[str]:
+        """The table, then what is to be known."""
+        return [*self.about, "", *aligned([self.header, *self.rows()]), "", *self.notes()]
 
     def notes(self) -> Iterator[str]:
         """What is to be known of the table."""

@@ -18,10 +18,11 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.forecast import Forecast
 from fp8stack.forecast.law import Law
 from fp8stack.forecast.sensitivity import Sensitivity
-from fp8stack.forecast.told import Gap
+from fp8stack.forecast.told import GAP, Gap, shares
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import write_atomically
 from fp8stack.precision import load_recipe
+from fp8stack.tables import aligned
 
 PLAIN, PLAIN_BITS = "bf16", 16.0
 """What a layer that is not quantized runs in."""
@@ -268,9 +269,19 @@ def command(run: str, out: str) -> str:
     return shlex.join(["fp8stack", "pretrain", *config, "--recipe", out, *own])
 
 
-def beside(choices: Choices, law: Law) -> dict[str, Assignment]:
-    """Each recipe, and none, for every layer, to compare with."""
-    return {name: choices.uniform(name, law) for name in (*choices.measured, PLAIN)}
+def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str]:
+    """The tuned recipe beside each candidate, and none, in all layers, then which layers have
+    which."""
+    named = [("tuned", found)]
+    named += [(n, choices.uniform(n, forecast.law)) for n in (*choices.measured, PLAIN)]
+    loss = forecast.trained.loss
+    rows = [[name, f"{one.bits:.2f}", *shares(one.gap, loss)] for name, one in named]
+    of: dict[str, list[str]] = {}
+    for path, (forward, backward) in found.layers.items():
+        which = forward if forward == backward else f"{forward}, backward {backward}"
+        of.setdefault(which, []).append(path)
+    table = aligned([["recipe", "bits of a GEMM", *GAP], *rows])
+    return [*table, "", *(f"{which}: {', '.join(paths)}" for which, paths in of.items())]
 
 
 def write(found: Assignment, forecast: Forecast, asked: Asked) -> None:

@@ -15,7 +15,7 @@ import fp8stack
 from fp8stack.errors import StorageError
 from fp8stack.forecast import forecast as forecasts
 from fp8stack.forecast import law as laws
-from fp8stack.forecast import table, tune
+from fp8stack.forecast import tune
 from fp8stack.forecast.law import Law
 from fp8stack.forecast.told import Told
 from fp8stack.model.config import load_config, plan_for
@@ -103,7 +103,7 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     assert nvfp4 > 3 * mxfp8 > 0
     assert found.trained.tokens == 30 * 4 * 32
     told = found.told()
-    text = "\n".join(table.as_text(told))
+    text = "\n".join(told.as_text())
     loss = found.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
     assert "million parameters, trained on" in text
