@@ -123,6 +123,11 @@ class _Results:
         names = list(comparison.recipes)
         return summarize(self.runs, names, comparison.baseline, comparison.judging)
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What a run takes, by recipe, as far as that was seen."""
+        return {row.recipe: row.seconds for row in self.rows if row.seconds}
+
     def write(self) -> str:
         """Write `compare.json`, `.md` and `.png` of what there is, and return the table as text."""
         rows, comparison = self.rows, self.comparison
@@ -165,7 +170,7 @@ def _train_all(
                 continue
             found.drop(job)
             ahead[recipe] -= 1
-            show = _showing(progress, name, comparison.config.steps, found.rows, ahead)
+            show = _showing(progress, name, comparison, recipe, found.seconds, ahead)
             started = time.monotonic()
             ended = train(comparison, job, requested, show)
             cut = ended.exit in (PREEMPTED, INTERRUPTED)
@@ -194,18 +199,20 @@ def _ahead(
 def _showing(
     progress: Progress,
     name: str,
-    steps: int,
-    rows: Sequence[RecipeFigures],
+    comparison: Comparison,
+    recipe: str,
+    seconds: Mapping[str, float],
     ahead: Mapping[str, int],
 ) -> Show:
-    """What shows the progress of the run called `name`, and about how long it and those `ahead`
-    take: by its own pace, and by what runs took before."""
+    """What shows the progress of a run in `recipe`, and about how long it and those `ahead` take:
+    by its own pace, and by the `seconds` that runs took before."""
 
     def show(text: str, share: float, step_s: float | None) -> None:
         left = "n/a"
         if step_s is not None:
-            run_s = step_s * steps
-            left = f"about {about((1 - share) * run_s + _runs_s(rows, ahead, run_s))}"
+            run_s = step_s * comparison.config.steps
+            later_s = _runs_s({recipe: run_s, **seconds}, ahead)
+            left = f"about {about((1 - share) * run_s + later_s)}"
         progress.step(f"{name} | {text} | all runs: {left}", share)
 
     return show
@@ -256,7 +263,7 @@ def _over(
     if comparison.hours is None or not found.ended or not names:
         return False
     left = comparison.hours * 3600 - elapsed_s
-    expected = _runs_s(found.rows, dict.fromkeys(names, 1))
+    expected = _runs_s(found.seconds, dict.fromkeys(names, 1))
     if expected <= left:
         return False
     progress.note(
@@ -266,12 +273,10 @@ def _over(
     return True
 
 
-def _runs_s(rows: Sequence[RecipeFigures], runs: Mapping[str, int], usual_s: float = 0.0) -> float:
-    """Seconds that so many runs of each recipe take; of one not seen yet, as those seen, and
-    `usual_s` if none was."""
-    known = [row.seconds for row in rows if row.seconds]
-    usual_s = statistics.fmean(known) if known else usual_s
-    return sum(runs.get(row.recipe, 0) * (row.seconds or usual_s) for row in rows)
+def _runs_s(seconds: Mapping[str, float], runs: Mapping[str, int]) -> float:
+    """Seconds that so many runs of each recipe take; of one not seen yet, as those seen."""
+    usual = statistics.fmean(seconds.values()) if seconds else 0.0
+    return sum(count * seconds.get(recipe, usual) for recipe, count in runs.items())
 
 
 def _outlook(comparison: Comparison, found: _Results) -> Iterator[str]:
@@ -284,7 +289,7 @@ def _outlook(comparison: Comparison, found: _Results) -> Iterator[str]:
     elif not more:
         yield f"  every interval is at most ± {comparison.judging.until:g} %"
     else:
-        took = about(_runs_s(rows, more))
+        took = about(_runs_s(found.seconds, more))
         yield f"  expected: about {pairs(max(more.values()), ' more')}, {took}"
 
 

@@ -397,12 +397,10 @@ def test_a_line_says_about_how_long_all_runs_take_that_are_left(command, monkeyp
     assert command("compare", *ask, "--out", "c") == 0
     lines = [one for one in capsys.readouterr().out.splitlines() if " | step " in one]
     left = {line.partition(" | loss")[0]: line.partition(" | all runs: ")[2] for line in lines}
-    # A run takes 20 s or 40 s. The first says what it takes itself, and nothing else is known yet.
+    # A run takes 20 s or 40 s; one in a recipe that was not seen is taken for one like those seen.
     assert left["[1/4] fp32, seed 0 | step 1/10"] == "n/a"
-    assert left["[1/4] fp32, seed 0 | step 2/10"] == "about 76 s"  # 16, and 3 x 20
-    assert (
-        left["[2/4] delayed, seed 0 | step 5/10"] == "about 60 s"
-    )  # 20, 20 and as it takes itself
+    assert left["[1/4] fp32, seed 0 | step 2/10"] == "about 76 s"  # 16, and 3 times 20
+    assert left["[2/4] delayed, seed 0 | step 5/10"] == "about 80 s"  # 20, 20 and 40
     assert left["[3/4] fp32, seed 1 | step 9/10"] == "about 42 s"  # 2, and 40
     assert left["[4/4] delayed, seed 1 | step 10/10"] == "about 0 s"
 
