@@ -69,12 +69,7 @@ class Progress:
             say(text)
 
 
-def train(
-    comparison: Comparison,
-    job: Job,
-    requested: Callable[[], bool],
-    show: Show,
-) -> Ended:
+def train(comparison: Comparison, job: Job, requested: Callable[[], bool], show: Show) -> Ended:
     """Train one run, or go on with it where it was cut. `requested` says whether all is to stop;
     `show` is told the run's progress.
 

@@ -48,9 +48,8 @@ _FP16_REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger 
 class Outcome:
     """What is to be done about the steps up to one that was checked; by default the run goes on."""
 
-    events: list[Row] = field(
-        default_factory=list
-    )  # what is to be told of them, rows of `metrics.jsonl`
+    # What is to be told of them, rows of `metrics.jsonl`.
+    events: list[Row] = field(default_factory=list)
     # How many steps in a row were bad up to now: no checkpoint is written amid them.
     streak: int = 0
     # Whether the last step was not taken: random numbers that it drew are given back.
