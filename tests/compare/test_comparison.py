@@ -742,8 +742,9 @@ def test_the_command_that_is_told_asks_for_the_same(monkeypatch):
     monkeypatch.setattr("fp8stack.compare.comparison.compare", lambda asked: 0)
     parse = typer.main.get_command(app)
     parse(["compare", *flags], standalone_mode=False)
-    (recipes, seeds, out, baseline, *more), own = seen[0]
-    command = settings._command(recipes, out, *more, seeds=seeds, baseline=baseline, **own)
+    (recipes, seeds, out, baseline, flags, sets), own = seen[0]
+    asked = {**flags, "seeds": seeds, "baseline": baseline, **own}
+    command = settings._command(recipes, out, asked, sets)
     parse(shlex.split(command)[1:], standalone_mode=False)
     assert seen[0] == seen[1]
     assert seen[0][0][4]["compile"] is True
