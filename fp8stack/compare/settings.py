@@ -130,7 +130,7 @@ def prepare(
     use_threads(config.threads)  # refused here, and not by every run
     folder = out or f"runs/compare-{Path(config.model).stem}"
     config = _with_shared_steps(config, shared, named[chosen], Path(folder) / REPORT)
-    own = {"seeds": seeds, "baseline": baseline, "shared": shared, "until": until}
+    own: dict[str, Any] = {"seeds": seeds, "baseline": baseline, "shared": shared, "until": until}
     own |= {"margin": None if margin == MARGIN else margin, "hours": hours}
     comparison = Comparison(
         out=Path(folder).resolve(),

@@ -95,25 +95,25 @@ class Choices:
     def assigned(self, chosen: Sequence[int], law: Law) -> Assignment:
         """The assignment that takes these candidates, one for each layer."""
         rows, pairs = np.arange(len(self.layers)), [self.pairs[number] for number in chosen]
-        figures = (of[rows, chosen] for of in (self.bits, self.forward, self.backward))
-        return self._assigned(pairs, *figures, law)
+        figures = [of[rows, chosen] for of in (self.bits, self.forward, self.backward)]
+        return self._assigned(pairs, np.array(figures), law)
 
     def uniform(self, name: str, law: Law) -> Assignment:
         """The assignment that takes one recipe everywhere."""
         pair = (name, name)
         figures = np.array([self._cost(path, *pair) for path in self.layers]).T.copy()
-        return self._assigned([pair] * len(self.layers), *figures, law)
+        return self._assigned([pair] * len(self.layers), figures, law)
 
-    def _assigned(
-        self, pairs: Sequence[tuple[str, str]], bits: Array, forward: Array, error: Array, law: Law
-    ) -> Assignment:
-        divergence, backward = float(forward.sum()), float((error * self.weights).sum())
+    def _assigned(self, pairs: Sequence[tuple[str, str]], figures: Array, law: Law) -> Assignment:
+        """The assignment of these pairs, whose `_cost` are the `figures`, [3, layers]."""
+        bits, divergence, error = figures
+        forward, backward = float(divergence.sum()), float((error * self.weights).sum())
         return Assignment(
             layers=dict(zip(self.layers, pairs, strict=True)),
             bits=float((bits * self.weights).sum()),
-            forward=divergence,
+            forward=forward,
             backward=backward,
-            gap=law.gap(divergence, backward),
+            gap=law.gap(forward, backward),
         )
 
     def cheapest(self, law: Law, budget: float) -> Assignment | None:
