@@ -112,8 +112,19 @@ def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     return operations
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("recipe", "backend", "dtype"), RUNS)
+# Every run in the style with the most kinds of operations; the others in a few.
+FEW = [
+    ("fp32", "auto", None), ("fp16", "auto", None), ("delayed", "emulate", "bf16"),
+    ("current", "torch", "bf16"), ("mxfp8", "emulate", "fp32"), ("nvfp4", "emulate", "fp32"),
+]  # fmt: skip
+CASES = [
+    pytest.param(*run, style, marks=[] if style == "llama" or run in FEW else pytest.mark.slow)
+    for run in RUNS
+    for style in STYLES
+]
+
+
+@pytest.mark.parametrize(("recipe", "backend", "dtype", "style"), CASES)
 def test_a_real_pass_computes_and_casts_as_the_plan_says(style, recipe, backend, dtype):
     config = STYLES[style]
     check(config, plan_of(config, recipe, backend, dtype), passes=2 if style == "llama" else 1)
