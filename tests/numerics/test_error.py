@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8stack import numerics
 from fp8stack.conform import oracles
+from fp8stack.conform.inputs import EVERY, uneven
 from fp8stack.numerics import Quantizer, RandomBits, dequantize, error, quantize
 from fp8stack.numerics.error import FIGURES, headroom_bits, sqnr_db
 from fp8stack.numerics.hadamard import hadamard
@@ -22,13 +22,11 @@ from tests.support.oracles import (
     FLT_MAX,
     FP8_MAX,
     ML_DTYPES,
-    blocked,
     fp8_codes,
-    mxfp8,
     scale_of,
     to_numpy,
 )
-from tests.support.quantizers import EVERY, uneven
+from tests.support.quantizers import RULES
 
 FORMATS = ["e4m3", "e5m2"]
 LIMIT = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half of the last step
@@ -138,42 +136,20 @@ def test_one_scale(stale: float) -> None:
         check(found, expected(numbers, decoded, scaled, LIMIT[format]))
 
 
-def test_mxfp8() -> None:
-    for x, numbers, format in cells():
-        codes, scales = mxfp8(numbers, -1, format)
-        power = np.exp2(scales.astype(np.float64) - 127).repeat(32, -1)[:, : x.shape[1]]
+@pytest.mark.parametrize("name", RULES)
+def test_blocks(name: str) -> None:
+    quantizer = RULES[name]
+    saturated = 0.0
+    for x, dtype in itertools.product(TENSORS.values(), FLOAT_DTYPES):
+        numbers, overflow = to_numpy(x.to(dtype)), min(torch.finfo(dtype).max, FLT_MAX)
+        made = oracles.quantize(numbers, quantizer, 1, overflow=overflow)
         with np.errstate(all="ignore"):
-            decoded = decode(codes, format) * power
-            wanted = expected(numbers, decoded, numbers / power, LIMIT[format])
-        check(mxfp8_error(x, format), wanted)
-
-
-@pytest.mark.parametrize("rounding", ["floor", "even"])
-def test_mxfp8_scales_that_do_not_round_up_saturate(rounding: str) -> None:
-    x = normal(64, 128)
-    data, scales = numerics.quantize_mxfp8(x, -1, "e4m3", rounding)
-    power = np.exp2(scales.view(torch.uint8).numpy().astype(np.float64) - 127).repeat(32, -1)
-    decoded = decode(data.view(torch.uint8).numpy(), "e4m3") * power
-    wanted = expected(to_numpy(x), decoded, to_numpy(x) / power, LIMIT["e4m3"])
-    assert wanted["saturated"] > 0
-    check(mxfp8_error(x, "e4m3", rounding), wanted)
-
-
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
-def test_blocks(block: tuple[int, int], power_of_two: bool) -> None:
-    for x, numbers, format in cells():
-        if format != "e4m3":
-            continue
-        overflow = min(torch.finfo(x.dtype).max, FLT_MAX)
-        codes, inv_scale = blocked(numbers, block, format, power_of_two, overflow)
-        spread = inv_scale.repeat(block[0], 0).repeat(block[1], 1)[: x.shape[0], : x.shape[1]]
-        with np.errstate(all="ignore"):
-            # what a GEMM multiplies is the float32 product
-            decoded = (decode(codes, format).astype(np.float32) * spread).astype(np.float64)
-            scaled = numbers / spread.astype(np.float64)
-            wanted = expected(numbers, decoded, scaled, LIMIT[format])
-        check(block_error(x, block, format, power_of_two), wanted)
+            scaled = numbers / made.out.astype(np.float64)
+            wanted = expected(numbers, made.exact, scaled, LIMIT[quantizer.format])
+        check(error.quantization_error(x.to(dtype), quantizer), wanted)
+        saturated += wanted["saturated"] * bool(x.isfinite().all())
+    if name in ("mxfp8 e4m3 floor", "mxfp8 e4m3 even"):  # which do not round up
+        assert saturated > 0
 
 
 @pytest.mark.parametrize("to", ["bf16", "fp16", "fp32"])

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fp8stack.conform.inputs import EVERY, uneven, with_specials
 from fp8stack.numerics import Quantizer, RandomBits, fused
 from fp8stack.numerics.quantized import given_scale
 from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
 from tests.support.casts import cast_by
-from tests.support.quantizers import EVERY, uneven, with_specials
 
 DRAWN = RandomBits(1, 2, torch.tensor(2**33 + 3), 5)
 

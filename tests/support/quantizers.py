@@ -1,39 +1,28 @@
-"""Quantizers of every kind, and matrices with what is hard in them."""
+"""Quantizers beside those of `fp8stack.conform.inputs`, their random bits, and what they need."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fp8stack.conform.inputs import (
-    EVERY,
-    HADAMARD,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    PLAIN,
-    STOCHASTIC,
-    extreme,
-    ties,
-    uneven,
-    with_specials,
-)
+from fp8stack.conform.inputs import ties
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits
 from fp8stack.precision import load_recipe
 
-__all__ = [
-    "EVERY",
-    "HADAMARD",
-    "MXFP4",
-    "MXFP8",
-    "NVFP4",
-    "PLAIN",
-    "STOCHASTIC",
-    "extreme",
-    "uneven",
-    "with_specials",
-]
+# Those of `quantize_mxfp8` and `quantize_blocks`, in all their forms.
+RULES = {
+    f"mxfp8 {format} {rule}": Quantizer(
+        format=format, block=(1, 32), scale="e8m0", scale_rounding=rule
+    )
+    for format in ("e4m3", "e5m2")
+    for rule in ("rceil", "floor", "even")
+} | {
+    f"{tall}x128 {format} {scale}": Quantizer(format=format, block=(tall, 128), scale=scale)
+    for tall in (1, 128)
+    for format in ("e4m3", "e5m2")
+    for scale in ("power_of_two", "float32")
+}
 
 
 def numbers(x: Tensor) -> Tensor:
