@@ -35,11 +35,11 @@ Run = Callable[[torch.Tensor, torch.Tensor, str], tuple[torch.Tensor, torch.Tens
 
 def inputs(few: bool) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
     """All values of the 16-bit formats; float32's ties, ends and specials; NaN alone; shapes. With
-    each, which of the scales are tried: all, or for the 16-bit formats a `few`."""
+    each, which of the scales are tried: all or a `few`, of which each is tried on something."""
     every = tuple(range(len(SCALES)))
     yield "bf16", every_value(torch.bfloat16).view(256, 256), (1, 2, 6) if few else every
-    yield "fp16", every_value(torch.float16).view(256, 256), (1, 2, 6) if few else every
-    yield "fp32", fp32_values(), every
+    yield "fp16", every_value(torch.float16).view(256, 256), (1, 3) if few else every
+    yield "fp32", fp32_values(), (0, 1, 4, 5) if few else every
     yield "NaN", torch.full((130, 70), math.nan), (1,)
     generator = torch.Generator().manual_seed(0)
     for shape in SHAPES:
@@ -181,11 +181,6 @@ def transposes_wrongly() -> list[str]:
     return wrong
 
 
-@needs_triton
-def test_the_interpreted_transpose_is_numpys():
-    assert interpreted("tests.ops.test_kernels", "transposes_wrongly") == []
-
-
 def test_the_transpose_is_an_operator():
     data = torch.arange(33 * 20).to(torch.uint8).view(33, 20)
     torch.library.opcheck(torch.ops.fp8stack.transpose_bytes.default, (data,))
@@ -204,23 +199,23 @@ def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, mon
 
 
 def interpreted_differences() -> list[str]:
-    """`differences` of the kernel itself, where Triton interprets it."""
+    """`differences` of the kernels themselves, where Triton interprets them."""
 
     def run(x: torch.Tensor, scale: torch.Tensor, format: str):
         if x.numel() == 0:  # launches nothing
             return cast_transpose(x, scale, format)
         data, transposed, amaxes = kernels.run_kernel(x, scale, format, True, True)
-        if x.dtype == torch.float32:
+        if x.dtype == torch.float32 and scale == SCALES[1]:
             alone, *nothing = kernels.run_kernel(x, scale, format, False, False)
             assert [part.numel() for part in nothing] == [0, 0]
             np.testing.assert_array_equal(codes(alone), codes(data))
         return data, transposed, amaxes.max()
 
-    return differences(run, interpreted=True)
+    return differences(run, interpreted=True) + transposes_wrongly()
 
 
 @needs_triton
-def test_the_interpreted_kernel_is_numpys_to_the_bit():
+def test_the_interpreted_kernels_are_numpys_to_the_bit():
     assert interpreted("tests.ops.test_kernels", "interpreted_differences") == []
 
 

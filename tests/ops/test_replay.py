@@ -117,8 +117,12 @@ def test_elsewhere_nothing_is_recorded() -> None:
     assert [float(replayed(torch.device("cpu"))) for _ in range(4)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-@pytest.mark.parametrize("clip_mode", ["norm", "adaptive"])
+@pytest.mark.parametrize(
+    ("recipe", "clip_mode"),
+    [("delayed", "adaptive"), ("current", "norm"),
+     *(pytest.param(*pair, marks=pytest.mark.slow)
+       for pair in (("delayed", "norm"), ("current", "adaptive")))],
+)  # fmt: skip
 def test_runs_whose_guard_is_recorded_are_those_of_eager_code_to_the_bit(
     recipe: str, clip_mode: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
