@@ -84,8 +84,11 @@ def trained(recipe: str, activation: str, way: str = "eager", rows: int = 2) -> 
     return found + list(fp8_state(gpt).values())
 
 
-@pytest.mark.parametrize("way", ["eager", "frozen", "compiled"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [*itertools.product(["delayed", "current"], ["eager", "frozen"]), ("delayed", "compiled"),
+     pytest.param("current", "compiled", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_fused_mlp_gives_what_its_parts_give(recipe, way, fusing):
     for activation in ACTIVATIONS if way == "eager" else ("swiglu",):
         apart = trained(recipe, activation, way)

@@ -183,16 +183,18 @@ def losses_of(model: GPT) -> list[float]:
 
 
 @needs_triton
-def test_compiled_blocks_read_the_copies_and_are_compiled_once_for_all(stand_in) -> None:
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_compiled_blocks_read_the_copies_and_are_compiled_once_for_all(stand_in, compiler) -> None:
+    torch._dynamo.reset()
     expected = losses_of(gpt("delayed", layers=3))
-    for backend in (CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("inductor")):
-        torch._dynamo.reset()
-        stand_in.clear()
-        model = gpt("delayed", layers=3)
-        model.compile_blocks(backend=backend)
-        assert losses_of(model) == pytest.approx(expected, rel=1e-5)
-        assert len(stand_in) == 3  # once for two micro-batches
-        assert backend.frame_count == 2  # a block, and the loss
+    backend, model = CompileCounterWithBackend(compiler), gpt("delayed", layers=3)
+    stand_in.clear()
+    model.compile_blocks(backend=backend)
+    assert losses_of(model) == pytest.approx(expected, rel=1e-5)
+    assert len(stand_in) == 3  # once for two micro-batches
+    assert backend.frame_count == 2  # a block, and the loss
     torch._dynamo.reset()
 
 
