@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TINY = [
     "--steps", "12", "--batch", "4", "--context", "32", "--eval-every", "6", "--save-every", "4",
     "--set", "model_overrides.layers=1", "--set", "model_overrides.width=32",
-    "--set", "model_overrides.heads=2", "--set", "eval_windows=4", "--set", "sample_tokens=8",
+    "--set", "model_overrides.heads=2", "--set", "eval_windows=4", "--set", "sample_tokens=2",
     "--set", "warmup_steps=2",
 ]  # fmt: skip
 
@@ -69,6 +69,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in delayed scaling with checkpoints of steps 2 and 4; not to be changed."""
+    from tests.faults.inputs.input_corruptions import make_run
+
+    return make_run(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture

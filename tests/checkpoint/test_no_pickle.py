@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.inputs.input_corruptions import make_run
 from tests.faults.inputs.input_pickles import DOORS, PAYLOADS, Payload, executed
 
 ROOT = Path(__file__).parents[2]
@@ -92,11 +91,6 @@ def test_the_payload_is_a_real_one(tmp_path):
         torch.load(saved, weights_only=False)
         assert marker.exists()
         marker.unlink()
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("made"))
 
 
 # Every fourth in the short form; each goes through every door.

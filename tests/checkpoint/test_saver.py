@@ -18,7 +18,6 @@ from fp8stack.checkpoint import reader, writer
 from fp8stack.checkpoint.saver import HostCopy, Saver
 from fp8stack.errors import NumericFailure, StorageError
 from tests.conftest import TINY, losses
-from tests.faults.processes import checkpoint_difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -258,26 +257,10 @@ def test_a_removal_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path, mo
     assert _names(tmp_path) == ["step-000002", "step-000003"]
 
 
-# Whole runs
+# Whole runs; that one which saves in the background is the same: tests/training/test_pretrain.py
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
-    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    return ["pretrain", "--recipe", "delayed", "--data", "t.txt", *TINY]
-
-
-def test_a_run_that_saves_in_the_background_is_the_same_to_the_bit(flags, command, tmp_path):
-    assert command(*flags, "--out", "a", "--save-every", "2") == 0
-    assert command(*flags, "--out", "b", "--save-every", "2", "--checkpoint-async") == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    assert _steps(tmp_path / "b/checkpoints") == [12, 10]
-    assert (
-        checkpoint_difference(*(tmp_path / f"{run}/checkpoints/step-000012" for run in "ab")) == ""
-    )
-
-
-def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(flags, command, tmp_path, monkeypatch):
+def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(command, tmp_path, monkeypatch):
     def slow(path: Path, content: bytes, write: Any = io.write_flushed) -> None:
         if path.parent.name == ".tmp-step-000004":  # the one of `--save-every`
             os.kill(os.getpid(), signal.SIGTERM)
@@ -286,6 +269,7 @@ def test_a_stop_waits_until_the_checkpoint_is_on_the_disk(flags, command, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_flushed", slow)
+        flags = ["pretrain", "--recipe", "delayed", *TINY]
         assert command(*flags, "--out", "r", "--checkpoint-async") == 75
     stopped = losses(tmp_path / "r")[-1][0]
     assert stopped < 12

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO, TextIOWrapper
@@ -38,6 +37,7 @@ from fp8stack.training.dataloader import batches
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.start import set_up
 from tests.conftest import TINY, losses, metrics
+from tests.faults.processes import Child
 from tests.support.made_runs import write_lines
 
 SETS = [word for word in TINY[10:] if word != "--set"]
@@ -646,19 +646,17 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
 ):
     longer = [*SMALL, "--steps", "60", "--set", "eval_every=30"]
     flags = ["--recipes", "fp32,current", "--seeds", "1", *longer]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fp8stack", "compare", "--out", "c", *flags],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    process = Child(["compare", "--out", "c", *flags], tmp_path)
     log = tmp_path / "c" / "runs" / "fp32-seed0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and log.read_text().count("\n") >= 5):
-        assert process.poll() is None
+        assert process.is_alive
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, printed
+    process.signal(signal.SIGINT)
+    ended = process.wait(120)
+    printed = ended.stdout + ended.stderr
+    assert ended.code == 75, printed
     assert "Go on with:\n  fp8stack compare --recipes fp32,current" in printed
     assert "Traceback" not in printed
     done = metrics(log.parent)[-1]["step"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fp8stack.data import Corpus, StepBatches, load_corpora, validation_windows
-from fp8stack.distributed.parallelize import part_of
 from tests.conftest import refusal
 from tests.support.data_writers import write_llmc, write_megatron, write_prepared
 
@@ -157,13 +156,3 @@ def test_data_without_documents_are_refused_and_the_remedy_named(tmp_path):
         ):
             assert "fp8stack prepare" in message
             assert said in message
-
-
-def test_ranks_share_rows_out_with_their_documents(tmp_path):
-    train, _ = load(as_prepared(tmp_path))
-    usual = {"batch": 8, "context": 10, "seed": 3, "vocabulary": 256, "order": "epochs"}
-    batch = StepBatches(train, documents=True, **usual)[2]  # type: ignore[arg-type]
-    parts = [part_of(batch, rank, 2, accumulate=2) for rank in range(2)]
-    assert [part.shape for part in parts] == [(4, 2, 11)] * 2
-    together = torch.cat([torch.cat([part[:2] for part in parts])] + [part[2:] for part in parts])
-    assert torch.equal(together, batch)

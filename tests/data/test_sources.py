@@ -152,7 +152,7 @@ def test_a_folder_of_text_is_joined_by_newlines_without_hidden_and_empty_files(t
     assert len(val) == 0
 
 
-# What is refused while loading
+# What is refused while loading; more of it is in tests/faults/inputs/input_data.py
 
 
 @pytest.mark.parametrize("data", ["", "no/such/file", "bad\0name", "two\nlines", "x" * 5000])
@@ -166,11 +166,6 @@ def test_a_missing_path_is_named(data):
     ("name", "content", "said"),
     [
         ("a.txt", b"", "is empty. Give a file with tokens"),
-        ("a.bin", b"", "is empty. Give a file with tokens"),
-        ("a.bin", b"\1\2\3", "has 3 bytes, an odd number"),
-        ("a.bin", np.arange(1000).astype("<u4").tobytes(), "holds wider tokens than uint16"),
-        ("a.bin", np.arange(1000).astype("<i8").tobytes(), "holds wider tokens than uint16"),
-        ("a.bin", b"\x93NUMPY\1\0", "is a .npy file"),
         ("a.txt", b"PAR1\0", "looks binary: byte 4 is NUL. Give UTF-8 text"),
         ("a.txt", b"\x1f\x8b\x08\0", "is compressed (gzip). Make tokens of it with `fp8stack"),
         ("a.jsonl", b'{"text": "x"}\n', "holds JSON lines"),

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from bench.quality import reliability
 from bench.runner import RESULTS
 from fp8stack.errors import UserError
 from tests.faults.case import Case, Outcome
 
+DRAWN = reliability.figure
 COMMITTED = RESULTS / "cpu" / "reliability.json"
 
 
@@ -28,9 +30,10 @@ def _case(outcome: Outcome | None = None, fails: str = "", **facts: bool) -> Cas
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
-    """The rows there are, to be changed by a test; two that survive all."""
+    """The rows there are, to be changed by a test; two that survive all. They are not drawn."""
     rows = {"R2": _case(), "R10": _case()}
     monkeypatch.setattr(reliability, "all_cases", lambda: rows)
+    monkeypatch.setattr(reliability, "figure", lambda found: Figure(figsize=(1, 1)))
     return rows
 
 
@@ -46,7 +49,8 @@ def _results(folder: Path) -> dict[str, dict]:
     return {row["case"]: row for row in json.loads(text)["results"]}
 
 
-def test_every_row_is_run_in_its_long_form_and_written(cases, tmp_path, capsys):
+def test_every_row_is_run_in_its_long_form_and_written(cases, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reliability, "figure", DRAWN)
     _run(tmp_path)
     found = _results(tmp_path)
     assert list(found) == ["R2", "R10"]

@@ -14,7 +14,7 @@ from tests.conftest import TINY, losses
 
 SMALL = {
     "steps": 12, "batch": 4, "context": 32, "eval_every": 6, "save_every": 4,
-    "eval_windows": 4, "sample_tokens": 8, "warmup_steps": 2,
+    "eval_windows": 4, "sample_tokens": 2, "warmup_steps": 2,
     "model_overrides": {"layers": 1, "width": 32, "heads": 2},
 }  # fmt: skip
 

@@ -290,21 +290,6 @@ def test_a_skipped_step_leaves_weights_moments_and_fp8_state_as_if_it_had_not_be
     assert small.told() == [(4, "skip")]
 
 
-def test_a_run_that_skips_a_step_goes_on_as_one_whose_data_never_had_it(tmp_path):
-    ends = []
-    for name in ("spoilt", "left out"):
-        small = SmallLoop(tmp_path / name, "delayed")
-        small.run.model.dropout.p = 0.1  # draws
-        small.loop.train_step.draws = True
-        if name == "spoilt":
-            small.spoil("", {3})
-        else:
-            small.loop.guard.left_out = {3}
-        small.advance(6)
-        ends.append(small.everything())
-    assert changed(*ends) == []
-
-
 @pytest.mark.parametrize("backend", ["emulate", "torch"])
 def test_an_inf_that_fp8_hides_is_seen_in_the_amax_and_named(backend, tmp_path):
     small = SmallLoop(tmp_path / "r", "delayed", backend=backend)
