@@ -1,16 +1,15 @@
 """`fp8stack bench roofline`: how long a training step should take on a GPU, predicted part by part,
 in bf16 and in each FP8 recipe, beside what was measured.
 
-Every part's time is its work over a rate that is assumed: floating-point operations over a GEMM
-rate, bytes over a bandwidth. Parts do not overlap, what one kernel can do is one kernel, launches
-take no time, one micro-batch is one step.
-
-M tokens of a step, T context, K in and N out features of a linear, D width, U and H the MLP's width
-before and after its activation, G width of all keys (and of all values), V padded vocabulary.
+A trace of the model says which operators a step has and what they read and write; `ideal_work` says
+which of it has to move. A part's time is its work over a rate that is assumed: operations over a
+GEMM rate, bytes over a bandwidth. Parts do not overlap, launches take no time, one micro-batch is
+one step.
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -18,117 +17,140 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
-from fp8stack.formats import OPERANDS, Quantizer, Quantizers
 from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.operators import Operator, Part, Rate, Value, operators_of
+from fp8stack.model.trace import kinds_of
 from fp8stack.precision import Hardware, Plan, load_recipe, probe, resolve
 from fp8stack.precision.gpus import Gpu, find_gpu
 from fp8stack.precision.hardware import machine_for
-from fp8stack.precision.profit import Efficiency, Rates, achievable, cast_bytes
+from fp8stack.precision.profit import Efficiency, Rates, achievable
 from fp8stack.tables import markdown
 
+LINEARS = ("qkv", "output", "up", "down", "lm_head")
 PARTS = ("GEMMs", "attention", "casts", "norms, elementwise", "head and loss", "optimizer")
 
 
-def gemm_s(rows: int, inner: int, columns: int, sizes: tuple[float, int], rates: Rates) -> float:
-    """Seconds of one GEMM, [rows, inner] x [inner, columns].
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a kernel does for one of `PARTS`: bytes that it moves and, if it multiplies matrices,
+    operations at one of the rates."""
 
-    `2 rows inner columns` operations, or reading both operands and writing the output once,
-    whichever takes longer. `sizes` is bytes per element of the operands and of the output.
+    part: str
+    moved: int
+    flops: int = 0
+    rate: Rate = "half"
+
+    def seconds(self, rates: Rates) -> float:
+        """Its operations or its bytes, whichever takes longer."""
+        rate: float = getattr(rates, self.rate)
+        return max(self.flops / rate, self.moved / rates.memory)
+
+
+_Where = tuple[int, int]
+"""A kernel: how many others it waits for, and the place of the operator that it is alone, or -1."""
+
+
+def ideal_work(operators: list[Operator], values: list[Value]) -> Iterator[Work]:
+    """What a pass of these operators is for an ideal GPU.
+
+    A GEMM is a kernel, and attention. All that waits for equally many of them, one after the other,
+    is one kernel together: it reads once what others gave, and writes once what others need. What
+    needs a number that follows from a whole tensor, as scales of current scaling do, waits for that
+    as well. What only the backward pass needs of such a kernel of the forward pass is not written:
+    it is made again, of what is in memory.
     """
-    operand, output = sizes
-    flops = 2 * rows * inner * columns
-    moved = operand * (rows * inner + inner * columns) + output * rows * columns
-    return max(flops / (rates.fp8 if operand <= 1 else rates.half), moved / rates.memory)
+    maker = {number: at for at, one in enumerate(operators) for number in one.writes}
+    readers: dict[int, list[int]] = {}
+    waits: dict[int, int] = {}  # for a value
+    kernel: list[_Where] = []  # of an operator
+    for at, one in enumerate(operators):
+        level = max((waits.get(part.value, 0) for part in one.reads), default=0)
+        kernel.append((level, at if one.multiplies else -1))
+        waits |= dict.fromkeys(one.writes, level + (one.multiplies or one.reduces))
+        for part in one.reads:
+            readers.setdefault(part.value, []).append(at)
+    # Some operators of the backward pass need no gradient: they begin to make something again.
+    forward = max(
+        level for (level, _), one in zip(kernel, operators, strict=True) if not one.backward
+    )
+
+    def in_memory(value: int) -> bool:
+        if value not in maker or values[value].lasts:
+            return True
+        own = maker[value]
+        others = [operators[x] for x in readers.get(value, ()) if kernel[x] != kernel[own]]
+        stays = operators[own].multiplies or kernel[own][0] > forward
+        return any(stays or one.multiplies or not one.backward for one in others)
+
+    def read(at: int, where: _Where) -> Iterator[Part]:
+        """What an operator, run in a kernel, reads from memory."""
+        for part in operators[at].reads:
+            own = maker.get(part.value)
+            if own is None or (kernel[own] != where and in_memory(part.value)):
+                yield part
+            elif kernel[own] != where:
+                yield from read(own, where)
+
+    parts = _parts(operators, values, maker)
+    moved = {where: Counter[str]() for where in kernel}
+    found: dict[tuple[_Where, int], tuple[set[Part], set[str]]] = {}
+    for at, one in enumerate(operators):
+        for value in filter(in_memory, one.writes):
+            by = {parts[x] for x in readers.get(value, ()) if kernel[x] != kernel[at]}
+            for_casts = by == {"casts"} and not one.multiplies
+            moved[kernel[at]]["casts" if for_casts else parts[at]] += values[value].bytes
+        for part in read(at, kernel[at]):
+            pieces, told = found.setdefault((kernel[at], part.value), (set(), set()))
+            pieces.add(part)
+            told.add(parts[at])
+    for (where, value), (pieces, told) in found.items():
+        size = min(values[value].bytes, sum(part.bytes for part in pieces))
+        moved[where][max(told, key=PARTS.index)] += size  # a cast reads what nothing else does
+    for (_, alone), sizes in moved.items():
+        one = operators[alone]
+        more: Any = {} if alone < 0 else {"flops": one.flops, "rate": one.rate}
+        for name, size in sizes.items():
+            yield Work(part=name, moved=size, **more)
 
 
-def linear_s(
-    tokens: int, shape: tuple[int, int], quantizers: Quantizers | None, rates: Rates
-) -> float:
-    """Seconds of a linear's three GEMMs: y = x w^T, dx = dy w, dw = dy^T x.
-
-    Operands have their quantizers' bits, or 2 bytes in bf16, outputs 2 (bf16), dw of a GEMM whose
-    operands are quantized 4 (float32).
-    """
-    inputs, outputs = shape
-    shapes = {
-        "fprop": (tokens, inputs, outputs),
-        "dgrad": (tokens, outputs, inputs),
-        "wgrad": (outputs, tokens, inputs),
-    }
-    seconds = 0.0
-    for gemm, pair in (quantizers or Quantizers()).gemms.items():
-        low = [q.element_bits / 8 for q in pair if isinstance(q, Quantizer)]
-        operand = max(low) if len(low) == 2 else 2
-        sizes = (operand, 4 if gemm == "wgrad" and len(low) == 2 else 2)
-        seconds += gemm_s(*shapes[gemm], sizes, rates)
-    return seconds
-
-
-def attention_s(config: GPTConfig, batch: int, context: int, rates: Rates) -> float:
-    """Seconds of causal attention that keeps no T x T matrix, all layers, both passes.
-
-    Per token and layer, of 2 T D operations per matrix product the causal half is done: two
-    products in the forward pass, five in the backward pass, which does one of the two again
-    (FlashAttention, arXiv 2205.14135): 7 T D. Useful are six halves, 6 T D, as in
-    `GPTConfig.flops_per_token`. Bytes, 2 per element: forward reads q, k, v, writes the output
-    (2 D + 2 G), backward reads these and the output's gradient, writes those of q, k, v
-    (4 D + 4 G). Whichever takes longer.
-    """
-    tokens = batch * context * config.layers
-    groups = config.query_groups * config.head_width
-    flops = 7 * context * config.width * tokens
-    moved = 12 * (config.width + groups) * tokens
-    return max(flops / rates.attention, moved / rates.memory)
+def _parts(operators: list[Operator], values: list[Value], maker: Mapping[int, int]) -> list[str]:
+    """To which of `PARTS` each operator belongs. Casts are what is done with weights before the
+    first layer, and what linears do beside their GEMMs, but for sums, and for the rounding to two
+    bytes of what is no weight and the gradient of that."""
+    parts: list[str] = []
+    for one in operators:
+        path = one.path.rpartition(".")[2]
+        made = [maker[part.value] for part in one.reads if part.value in maker]
+        of_weights = not one.backward and {parts[at] for at in made} <= {"casts"}
+        of_weights |= any(values[value].lasts for value in one.writes)
+        back = any(operators[at].multiplies and operators[at].path == one.path for at in made)
+        rounds = one.name == "aten::_to_copy" and (one.element_bytes == 2 or back)
+        if one.multiplies:
+            part = "head and loss" if path == "lm_head" else "GEMMs"
+            parts.append("attention" if one.rate == "attention" else part)
+        elif path == "loss":
+            parts.append("head and loss")
+        elif one.name == "aten::sum" or (rounds and not of_weights):
+            parts.append("norms, elementwise")
+        elif path in LINEARS or (path == "" and of_weights and not one.backward):
+            parts.append("casts")
+        else:
+            parts.append("norms, elementwise")
+    return parts
 
 
-PLAIN_CAST_BYTES = (4 + 2) + (2 + 4)
-"""bf16 casts the float32 weight, and the gradient back: bytes per element of w."""
-
-
-def casts_s(
-    tokens: int, shape: tuple[int, int], quantizers: Quantizers | None, rates: Rates
-) -> float:
-    """Seconds of a linear's casts, by `cast_bytes`: M K elements of x, M N of dy and K N of w.
-
-    `quantizers` is None for a layer in bf16, whose x and dy are in bf16 as they come.
-    """
-    inputs, outputs = shape
-    if quantizers is None:
-        return PLAIN_CAST_BYTES * inputs * outputs / rates.memory
-    sizes = {"input": tokens * inputs, "grad_output": tokens * outputs, "weight": inputs * outputs}
-    moved = sum(cast_bytes(quantizers, name) * sizes[name] for name in OPERANDS)
-    return moved / rates.memory
-
-
-def elementwise_s(config: GPTConfig, plan: Plan, tokens: int, rates: Rates) -> float:
-    """Seconds of the embedding, norms, residual sums, activations, RoPE and bias gradients.
-
-    Bytes per token. The residual stream is float32, branches bf16, and each residual sum is one
-    kernel with the norm after it: forward 4 D + 2 D read, 4 D + 2 D written; backward 2 D + 4 D +
-    4 D read (gradient of the norm's output, the stream, the stream's gradient), 4 D + 2 D written:
-    28 D, 2 per block. The first norm has no sum before it: 20 D. The embedding: a row read and
-    written, its gradient read and added to the table: 20 D. The activation: forward 2 U read, 2 H
-    written, backward 2 H + 2 U read, 2 U written: 6 U + 4 H. RoPE and QK-norm on q and k, D + G
-    elements: 4 each way, and 2 more for the backward pass of the norm. The gradient of a bias reads
-    dy: 2 N.
-    """
-    width, groups = config.width, config.query_groups * config.head_width
-    up, down = (plan.layer(f"blocks.0.mlp.{name}") for name in ("up", "down"))
-    block = 2 * 28 * width + 6 * up.out_features + 4 * down.in_features
-    if config.positions == "rope" or config.qk_norm:
-        block += (10 if config.qk_norm else 8) * (width + groups)
-    if config.bias:
-        linears = sum(layer.out_features for layer in plan.layers if "." in layer.name)
-        block += 2 * linears // config.layers
-    moved = config.layers * block + 20 * width + 20 * width
-    return moved * tokens / rates.memory
-
-
-def loss_s(tokens: int, vocabulary: int, rates: Rates) -> float:
-    """Seconds of the cross-entropy on V bf16 logits per token. They are read twice in the forward
-    pass (the softmax's maximum, then its sum), and read and their gradient written in the backward
-    pass: 8 V bytes."""
-    return 8 * vocabulary * tokens / rates.memory
+def traced_work(
+    config: GPTConfig, plan: Plan, batch: int, context: int
+) -> Iterator[tuple[int, Work]]:
+    """The work of a pass, and how often it is done: that of a model with a block of each kind, and
+    for each other block what one more of its kind adds."""
+    kinds = kinds_of(plan)
+    firsts = [first for first, *_ in kinds]
+    traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
+    traces += [(len(kind) - 1, [*firsts, kind[0]]) for kind in kinds if len(kind) > 1]
+    for times, blocks in traces:
+        for work in ideal_work(*operators_of(config, plan, tuple(blocks), batch, context)):
+            yield times, work
 
 
 def optimizer_s(config: GPTConfig, rates: Rates) -> float:
@@ -170,16 +192,10 @@ def predict(
     rates = rates or achievable(gpu, Efficiency())
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)
-    for layer in plan.layers:
-        shape = (layer.in_features, layer.out_features)
-        part = "head and loss" if layer.name == "lm_head" else "GEMMs"
-        seconds[part] += linear_s(tokens, shape, layer.quantizers, rates)
-        if not free_casts:
-            seconds["casts"] += casts_s(tokens, shape, layer.quantizers, rates)
-    vocabulary = plan.layer("lm_head").out_features
-    seconds["attention"] = attention_s(config, batch, context, rates)
-    seconds["norms, elementwise"] = elementwise_s(config, plan, tokens, rates)
-    seconds["head and loss"] += loss_s(tokens, vocabulary, rates)
+    for times, work in traced_work(config, plan, batch, context):
+        seconds[work.part] += times * work.seconds(rates)
+    if free_casts:
+        seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)
     total = sum(seconds.values())
     in_fp8 = plan.runs_fp8 and gpu.fp8_tflops is not None

@@ -172,10 +172,11 @@ def trace(
 def _traced(
     config: GPTConfig, plan: Plan, sequences: int, context: int, save_fp8: bool, gathers: bool
 ) -> Trace:
-    kinds, planned = _by_kind(plan)
+    kinds = kinds_of(plan)
+    planned = blocks_like(plan, [first for first, *_ in kinds])
     small = config.model_copy(update={"layers": len(kinds), "context": context})
-    with _without_memory(plan):
-        model = gpt.GPT(small, _backend(planned, save_fp8))
+    with without_memory(plan):
+        model = gpt.GPT(small, backend_of(planned, save_fp8))
         seen = Watch(model, planned, composed=_composes_attention(config, plan))
         if plan.backend == "te":
             _fuse_norms(model, planned, seen)
@@ -188,30 +189,40 @@ def _traced(
         return seen.told(kinds)
 
 
-def _by_kind(plan: Plan) -> tuple[list[list[int]], Plan]:
-    """The indices of blocks whose layers are planned alike, by kind; and the plan of a model that
-    has one block of each."""
+def kinds_of(plan: Plan) -> list[list[int]]:
+    """The indices of blocks whose layers are planned alike, by kind."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, layers in _blocks(plan).items():
+        alike = tuple((la.quantizers, la.backend, la.precision) for la in layers)
+        kinds.setdefault(alike, []).append(index)
+    return list(kinds.values())
+
+
+def blocks_like(plan: Plan, indices: Iterable[int]) -> Plan:
+    """The plan of a model that has blocks like those of these indices."""
+    own = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
+    blocks = _blocks(plan)
+    for place, index in enumerate(indices):
+        for layer in blocks[index]:
+            name = layer.name.replace(f"blocks.{index}.", f"blocks.{place}.", 1)
+            own.append(replace(layer, name=name))
+    return replace(plan, layers=tuple(own))
+
+
+def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
     blocks: dict[int, list[LayerPlan]] = {}
     for layer in plan.layers:
         if layer.name.startswith("blocks."):
             blocks.setdefault(int(layer.name.split(".")[1]), []).append(layer)
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for index, layers in blocks.items():
-        alike = tuple((la.quantizers, la.backend, la.precision) for la in layers)
-        kinds.setdefault(alike, []).append(index)
-    own = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
-    for place, (first, *_) in enumerate(kinds.values()):
-        for layer in blocks[first]:
-            name = layer.name.replace(f"blocks.{first}.", f"blocks.{place}.", 1)
-            own.append(replace(layer, name=name))
-    return list(kinds.values()), replace(plan, layers=tuple(own))
+    return blocks
 
 
 # What stands for hardware
 
 
 @contextmanager
-def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
+def patched(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Have an attribute another value within."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -221,18 +232,18 @@ def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextmanager
-def _without_memory(plan: Plan) -> Iterator[None]:
+def without_memory(plan: Plan) -> Iterator[None]:
     """Tensors without memory, that take the ways which code has for the plan's device."""
     on_cpu = plan.device == "cpu"
     where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
     with ExitStack() as stack:
-        stack.enter_context(_patched(gpt, "initialize", lambda model, seed: None))
-        stack.enter_context(_patched(fused, "serves", lambda x: x.numel() > 0))
+        stack.enter_context(patched(gpt, "initialize", lambda model, seed: None))
+        stack.enter_context(patched(fused, "serves", lambda x: x.numel() > 0))
         if plan.backend == "te":
-            stack.enter_context(_patched(torch_backend, "scaled_gemm", _any_gemm))
+            stack.enter_context(patched(torch_backend, "scaled_gemm", _any_gemm))
         if not on_cpu:
-            stack.enter_context(_patched(F, "dropout", _fused_dropout))
-            stack.enter_context(_patched(F, "rms_norm", _fused_rms_norm))
+            stack.enter_context(patched(F, "dropout", _fused_dropout))
+            stack.enter_context(patched(F, "rms_norm", _fused_rms_norm))
         stack.enter_context(where)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -246,7 +257,8 @@ def _composes_attention(config: GPTConfig, plan: Plan) -> bool:
     return config.query_groups != config.heads and DTYPES[plan.attention].itemsize == 4
 
 
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """In place of `scaled_dot_product_attention`: one operator."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
     return y
@@ -294,7 +306,7 @@ class _FusedNorm(torch.autograd.Function):
         return dy.float(), None, None
 
 
-def _backend(plan: Plan, save_fp8: bool) -> Backend:
+def backend_of(plan: Plan, save_fp8: bool) -> Backend:
     """The plan's backend; torch's stands for Transformer Engine."""
 
     def by_torch(name: Any) -> Any:
@@ -386,8 +398,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handles.append(part.register_forward_hook(self._leave))
         try:
             with (
-                _patched(gpt, "head_loss", self.loss),
-                _patched(F, "scaled_dot_product_attention", self.attention),
+                patched(gpt, "head_loss", self.loss),
+                patched(F, "scaled_dot_product_attention", self.attention),
                 torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one.tensor),
                 self,
             ):
@@ -490,7 +502,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """In place of `scaled_dot_product_attention`."""
         with self.as_one(Step(path=self._path, name="attention")):
-            run = _scaled_dot_product_attention if self._composed else _fused_attention
+            run = _scaled_dot_product_attention if self._composed else fused_attention
             y = run(q, k, v, **options)
         self._labels[_place(y)] = "output"
         return y

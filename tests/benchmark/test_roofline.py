@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from fp8stack.benchmark import roofline
-from fp8stack.benchmark.roofline import PARTS, Prediction, casts_s, gemm_s, linear_s, predict
+from fp8stack.benchmark.roofline import PARTS, Prediction, Work, ideal_work, predict
 from fp8stack.benchmark.step import FP8
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
+from fp8stack.model.operators import Operator, Part, Value, operators_of
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
-from fp8stack.precision.profit import Efficiency, Rates, achievable
+from fp8stack.precision.profit import Efficiency, Rates, achievable, cast_bytes
 from fp8stack.presets import names
 from tests.conftest import refusal
 
@@ -61,20 +62,18 @@ def test_operations_are_those_of_the_configuration(model, recipe):
     assert got["casts"] == got["optimizer"] == got["norms, elementwise"] == 0
 
 
-def test_a_gemm_takes_as_long_as_its_operations_or_its_bytes():
-    slow_memory = Rates(half=1e6, fp8=2e6, attention=INF, memory=1e3)
-    fast_memory = dataclasses.replace(slow_memory, memory=1e9)
-    # 2 x 8 x 16 x 32 = 8192 operations; 8 x 16 + 16 x 32 = 640 elements in, 8 x 32 = 256 out
-    assert gemm_s(8, 16, 32, (2, 2), fast_memory) == pytest.approx(8192 / 1e6)
-    assert gemm_s(8, 16, 32, (1, 2), fast_memory) == pytest.approx(8192 / 2e6)
-    assert gemm_s(8, 16, 32, (2, 2), slow_memory) == pytest.approx((2 * 640 + 2 * 256) / 1e3)
-    assert gemm_s(8, 16, 32, (1, 4), slow_memory) == pytest.approx((640 + 4 * 256) / 1e3)
+def test_work_takes_as_long_as_its_operations_or_its_bytes():
+    rates = Rates(half=1e6, fp8=2e6, attention=4e6, memory=1e3)
+    assert Work(part="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(8192 / 1e6)
+    fp8, attention = (Work(part="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention"))
+    assert fp8.seconds(rates) == pytest.approx(8192 / 2e6)
+    assert attention.seconds(rates) == pytest.approx(8192 / 4e6)
+    assert Work(part="", moved=100, flops=8192).seconds(rates) == pytest.approx(100 / 1e3)
 
 
 @pytest.mark.parametrize(
     ("recipe", "inputs", "gradients", "weights"),
     [
-        ("bf16", 0, 0, 12),
         ("delayed", 4, 4, 6),
         ("current", 6, 6, 10),
         ("block", 6 + 8 / 128, 6 + 8 / 128, 6),
@@ -87,73 +86,179 @@ def test_a_gemm_takes_as_long_as_its_operations_or_its_bytes():
         ("nvfp4_forward_high", 4.5 + 1 / 16, 9 + 2 / 16, 8.5 + 6),
     ],
 )
-def test_casts_move_so_many_bytes_per_element_of_each_operand(recipe, inputs, gradients, weights):
-    # M K = 10 x 100 elements of x, M N = 10 x 200 of dy, K N = 20000 of w
-    got = casts_s(10, (100, 200), load_recipe(recipe).quantizers, BYTES)
-    assert got == pytest.approx(inputs * 1000 + gradients * 2000 + weights * 20_000)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sizes"),
-    [
-        ("bf16", (2, 2, 2, 2)),
-        ("delayed", (1, 1, 1, 4)),
-        ("nvfp4", (0.5, 0.5, 0.5, 4)),
-        ("rowwise_wgrad_hp", (1, 1, 2, 2)),
-        ("nvfp4_forward_high", (2, 0.5, 0.5, 4)),
-    ],
-)
-def test_each_gemm_of_a_linear_has_the_bytes_of_its_own_operands(recipe, sizes):
-    fprop, dgrad, wgrad, gradient = sizes
+def test_casts_alone_move_so_many_bytes_per_element_of_each_operand(
+    recipe, inputs, gradients, weights
+):
     quantizers = load_recipe(recipe).quantizers
-    # M = 10, K = 100, N = 200: what is read, and the outputs
-    read = fprop * (1000 + 20_000) + dgrad * (2000 + 20_000) + wgrad * (2000 + 1000)
-    written = 2 * 2000 + 2 * 1000 + gradient * 20_000
-    assert linear_s(10, (100, 200), quantizers, BYTES) == pytest.approx(read + written)
-    fast = dataclasses.replace(FLOPS, fp8=2.0)
-    halves = sum(0.5 if size <= 1 else 1 for size in (fprop, dgrad, wgrad))
-    assert linear_s(10, (100, 200), quantizers, fast) == pytest.approx(2 * 200_000 * halves)
+    got = [cast_bytes(quantizers, name) for name in ("input", "grad_output", "weight")]
+    assert got == pytest.approx([inputs, gradients, weights])
 
 
-SMALL = GPTConfig(vocabulary=64, context=16, layers=3, width=10, heads=1, mlp_width=7, bias=False)
-TOKENS = 2 * 5
+# M tokens of two sequences, D width, H the MLP's, V vocabulary
+LAYERS, T, D, H, V = 3, 5, 10, 7, 64
+M, WEIGHTS = 2 * T, LAYERS * (D * 3 * D + D * D + 2 * D * H)
+SMALL = GPTConfig(
+    vocabulary=V, context=16, layers=LAYERS, width=D, heads=1, mlp_width=H, bias=False
+)
 
 
 def small(**changes) -> dict[str, float]:
     config = SMALL.model_copy(update=changes)
     plain = resolve("bf16", HOPPER).for_layers(config.linear_shapes())
-    return seconds(predict(config, plain, H200, batch=2, context=5, rates=BYTES))
+    return seconds(predict(config, plain, H200, batch=2, context=T, rates=BYTES))
+
+
+# The residual stream x and its gradient are float32, all else is bf16; y is what a linear gave.
+# A norm with the residual sum before it reads x and y and writes x and its output; back, it reads
+# that one's gradient, x and the gradient of x, and writes this and the branch's in bf16.
+NORM = (4 + 2 + 4 + 2) + (2 + 4 + 4 + 4 + 2)
+# The first has an embedding's row before it and adds its gradient to the row's. The last's x is
+# never written, but summed again in the backward pass, and has no other gradient.
+FIRST = (4 + 4 + 2) + (2 + 4 + 4) + (4 + 4)
+LAST = (4 + 2 + 2) + (2 + 4 + 2 + 4 + 2)
+ENDS = FIRST + LAST - NORM
+TABLE = 2 * 4 * T * D  # of positions: rows are read, and their gradient written
+OF_NORMS = 3 * 4 * D * (2 * LAYERS + 1)  # weights read forth and back, their gradients written
 
 
 @pytest.mark.parametrize(
-    ("changes", "more"),
+    ("changes", "more", "fixed"),
     [
-        ({"bias": True}, 2 * (30 + 10 + 7 + 10)),
-        ({"positions": "rope"}, 8 * (10 + 10)),
-        ({"qk_norm": True}, 10 * (10 + 10)),
-        ({"positions": "rope", "qk_norm": True}, 10 * (10 + 10)),
-        ({"activation": "swiglu"}, 6 * 7),
-        ({"positions": "rope", "heads": 5, "kv_heads": 1}, 8 * (10 + 2)),
+        # Of qkv's gradient alone, which attention gave: others are summed where they are made.
+        # And the norms' biases, read in both passes, and their gradients.
+        ({"bias": True}, 2 * 3 * D, 3 * 4 * D * (2 * LAYERS + 1)),
+        # Cosines and sines in both passes.
+        ({"positions": "rope"}, 8 * 2 * D, 3 * 2 * 2 * 4 * T * D - TABLE),
+        ({"qk_norm": True}, 10 * 2 * D, 3 * 2 * 3 * 4 * D),
+        ({"activation": "swiglu"}, 6 * H, 0),
+        (
+            {"positions": "rope", "heads": 5, "kv_heads": 1},
+            8 * (D + 2),
+            3 * 2 * 2 * 4 * T * 2 - TABLE,
+        ),
     ],
     ids=str,
 )
-def test_bytes_of_norms_and_activations_by_hand(changes, more):
-    # per block: two residual sums with norms, 28 each of width 10; 6 x 7 + 4 x 7 of the MLP
-    # outside: 20 of the first norm, 20 of the embedding
-    expected = TOKENS * (3 * (2 * 280 + 42 + 28) + 200 + 200)
+def test_bytes_of_norms_and_activations_by_hand(changes, more, fixed):
+    # An activation reads and writes H; back, it reads its gradient and input and writes another.
+    expected = M * (LAYERS * (2 * NORM * D + 10 * H) + ENDS * D) + TABLE + OF_NORMS
     assert small()["norms, elementwise"] == pytest.approx(expected)
-    assert small(**changes)["norms, elementwise"] == pytest.approx(expected + TOKENS * 3 * more)
+    expected += M * LAYERS * more + fixed
+    assert small(**changes)["norms, elementwise"] == pytest.approx(expected)
 
 
-def test_bytes_of_attention_loss_and_optimizer_by_hand():
+def test_bytes_of_attention_loss_weights_and_optimizer_by_hand():
     got = small()
-    assert got["attention"] == pytest.approx(TOKENS * 3 * 12 * (10 + 10))
+    # q, k, v and the output, forth; these, its gradient and those of q, k, v, back; a log-sum-exp
+    # in float32 for each query and head
+    assert got["attention"] == pytest.approx(M * 3 * (12 * (D + D) + 8))
     grouped = small(heads=5, kv_heads=1)
-    assert grouped["attention"] == pytest.approx(TOKENS * 3 * 12 * (10 + 2))
+    assert grouped["attention"] == pytest.approx(M * 3 * (12 * (D + 2) + 8 * 5))
     assert got["optimizer"] == pytest.approx(40 * SMALL.parameters())
-    gemms = 2 * ((640 + 10 * TOKENS) + 64 * TOKENS) + 2 * ((640 + 64 * TOKENS) + 10 * TOKENS)
-    gemms += 2 * ((10 + 64) * TOKENS + 640)
-    assert got["head and loss"] == pytest.approx(8 * 64 * TOKENS + gemms)
+    gemms = 2 * ((640 + 10 * M) + 64 * M) + 2 * ((640 + 64 * M) + 10 * M)
+    gemms += 2 * ((10 + 64) * M + 640)
+    # Logits in bf16 are read in both passes and their gradient is written; a few numbers of loss.
+    assert got["head and loss"] == pytest.approx(6 * V * M + gemms, abs=32)
+    # Each float32 weight is rounded to bf16, and its gradient back.
+    assert got["casts"] == pytest.approx((4 + 2 + 2 + 4) * (WEIGHTS + V * D))
+
+
+WIDE = GPTConfig(
+    vocabulary=256, context=64, layers=4, width=128, heads=2, mlp_width=384, bias=False, tied=False
+)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_bytes_of_quantized_layers_by_hand(recipe):
+    config, tokens = WIDE, 4 * 64
+    got = seconds(predict(config, plan(config, recipe), H200, batch=4, context=64, rates=BYTES))
+    d, h, layers = 128, 384, 4
+    # Two copies of a byte each of the inputs of qkv, output, up and down, and of the gradients of
+    # what these give; what attention gave, and gave back, no other kernel reads.
+    operands = (d + d + d + h) + (3 * d + d + h + d)
+    casts = 2 * operands + 2 * d + 2 * 3 * d
+    weights = 6
+    # None of these is written in bf16 besides: not by 2 layers - 1 norms and the first forward,
+    # nor back, by the last and the others but the first, nor by activations.
+    elementwise = layers * (2 * NORM * d + 10 * h) + ENDS * d
+    elementwise -= 2 * (2 * layers * 2 * d + layers * 2 * h)
+    if recipe == "current":  # but for casts of current scaling, which wait for the amax
+        casts += 2 * operands + 2 * (operands - d - 3 * d)
+        weights += 4
+    if recipe == "block":
+        casts += operands * 8 / 128  # scales
+    # An amax history for each operand of the four linears, read and written.
+    once = 2 * 4 * 1024 * 12 * layers if recipe == "delayed" else 0
+    positions = 2 * 4 * 64 * d
+    norms = 3 * 4 * d * (2 * layers + 1)
+    expected = tokens * elementwise + positions + norms
+    assert got["norms, elementwise"] == pytest.approx(expected, rel=1e-6)
+    kept = layers * (d * 3 * d + d * d + 2 * d * h)
+    if recipe == "block":  # output's weight is one block, whose amax is that of the whole
+        once = 4 * d * d * layers
+    expected = tokens * layers * casts + weights * kept + 12 * 256 * d + once
+    assert got["casts"] == pytest.approx(expected, rel=2e-3)  # and some scales and amaxes
+    # Operands of a byte, y and dx in bf16, dw in float32; scales are some bytes more.
+    gemms = sum(
+        (tokens * k + k * n + 2 * tokens * n)
+        + (tokens * n + k * n + 2 * tokens * k)
+        + (tokens * (k + n) + 4 * k * n)
+        for k, n in ((d, 3 * d), (d, d), (d, h), (h, d))
+    )
+    assert got["GEMMs"] == pytest.approx(layers * gemms, rel=0.03 if recipe == "block" else 1e-3)
+
+
+def test_blocks_of_several_kinds_are_counted_one_by_one():
+    chosen = load_recipe("delayed", {"exclude": ("blocks.0.*", "blocks.3.mlp.up")})
+    made = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
+    got = predict(WIDE, made, H200, batch=2, context=64, rates=BYTES).parts_ms
+    every = list(ideal_work(*operators_of(WIDE, made, (0, 1, 2, 3), 2, 64)))
+    for part in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
+        found = sum(one.moved for one in every if one.part == part)
+        assert 1000 * found == pytest.approx(got[part], rel=1e-4)
+
+
+# The rule
+
+
+def traced(*operators: dict) -> tuple[list[Operator], list[Value]]:
+    """Operators of values of 100 bytes each; `reads` is their numbers."""
+    made, count = [], 0
+    for one in operators:
+        reads = tuple(Part(number, 0, 100) for number in one["reads"])
+        made.append(
+            Operator(**({"name": "", "path": "", "backward": False} | one | {"reads": reads}))
+        )
+        count = max(count, *one["reads"], *one["writes"])
+    return made, [Value(bytes=100)] * (count + 1)
+
+
+def moved(*operators: dict) -> int:
+    return sum(work.moved for work in ideal_work(*traced(*operators)))
+
+
+def test_what_one_kernel_can_do_is_one_kernel():
+    first, second = {"reads": [0], "writes": [1]}, {"reads": [1, 0], "writes": [2]}
+    gemm = {"reads": [2, 3], "writes": [4], "rate": "half"}
+    # 0 is read once, 1 is nowhere, 2 is written for the GEMM, which reads it and 3 and writes 4
+    after = {"reads": [4], "writes": [5]}
+    assert moved(first, second, gemm, after) == 100 * (1 + 1 + 3 + 1)
+    # What is needed after the GEMM is written before it and read again.
+    assert moved(first, second, gemm, after | {"reads": [4, 1]}) == 100 * (1 + 2 + 3 + 2)
+    # The backward pass makes it again, of what is in memory.
+    back = {"reads": [4, 1], "writes": [5], "backward": True}
+    assert moved(first, second, gemm, back) == 100 * (1 + 1 + 3 + 2)
+
+
+def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
+    first = {"reads": [0], "writes": [1]}
+    amax = {"reads": [1], "writes": [2]}
+    cast = {"reads": [1, 2], "writes": [3]}
+    gemm = {"reads": [3], "writes": [4], "rate": "fp8"}
+    together = moved(first, amax, cast, gemm, {"reads": [4], "writes": [5]})
+    assert together == 100 * (1 + 1 + 2 + 1)
+    apart = moved(first, amax | {"reduces": True}, cast, gemm, {"reads": [4], "writes": [5]})
+    assert apart == 100 * (1 + 2 + 3 + 2 + 1)
 
 
 # The whole
