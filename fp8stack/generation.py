@@ -14,15 +14,15 @@ from fp8stack.model.sampling import Sampling
 from fp8stack.model.sampling import generate as sampled
 from fp8stack.precision import Hardware, probe
 from fp8stack.tokenizer import Tokenizer, load_tokenizer
-from fp8stack.training.load import find_checkpoint, model_in
 from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.training.trained import find_trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be written."""
 
-    run: str  # a run's folder, or a checkpoint's
+    run: str  # see `find_trained`
     prompt: str  # what the text begins with
     tokens: int  # how many to write at most
     seed: int
@@ -75,7 +75,8 @@ def generate(
     """Text that a trained model writes: the prompt and what follows, as `fp8stack generate` prints.
 
     Args:
-        run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
+        run_or_checkpoint: a run's folder, `.../checkpoints/step-000200`, `hf:` and a folder that
+            transformers saved, or `hf:owner/name`.
         prompt: what the text begins with; empty: the start of a document.
         tokens: how many to write at most; fewer where the model ends the document.
         seed: of the sampling.
@@ -110,16 +111,17 @@ class _Text:
 
     def __init__(self, request: Request, say: Callable[[str], None]) -> None:
         hardware = probe(request.device)
-        checkpoint, path, passed_over = find_checkpoint(request.run)
+        trained = find_trained(request.run)
         recipe, why = (request.recipe, "") if request.recipe else default_recipe(hardware)
         self.request, self._say = request, say
-        self.model = model_in(recipe, checkpoint, path, hardware, request.backend)
+        self.model = trained.model(recipe, hardware, request.backend)
         vocabulary = self.model.config.vocabulary
-        self.tokenizer = tokenizer_for(request.run, vocabulary, request.tokenizer)
+        name = request.tokenizer or trained.tokenizer
+        self.tokenizer = tokenizer_for(request.run, vocabulary, name)
         self.prompt = prompt_tokens(request.prompt, self.tokenizer, vocabulary)
-        for reason in passed_over:
-            say(f"passed over: {reason}")
-        say(f"checkpoint: {path}")
+        for note in trained.notes:
+            say(note)
+        say(f"checkpoint: {trained.path}")
         say("\n".join(self.model.backend.plan.summary()) + why)
 
     def tokens(self) -> Iterator[int]:

@@ -94,8 +94,8 @@ def newest_sound(folder: Path, check: Check) -> tuple[Checkpoint, Path, list[str
     if not passed_over:
         raise NoUsableCheckpoint(f"No checkpoint in {folder}. Train the run first.")
     raise NoUsableCheckpoint(
-        f"No usable checkpoint in {folder}: {' '.join(passed_over)} Begin with another run's, or a "
-        "new run in another --out."
+        f"No usable checkpoint in {folder}: {' '.join(passed_over)} Use another run, or train a "
+        "new one in another --out."
     )
 
 

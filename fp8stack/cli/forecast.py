@@ -11,9 +11,7 @@ import typer
 from fp8stack.cli import options
 from fp8stack.cli.options import option
 
-RUN = typer.Argument(
-    help="Run or checkpoint folder, hf:FOLDER or hf:owner/name.", show_default=False
-)
+RUN = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
     "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]"
 )

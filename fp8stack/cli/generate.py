@@ -15,7 +15,7 @@ RECIPE = option("Precision recipe or TOML file. [bf16 where the machine multipli
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="Run or checkpoint folder.", show_default=False)],
+    run: Annotated[str, typer.Argument(help=options.TRAINED, show_default=False)],
     prompt: Annotated[str | None, option("Prompt. [the start of a document]")] = None,
     prompt_file: Annotated[str | None, option("File with the prompt, in UTF-8.")] = None,
     tokens: Annotated[int, option("Tokens to generate at most. [256]")] = 256,

@@ -15,7 +15,7 @@ FOLDER = typer.Argument(help="Of runs: the folder to look in. [runs]", show_defa
 RUN = typer.Argument(help="Run folder.", show_default=False)
 OUT = option("HTML file. [report.html in the run, or beside several runs]")
 TEXT = option("Print a summary; write a page only with --out.", "--text")
-EVALUATED = typer.Argument(help="Run or checkpoint folders.", show_default=False)
+EVALUATED = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option("Precision recipes or TOML files, separated by commas. [the run's own]")
 DATA = option("Data, as for `pretrain --data`. [the run's own held-out part]")
 

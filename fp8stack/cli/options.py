@@ -58,6 +58,7 @@ CONFIG = option("Run file (TOML); flags override it.")
 SET = option("Any other key, as key=value; repeatable.")
 
 # A trained model
+TRAINED = "Run or checkpoint folder, hf:FOLDER or hf:owner/name."
 TOKENIZER = option("Tokenizer if the run records none: bytes, gpt2, or a tokenizer.json.")
 
 # A machine that is not here

@@ -14,24 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack import presets
 from fp8stack.config import RunConfig
-from fp8stack.errors import UserError
+from fp8stack.errors import UserError, quoted
 from fp8stack.evaluation.windows import Windows, windows_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, probe
 from fp8stack.training.dataloader import inputs_of
 from fp8stack.training.evaluate import eval_mode
-from fp8stack.training.load import find_checkpoint, model_in, plan_in
 from fp8stack.training.setup.datasets import tokenizer_of_run
+from fp8stack.training.trained import find_trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be evaluated, and on what."""
 
-    runs: Sequence[str]  # run folders, or checkpoints'
-    # To run each of them in; none for each run's own, the one it was last trained in.
+    runs: Sequence[str]  # see `find_trained`
+    # To run each of them in; none for each run's own, the one it was last trained in, and fp32 for
+    # a model of transformers.
     recipes: Sequence[str] = ()
     data: str | None = None  # see `windows_for`; so are `windows` and `context`
     windows: int | None = None
@@ -53,7 +53,7 @@ class Score:
     """What a run's model made of some windows in one recipe."""
 
     run: str  # and recipe, as they were asked for
-    checkpoint: Path  # the folder that was read
+    checkpoint: Path  # what was read: a folder, or a model of transformers as a run file names it
     recipe: str
     plan: Plan  # what ran
     data: str  # its name
@@ -98,7 +98,8 @@ def evaluate(runs: str | Path | Sequence[str | Path], *recipes: str, **more: Any
     """The losses of trained models on the same windows.
 
     Args:
-        runs: a run's folder or a checkpoint's, or several.
+        runs: a run's folder, a checkpoint's, `hf:` and a folder that transformers saved or
+            `hf:owner/name` (these need `data`), or several.
         recipes: to run each of them in; left out, each run's own.
         more: `data`, `windows`, `context`, `batch`, `tokenizer`, `device` and `backend`, as the
             options of `fp8stack eval`.
@@ -123,29 +124,36 @@ def scores_of(request: Request) -> list[Score]:
 
 
 def _scores(run: str, request: Request, hardware: Hardware) -> list[Score]:
-    checkpoint, path, passed_over = find_checkpoint(run)
-    for reason in passed_over:
-        print(f"passed over: {reason}", file=sys.stderr)
-    where = f"config in {path / 'checkpoint.json'}"
-    config: RunConfig = presets.parse(RunConfig, checkpoint.info["config"], where)
+    trained = find_trained(run)
+    for note in trained.notes:
+        print(note, file=sys.stderr)
+    if trained.config is None and request.data is None:
+        raise UserError(
+            f"{quoted(run)} comes without text. Give some that it was not trained on: --data FILE"
+        )
+    config = trained.config or RunConfig()
     scores: list[Score] = []
     windows: Windows | None = None
-    recipes = request.recipes or [str(checkpoint.info["plan"]["recipe"]["name"])]
+    recipes = request.recipes or [trained.recipe]
     for recipe in recipes:  # all are refused before the first one is evaluated
-        plan_in(recipe, checkpoint, path, hardware, request.backend)
+        trained.plan(recipe, hardware, request.backend)
     for recipe in recipes:
-        model = model_in(recipe, checkpoint, path, hardware, request.backend)
+        model = trained.model(recipe, hardware, request.backend)
         if windows is None:
-            tokenizer = tokenizer_of_run(run, request.tokenizer)
+            tokenizer = tokenizer_of_run(run, request.tokenizer or trained.tokenizer)
             chosen = (request.data, request.windows, request.context)
             windows = windows_for(run, config, model.config, tokenizer, *chosen)
-        print(f"{path} in {recipe}: {len(windows.tokens)} windows", file=sys.stderr, flush=True)
+        print(
+            f"{trained.path} in {recipe}: {len(windows.tokens)} windows",
+            file=sys.stderr,
+            flush=True,
+        )
         began = time.perf_counter()
         nats_NT = nats_of(model, windows.tokens, request.batch or config.batch // config.accumulate)
         scores.append(
             Score(
                 run=run,
-                checkpoint=path,
+                checkpoint=trained.path,
                 recipe=recipe,
                 plan=model.backend.plan,
                 data=windows.name,

@@ -1,0 +1,77 @@
+"""Models of transformers are generated from and evaluated as they compute there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fp8stack
+from fp8stack.config import RunConfig
+from fp8stack.evaluation.windows import windows_for
+from fp8stack.exports.files import hf_files
+from fp8stack.exports.writing import replace_folder
+from fp8stack.model.config import load_config
+from tests.conftest import refusal
+from tests.support.hf_models import loaded, random_model, source_of
+
+SMALL = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 64, "context": 32}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of transformers with a tokenizer of bytes, and `text.txt` beside it."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(load_config("gpt-nano", SMALL))
+    replace_folder(tmp_path / "theirs", hf_files(source_of(model), "bytes"))
+    (tmp_path / "text.txt").write_text("some text that is not much, again and again\n" * 50)
+    return tmp_path / "theirs"
+
+
+def _logits(folder: Path, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = loaded(folder)(tokens).logits
+    return found
+
+
+def test_the_loss_of_a_folder_of_transformers_is_transformers_own(theirs):
+    scores = fp8stack.evaluate("hf:theirs", data="text.txt", windows=4)
+    assert [score.recipe for score in scores] == ["fp32"]
+    model = load_config("gpt-nano", SMALL)
+    tokenizer = fp8stack.load_tokenizer("bytes")
+    windows = windows_for("x", RunConfig(), model, tokenizer, "text.txt", 4, None).tokens
+    assert len(scores[0].losses_N) == len(windows) == 4
+    logits = _logits(theirs, windows[:, :-1])
+    wanted = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert scores[0].loss == pytest.approx(wanted.item(), abs=1e-5)
+    bits = wanted.item() / torch.log(torch.tensor(2.0)).item()  # a byte is a token
+    assert scores[0].bits_per_byte == pytest.approx(bits, abs=1e-4)
+
+
+def test_the_text_of_a_folder_of_transformers_is_transformers_own(theirs):
+    written = list(b"some text")
+    text = fp8stack.generate("hf:theirs", "some text", tokens=20, temperature=0, recipe="fp32")
+    for _ in range(20):
+        token = int(_logits(theirs, torch.tensor([written]))[0, -1].argmax())
+        if token == 255:  # ends the document
+            break
+        written.append(token)
+    assert text == bytes(written).decode(errors="replace")
+
+
+def test_a_folder_of_transformers_runs_in_fp8_but_not_with_scales_that_it_does_not_have(theirs):
+    fp32, mxfp8 = fp8stack.evaluate("hf:theirs", "fp32", "mxfp8", data="text.txt", windows=2)
+    assert (fp32.fp8_gemms, mxfp8.fp8_gemms) == (0, 8)
+    assert mxfp8.difference != 0
+    assert str(mxfp8.checkpoint) == f"hf:{theirs}"
+    said = refusal(fp8stack.generate, "hf:theirs", recipe="delayed")
+    assert "holds no scales for recipe 'delayed'. Use recipe 'current'." in said
+
+
+def test_a_folder_of_transformers_comes_without_text(theirs, refused):
+    assert "hf:theirs comes without text." in refused("eval", "hf:theirs")
+    assert "No folder" in refused("generate", "hf:nothing")
