@@ -18,6 +18,7 @@ from fp8stack.conform.inputs import (
     DTYPES,
     EVERY,
     FORMAT_NAMES,
+    MXFP8,
     amaxes,
     extreme,
     families,
@@ -34,7 +35,6 @@ from fp8stack.ops.kernels import cast_transpose, has_kernel
 
 # Powers of two and others, from the least that a finite amax can give to the most.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
-BLOCKS = ((False, (1, 128)), (True, (128, 128)))
 THREADS = 3
 DRAWN = (2, 3, 2**33 + 1)  # seed, stream, counter
 # Random123, tests/kat_vectors: counter and key, and what follows.
@@ -176,18 +176,17 @@ def scale_check(context: Context, compiled: bool) -> Facts:
 
 def quantizers(context: Context) -> Iterator[Check]:
     """Every kind of quantizer: its codes and scales, and the values that an emulated GEMM takes."""
-    ways: dict[str, tuple[Function, Any, str]] = {
-        "bytes, eager": (as_bytes, _as_it_is, ""),
-        "values, by torch's operators": (as_values, _as_it_is, ""),
+    ways: dict[str, tuple[Function, int]] = {
+        "bytes, eager": (as_bytes, 0),
+        "values, by torch's operators": (as_values, 0),
     }
     if context.device == "cpu":
-        for threads in (1, THREADS):
-            what = f"values, by numba in {threads} thread{'s' * (threads > 1)}"
-            ways[what] = (as_fused_values, partial(_in_threads, threads), fused.why_not() or "")
+        ways["values, by numba in 1 thread"] = as_fused_values, 1
+        ways[f"values, by numba in {THREADS} threads"] = as_fused_values, THREADS
     for kind, family in families().items():
-        for way, (function, manner, why_not) in ways.items():
-            run = partial(family_check, context, family, partial(_all, function), manner=manner)
-            yield Check(f"{kind}, {way}", partial(_unless, why_not, run))
+        for way, (function, threads) in ways.items():
+            run = partial(family_check, context, family, partial(_all, function), threads=threads)
+            yield Check(f"{kind}, {way}", run)
     if not context.quick:
         for names, matrix in COMPILED.items():
             chosen = {name: EVERY[name] for name in names}
@@ -196,19 +195,9 @@ def quantizers(context: Context) -> Iterator[Check]:
                 yield Check(f"{' and '.join(names)}, {way}, compiled", run)
     for dtype in DTYPES:
         for kind in ("ordinary", "special"):
-            for way, check in (("current", te_current), ("block", te_blocks), ("mxfp8", te_mxfp8)):
-                yield Check(f"{way} of {kind} {dtype}, by TE", partial(check, context, kind, dtype))
-
-
-def _unless(why_not: str, run: Callable[[], Facts]) -> Facts:
-    if why_not:
-        raise Skipped(why_not)
-    return run()
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
+            for way in _TE_QUANTIZERS:
+                check = partial(te_check, context, way, kind, dtype)
+                yield Check(f"{way} of {kind} {dtype}, by TE", check)
 
 
 @contextmanager
@@ -237,7 +226,7 @@ def as_bytes(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[
 
 def as_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
     """Values and factors for both, by torch's operators."""
-    made = [rounding(quantizer, [dim]).by_expressions(x, drawn)[0] for dim in (1, 0)]
+    made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
     return [part for each in made for part in (each.values, _one(each.factor, x))]
 
 
@@ -265,9 +254,8 @@ def made_of(kind: Matrix, seed: int) -> Tensor:
 def expected_of(kind: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.Quantized]:
     """A matrix through a quantizer, for GEMMs over the columns, and over the rows."""
     x = made_of(kind, seed)
-    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
     drawn = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
-    values = x.float().numpy()
+    values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
     return [
         oracles.quantize(values, quantizer, dim, overflow=overflow, bits=drawn) for dim in (1, 0)
     ]
@@ -278,16 +266,19 @@ def family_check(
     family: Family,
     function: Function,
     given: Sequence[Matrix] = (),
-    manner: Any = _as_it_is,
+    threads: int = 0,
 ) -> Facts:
-    """`function(family, x, drawn)` gives, by quantizer, what `as_bytes` or `as_values` give."""
+    """`function(family, x, drawn)` gives, by quantizer, what `as_bytes` or `as_values` give;
+    numba's kernels do in so many `threads`."""
+    if threads and (why_not := fused.why_not()):
+        raise Skipped(why_not)
     parts = {}
     drawn = RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
     for each in given or (MATRICES[:3] if context.quick else MATRICES):
         x = made_of(each, context.seed).to(context.device)
         # Only of ties are a transform's sums exact, in whatever order.
         chosen = {n: q for n, q in family.items() if each[0] == "ties" or not q.hadamard}
-        with manner():
+        with _in_threads(threads or torch.get_num_threads()):
             made = function(chosen, x, drawn)
         for name, found in made.items():
             known = expected_of(each, context.seed, family[name])
@@ -313,13 +304,13 @@ def _compared(found: list[Tensor], known: list[oracles.Quantized], quantizer: Qu
             numbers[f"factor, dim {dim}"] = scale, _like(made.factor, scale)
         else:
             pairs[f"codes, dim {dim}"] = data, _tensor(packed(made.codes, quantizer, dim))
-            stored = made.stored
-            if quantizer.scale == "e8m0":
-                stored = stored.astype(np.uint8)
-            elif quantizer.scale == "e4m3":
-                scale = scale.float()
-            pairs[f"scales, dim {dim}"] = scale, _like(stored, scale)
+            scale = scale.float() if quantizer.scale == "e4m3" else scale
+            pairs[f"scales, dim {dim}"] = scale, _like(_stored(made, quantizer), scale)
     return same_bits(pairs) if pairs else same_values(numbers)
+
+
+def _stored(made: oracles.Quantized, quantizer: Quantizer) -> oracles.Array:
+    return made.stored.astype(np.uint8) if quantizer.scale == "e8m0" else made.stored
 
 
 def _like(array: oracles.Array, found: Tensor) -> Tensor:
@@ -337,65 +328,44 @@ def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Arra
     return np.moveaxis(rows[:, ::2] + 16 * rows[:, 1::2], -1, dim)
 
 
-# Transformer Engine's quantizers
+# Transformer Engine's quantizers, of each scaling that it has
+
+_TE_QUANTIZERS: dict[str, list[Quantizer]] = {
+    "current": [
+        Quantizer(), Quantizer(format="e5m2", eps=1e-3), Quantizer(scale="power_of_two"),
+    ],
+    "block": [
+        *(Quantizer(block=block, scale="power_of_two") for block in ((1, 128), (128, 128))),
+        *(Quantizer(block=block) for block in ((1, 128), (128, 128))),
+    ],
+    "mxfp8": [MXFP8],
+}  # fmt: skip
+_BY_TE: dict[str, Callable[[Tensor, Quantizer, bool], te.Quantized]] = {
+    "current": lambda x, quantizer, power: te.current(x, quantizer.format, power, quantizer.eps),
+    "block": lambda x, quantizer, power: te.blocks(x, quantizer.turns, power),
+    "mxfp8": lambda x, quantizer, power: te.mxfp8(x),
+}
 
 
-def te_current(context: Context, kind: str, dtype: str) -> Facts:
-    """`Float8CurrentScalingQuantizer`."""
-    context.need_te("current")
+def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
+    """`Float8CurrentScalingQuantizer`, `Float8BlockQuantizer` or `MXFP8Quantizer`."""
+    context.need_te(scaling)
     x = matrix(kind, dtype, context.seed)
+    values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    for format, scale, eps in (
-        ("e4m3", "float32", 0.0),
-        ("e5m2", "float32", 1e-3),
-        ("e4m3", "power_of_two", 0.0),
-    ):
-        quantizer = Quantizer(format=format, scale=scale, eps=eps)  # type: ignore[arg-type]
-        known = oracles.quantize(x.float().numpy(), quantizer, 1)
-        made = te.current(x.to(context.device), format, scale == "power_of_two", eps)
-        name = f"{format}, {scale}, eps {eps:g}"
-        pairs[f"{name}: inverse"] = made.scales, _tensor(known.stored).reshape(())
-        for way, data in (("bytes", made.along), ("transpose", made.across)):
+    for q in _TE_QUANTIZERS[scaling]:
+        made = _BY_TE[scaling](x.to(context.device), q, q.scale == "power_of_two")
+        ways = ((1, made.along, made.scales), (0, made.across, made.scales_across))
+        for dim, data, stored in ways:
+            what = f"{q.format}, {q.block}, {q.scale}, eps {q.eps:g}: %s, dim {dim}"
+            known = oracles.quantize(values, q, dim, overflow=overflow)
+            # One scale serves both copies, of which TE may leave one out.
+            assert q.per_tensor or not (data is None or stored is None), what % "nothing"
+            if stored is not None:
+                pairs[what % "scales"] = stored, _like(_stored(known, q), stored)
             if data is not None:
-                pairs[f"{name}: {way}"] = data, _tensor(known.codes)
+                pairs[what % "bytes"] = data, _tensor(known.codes)
     return same_bits(pairs)
-
-
-def te_blocks(context: Context, kind: str, dtype: str) -> Facts:
-    """`Float8BlockQuantizer`."""
-    context.need_te("block")
-    x = matrix(kind, dtype, context.seed)
-    pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    for scale in ("power_of_two", "float32"):
-        for square, block in BLOCKS:
-            made = te.blocks(x.to(context.device), square, scale == "power_of_two")
-            quantizer = Quantizer(block=block, scale=scale)
-            pairs |= _te_pairs(f"{block}, {scale}", made, x, quantizer)
-    return same_bits(pairs)
-
-
-def te_mxfp8(context: Context, kind: str, dtype: str) -> Facts:
-    """`MXFP8Quantizer`."""
-    context.need_te("mxfp8")
-    x = matrix(kind, dtype, context.seed)
-    quantizer = Quantizer(block=(1, 32), scale="e8m0")
-    return same_bits(_te_pairs("mxfp8", te.mxfp8(x.to(context.device)), x, quantizer))
-
-
-def _te_pairs(
-    name: str, made: te.Quantized, x: Tensor, quantizer: Quantizer
-) -> dict[str, tuple[Tensor, Tensor]]:
-    overflow = min(float(torch.finfo(x.dtype).max), oracles.FLT_MAX)
-    pairs = {}
-    ways = ((1, made.along, made.scales), (0, made.across, made.scales_across))
-    for dim, data, stored in ways:
-        assert data is not None
-        assert stored is not None
-        known = oracles.quantize(x.float().numpy(), quantizer, dim, overflow=overflow)
-        kept = known.stored.astype(np.uint8) if quantizer.scale == "e8m0" else known.stored
-        pairs[f"{name}: scales, dim {dim}"] = stored, _tensor(kept)
-        pairs[f"{name}: bytes, dim {dim}"] = data, _tensor(known.codes)
-    return pairs
 
 
 # Random bits

@@ -20,15 +20,8 @@ from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
 from fp8stack.numerics.random import RandomBits
-from fp8stack.numerics.rounding import (
-    Block,
-    blocked,
-    padded,
-    round_scaled,
-)
-from fp8stack.numerics.rounding import (
-    amaxes as amaxes_of,
-)
+from fp8stack.numerics.rounding import Block, blocked, padded, round_scaled
+from fp8stack.numerics.rounding import amaxes as amaxes_of
 
 FIGURES = (
     *("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest"),

@@ -10,6 +10,7 @@ It knows addresses and numbers, no tensors and no quantizers.
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -74,97 +75,61 @@ _FLT_MAX = np.finfo(np.float32).max
 _SIXTH, _OUT_OF_TWO_LEVELS = np.float32(1 / 6), np.float32(1 / 2688)
 
 
-@intrinsic
-def _address(typing: Any, integer: types.Integer) -> tuple[Any, Callable[..., Any]]:
-    """The memory at an address."""
+def _instruction(signature: Any, emit: Callable[..., Any]) -> Any:
+    """What compiles to the instructions that `emit(builder, *arguments)` writes."""
 
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
+    def typed(typing: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
+        return signature, lambda context, builder, _, given: emit(builder, *given)
 
-    return types.voidptr(types.int64), make
-
-
-@intrinsic
-def _add(typing: Any, address: types.Integer) -> tuple[Any, Callable[..., Any]]:
-    """Add 1 to the int64 at an address, in one step for all threads; what it was before."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", memory, ir.Constant(ir.IntType(64), 1), "seq_cst")
-
-    return types.int64(types.int64), make
+    typed.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+    return intrinsic(typed)
 
 
-@intrinsic
-def _raise(typing: Any, address: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
-    """Let the int32 at an address be at least `value`, in one step for all threads."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-        return builder.atomic_rmw("max", memory, args[1], "seq_cst")
-
-    return types.int32(types.int64, types.int32), make
+_INT32, _INT64, _LANES_INT32 = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.IntType(32), _LANES)
 
 
-@intrinsic
-def _bits(typing: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
-    """The bits of a float32, as int32."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), make
+def _emit_largest(builder: Any, address: Any) -> Any:
+    kind = ir.FunctionType(_INT32, [_LANES_INT32])
+    name = "llvm.vector.reduce.smax.v16i32"
+    reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+    memory = builder.inttoptr(address, _LANES_INT32.as_pointer())
+    return builder.call(reduce, [builder.load(memory, align=4, typ=_LANES_INT32)])
 
 
-@intrinsic
-def _of_bits(typing: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
-    """The float32 of these bits, int32."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), make
-
-
-@intrinsic
-def _largest_of_16(typing: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    """The largest of the 16 int32 from an address on; a loop in Python takes ten times as long."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = ir.VectorType(ir.IntType(32), _LANES)
-        memory = builder.inttoptr(args[0], lanes.as_pointer())
-        kind = ir.FunctionType(ir.IntType(32), [lanes])
-        name = "llvm.vector.reduce.smax.v16i32"
-        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(reduce, [builder.load(memory, align=4, typ=lanes)])
-
-    return types.int32(types.int64), make
+def _emit_fill(builder: Any, address: Any, value: Any) -> Any:
+    lanes = ir.VectorType(ir.FloatType(), _LANES)
+    vector = ir.Constant(lanes, ir.Undefined)
+    for i in range(_LANES):
+        vector = builder.insert_element(vector, value, ir.Constant(_INT32, i))
+    builder.store(vector, builder.inttoptr(address, lanes.as_pointer()), align=4)
+    return ir.Constant(cgutils.voidptr_t, None)
 
 
-@intrinsic
-def _fill_16(typing: Any, address: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
-    """Let the 16 float32 from an address on be `value`."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = ir.VectorType(ir.FloatType(), _LANES)
-        memory = builder.inttoptr(args[0], lanes.as_pointer())
-        vector = ir.Constant(lanes, ir.Undefined)
-        for i in range(_LANES):
-            vector = builder.insert_element(vector, args[1], ir.Constant(ir.IntType(32), i))
-        builder.store(vector, memory, align=4)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.float32), make
+def _atomic(operation: str, kind: Any) -> Callable[..., Any]:
+    return lambda builder, address, value: builder.atomic_rmw(
+        operation, builder.inttoptr(address, kind.as_pointer()), value, "seq_cst"
+    )
 
 
-@intrinsic
-def _start(typing: Any, work: Any) -> tuple[Any, Callable[..., Any]]:
-    """The address of the work."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ptrtoint(args[0], ir.IntType(64))
-
-    return types.int64(_WORK), make
+# The memory at an address.
+_address = _instruction(
+    types.voidptr(types.int64), lambda builder, at: builder.inttoptr(at, cgutils.voidptr_t)
+)
+# Add to the int64 at an address, in one step for all threads; what it was before.
+_add = _instruction(types.int64(types.int64, types.int64), _atomic("add", _INT64))
+# Let the int32 at an address be at least a value, in one step for all threads.
+_raise = _instruction(types.int32(types.int64, types.int32), _atomic("max", _INT32))
+# The bits of a float32, as int32; and the float32 of these bits.
+_bits = _instruction(types.int32(types.float32), lambda builder, x: builder.bitcast(x, _INT32))
+_of_bits = _instruction(
+    types.float32(types.int32), lambda builder, x: builder.bitcast(x, ir.FloatType())
+)
+# The largest of the 16 int32 from an address on; a loop in Python takes ten times as long.
+_largest_of_16 = _instruction(types.int32(types.int64), _emit_largest)
+# Let the 16 float32 from an address on be a value.
+_fill_16 = _instruction(types.none(types.int64, types.float32), _emit_fill)
+# The address of the work.
+_start = _instruction(types.int64(_WORK), lambda builder, work: builder.ptrtoint(work, _INT64))
 
 
 @njit
@@ -522,7 +487,7 @@ def _find_tiles(pointer):
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     while True:
-        here = _add(start)
+        here = _add(start, 1)
         if here >= tiles:
             return
         top, left = here // across * w.tile_rows, here % across * columns
@@ -569,7 +534,7 @@ def _round_tiles(pointer):
         into[:] = first
         out[:] = last
     while True:
-        here = _add(start)
+        here = _add(start, 1)
         if here >= tiles:
             return
         top, left = here // across * w.tile_rows, here % across * columns
@@ -616,7 +581,7 @@ def _round_tiles(pointer):
                 _round(tile, into, out, target, len(target), w)
             if not direct:
                 _store(line, w, result, top, left)
-        if w.recorded and _add(start + 8) == tiles - 1:
+        if w.recorded and _add(start + 8, 1) == tiles - 1:
             found = _floats(w.amax, 1)[0]
             if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:
                 found = _ZERO

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding
+from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics.blocks import (
     block_amax,
     block_scale,
@@ -137,12 +137,8 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
 
 def _elements(quantized: Quantized) -> Tensor:
     """What the codes stand for, float32, without scales."""
-    data, quantizer, dim, shape = (
-        quantized.data,
-        quantized.quantizer,
-        quantized.dim,
-        quantized.shape,
-    )
+    data, quantizer = quantized.data, quantized.quantizer
+    dim, shape = quantized.dim, quantized.shape
     target = FORMATS[quantizer.format]
     if target.dtype is not None:
         return data.to(torch.float32)
@@ -195,31 +191,17 @@ class Scales(NamedTuple):
 def scales_of(largest: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Scales:
     """The scales of a tensor of `dtype` from the amaxes of its blocks, of the same shape."""
     if quantizer.scale == "e8m0":
-        return e8m0_scales(largest, quantizer.format, quantizer.scale_rounding)
+        codes = e8m0_code(largest, quantizer.format, quantizer.scale_rounding)
+        return Scales(e8m0_multiplier(codes), codes, e8m0_value(codes), None)
     if quantizer.scale == "e4m3":
         return _two_levels(largest)
     blocks, power_of_two = quantizer.blocks is not None, quantizer.scale == "power_of_two"
     dtype = dtype if blocks else torch.float32
-    found = float_scales(largest, quantizer.format, power_of_two, dtype, quantizer.eps)
-    if blocks:
-        return found
-    out = found.stored
-    return Scales(found.into, out, None, out.reshape(-1) if out.ndim else out)
-
-
-def e8m0_scales(largest: Tensor, format: str, rounding: ScaleRounding) -> Scales:
-    """Powers of two by one of the rules for MX formats."""
-    codes = e8m0_code(largest, format, rounding)
-    return Scales(e8m0_multiplier(codes), codes, e8m0_value(codes), None)
-
-
-def float_scales(
-    largest: Tensor, format: str, power_of_two: bool, dtype: torch.dtype, eps: float = 0.0
-) -> Scales:
-    """Scales in float32 of the blocks of a tensor of `dtype`."""
-    scale = block_scale(largest, dtype, format, power_of_two, eps)
+    scale = block_scale(largest, dtype, quantizer.format, power_of_two, quantizer.eps)
     out = inverse(scale)
-    return Scales(scale, out, out, None)
+    if blocks:
+        return Scales(scale, out, out, None)
+    return Scales(scale, out, None, out.reshape(-1) if out.ndim else out)
 
 
 def given_scale(scale: Tensor) -> Scales:

@@ -39,9 +39,6 @@ class RandomBits:
 
     def bits(self, rows: int, columns: int) -> Tensor:
         """The bits of each element: int64 [rows, columns] in [0, 2^32)."""
-        return self._draw(rows, columns)
-
-    def _draw(self, rows: int, columns: int) -> Tensor:
         device = self.counter.device
         lanes = torch.arange(-(-columns // 4), device=device)
         row = (torch.arange(rows, device=device) + self.first_row) & _WORD

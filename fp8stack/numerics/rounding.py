@@ -28,12 +28,7 @@ from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.blocks import MX_BLOCK, block_amax, in_memory, trimmed
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.quantized import (
-    Scales,
-    check_arguments,
-    given_scale,
-    scales_of,
-)
+from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
 from fp8stack.numerics.random import RandomBits
 
 _EXPONENT = 0x7F800000
@@ -68,6 +63,8 @@ class Rounding(fused.Rule):
         recorded: Tensor | None = None,
         counts: Tensor | None = None,
         bf16: bool = False,
+        *,
+        fuse: bool = True,
     ) -> list[Rounded]:
         """`x` for each of the blocks.
 
@@ -78,24 +75,13 @@ class Rounding(fused.Rule):
             recorded: float32, 0-dim, becomes at least the amax of `x`; with a scale.
             counts: bool, 0-dim: whether that amax is recorded.
             bf16: give bfloat16, which holds the values of `Quantizer.exact_in_bf16`.
+            fuse: in one sweep where that is possible, else by torch's operators, wherever `x` is.
         """
-        if fused.serves(x):
+        if fuse and fused.serves(x):
             found = fused.round(x, self.number, scale, recorded, counts, _bits(generator), bf16)
             if self.has_factor:
                 return [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
             return [Rounded(values, None) for values in found]
-        return self.by_expressions(x, generator, scale, recorded, counts, bf16)
-
-    def by_expressions(
-        self,
-        x: Tensor,
-        generator: RandomBits | None = None,
-        scale: Tensor | None = None,
-        recorded: Tensor | None = None,
-        counts: Tensor | None = None,
-        bf16: bool = False,
-    ) -> list[Rounded]:
-        """The same by torch's operators, wherever `x` is."""
         if recorded is not None:
             record_amax(recorded, amax(x), counts)
         dtype = x.dtype
@@ -228,10 +214,7 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
 
 
 def round_to_mxfp8(
-    x: Tensor,
-    dims: Sequence[int],
-    format: str = "e4m3",
-    scale_rounding: ScaleRounding = "rceil",
+    x: Tensor, dims: Sequence[int], format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
 ) -> list[Tensor]:
     """The values of `quantize_mxfp8(x, dim)` for each of `dims`: float32, of the shape of `x`.
 
