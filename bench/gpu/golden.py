@@ -261,6 +261,16 @@ def _mxfp8(context: Context, kind: str, dtype: str) -> Captured:
     return _quantizer(kind, dtype, scale="e8m0", block=(1, 32)), _both_ways(made)
 
 
+def _weight_bytes(layer: Any) -> dict[str, Tensor]:
+    """The FP8 weight that a module of one GEMM keeps after a first micro-batch: "weight bytes"
+    and, with one scale per tensor, "weight inverse"; nothing where TE keeps it elsewhere."""
+    kept = getattr(layer, "_fp8_workspaces", {}).get("weight")
+    data = getattr(kept, "_data", getattr(kept, "_rowwise_data", None))
+    found = {} if data is None else {"weight bytes": data}
+    inverse = getattr(kept, "_scale_inv", None)
+    return found if inverse is None else found | {"weight inverse": inverse.reshape(())}
+
+
 def _both_ways(made: te_raw.Quantized) -> Tensors:
     tensors = {"bytes along": made.along, "scales along": made.scales}
     if made.across is not None and made.scales_across is not None:
@@ -284,7 +294,7 @@ def _module(context: Context, kind: str, dtype: str, scaling: str) -> Captured:
     if scaling == "delayed":
         for name, (scale, history) in te_raw.scales_and_histories(layer).items():
             results |= {f"scale {name}": scale, f"amax_history {name}": history}
-    results |= te_raw.weight_bytes(layer)
+    results |= _weight_bytes(layer)
     te_raw.forget()
     facts = {"kind": "module", "module": kind, "dtype": dtype, "scaling": scaling}
     return {**facts, "factors": FACTORS, "history_length": MODULE_HISTORY}, results

@@ -76,7 +76,7 @@ def histories(context: Context) -> Iterator[Check]:
 def by_hand(context: Context) -> Facts:
     """`BY_HAND`, against our history and against the reference of the other checks."""
     ours = AmaxHistory({"x": "e4m3"}, length=3, margin=1, device=context.device)
-    slot, parts = oracles.Slot("e4m3", 3, 1), {}
+    slot, pairs = oracles.Slot("e4m3", 3, 1), {}
     for step, (largest, scale, window) in enumerate(BY_HAND):
         ours.record("x", largest)
         ours.update()
@@ -85,10 +85,10 @@ def by_hand(context: Context) -> Facts:
         state = ours.state_dict()
         expected = torch.tensor(scale), torch.tensor(window, dtype=torch.float32)
         found = {"ours": (state["x.scale"], state["x.amax_history"]), "reference": _state(slot)}
-        for who, (a, b) in found.items():
-            pairs = {"scale": (a, expected[0]), "window": (b, expected[1])}
-            parts[f"{who}, step {step}"] = same_bits(pairs)
-    return merged(parts)
+        for who, told in found.items():
+            for what, one, other in zip(("scale", "window"), told, expected, strict=True):
+                pairs[f"{who}, step {step}: {what}"] = one, other
+    return same_bits(pairs)
 
 
 def _state(slot: oracles.Slot) -> tuple[Tensor, Tensor]:

@@ -107,17 +107,15 @@ def fp32_values(seed: int = 0) -> Tensor:
         up, down = torch.full_like(ties, torch.inf), torch.zeros_like(ties)
         parts += [known, ties, torch.nextafter(ties, up), torch.nextafter(ties, down)]
     generator = torch.Generator().manual_seed(seed)
-    parts.append(
-        torch.randint(1, 0x800000, (1024,), generator=generator, dtype=torch.int32).view(
-            torch.float32
-        )
-    )
-    named = torch.cat(parts)
+    named = torch.cat([*parts, _of_random_bits(1, 0x800000, 1024, generator)])
     named = torch.cat([named, -named])
-    bits = torch.randint(
-        -(2**31), 2**31, (2**16 - len(named),), generator=generator, dtype=torch.int64
-    )
-    return torch.cat([named, bits.to(torch.int32).view(torch.float32)]).view(256, 256)
+    others = _of_random_bits(-(2**31), 2**31, 2**16 - len(named), generator)
+    return torch.cat([named, others]).view(256, 256)
+
+
+def _of_random_bits(first: int, end: int, count: int, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(first, end, (count,), generator=generator)
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def values_of(dtype: str, seed: int = 0) -> Tensor:
@@ -145,9 +143,8 @@ def matrix(kind: str, dtype: str, seed: int = 1) -> Tensor:
 def amaxes(seed: int = 2) -> Tensor:
     """Amaxes of all magnitudes, and 0, inf and NaN: float32 [4096]."""
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 0x7F800000, (4088,), generator=generator, dtype=torch.int64)
     ends = [0.0, torch.inf, torch.nan, 448.0, 57344.0, 1e-45, 3.4028234663852886e38, 1.0]
-    return torch.cat([torch.tensor(ends), bits.to(torch.int32).view(torch.float32)])
+    return torch.cat([torch.tensor(ends), _of_random_bits(0, 0x7F800000, 4088, generator)])
 
 
 def uneven(rows: int, columns: int, seed: int = 0) -> Tensor:

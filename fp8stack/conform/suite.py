@@ -119,16 +119,17 @@ def as_text(report: Facts) -> list[str]:
         f"{k} {v}" for k, v in report["machine"].items() if k not in ("machine", "slug")
     )
     lines = [f"machine: {report['machine']['machine']}", told, ""]
-    rows = [("group", "check", "verdict", "s")]
+    rows, skipped, failed = [("group", "check", "verdict", "s")], Counter[str](), []
     for row in report["rows"]:
-        if row["verdict"] != "skipped":
-            rows.append((row["group"], row["check"], row["verdict"], f"{row['seconds']:.2f}"))
+        group, check, verdict, why = (row[key] for key in ("group", "check", "verdict", "why"))
+        if verdict == "skipped":
+            skipped[why] += 1
+            continue
+        rows.append((group, check, verdict, f"{row['seconds']:.2f}"))
+        if verdict == "FAIL":
+            failed.append(f"FAIL {group}: {check}: {why}")
     lines += [*aligned(rows), ""]
-    skipped: dict[str, int] = Counter(r["why"] for r in report["rows"] if r["verdict"] == "skipped")
-    lines += [f"skipped {count}: {why}" for why, count in skipped.items()]
-    for row in report["rows"]:
-        if row["verdict"] == "FAIL":
-            lines.append(f"FAIL {row['group']}: {row['check']}: {row['why']}")
+    lines += [*(f"skipped {count}: {why}" for why, count in skipped.items()), *failed]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in report["counts"].items())
     seconds = sum(row["seconds"] for row in report["rows"])
     return [*lines, f"{counts} after {seconds:.0f} s, seed {report['seed']}"]

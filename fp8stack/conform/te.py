@@ -178,16 +178,6 @@ def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def weight_bytes(layer: nn.Module) -> dict[str, Tensor]:
-    """The FP8 weight that a module of one GEMM keeps after a first micro-batch: "weight bytes"
-    and, with one scale per tensor, "weight inverse"; nothing where TE keeps it elsewhere."""
-    kept: Any = getattr(layer, "_fp8_workspaces", {}).get("weight")
-    data = getattr(kept, "_data", getattr(kept, "_rowwise_data", None))
-    found = {} if data is None else {"weight bytes": data}
-    inverse = getattr(kept, "_scale_inv", None)
-    return found if inverse is None else found | {"weight inverse": inverse.reshape(())}
-
-
 def forget() -> None:
     """Drop TE's global state: recipes that differ in the amax algorithm alone share their buffers,
     since TE tells them apart by a text that leaves it out."""
