@@ -144,9 +144,9 @@ def _amax_op(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     return amaxes
 
 
-@_amax_op.register_fake
-def _(name: str, x: Tensor, dy: Tensor | None) -> Tensor:
-    return x.new_empty(_parts(Product(name, x, dy)), dtype=torch.float32)
+_amax_op.register_fake(
+    lambda name, x, dy: x.new_empty(_parts(Product(name, x, dy)), dtype=torch.float32)
+)
 
 
 @torch.library.custom_op("fp8stack::cast_product", mutates_args=())
@@ -178,18 +178,11 @@ def _cast_op(
     )
 
 
-@_cast_op.register_fake
-def _(
-    name: str,
-    x: Tensor,
-    dy: Tensor | None,
-    scale: Tensor,
-    format: str,
-    across: bool,
-    record: bool,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _room(Product(name, x, dy), format, across, record, sums)
+_cast_op.register_fake(
+    lambda name, x, dy, scale, format, across, record, sums: _room(
+        Product(name, x, dy), format, across, record, sums
+    )
+)
 
 
 @torch.library.custom_op("fp8stack::cast_product_blocks", mutates_args=())
@@ -223,18 +216,11 @@ def _blocks_op(
     return data, turned, inverse, inverse_across, total
 
 
-@_blocks_op.register_fake
-def _(
-    name: str,
-    x: Tensor,
-    dy: Tensor | None,
-    format: str,
-    eps: float,
-    power_of_two: bool,
-    across: bool,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _block_room(Product(name, x, dy), format, across, sums)
+_blocks_op.register_fake(
+    lambda name, x, dy, format, eps, power_of_two, across, sums: _block_room(
+        Product(name, x, dy), format, across, sums
+    )
+)
 
 
 def _contiguous(name: str, x: Tensor, dy: Tensor | None) -> Product:
@@ -362,35 +348,15 @@ def kernel() -> Any:
 
 
 def _cast_product(
-    x: tl.tensor,
-    dy: tl.tensor,
-    scale: tl.tensor,
-    data: tl.tensor,
-    transposed: tl.tensor,
-    inverse: tl.tensor,
-    inverse_across: tl.tensor,
-    amaxes: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    NAME: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SCALED: tl.constexpr,
-    ACROSS: tl.constexpr,
-    RECORD: tl.constexpr,
-    SUMS: tl.constexpr,
-    EPS: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr,
-    LEAST_SPACING: tl.constexpr,
-    EXACT: tl.constexpr,
-    ROWS: tl.constexpr,
+    x: tl.tensor, dy: tl.tensor, scale: tl.tensor, data: tl.tensor, transposed: tl.tensor,
+    inverse: tl.tensor, inverse_across: tl.tensor, amaxes: tl.tensor, sums: tl.tensor,
+    rows: tl.tensor, width: tl.tensor,
+    NAME: tl.constexpr, BACKWARD: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+    ACROSS: tl.constexpr, RECORD: tl.constexpr, SUMS: tl.constexpr, EPS: tl.constexpr,
+    OVERFLOW: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One tile of a product of `width` columns, in Triton's language; of the gradient of SwiGLU's
     input both sides, which read the same."""
     tile = tl.program_id(0)
@@ -507,32 +473,13 @@ def _of_value(
 
 
 def _put(
-    values: tl.tensor,
-    down: tl.tensor,
-    block: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    there: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale: tl.tensor,
-    data: tl.tensor,
-    transposed: tl.tensor,
-    inverse: tl.tensor,
-    inverse_across: tl.tensor,
-    sums: tl.tensor,
-    SCALED: tl.constexpr,
-    ACROSS: tl.constexpr,
-    SUMS: tl.constexpr,
-    EPS: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr,
-    LEAST_SPACING: tl.constexpr,
-    EXACT: tl.constexpr,
-) -> None:
+    values: tl.tensor, down: tl.tensor, block: tl.tensor, row: tl.tensor, column: tl.tensor,
+    there: tl.tensor, rows: tl.tensor, columns: tl.tensor, scale: tl.tensor, data: tl.tensor,
+    transposed: tl.tensor, inverse: tl.tensor, inverse_across: tl.tensor, sums: tl.tensor,
+    SCALED: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, EPS: tl.constexpr,
+    OVERFLOW: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr,
+) -> None:  # fmt: skip
     """Write what is wanted of a tile's values in float32, which are 0 outside."""
     if SUMS:
         total = tl.sum(values, axis=0)[None, :]

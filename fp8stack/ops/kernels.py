@@ -89,9 +89,7 @@ def transpose_bytes(data: Tensor) -> Tensor:
     return run_transpose(data)
 
 
-@transpose_bytes.register_fake
-def _(data: Tensor) -> Tensor:
-    return data.new_empty((data.shape[1], data.shape[0]))
+transpose_bytes.register_fake(lambda data: data.new_empty((data.shape[1], data.shape[0])))
 
 
 def run_transpose(data: Tensor) -> Tensor:
@@ -227,23 +225,12 @@ def _device_code() -> Any:
 
 
 def _cast_tile(
-    x: tl.tensor,
-    scale: tl.tensor,
-    data: tl.tensor,
-    transposed: tl.tensor,
-    amaxes: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    FLOAT8: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr,
-    LEAST_SPACING: tl.constexpr,
-    ACROSS: tl.constexpr,
-    RECORD: tl.constexpr,
-    EXACT: tl.constexpr,
-    ROWS: tl.constexpr,
+    x: tl.tensor, scale: tl.tensor, data: tl.tensor, transposed: tl.tensor, amaxes: tl.tensor,
+    rows: tl.tensor, columns: tl.tensor,
+    FLOAT8: tl.constexpr, LARGEST: tl.constexpr, MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr,
+    ACROSS: tl.constexpr, RECORD: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One tile of `x` [rows, columns], in Triton's language; tiles follow each other along rows."""
     tile = tl.program_id(0)
     values, row, column, inside = _read(x, tile, rows, columns, ROWS, COLUMNS)
@@ -257,11 +244,7 @@ def _cast_tile(
 
 
 def _transpose_tile(
-    data: tl.tensor,
-    transposed: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    SIZE: tl.constexpr,
+    data: tl.tensor, transposed: tl.tensor, rows: tl.tensor, columns: tl.tensor, SIZE: tl.constexpr
 ) -> None:
     """One tile of a matrix of bytes."""
     tile, wide = tl.program_id(0), tl.cdiv(columns, SIZE)
@@ -273,28 +256,13 @@ def _transpose_tile(
 
 
 def _cast_weights(
-    table: tl.tensor,
-    owners: tl.tensor,
-    scales: tl.tensor,
-    amaxes: tl.tensor,
-    SOURCE: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SCALE: tl.constexpr,
-    RECORD: tl.constexpr,
-    CAST: tl.constexpr,
-    SPACING: tl.constexpr,
-    EPS: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr,
-    LEAST_SPACING: tl.constexpr,
-    EXACT: tl.constexpr,
-    ROWS: tl.constexpr,
+    table: tl.tensor, owners: tl.tensor, scales: tl.tensor, amaxes: tl.tensor,
+    SOURCE: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, SCALE: tl.constexpr,
+    RECORD: tl.constexpr, CAST: tl.constexpr, SPACING: tl.constexpr, EPS: tl.constexpr,
+    OVERFLOW: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One tile of one of many matrices, of which `table` has a row for each, and `owners` the row
     of each tile."""
     tile = tl.program_id(0)
