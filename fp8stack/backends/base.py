@@ -105,13 +105,7 @@ class Backend:
         return y
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: float,
-        mask: Mask | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, mask: Mask | None = None
     ) -> Tensor:
         """Attention in the dtype that the plan has for it; causal if there is no `mask`.
 

@@ -74,11 +74,7 @@ def _factors(
 
 
 def _finished(
-    y: Tensor,
-    whole: list[Tensor],
-    rows: Tensor | None,
-    columns: Tensor | None,
-    bias: Tensor | None,
+    y: Tensor, whole: list[Tensor], rows: Tensor | None, columns: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     scale = [whole[0] * whole[1]] if len(whole) == 2 else whole
     for factor in (*scale, rows, columns):

@@ -153,9 +153,7 @@ class _MultiplyTwice(torch.autograd.Function):
         up: ScaledLinear,
         down: ScaledLinear,
         activation: str,
-        needs: tuple[
-            bool, bool, bool, bool
-        ],  # gradients of x, of up's, of what up gives, of down's
+        needs: tuple[bool, bool, bool, bool],  # gradients of x, up's, what up gives, down's
         records: tuple[bool, bool],
     ) -> Tensor:
         hidden, of_up, ctx.up = _forward(up, x, up_weight, up_bias, needs[:2], records[0])
@@ -185,7 +183,7 @@ class ScaledLinear(LowPrecisionLinear):
         super().__init__(size, backend.compute_dtype, backend.delayed)
         self.backend = backend
         self.operands = operands
-        self._kept: Kept | None = None
+        self._kept: Kept | None = None  # what is multiplied by until the weight changes
         # Whether the kernel for many weights can cast this one.
         self.joins = self.kind("weight") in (Scales.PER_TENSOR, Scales.SQUARES)
         self.shared_scale = torch.ones(())  # current scaling of a weight that ranks share out
@@ -207,24 +205,11 @@ class ScaledLinear(LowPrecisionLinear):
         )
         return y[:rows] if missing else y
 
-    @property
-    def weight_column(self) -> int:
-        """Where the weight is in the history of delayed scaling."""
-        return self.operands.slots["weight", False].column
-
     def keep_weight(self, record: bool) -> None:
         """Quantize the weight, to be used until it changes."""
         along, across, _ = self.quantize(self.matrix, "weight", record, True)
         assert across is not None
         self._kept = Kept((along, across), version_of(own_weight(self)))
-
-    def use_kept(self, kept: Kept) -> None:
-        """Multiply by copies of the weight that were made elsewhere, until it changes."""
-        self._kept = kept
-
-    def forget_weight(self) -> None:
-        """Quantize the weight at each call from now on."""
-        self._kept = None
 
     def quantized_weight(
         self, weight: Tensor, record: bool, across: bool
@@ -471,7 +456,7 @@ class TorchBackend(Backend):
             for layer in self._layers:
                 weight = own_weight(layer)
                 if not layer.in_fp8 or weight is None or isinstance(weight, DTensor):
-                    layer.forget_weight()  # it is not whole here
+                    layer._kept = None  # it is not whole here
                 elif layer.joins and _is_plain(weight):
                     together.append((layer, weight))
                 else:
@@ -529,13 +514,14 @@ class _Together:
     def _make(self, layers: list[tuple[ScaledLinear, Tensor]]) -> None:
         self._groups, self._kept = [], []
         for layer, _ in layers:  # before others take as much memory
-            layer.forget_weight()
+            layer._kept = None
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, (layer, weight) in enumerate(layers):
             groups[layer.quantizer("weight"), weight.dtype, weight.device].append(place)
         copies: dict[int, tuple[Scaled, Scaled]] = {}
         for (quantizer, *_), places in groups.items():
-            columns = [layers[place][0].weight_column for place in places if quantizer.delayed]
+            slots = [layers[place][0].operands.slots for place in places if quantizer.delayed]
+            columns = [of_layer["weight", False].column for of_layer in slots]
             kept = KeptWeights([layers[place][1].detach() for place in places], quantizer, columns)
             self._groups.append((kept, quantizer.delayed))
             for place, (along, across) in zip(places, kept.copies, strict=True):
@@ -543,4 +529,4 @@ class _Together:
                 copies[place] = (across, along) if turned else (along, across)
         self._kept = [Kept(copies[place], ()) for place in range(len(layers))]
         for (layer, _), found in zip(layers, self._kept, strict=True):
-            layer.use_kept(found)
+            layer._kept = found

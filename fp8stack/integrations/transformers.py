@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fp8stack.backends import fp8_state, load_fp8_state
 
@@ -18,7 +18,7 @@ FILE = "fp8.safetensors"
 """The name of the file in each checkpoint."""
 
 
-class FP8StateCallback(transformers.TrainerCallback):
+class FP8StateCallback(TrainerCallback):
     """Saves the FP8 state with each checkpoint of Trainer, and restores it when training resumes.
 
     Without it a resumed run starts with new scales, and its losses differ from those of a run that
@@ -34,11 +34,7 @@ class FP8StateCallback(transformers.TrainerCallback):
         self.resume_from = resume_from
 
     def on_save(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write the state next to the weights; on several ranks, one writes what all share."""
         fp8, checkpoint = fp8_state(kwargs["model"]), _checkpoint(args, state)
@@ -50,29 +46,21 @@ class FP8StateCallback(transformers.TrainerCallback):
             log.warning(f"{checkpoint} is not there: the FP8 state is not saved.")
 
     def on_train_begin(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Restore the state if training resumes."""
         if state.global_step:
             _restore(kwargs["model"], Path(self.resume_from or _checkpoint(args, state)))
 
     def on_train_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Restore the state that belongs to the best weights, if Trainer loaded those."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             _restore(kwargs["model"], Path(state.best_model_checkpoint))
 
 
-def _checkpoint(args: transformers.TrainingArguments, state: transformers.TrainerState) -> Path:
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
 
 

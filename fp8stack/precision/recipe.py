@@ -505,19 +505,12 @@ def _set_operand(found: dict[str, Any], name: str, table: Any, where: str) -> No
 
 _SECOND = {"wgrad", "dgrad"}
 
-_SHORT: dict[str, str] = {
-    "forward_format": "format",
-    "backward_format": "format",
-    "history_length": "history_length",
-    "amax_algorithm": "amax_algorithm",
-    "margin": "margin",
-    "power_of_two": "scale",
-    "eps": "eps",
-    "scale_rounding": "scale_rounding",
-    "rounding": "rounding",
-    "hadamard": "hadamard",
-}
-"""The field of a quantizer that each short form sets."""
+_SHORT = (
+    *("forward_format", "backward_format", "history_length", "amax_algorithm", "margin"),
+    *("power_of_two", "eps", "scale_rounding", "rounding", "hadamard"),
+)
+"""The short forms, each of which sets one field of quantizers: that of its name, or of `_SETS`."""
+_SETS = {"forward_format": "format", "backward_format": "format", "power_of_two": "scale"}
 
 
 def _set_short(found: dict[str, Any], key: str, value: Any, where: str) -> None:
@@ -530,7 +523,7 @@ def _set_short(found: dict[str, Any], key: str, value: Any, where: str) -> None:
     if not having:
         raise UserError(f"{where}: {key} changes nothing: no quantizer {_LACKS[key]}.")
     for field in having:
-        found[field] = _replaced(found[field], {_SHORT[key]: value}, f"{where}: {key}")
+        found[field] = _replaced(found[field], {_SETS.get(key, key): value}, f"{where}: {key}")
 
 
 _LACKS = {

@@ -89,11 +89,9 @@ def shipped() -> list[str]:
 
 def auto_recipe(hardware: Hardware) -> str:
     """The name of the recipe that "auto" stands for on `hardware`."""
-    if hardware.capability is None:
-        return "bf16" if hardware.cpu_bf16 else "fp32"
-    if hardware.capability[0] == 10 and _has_cuda(hardware, (12, 8)):
-        return "mxfp8"
-    return "delayed" if hardware.capability >= (8, 9) else best_plain_dtype(hardware)
+    if hardware.capability is None or hardware.capability < (8, 9):
+        return best_plain_dtype(hardware)
+    return "mxfp8" if _is_blackwell(hardware) and _has_cuda(hardware, (12, 8)) else "delayed"
 
 
 def best_plain_dtype(hardware: Hardware) -> ComputeDtype:
@@ -145,10 +143,7 @@ def _resolve_plain(
     return plan, substitutions
 
 
-_NEEDS = {
-    "bf16": "compute capability 8.0",
-    "tf32": "a GPU of compute capability 8.0",
-}
+_NEEDS = {"bf16": "compute capability 8.0", "tf32": "a GPU of compute capability 8.0"}
 
 
 def _resolve_fp8(
@@ -161,21 +156,16 @@ def _resolve_fp8(
 
     def planned(backend: BackendName, native: bool, *reasons: str) -> Plan:
         if backend == "emulate" and hardware.device == "cpu" and hardware.numba_problem:
-            reasons = (
-                *reasons,
-                f"its casts are slower than they could be: {hardware.numba_problem}",
-            )
-        if native:
-            dtype: ComputeDtype = "bf16"
-        else:
-            dtype = "bf16" if capability is not None and capability >= (8, 0) else "fp32"
+            slow = f"its casts are slower than they could be: {hardware.numba_problem}"
+            reasons = (*reasons, slow)
+        half = native or (capability is not None and capability >= (8, 0))
         return Plan(
             asked=asked,
             recipe=recipe,
             backend=backend,
             native=native,
             device=hardware.device,
-            compute_dtype=dtype,
+            compute_dtype="bf16" if half else "fp32",
             reasons=reasons,
             others=_others(recipe, backend, hardware),
         )

@@ -22,13 +22,7 @@ from fp8stack.backends.observe import Place, fp8_linears, observing, scale_of
 from fp8stack.errors import UserError
 from fp8stack.formats import Operand, Quantizer, Quantizers
 from fp8stack.numerics import RandomBits
-from fp8stack.numerics.error import (
-    FIGURES,
-    cast_error,
-    headroom_bits,
-    quantization_error,
-    sqnr_db,
-)
+from fp8stack.numerics.error import FIGURES, cast_error, headroom_bits, quantization_error, sqnr_db
 from fp8stack.precision import Plan, Recipe, load_recipe
 from fp8stack.precision.recipe import ComputeDtype
 from fp8stack.telemetry import gradients
@@ -270,9 +264,7 @@ def _operand_row(step: int, measured: _Measured, values: Sequence[float]) -> Row
         "amax": _number(found["amax"], 9),
         "scale": _number(found["scale"], 9),
         "headroom_bits": _number(headroom_bits(found["largest"], measured.format)),
-        "saturated": _number(found["saturated"]),
-        "underflow": _number(found["underflow"]),
-        "nonfinite": _number(found["nonfinite"]),
+        **{key: _number(found[key]) for key in ("saturated", "underflow", "nonfinite")},
         "sqnr_db": _number(sqnr_db(found["signal"], found["noise"])),
     }
     if measured.blocks:
