@@ -80,7 +80,10 @@ def _(
     return _outputs(x, format, across, (tiles if has_kernel(x.device) else 1) if record else 0)
 
 
-@torch.library.custom_op("fp8stack::transpose_bytes", mutates_args=())
+# If its strides were fixed, inductor would write the bytes twice: for this operator, and for others.
+@torch.library.custom_op(
+    "fp8stack::transpose_bytes", mutates_args=(), tags=(torch.Tag.flexible_layout,)
+)
 def transpose_bytes(data: Tensor) -> Tensor:
     """The transpose of a contiguous uint8 matrix, contiguous. A compiler neither fuses it nor runs
     it again in the backward pass: where it computes rows, it would write columns byte by byte."""

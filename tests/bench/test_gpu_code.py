@@ -83,6 +83,12 @@ def test_what_is_counted_is_what_a_block_reads_and_writes():
     assert last["bytes"] == pytest.approx(elements * (4 + 4 + 2 + 2), rel=0.01)
 
 
+def test_a_cast_is_written_once_beside_its_transpose():
+    """By hand: the first norm reads the stream in float32, and what it gives is written in FP8."""
+    first = next(one for one in kernels_of("llama-8b", "delayed", "9.0") if one["part"] == "block")
+    assert first["bytes"] == pytest.approx(8192 * 4096 * (4 + 1), rel=0.01)
+
+
 def test_a_capability_that_is_not_known_is_an_error():
     with pytest.raises(UserError, match=r"gpt2-124m in bf16 on 7\.0"):
         gpu_code.compiled("gpt2-124m", "bf16", "7.0", stores=False)
