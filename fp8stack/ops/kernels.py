@@ -80,7 +80,7 @@ def _(
     return _outputs(x, format, across, (tiles if has_kernel(x.device) else 1) if record else 0)
 
 
-# If its strides were fixed, inductor would write the bytes twice: for this operator, and for others.
+# With fixed strides, inductor would write the bytes twice: for this operator, and for others.
 @torch.library.custom_op(
     "fp8stack::transpose_bytes", mutates_args=(), tags=(torch.Tag.flexible_layout,)
 )
