@@ -127,7 +127,7 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(
             f"No run in '{quoted(str(path))}'. Give the folder of a run, which holds run.toml "
-            "and metrics.jsonl."
+            "and metrics.jsonl; `fp8stack list runs` finds them."
         )
     notes: list[str] = []
     rows, events = _metrics(metrics, notes)

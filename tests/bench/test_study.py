@@ -198,20 +198,20 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(own)}
     process = subprocess.Popen(command(tmp_path), cwd=ROOT, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    results, deadline = tmp_path / "study.jsonl", time.monotonic() + 120
+    results, deadline = tmp_path / "study.jsonl", time.monotonic() + 600
     while not (results.exists() and results.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=600)
     assert "stopping: the same command goes on" in said
     done = json_lines(results)
     assert 1 <= len(done) < 4
     with results.open("a") as file:
         file.write('{"key": "half a li')  # as a kill leaves it
     again = subprocess.run(command(tmp_path), cwd=ROOT, env=environment, text=True,
-                           capture_output=True, timeout=120)  # fmt: skip
+                           capture_output=True, timeout=600)  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert f"{4 - len(done)} runs are to do, {len(done)} are there" in again.stdout
     rows = json_lines(results)
