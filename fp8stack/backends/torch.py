@@ -86,6 +86,7 @@ def _backward(
     layer = ran.layer
     x_data, x_scale, w_data, w_scale = saved
     dx = dw = db = None
+    apart = apart or ran.has_bias  # whose sum over rows is a reduction, too
     along, across, db = layer.quantize(
         dy, "grad_output", ran.record, x_data is not None, ran.has_bias, apart
     )

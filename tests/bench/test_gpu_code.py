@@ -89,6 +89,20 @@ def test_a_cast_is_written_once_beside_its_transpose():
     assert first["bytes"] == pytest.approx(8192 * 4096 * (4 + 1), rel=0.01)
 
 
+@pytest.mark.slow
+def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own():
+    """Inductor writes columns byte by byte in a kernel that sums over rows."""
+    kernels = kernels_of("gpt2-124m", "delayed", "9.0")
+    turned = [one for one in kernels if one["name"] == "fp8stack::transpose_bytes"]
+    # The inputs of qkv, output and up; the gradients of what down, output and qkv gave.
+    assert [one["backward"] for one in turned] == 3 * [False] + 3 * [True]
+
+
+def test_no_committed_kernel_of_a_block_writes_byte_by_byte():
+    narrow = {(row["case"], row["arm"]): row["narrow_bytes"] for row in COMMITTED["results"]}
+    assert set(narrow.values()) == {0}
+
+
 def test_a_capability_that_is_not_known_is_an_error():
     with pytest.raises(UserError, match=r"gpt2-124m in bf16 on 7\.0"):
         gpu_code.compiled("gpt2-124m", "bf16", "7.0", stores=False)
