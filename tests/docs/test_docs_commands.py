@@ -166,7 +166,7 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
     assert _invoke(*runner.scaled(words)) == (2 if without else 0)
 
 
-def _runs_are_there(runs: list[Path], out: str | None, text: bool) -> None:
+def _runs_are_there(runs: list[Path], out: str | None, text: bool, as_json: bool) -> None:
     """In place of a report's drawing."""
     assert all((run / "metrics.jsonl").exists() for run in runs)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fp8stack.backends import torch as torch_backend
+from fp8stack.backends import weights as backend_weights
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.ops import weights
 from fp8stack.ops.replay import Replayed
@@ -72,11 +73,12 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     21 more, each 147 million elements."""
     sets = [one for one in small_loop.SETS if "layers" not in one]
     monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
+    # Else every optimizer's step tells the models of other tests, too.
+    monkeypatch.setattr(backend_weights, "_WATCHES", WeakSet())
     keys = {"backend": "torch", "log_every": 100, "steps": 100}
     small = small_loop.SmallLoop(tmp_path / "r", "delayed", **keys)
     small.run.backend.delayed._compiled = True
     small.advance(2)
-    gc.collect()  # models of other tests, which every optimizer's step marks
     as_on_a_gpu.found.clear()
     with outside_of_blocks(small.run, as_on_a_gpu):
         small.loop.train_step(*next(small.tokens))
