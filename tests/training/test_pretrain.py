@@ -57,7 +57,8 @@ def test_a_run_leaves_all_its_files_and_a_falling_loss(recipe, whole):
     assert [row.get("loss_scale", 0) > 0 for row in rows] == [recipe == "fp16"] * 12
     fp8 = json.loads((run / "plan.json").read_text())["layers"]
     assert rows[-1]["fp8_gemms"] == 3 * sum(layer["fp8"] for layer in fp8)
-    pieces = ("plan: ", "step 12/12 | loss ", " tok/s", "MFU ", " GiB", "ETA ", "sample:\ndef ")
+    pieces = ("plan: ", "step 12/12 | loss ", " tok/s", "MFU ", " GiB", "ETA ", "sample:\ndef ",
+              "model: gpt-nano (layers 1, width 32, heads 2), ")  # fmt: skip
     assert [piece for piece in pieces if piece not in printed] == []
 
 

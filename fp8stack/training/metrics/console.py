@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
 from fp8stack import data
+from fp8stack.model.config import load_config
 from fp8stack.precision.phases import EVALUATION
 from fp8stack.terminal import Bar, say
 from fp8stack.training.metrics.throughput import Peak
@@ -85,13 +86,24 @@ def describe_run(run: Run) -> list[str]:
         f"machine: {run.hardware}",
         *(line for variant in run.variants for line in variant.plan.summary()),
         *_phases(run),
-        f"model: {config.model}, {run.model.config.parameters():,} parameters",
+        _model(run),
         *_data(run),
         f"steps: {steps}",
         *([f"ranks: {run.ranks.count}, {run.config.parallel}"] if run.ranks.count > 1 else []),
         f"run: {run.folder.path}",
         *(["compiling: the first step takes a minute or so"] if run.compiled else []),
     ]
+
+
+def _model(run: Run) -> str:
+    """Its name and size, with the first keys that `model_overrides` changes."""
+    config, shape = run.config, run.model.config
+    preset = load_config(config.model)
+    changed = [k for k in config.model_overrides if getattr(shape, k) != getattr(preset, k)]
+    told = ", ".join(f"{key} {getattr(shape, key)}" for key in changed[:3])
+    more = f" and {len(changed) - 3} more keys" if len(changed) > 3 else ""
+    differs = f" ({told}{more})" if changed else ""
+    return f"model: {config.model}{differs}, {shape.parameters():,} parameters"
 
 
 def _data(run: Run) -> list[str]:
