@@ -136,6 +136,8 @@ class Job:
             "save_every": max(200, math.ceil(steps / 4)),
             "telemetry_every": 0 if self.recipe == BASELINE else math.ceil(steps / 4),
         }
+        if self.size == TINY:
+            own["eval_windows"] = 16
         return KEYS | own | design
 
     def content(self, cpu: str) -> str:
@@ -272,23 +274,26 @@ def _train(left: list[Job], path: Path, cpu: str, arguments: argparse.Namespace)
     asked, done = context.Queue(), context.Queue()
     for job in left:
         asked.put(job)
+    count = max(1, min(arguments.workers, len(left)))
+    for _ in range(count):
+        asked.put(None)  # there is no more
     asked.cancel_join_thread()  # a stopped study leaves most of them unread
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     workers = [
         context.Process(target=_work, args=(asked, done, arguments.runs, cpu, os.getpid()))
-        for _ in range(max(1, min(arguments.workers, len(left))))
+        for _ in range(count)
     ]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a KeyboardInterrupt, as by Ctrl-C
     for worker in workers:
         worker.start()
     until = time.monotonic() + 3600 * arguments.hours
-    count, failed, stopped = 0, [], False
+    ended, failed, stopped = 0, [], False
     while any(worker.is_alive() for worker in workers) or not done.empty():
         try:
             with suppress(Empty):
                 row = done.get(timeout=1)
-                count += 1
-                print(f"[{count}/{len(left)}] {row['name']}: {_told(row)}", flush=True)
+                ended += 1
+                print(f"[{ended}/{len(left)}] {row['name']}: {_told(row)}", flush=True)
                 if row["error"]:
                     failed.append(row["name"])
                 else:
@@ -329,6 +334,8 @@ def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
         try:
             job = asked.get(timeout=5)
         except Empty:
+            return
+        if job is None:
             return
         folder = runs / job.name
         began, error, exit = time.monotonic(), "", 0

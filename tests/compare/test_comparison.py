@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from fp8stack import cli
 from fp8stack.checkpoint.state import capture
 from fp8stack.cli.app import app
-from fp8stack.compare import runs, settings
+from fp8stack.compare import comparison, runs, settings
 from fp8stack.compare.intervals import Interval, always_valid_factor, pairs_needed
 from fp8stack.compare.plot import comparison_plot
 from fp8stack.compare.results import RunFigures, WorstSqnr, read_run, worst_sqnr
@@ -298,6 +298,7 @@ def whole(tmp_path_factory) -> tuple[Path, str]:
     out, printed = tmp_path_factory.mktemp("compare") / "c", StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(runs, "subprocess", stand_in(InProcess))
+        patch.setattr(comparison, "comparison_plot", comparison_plot)
         with pytest.raises(SystemExit) as end:
             cli.main(["compare", "--out", str(out), *AGAIN])
     assert not end.value.code

@@ -5,6 +5,7 @@ and has computed nothing, so that it is like a fresh interpreter. Each computes 
 rank ends or is killed: nothing here waits for ever.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -263,6 +264,7 @@ def _work(
     rank: int,
 ) -> None:
     """What a process does."""
+    gc.freeze()  # what the server imported is no garbage
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and would stay so
     for number, writer in enumerate(writers, 1):
         os.dup2(writer.fileno(), number)

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import typer.main
 
+from fp8stack.compare import comparison
+from fp8stack.compare.summary import RecipeFigures
 from fp8stack.data import Corpus
 from fp8stack.data.sources import _Loader
 from fp8stack.tokenizer.byte_level import ByteTokenizer
@@ -22,11 +24,12 @@ _library: dict[int, Corpus] = {}
 
 @contextmanager
 def quick_runs() -> Iterator[None]:
-    """Within, the losses of a run are listed and not drawn, a CPU's peak, which is measured once a
-    process, is measured in a moment, and the standard library's source is read and the command's
-    options are parsed once a process."""
+    """Within, the losses of a run and of a comparison are listed and not drawn, a CPU's peak,
+    which is measured once a process, is measured in a moment, and the standard library's source is
+    read and the command's options are parsed once a process."""
     with (
         patch.object(finalize, "loss_plot", _listed),
+        patch.object(comparison, "comparison_plot", _compared),
         patch.object(throughput, "BURSTS_S", 0.0),
         patch.object(_Loader, "splits", _read_once),
         patch.object(Corpus, "fingerprint", _summed_once),
@@ -38,6 +41,10 @@ def quick_runs() -> Iterator[None]:
 def _listed(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     losses = [(row["step"], row.get("loss"), row.get("val_loss")) for row in metrics]
     return json.dumps({title: losses}).encode()
+
+
+def _compared(rows: Sequence[RecipeFigures], baseline: str, title: str) -> bytes:
+    return json.dumps({title: {row.recipe: row.val_loss for row in rows}}).encode()
 
 
 def _read_once(loader: _Loader, data: str | None) -> tuple[Corpus, Corpus]:
