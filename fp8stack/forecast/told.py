@@ -96,7 +96,7 @@ class Told(_Told):
             yield f"cannot tell the gap of {', '.join(names)}: {reason}"
         yield (
             "gap: what training a model like this in the recipe adds to its loss, in percent of "
-            f"it; from a law fitted to {self.law_runs} pairs of runs (docs/compare.md)"
+            f"it; from a law fitted to {self.law_runs} pairs of runs (docs/what_does_it_cost.md)"
         )
         yield (
             f"without the worst {WORST}: the gap with those layers in bf16; divergence: of the "

@@ -36,6 +36,7 @@ MADE_UP |= {"quantization/lifecycle/initialize.py"}
 STUDIED = {"FP8": ["delayed", "current", "block", "mxfp8", "rowwise"]}
 STUDIED |= {"FP6": ["mxfp6_e2m3", "mxfp6_e3m2"]}
 STUDIED |= {"FP4": ["mxfp4", *(f"nvfp4{form}" for form in ("", "_nearest", "_no_hadamard"))]}
+COSTS = "docs/what_does_it_cost.md"
 MODELS = ["gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-8b"]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(cli.app))["commands"]
 
@@ -125,6 +126,19 @@ def test_the_readmes_gaps_are_those_of_the_committed_study(kind, names):
     gaps = [cell["gap"]["mean"] for cell in cells if cell["recipe"] in names]
     (bound,) = re.findall(rf"below ([\d.]+) % in {kind}\b", " ".join(_text("README.md").split()))
     assert float(bound) / 2 < max(gaps) < float(bound)
+
+
+def test_the_table_of_costs_is_that_of_the_committed_study():
+    cells = json.loads(_text("bench/results/cpu/study.json"))["cells"]
+    rows = re.findall(r"^\| FP[468]: (.*?) \| (.*?) \| (.*?) \|$", _text(COSTS), re.M)
+    assert len(rows) == 5
+    for told, *ranges in rows:
+        names = re.findall(r"`(\w+)`", told)
+        for ratio, said in zip((2, 8), ranges, strict=True):
+            found = [c for c in cells if c["recipe"] in names and c["ratio"] == ratio]
+            gaps = sorted(round(cell["gap"]["mean"], 2) + 0.0 for cell in found)
+            least, most = f"{gaps[0]:.2f}", f"{gaps[-1]:.2f}"
+            assert said == (least if least == most else f"{least} to {most}"), told
 
 
 # Pages: predictions, examples of code, figures, links
