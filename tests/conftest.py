@@ -30,7 +30,8 @@ Command = Callable[..., int]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between pytest-xdist's workers: threads that wait for a core that another
-    worker has spin, and all take longer."""
+    worker has spin, and all take longer. Keep bytecode, which all processes else make anew."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, (os.cpu_count() or 1) // workers)
     if workers > 1:

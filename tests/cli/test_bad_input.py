@@ -19,6 +19,7 @@ from fp8stack.config import RunConfig, parse_config, to_toml
 from fp8stack.precision import Hardware
 from fp8stack.precision.hardware import TE_REMEDY
 from fp8stack.precision.recipe import load_recipe
+from fp8stack.training.setup.memory_check import Footprint
 from tests.conftest import TINY, refusal
 from tests.faults.inputs.input_flags import bad_input, make_files, problem
 
@@ -146,7 +147,8 @@ def test_keys_of_the_model_and_the_recipe_are_set_by_their_short_names():
     ("memory", "size"),
     [("80", 80 * 2**30), ("80GB", 80 * 10**9), ("80 gib", 80 * 2**30), ("1.5G", 3 * 2**29)],
 )
-def test_memory_has_a_unit(memory, size, command, capsys):
+def test_memory_has_a_unit(memory, size, command, capsys, monkeypatch):
+    monkeypatch.setattr(Footprint, "largest", lambda *given: 1)
     assert command("estimate", "--memory", memory, "--json") == 0
     assert json.loads(capsys.readouterr().out)["memory"] == size
 

@@ -645,7 +645,7 @@ def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, ref
 def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     command, tmp_path, monkeypatch
 ):
-    longer = [*SMALL, "--steps", "60", "--set", "eval_every=30"]
+    longer = [*SMALL, "--steps", "60", "--set", "eval_every=30", "--set", "save_every=30"]
     flags = ["--recipes", "fp32,current", "--seeds", "1", *longer]
     process = Child(["compare", "--out", "c", *flags], tmp_path)
     log = tmp_path / "c" / "runs" / "fp32-seed0" / "metrics.jsonl"

@@ -179,7 +179,13 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
     assert gone == []
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("gpt2-350m", "gpt2-774m") else [])
+        for name in MODELS
+    ],
+)
 def test_the_predicted_speeds_are_those_that_the_command_prints(model, command, capsys):
     sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]
     cells = []

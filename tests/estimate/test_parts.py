@@ -384,11 +384,11 @@ def told(command, capsys) -> Told:
 
 def test_one_sequence_more_than_the_largest_batch_does_not_fit(told):
     arguments = ("--capability", "none", "--recipe", "bf16", "--memory", "0.2")
+    largest = told(*arguments)["largest_batch"]
     for kind in ("none", "block"):
-        largest = told(*arguments)["largest_batch"][kind]
         with_kind = (*arguments, "--activation-checkpointing", kind, "--batch")
-        assert told(*with_kind, str(largest))["fits"]
-        assert not told(*with_kind, str(largest + 1))["fits"]
+        assert told(*with_kind, str(largest[kind]))["fits"]
+        assert not told(*with_kind, str(largest[kind] + 1))["fits"]
 
 
 def test_a_gpu_that_is_not_here_has_its_memory_and_a_run_in_fp32_casts_no_weight(told):

@@ -99,9 +99,9 @@ def test_what_is_not_finite_stays_in_its_block(size):
     assert torch.equal(ours[3], clean[3])
 
 
-# Of float32 all, of the 16-bit dtypes one each; in the long form all of those too.
+# Each size with each dimension, each dtype in one of them; in the long form each with each.
 EVERY = list(itertools.product(SIZES, (0, 1), range(len(FLOAT_DTYPES))))
-SOME = [case for case in EVERY if case[2] == 0 or case in ((16, 1, 1), (32, 0, 2))]
+SOME = [(16, 0, 0), (16, 1, 1), (32, 0, 2), (32, 1, 0)]
 
 
 @pytest.mark.parametrize(
