@@ -897,7 +897,7 @@ def test_a_whole_run_saves_resumes_and_names_itself(
 def test_a_run_goes_on_with_the_other_backend(
     te, writer, reader, command: Command, tmp_path, on_gpus
 ):
-    flags = ["--recipe", "delayed", *FLAGS, *SHORT]
+    flags = ["--recipe", "delayed", "--no-compile", *FLAGS, *SHORT]
     assert command("pretrain", "--out", "a", *flags, "--backend", writer) == 0
     assert command("pretrain", "--out", "b", *flags, "--backend", writer, "--steps", "3") == 0
     before = len(te.calls)

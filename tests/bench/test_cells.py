@@ -70,6 +70,7 @@ def bench(
     """Run `python -m bench` with these words; its exit code."""
     monkeypatch.setattr(step, "interleaved", timed)
     monkeypatch.setattr(step, "build_step", build)
+    monkeypatch.setattr(step, "free_memory", lambda device: None)
     monkeypatch.setattr(step, "probe", lambda device: Hardware("cpu", cpu_bf16=True))
     monkeypatch.setattr(sys, "argv", ["bench", *map(str, words)])
     with pytest.raises(SystemExit) as done:

@@ -45,6 +45,7 @@ def _grid_at(
 
     monkeypatch.setattr(step, "interleaved", fake)
     monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
+    monkeypatch.setattr(step, "free_memory", lambda device: None)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu"))
 
 
