@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -551,6 +552,8 @@ def test_the_document_shows_what_the_command_prints(command, capsys, monkeypatch
     printed = []
     for more in ([], ["--ceiling"]):
         assert command(*ARGUMENTS, *more) == 0
-        printed += [x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"]
+        printed.append([x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"])
     assert " ".join(("fp8stack", *ARGUMENTS)) in text
-    assert shown == printed
+    assert shown == printed[0]
+    gains = {row.split("|")[-2].strip() for row in printed[1] if row.startswith("| delayed ")}
+    assert gains == set(re.findall(r"at most a factor of ([\d.]+)\.", text))
