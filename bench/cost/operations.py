@@ -150,7 +150,7 @@ def judging(width: int, device: str) -> dict[str, Arm]:
 
     def judged() -> None:
         watch.begin()
-        watch.see(1, loss, norm())
+        watch.judge(1, loss, norm())
 
     def waited() -> None:
         judged()

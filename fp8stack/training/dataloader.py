@@ -1,6 +1,6 @@
-"""The tokens of each step of a run, read ahead and in pinned memory for a GPU. Every rank reads the
-whole batch and keeps its part: that is little beside the step itself, and a damaged token is found
-by all of them at the same step."""
+"""The dataloader of a run: it reads ahead, and into pinned memory for a GPU. Every rank reads the
+whole batch and keeps its part: reading costs little, and all ranks find a damaged token at the same
+step."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ from fp8stack.training.run import Run
 
 
 def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
-    """Each step that is left, with this rank's tokens of it: int64 [batch / ranks, context + 1], or
-    with a document mask [batch / ranks, 2, context + 1], see `StepBatches`."""
+    """Yield each remaining step and this rank's tokens of it: int64 [batch / ranks, context + 1],
+    or with a document mask [batch / ranks, 2, context + 1], see `StepBatches`."""
     steps = range(run.step + 1, run.config.steps + 1)
     loader = DataLoader(
         _RankBatches(run),
@@ -24,7 +24,7 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
         sampler=steps,
         num_workers=run.config.workers,
         pin_memory=run.plan.device == "cuda",
-        generator=torch.Generator(),  # else each start of the loader would draw from torch's own
+        generator=torch.Generator(),  # or starting the loader would advance torch's RNG
     )
     try:
         yield from zip(steps, loader, strict=True)
@@ -32,20 +32,20 @@ def batches(run: Run) -> Iterator[tuple[int, Tensor]]:
         if "DataLoader worker" not in str(error):
             raise
         raise UserError(
-            "A process that reads data died; was it out of memory? Go on with --resume auto "
+            "A data-loading process died, perhaps out of memory. Go on with --resume auto "
             "--set workers=0"
         ) from error
 
 
 def tokens_of(run: Run, step: int) -> Tensor:
-    """This rank's part of one step, see `batches`, on the CPU."""
+    """This rank's tokens of one step, on the CPU; see `batches`."""
     return _RankBatches(run)[step]
 
 
 def inputs_of(windows: Tensor) -> tuple[Tensor, ...]:
-    """What a model's loss takes: inputs and targets, int64 [n, context] each, and with documents
-    the number of each input's. The windows are int64 [n, context + 1]; with documents [n, 2,
-    context + 1], see `StepBatches`."""
+    """The arguments of a model's loss: inputs and targets, int64 [n, context] each, and with
+    documents the document number of each input. The windows are int64 [n, context + 1]; with
+    documents [n, 2, context + 1], see `StepBatches`."""
     if windows.ndim == 2:
         return windows[:, :-1], windows[:, 1:]
     return windows[:, 0, :-1], windows[:, 0, 1:], windows[:, 1, :-1]

@@ -1,4 +1,4 @@
-"""Validation loss. Nothing here changes the model or its FP8 state."""
+"""Validation loss, computed without changing the model or its FP8 state."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from fp8stack.training.dataloader import inputs_of
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients; the model's mode is put back after."""
+    """Within, `model` is in eval mode without gradients; its mode is restored after."""
     was_training = model.training
     model.eval()
     try:
@@ -31,15 +31,15 @@ def validation_loss(
     ranks: Ranks = ALONE,
     stops: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """The mean loss in nats per token over `windows`, which ranks share out.
+    """The mean loss in nats per token over `windows`, which are divided among the ranks.
 
     Args:
-        model: as it is trained; all ranks call it equally often.
+        model: the model in training, or its DDP or FSDP2 wrapper; all ranks call it equally often.
         windows: int64 [N, T + 1], or with documents [N, 2, T + 1]; the same on all ranks.
-        batch: windows at a time, over all ranks; a multiple of their number.
+        batch: windows per forward pass, over all ranks; a multiple of their number.
         device: the model's.
-        ranks: who takes part.
-        stops: asked before each batch whether to leave early; then None is returned.
+        ranks: the process group.
+        stops: called before each batch; if it returns True on any rank, the result is None.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     with eval_mode(model):
@@ -47,7 +47,7 @@ def validation_loss(
             if ranks.any(stops()):
                 return None
             mine = windows[start : start + batch][ranks.index :: ranks.count]
-            # A rank that has none left computes along: others may wait for its part of the model.
+            # A rank without windows computes too: others may wait for its shard of the model.
             tokens = (mine if len(mine) else windows[:1]).to(device)
             total += model(*inputs_of(tokens)).double() * len(mine)
     if ranks.count > 1:

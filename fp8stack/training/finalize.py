@@ -1,4 +1,4 @@
-"""What a run leaves behind when it is done: a plot, a sample, and where everything is."""
+"""The end of a run: the loss plot, a text sample, and where the files are."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from fp8stack.training.run import Run
 
 
 def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> None:
-    """Draw the loss, show a sample, and say where everything is. All ranks of a run call it at its
-    end; `evaluate` gives the validation loss, if the run has none yet."""
+    """Write the loss plot and a sample, and print where everything is. All ranks call it;
+    `evaluate` computes the validation loss if no step of the run has one."""
     folder, is_main = run.folder, run.ranks.is_main
     with run.ranks.together():
         metrics = folder.read_metrics() if is_main else []
@@ -28,7 +28,7 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
     with run.ranks.together():
         if text and is_main:
             write_atomically(folder.sample, text.encode())
-            # Without what a terminal would act on.
+            # Control characters would act on the terminal.
             shown = (char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
             display.note(f"sample:\n{''.join(shown)}")
     if run.loss_scaler is not None:
@@ -41,14 +41,14 @@ def finish(run: Run, display: Display, evaluate: Callable[[], float | None]) -> 
 
 
 def _sample(run: Run) -> str:
-    """Text that the model writes now; empty if none is asked for, or no tokenizer is known."""
+    """A text sample of the model; empty if `sample_tokens` is 0 or no tokenizer is known."""
     config, tokenizer = run.config, run.tokenizer
     if not config.sample_tokens or tokenizer is None:
         return ""
     prompt = config.sample_prompt or ("def " if config.data is None else "\n")
     encoded = tokenizer.begin(prompt)
-    if not encoded:  # it drops white space, and ends no document
+    if not encoded:  # the tokenizer drops white space and has no end-of-text token
         return ""
-    model, chosen = (run.evaluation or run.active).model, Sampling(temperature=config.temperature)
-    tokens = generate(model, encoded, config.sample_tokens, chosen, seed=config.seed)
+    model, sampling = (run.evaluation or run.active).model, Sampling(temperature=config.temperature)
+    tokens = generate(model, encoded, config.sample_tokens, sampling, seed=config.seed)
     return prompt + tokenizer.decode(list(tokens))

@@ -1,4 +1,4 @@
-"""A trained model, back from its run, to be run and not trained."""
+"""Load a trained model from its run or checkpoint, for inference."""
 
 import warnings
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
-    """The model of a run's newest good checkpoint, or of one checkpoint, in eval mode.
+    """Load the model of a run's newest usable checkpoint, or of one checkpoint, in eval mode.
 
     Args:
         run_or_checkpoint: a run's folder, or `.../checkpoints/step-000200`.
-        recipe: the precision that it is to be run in, whatever it was trained in.
+        recipe: the recipe to run it in, whichever it was trained in.
 
     Returns:
         A GPT on this machine's device: `model(tokens [B, T]) -> logits [B, T, vocabulary]`.
 
     Raises:
-        UserError: no run there, or delayed scaling is asked of a checkpoint without its scales.
-        NoUsableCheckpoint: the checkpoint is damaged, or every one of the run.
+        UserError: there is no run, or `recipe` needs scales that the checkpoint does not have.
+        NoUsableCheckpoint: the checkpoint is damaged, or all of the run's are.
     """
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
@@ -36,9 +36,9 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
-    """A run's newest good checkpoint, or one checkpoint, its path, and which were passed over.
-    Raises a UserError for no run and no checkpoint there, and a NoUsableCheckpoint if the
-    checkpoint is damaged, or every one of the run."""
+    """Return a run's newest usable checkpoint, or one checkpoint, with its path and why newer ones
+    were skipped. Raises a UserError if there is no run or checkpoint, and a NoUsableCheckpoint if
+    the checkpoint is damaged, or all of the run's are."""
     path = Path(run_or_checkpoint)
     try:
         if (path / "checkpoints").is_dir():
@@ -58,17 +58,17 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
 def plan_in(
     recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
 ) -> Plan:
-    """How the model of `checkpoint`, found at `path`, runs in `recipe`, whatever it was trained in,
-    on `hardware`. Raises what `resolve` raises, and a UserError if delayed scaling is asked of a
-    checkpoint without its scales."""
+    """The plan that runs the model of `checkpoint`, read from `path`, in `recipe` on `hardware`,
+    whichever recipe it was trained in. Raises what `resolve` raises, and a UserError if `recipe`
+    needs scales that the checkpoint does not have."""
     identity, ran = checkpoint.info["identity"], checkpoint.info["plan"]
     config = model_of(checkpoint)
     asked: str | Recipe = recipe
-    if recipe == ran["recipe"]["name"]:  # with the keys changed in it: scales of E5M2 are no E4M3's
+    if recipe == ran["recipe"]["name"]:  # with its overrides: E5M2's scales do not fit E4M3
         asked = recipe_from_json(ran["recipe"], f"recipe in {path / 'checkpoint.json'}")
     plan = plan_for(config, asked, hardware, backend)
     trained_in = recipe_from_json(identity["recipe"], f"identity.recipe in {path}")
-    if plan.recipe.quantizers == trained_in.quantizers:  # its FP8 state is that of its FP8 layers
+    if plan.recipe.quantizers == trained_in.quantizers:  # the FP8 state has these layers only
         left_out = layers_left_out(ran)
         plan = plan_for(config, asked, hardware, backend, left_out=left_out)
     if plan.delayed and not any(map(_is_scale, checkpoint.tensors.get("fp8", {}))):
@@ -82,25 +82,25 @@ def plan_in(
 def model_in(
     recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
 ) -> GPT:
-    """The model of `checkpoint` in eval mode, on the device of `hardware`, as `plan_in` says.
-    Raises what that raises."""
+    """Build the model of `checkpoint` in eval mode on the device of `hardware`, for the plan that
+    `plan_in` returns. Raises what that raises."""
     plan = plan_in(recipe, checkpoint, path, hardware, backend)
     model = GPT(model_of(checkpoint), build_backend(plan))
     restore_weights(model, checkpoint.tensors.get("model", {}))
     saved = checkpoint.tensors.get("fp8", {})
     scales = {name: tensor for name, tensor in saved.items() if plan.delayed and _is_scale(name)}
-    # Random draws of layers that drew none in the run begin anew.
+    # Layers that did not round stochastically in the run start at their initial counters.
     draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
     load_fp8_state(model, scales | draws)
     return model.to(hardware.device).eval()
 
 
 def _is_scale(name: str) -> bool:
-    """Whether a tensor of an FP8 state belongs to delayed scaling, and not to random draws."""
+    """Whether a tensor of an FP8 state belongs to delayed scaling, not to stochastic rounding."""
     return not name.endswith(".draws")
 
 
 def layers_left_out(plan: Mapping[str, Any]) -> dict[str, str]:
-    """The layers that a plan, as a checkpoint has it, does not have in FP8, with the reasons: a run
-    keeps to that wherever it goes on, since FP8 state and losses depend on it."""
+    """The layers that are not in FP8 in a checkpoint's plan, with the reasons. A resumed run keeps
+    them, since FP8 state and losses depend on them."""
     return {layer["name"]: layer["reason"] for layer in plan["layers"] if layer["reason"]}

@@ -1,4 +1,4 @@
-"""The training loop: one step, and what happens around it."""
+"""The training loop: steps, logging, evaluation, checkpoints, and what the guard decides."""
 
 import math
 import time
@@ -44,12 +44,12 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     """Train `run` from its last step to its end, and return the exit code: done or preempted.
 
     Args:
-        requested: whether a signal asked for a stop; None has `train` listen for itself.
+        requested: whether a signal requested a stop; None: `train` installs the handlers itself.
 
     Raises:
-        NumericFailure: steps went wrong and the guard knows no more; checkpoints are as before.
+        NumericFailure: steps went wrong and the guard has nothing left to try; checkpoints stay.
         StorageError: the disk is full.
-        Preempted: a signal stopped it while there was nothing to be saved.
+        Preempted: a signal stopped the run before there was anything to save.
     """
     if requested is None:
         with stop_requests() as requested:
@@ -57,7 +57,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
     config = run.config
     with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
         peak = peak_rate(run.hardware, run.plan)
-    display = Display(peak)  # of several ranks the main one speaks
+    display = Display(peak)  # silent: only the main rank prints
     if run.ranks.is_main:
         say(*describe_run(run))
         if run.step == config.steps:
@@ -67,16 +67,16 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             requested.tell = display.tell
     loop = _Loop(run, display, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
-    alone = run.ranks.count == 1  # else a signal to one rank would take it from the others
+    alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
     try:
         with losing_ranks(), loop.session() as ended, loop.saver:
             loop.catch_up()
             while run.step < config.steps:
                 for step, tokens_BT in loop.batches():
-                    # Compiling takes minutes, and there is nothing to be saved yet.
+                    # Compiling takes minutes, and there is nothing to save yet.
                     with requested.at_once(NOTHING_DONE) if compiles else nullcontext():
-                        went_back = loop.advance(step, tokens_BT)
+                        rolled_back = loop.advance(step, tokens_BT)
                     compiles = False
                     if config.checkpoint_async and run.ranks.any(loop.saver.failed):
                         loop.wait()
@@ -86,7 +86,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
                         display.note(f"stopped after step {run.step}, saved {path}. Go on with:")
                         display.note(f"  {go_on}")
                         return PREEMPTED
-                    if went_back:
+                    if rolled_back:
                         break
             loop.wait()
             at_end = f"Stopped at the end, all is saved. Go on with: {go_on}"
@@ -97,17 +97,18 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             with requested.at_once(at_end) if alone else nullcontext():
                 finish(run, display, loop.evaluate)
     finally:
-        if loop.profiler is not None:  # a run that ends before its last step may have left it on
+        if loop.profiler is not None:  # still recording if the run ends early
             loop.profiler.close()
         display.close()
-        for tracker in run.accelerator.trackers:  # `end_training` would free the ranks' groups too
+        # `end_training` would also destroy the process group
+        for tracker in run.accelerator.trackers:
             tracker.finish()
         run.folder.release()
     return DONE
 
 
 class _Loop:
-    """The parts of a run that repeat. It alone moves the run on, from step to step."""
+    """Trains a run step by step; nothing else changes its state between steps."""
 
     def __init__(
         self, run: Run, display: Display, stops: Callable[[], bool] = lambda: False
@@ -129,7 +130,7 @@ class _Loop:
             keep_every=config.keep_every,
             in_background=config.checkpoint_async,
             before=run.folder.sync_metrics,
-            good=[checkpoints.path_of(run.folder.checkpoints, run.step)],  # resumed from it
+            good=[checkpoints.path_of(run.folder.checkpoints, run.step)],  # it was just read
             first_rows=first_rows(run.model) or None,
             ranks=run.ranks.apart(),
         )
@@ -145,32 +146,28 @@ class _Loop:
         self.busy = BusySteps()
         self.fp8_gemms: int | None = None
         self.saved_at, self.save_due = run.step, False
-        self.streak = 0  # of bad steps, at the last check
+        self.streak = 0  # bad steps in a row at the last check
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
-        """What `dataloader.batches` gives; where it fails, what was learnt so far is saved first.
-        Raises a DataError if data cannot be read, on this rank or another."""
-        found = batches(self.run)
+        """Yield what `dataloader.batches` yields. Raises a DataError, after saving a checkpoint, if
+        this rank or another cannot read its data."""
+        remaining = batches(self.run)
         while True:
-            error, got = None, None
+            error, batch = None, None
             try:
-                got = next(found, None)
+                batch = next(remaining, None)
             except data.DataError as failed:
                 error = failed
             if self.run.ranks.any(error is not None):
                 self.stop()
                 raise error or data.DataError("Another rank cannot read its data.")
-            if got is None:
+            if batch is None:
                 return
-            yield got
+            yield batch
 
     def advance(self, step: int, tokens_BT: Tensor) -> bool:
-        """Train one step, then log, evaluate and save as configured. A step that does none of that
-        is handed to the device and not waited for.
-
-        Returns:
-            Whether the run went back to an earlier step.
-        """
+        """Train one step, then log, evaluate and save if due; without these, no sync with the
+        device. Returns whether the run rolled back to an earlier step."""
         run, config = self.run, self.config
         last = step == config.steps
         evaluates = last or step % config.eval_every == 0
@@ -181,21 +178,21 @@ class _Loop:
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
         if outcome.leave_out:
-            return self.pass_over(step, evaluates)
+            return self.leave_out(step, evaluates)
         tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
         profiles = self.profiler is not None and self.profiler.wants(step)
         with self.busy.step():
             loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
-        if (told := self.busy.note(torch.get_num_threads())) is not None:
-            self.display.note(told)
+        if (note := self.busy.note(torch.get_num_threads())) is not None:
+            self.display.note(note)
         run.state.step = step
         self.metrics.step_done()
-        if not run.active.compiled:  # compiled code does not count
+        if not run.active.compiled:  # compiled code does not count its GEMMs
             self.fp8_gemms = run.backend.fp8_gemms()
         if run.telemetry.due(step, 1, config.steps):
             self.metrics.report(step, self.fp8_gemms, self.guard.plan_now())
         row = {}
-        if logs:  # the reading of the loss waits for the step
+        if logs:  # reading the loss waits for the step
             precision = self.guard.plan_now().precision
             row = self.metrics.row(step, float(loss), float(norm), precision, self.fp8_gemms)
             if len(run.schedule.phases) > 1:
@@ -214,8 +211,9 @@ class _Loop:
         self.metrics.step_over(step)
         return False
 
-    def pass_over(self, step: int, evaluates: bool) -> bool:
-        """Do a step without its batch, which went wrong before. Returns what `advance` does."""
+    def leave_out(self, step: int, evaluates: bool) -> bool:
+        """Do a step without training on its batch, which was bad. Returns what `advance`
+        returns."""
         self.run.state.step = step
         if (evaluates or self.save_due) and self.check(step):
             return True
@@ -225,30 +223,31 @@ class _Loop:
                 return True
         return self.save_if_due(step)
 
-    def use(self, place: int) -> None:
-        if place != self.run.state.active:
-            self.run.use(place)
-            self.refer_to_peak()
+    def use(self, index: int) -> None:
+        """Train with the variant `index` from now on."""
+        if index != self.run.state.active:
+            self.run.use(index)
+            self.update_peak()
 
-    def refer_to_peak(self) -> None:
-        """Have the MFU refer to the peak of what trains now."""
+    def update_peak(self) -> None:
+        """Set the peak rate, which the MFU divides by, to that of the active variant."""
         began = time.perf_counter()
         self.display.peak = peak_rate(self.run.hardware, self.run.plan)
         self.metrics.pause(time.perf_counter() - began)  # measuring is not training
 
     def check(self, step: int) -> bool:
-        """Have the guard judge the steps up to `step`. Returns and raises what `carry_out` does."""
+        """Have the guard check the steps up to `step`. Returns and raises what `carry_out` does."""
         outcome = self.guard.check(step)
         self.streak = outcome.streak
         return self.carry_out(outcome)
 
     def carry_out(self, outcome: Outcome) -> bool:
-        """Do what the guard decided, and tell of it; returns whether the run went back. Raises a
-        NumericFailure if the guard gave up."""
+        """Do what the guard decided, and log its events. Returns whether the run rolled back.
+        Raises a NumericFailure if the guard gave up."""
         run = self.run
         if outcome.to_bf16:
             leave_fp16(run)
-            self.refer_to_peak()
+            self.update_peak()
             if run.ranks.is_main:
                 run.folder.write_plan(plan_of(run))
         for layer in outcome.leave_fp8:
@@ -256,7 +255,7 @@ class _Loop:
         for layer in outcome.enter_fp8:
             run.set_fp8(layer, True)
         if outcome.back_to is not None:
-            self.go_back(outcome.back_to)
+            self.roll_back(outcome.back_to)
         for event in outcome.events:
             self.metrics.announce(event)
         if outcome.failure:
@@ -265,20 +264,21 @@ class _Loop:
             self.train_step.give_back()
         return outcome.back_to is not None
 
-    def go_back(self, checkpoint: Checkpoint) -> None:
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Restore the run from an earlier checkpoint, and drop the later ones."""
         run = self.run
         put_back(run, checkpoint)
         run.ranks.wait()  # for those that still read
         if run.ranks.is_main:
             writer.forget_after(run.folder.checkpoints, run.step)
         self.saved_at, self.streak, self.save_due = run.step, 0, False
-        self.phases.went_back(run.step)
+        self.phases.rolled_back(run.step)
         self.metrics.restart_clock()
         self.metrics.forget_pace()
 
     def judge(self, step: int, val_loss: float | None) -> bool:
-        """Act on a validation loss that is not finite, or harm by the recipe; whether it went
-        back."""
+        """Act on a validation loss that is not finite, or that the recipe makes worse. Returns
+        whether the run rolled back."""
         if val_loss is None or not math.isfinite(val_loss):
             return self.mend(step, "the validation loss is not finite")
         self.phases.judge(step, self.loss_in)
@@ -286,8 +286,8 @@ class _Loop:
         return False
 
     def mend(self, step: int, why: str) -> bool:
-        """Act on weights that are broken though no step was bad, or not yet; returns whether the
-        run went back. Raises a NumericFailure if nothing helps."""
+        """Act on weights that are not finite although no step was judged bad. Returns whether the
+        run rolled back. Raises a NumericFailure if nothing helps."""
         if self.config.guard.enabled:
             return self.carry_out(self.guard.weights_failed(step, why))
         saved = f"of step {self.saved_at}" if self.saved_at else "not written yet"
@@ -297,7 +297,7 @@ class _Loop:
         )
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """A step under the profiler; what it finds is written and shown after the last of them."""
+        """Train a step under the profiler; after the last one, write and print the profile."""
         assert self.profiler is not None
         with self.profiler.step(step):
             result = self.train_step(step, tokens_BT)
@@ -308,13 +308,13 @@ class _Loop:
         return result
 
     def session(self) -> AbstractContextManager[dict[str, str]]:
-        """See `RunFolder.session`; of several ranks the main one tells, if steps are left to do."""
+        """See `RunFolder.session`; only the main rank records one, if steps are left."""
         if not self.run.ranks.is_main or self.run.step == self.config.steps:
             return nullcontext({})
         return self.run.folder.session(lambda: self.run.step, versions())
 
     def catch_up(self) -> None:
-        """Do the evaluation that a stop cut short."""
+        """Evaluate the last step, if that was due and a stop interrupted it."""
         run, config = self.run, self.config
         due = run.step == config.steps or run.step % config.eval_every == 0
         if not run.step or not due:
@@ -328,46 +328,49 @@ class _Loop:
         self.phases.judge(run.step, self.loss_in)
 
     def evaluate(self) -> float | None:
-        """The validation loss; None if a stop was asked for. Its GEMMs are not counted."""
+        """The validation loss; None if a stop was requested. Its FP8 GEMMs are not counted."""
         return self.loss_in(self.run.evaluation)
 
     def loss_in(self, variant: Variant | None) -> float | None:
-        """The validation loss in one variant of the model, or as it trains; see `evaluate`."""
+        """The validation loss of one variant of the model, None for the active one; see
+        `evaluate`."""
         run = self.run
         batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
         model = run.wrapped if variant is None else variant.model
         loss = validation_loss(model, run.windows, batch, device, run.ranks, self.stops)
-        (variant or run.active).backend.fp8_gemms()
+        (variant or run.active).backend.fp8_gemms()  # resets the counter
         return loss
 
     def stop(self) -> Path:
-        """Judge what was not judged yet, save, and wait for the disk; returns the checkpoint's
-        path. Raises what `check` and `save` raise."""
+        """Check the last steps, save, and wait for the disk. Returns the checkpoint's path. Raises
+        what `check` and `save` raise."""
         self.check(self.run.step)
         self.save()
         self.wait()
         return checkpoints.path_of(self.run.folder.checkpoints, self.run.step)
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk; raises what `Saver.wait` does, on any rank."""
+        """Wait until checkpoints are on the disk. Raises what `Saver.wait` raises, on every
+        rank."""
         with self.run.ranks.together():
             self.saver.wait()
 
     def save_if_due(self, step: int) -> bool:
-        """Save, if due; not amid bad steps, unless this is the last. Returns what `save` does."""
+        """Save if due, but not amid bad steps unless this is the last. Returns what `save`
+        returns."""
         if not self.save_due or (self.streak and step != self.config.steps):
             return False
-        went_back = self.save()
+        rolled_back = self.save()
         self.metrics.restart_clock()
-        return went_back
+        return rolled_back
 
     def save(self) -> bool:
         """Write a checkpoint of the last step, unless there is one. If the weights are not finite,
-        the run goes back to one instead; returns whether it did. Raises a NumericFailure if nothing
-        helps then, and a StorageError if the disk is full."""
+        roll back to one instead. Returns whether the run rolled back. Raises a NumericFailure if
+        nothing helps, and a StorageError if the disk is full."""
         run = self.run
         self.save_due = False
-        if self.saved_at == run.step:  # step 0 is not worth one
+        if self.saved_at == run.step:  # also at step 0, which needs none
             return False
         if run.ranks.any(not largest_of_state(run.optimizer).isfinite()):
             return self.mend(run.step, "a weight or a moment is not finite")

@@ -1,8 +1,9 @@
-"""The phases of a run as it trains: which variant makes a step, and what goes before a switch.
+"""The phases of a run during training: which variant trains each step, and calibration before a
+switch.
 
-Before a switch to delayed scaling, the amaxes of the layers are recorded for some steps while they
-still run in the other recipe: so FP8 begins with scales that fit, not with 1. Phases depend on the
-step alone, unless the quality guard ended them; that is part of the run's state.
+Before a switch to delayed scaling, amaxes are recorded for some steps while the layers still run in
+the other recipe, so that FP8 starts with scales that fit, not with 1. Phases depend on the step
+alone, unless the quality guard ended them, which the run's state records.
 """
 
 import math
@@ -21,27 +22,28 @@ CONSERVATIVE = "conservative"
 
 
 class Phases:
-    """Says which variant of a run's model trains, and when the phases end early; `announce` is
-    called with each event, a row of `metrics.jsonl`."""
+    """Selects the variant of a run's model for each step, and ends the phases early if a recipe
+    harms the loss; `announce` is called with each event, a row of `metrics.jsonl`."""
 
     def __init__(self, run: Run, announce: Callable[[dict[str, Any]], None]) -> None:
         self.run, self.announce = run, announce
         state = (run.resumed or {}).get("phases") or {}
-        self.ended_at: int | None = state.get("ended_at")  # after it all is in the reference
-        self.judged_at: int = state.get("judged_at", 0)  # the step that was compared last
-        self.entered: str | None = state.get("entered")  # the phase that was announced last
+        self.ended_at: int | None = state.get("ended_at")  # after this step the reference trains
+        self.judged_at: int = state.get("judged_at", 0)  # the last step that was compared
+        self.entered: str | None = state.get("entered")  # the last phase that was announced
 
     def variant(self, step: int) -> int:
-        """The place of the variant that trains in `step`."""
+        """The index of the variant that trains `step`."""
         return self._at(step)[1]
 
     def enter(self, step: int) -> None:
-        """Announce a phase that begins with `step`; its variant trains already."""
+        """Announce the phase that begins with `step`, if one does; its variant is already
+        active."""
         phase = self._at(step)[0]
         several = len(self.run.schedule.phases) > 1
         if phase.name != self.entered and several and self.ended_at is None:
-            asked = phase.asked.replace(phase.recipe, self.run.plan.asked, 1)  # not a whole path
-            why = f"{asked} was asked for from this step on"
+            recipe = phase.asked.replace(phase.recipe, self.run.plan.asked, 1)  # not a whole path
+            why = f"{recipe} was asked for from this step on"
             self._announce(step, phase.name, self.run.active, why)
         self.entered = phase.name
 
@@ -50,8 +52,7 @@ class Phases:
         return CONSERVATIVE if self._has_ended(step) else self._at(step)[0].name
 
     def calibrates(self, step: int) -> bool:
-        """Whether `step` is one of the last before delayed scaling, or an evaluation in it,
-        begins."""
+        """Whether `step` is one of the last before training or evaluation in delayed scaling."""
         run, schedule, config = self.run, self.run.schedule, self.run.config
         if run.main.backend.delayed is None or self._has_ended(step):
             return False
@@ -69,18 +70,18 @@ class Phases:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Record the amaxes of the pass that is made inside, of a step that calibrates; the pass is
-        as it would be. All ranks call this."""
+        """Within, record the amaxes of a forward and backward pass, which is not changed, for the
+        scales of delayed scaling. All ranks call this."""
         delayed = self.run.main.backend.delayed
         assert delayed is not None
         amaxes: dict[str, Tensor] = {}
         scaler = self.run.scaler
 
         def see(path: str, layer: nn.Module, operand: str, x: Tensor) -> None:
-            found = numerics.amax(x)
+            amax = numerics.amax(x)
             if operand == "grad_output" and scaler is not None:  # the loss was scaled
-                found = found / scaler.now(found)
-            amaxes.update(dict.fromkeys(delayed.slots_of(path, operand), found))
+                amax = amax / scaler.now(amax)
+            amaxes.update(dict.fromkeys(delayed.slots_of(path, operand), amax))
 
         modules = dict(self.run.model.named_modules())
         named = (layer.name for layer in self.run.main.plan.layers if layer.fp8)
@@ -91,14 +92,15 @@ class Phases:
         delayed.calibrate(amaxes)
 
     def judge(self, step: int, loss: Callable[[Variant], float | None]) -> None:
-        """Compare a validation loss with that of the same weights in float32; if it is by more than
-        `guard.quality` worse, end the phases after `step`: the rest of the run is in float32.
-        `loss` gives the validation loss of a variant; None if a stop was asked for."""
+        """Compare the validation loss with that of the same weights in float32; if it is worse by
+        more than `guard.quality`, end the phases: after `step` the run trains in float32. `loss`
+        returns the validation loss of a variant, None if a stop was requested."""
         run = self.run
         place, limit = run.schedule.reference, run.config.guard.quality
         if self.judged_at == step or place is None or run.variants[place] is run.active:
             return
-        if not (run.config.guard.enabled and limit):  # it is there for an end that was before
+        # the reference is only there because the phases ended before
+        if not (run.config.guard.enabled and limit):
             return
         reference = run.variants[place]
         own, exact = loss(run.active), loss(reference)
@@ -116,7 +118,7 @@ class Phases:
         self._announce(step + 1, CONSERVATIVE, reference, why)
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs, as JSON data."""
+        """The state to save in a checkpoint, as JSON data."""
         return {
             "ended_at": self.ended_at,
             "judged_at": self.judged_at,
@@ -124,8 +126,8 @@ class Phases:
             "places": self.run.schedule.places,
         }
 
-    def went_back(self, step: int) -> None:
-        """Forget what was decided after `step`: the run was put back to it."""
+    def rolled_back(self, step: int) -> None:
+        """Forget what was decided after `step`, to which the run was rolled back."""
         self.judged_at = min(self.judged_at, step)
         self.entered = self._at(step)[0].name if step else None
         if self.ended_at is not None and self.ended_at > step:

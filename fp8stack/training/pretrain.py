@@ -18,24 +18,24 @@ def pretrain(
     overwrite: bool = False,
     **keys: Any,
 ) -> Path:
-    """Train a model, as the command does, and return the run's folder.
+    """Train a model like the command `fp8stack pretrain`, and return the run's folder.
 
     Args:
         config: a run file (TOML).
         resume: a run or checkpoint to go on with, or "auto": the run in `out`, if there is one.
-        overwrite: remove the run that is in `out` first.
-        keys: those of a run file, which they overrule: `recipe="delayed"`, `steps=200`,
-            `model_overrides={"layers": 2}`; docs/configuration.md has all of them.
+        overwrite: first remove the run in `out`.
+        keys: keys of a run file, over those in `config`: `recipe="delayed"`, `steps=200`,
+            `model_overrides={"layers": 2}`; docs/configuration.md lists all of them.
 
     Raises:
-        UserError: what the command says in one line; its `exit_code` is the command's. Preempted,
-            one of them: a signal stopped the run, which is saved and can be resumed.
+        UserError: the command's one-line error; `exit_code` is the command's exit code.
+        Preempted: a signal stopped the run, which is saved and can be resumed.
     """
-    file, again = (None if path is None else str(path) for path in (config, resume))
+    config, resume = (None if path is None else str(path) for path in (config, resume))
     keys = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
-    heard = threading.current_thread() is threading.main_thread()  # others cannot take signals
-    with adapting(), stop_requests() if heard else nullcontext(StopRequests()) as stop:
-        run = set_up(keys, file, [], again, overwrite)
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    with adapting(), stop_requests() if is_main else nullcontext(StopRequests()) as stop:
+        run = set_up(keys, config, [], resume, overwrite)
         if train(run, stop) == PREEMPTED:
             raise Preempted(f"Stopped after step {run.step}, saved. Go on with resume='auto'.")
     return run.folder.path

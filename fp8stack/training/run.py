@@ -1,4 +1,4 @@
-"""A run: what it is, which stays, and where it stands, which the training loop moves on."""
+"""A run: its immutable parts (`Run`), and its state, which the training loop changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ from fp8stack.training.run_folder import RunFolder
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """The model in one recipe: its plan, the backend that runs it, and the layers, which share
-    their parameters with the run's other variants."""
+    """The model in one recipe: its plan, its backend, and its layers, which share their parameters
+    with the run's other variants."""
 
     plan: Plan
     backend: Backend
     model: GPT
-    compiled: bool = False  # whether its blocks and its loss are compiled code
+    compiled: bool = False  # whether its blocks and its loss are compiled
 
 
 class Switch(nn.Module):
-    """Calls one of several variants of a model: one module, for DDP, whichever trains."""
+    """Calls the active one of several variants of a model, so that DDP wraps one module."""
 
     def __init__(self, models: Iterable[GPT]) -> None:
         super().__init__()
@@ -51,29 +51,29 @@ class Switch(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Which variant runs when; variants by their place in `TrainingState.variants`."""
+    """Which variant runs when; variants are indices into `TrainingState.variants`."""
 
     phases: tuple[Phase, ...]  # of training, in order, from the first step to the last
-    variants: tuple[int, ...]  # that of each phase
-    places: dict[str, int]  # that of each recipe that was asked for
-    evaluation: int | None = None  # that of validation losses; None: that of training
-    reference: int | None = None  # float32 without FP8, for the quality guard; None: there is none
+    variants: tuple[int, ...]  # of each phase
+    places: dict[str, int]  # by the recipe that was requested
+    evaluation: int | None = None  # for validation losses; None: the one that trains
+    reference: int | None = None  # float32 without FP8, for the quality guard, if that is on
 
 
 @dataclass(kw_only=True, eq=False)
 class TrainingState:
-    """Where a run stands, besides its weights, moments and scales. The training loop changes it,
-    and what puts a run back to a checkpoint. (For a diagnosis a step is tried as if it came next;
-    then all is as before.)"""
+    """The state of a run besides its weights, moments and scales. The training loop changes it, and
+    whatever restores a checkpoint. (A diagnosis repeats a step as if it came next, and then
+    restores the state.)"""
 
-    variants: tuple[Variant, ...]  # of the model, one for each recipe that a phase asks for
-    active: int = 0  # the place of the variant that trains now
-    step: int = 0  # the step that was done last
+    variants: tuple[Variant, ...]  # of the model, one for each recipe that a phase uses
+    active: int = 0  # index of the variant that trains now
+    step: int = 0  # the last step that was done
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a run is, and where it stands: its `state`."""
+    """A run: all its parts, of which only `state` changes."""
 
     config: RunConfig
     context: int
@@ -81,31 +81,29 @@ class Run:
     hardware: Hardware
     ranks: Ranks
     schedule: Schedule
-    # What a step calls: the model, or the switch, or what spreads either over ranks.
-    wrapped: nn.Module
-    switch: Switch | None  # what calls the variant that trains now, if there are several
+    wrapped: nn.Module  # what a step calls: the model or switch, or the DDP or FSDP2 module of it
+    switch: Switch | None  # calls the active variant, if there are several
     optimizer: Optimizer
     accelerator: Accelerator
-    loss_scaler: LossScaler | None  # of fp16, if a phase is in it
+    loss_scaler: LossScaler | None  # if a phase is in fp16
     train: data.Corpus
     validation: data.Corpus
-    windows: Tensor  # those of validation losses
-    tokenizer: Tokenizer | None  # what the data were tokenized with, if that is known
+    windows: Tensor  # for validation losses, see `data.validation_windows`
+    tokenizer: Tokenizer | None  # of the data, if it is known
     telemetry: Telemetry
     identity: Mapping[str, Any]
     state: TrainingState
-    notes: tuple[str, ...] = ()  # what is told at the start
-    # What the checkpoint told that the run goes on from, if it does.
-    resumed: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()  # printed at the start
+    resumed: Mapping[str, Any] | None = None  # checkpoint.json of the checkpoint it resumed from
 
     @property
     def step(self) -> int:
-        """The step that was done last."""
+        """The last step that was done."""
         return self.state.step
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The model, once for each recipe that a phase asks for."""
+        """The variants of the model, one for each recipe that a phase uses."""
         return self.state.variants
 
     @property
@@ -115,27 +113,27 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """What runs now."""
+        """The active variant's plan."""
         return self.active.plan
 
     @property
     def backend(self) -> Backend:
-        """The backend that runs now."""
+        """The active variant's backend."""
         return self.active.backend
 
     @property
     def model(self) -> GPT:
-        """The model as it runs now."""
+        """The active variant's model."""
         return self.active.model
 
     @property
     def compiled(self) -> bool:
-        """Whether any variant is compiled code."""
+        """Whether any variant is compiled."""
         return any(variant.compiled for variant in self.variants)
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The loss scaler, if what trains now is in fp16."""
+        """The loss scaler, if the active variant is in fp16."""
         return self.loss_scaler if self.plan.loss_scaling else None
 
     @property
@@ -145,18 +143,18 @@ class Run:
 
     @property
     def evaluation(self) -> Variant | None:
-        """The variant that validation losses are computed in; None: that which trains."""
+        """The variant that computes validation losses; None: the active one."""
         place = self.schedule.evaluation
         return None if place is None else self.variants[place]
 
     def use(self, place: int) -> None:
-        """Train with the variant at this place from now on."""
+        """Train with the variant at index `place` from now on."""
         self.state.active, self.telemetry.plan = place, self.variants[place].plan
         if self.switch is not None:
             self.switch.active = place
 
     def set_fp8(self, layer: str, in_fp8: bool) -> None:
-        """Take a layer out of FP8, or back to it, in every variant that has it in FP8."""
+        """Switch FP8 on or off for a layer in every variant whose plan has it in FP8."""
         for variant in self.variants:
             if variant.plan.is_fp8 and variant.plan.layer(layer).fp8:
                 part = variant.model.get_submodule(layer)
@@ -165,7 +163,8 @@ class Run:
 
 
 def main_variant(variants: Sequence[Variant]) -> Variant:
-    """The variant whose FP8 state is kept, if one has any; else the first in FP8, if any."""
+    """The variant whose FP8 state is saved: one in delayed scaling, else the first in FP8, else the
+    first."""
     delayed = (one for one in variants if one.backend.delayed is not None)
     fp8 = (one for one in variants if one.plan.runs_fp8)
     return next(delayed, None) or next(fp8, variants[0])

@@ -22,11 +22,11 @@ BESIDES = (
     *("report.html", "report_files/*.png", "presets/*.toml", "tensorboard/events.out.tfevents.*"),
     *("profile/trace.json.gz", "profile/profile.md", "forecast.json"),
 )
-"""Files in a run's folder, besides its own, that are written for it."""
+"""Files that reports, trackers and profiles write into a run's folder."""
 
 
 class RunFolder:
-    """The files of one run in the folder `path`. Another run never writes over them."""
+    """The files of one run in the folder `path`. Another run never overwrites them."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config, self.metrics = path, path / "run.toml", path / "metrics.jsonl"
@@ -39,16 +39,16 @@ class RunFolder:
         self._own = [self.plan, self.tokenizer, self.telemetry, self.debug, self.plot, self.sample]
         self._own.append(self.sessions)
         self._lock: TextIO | None = None
-        self._made: list[Path] = []  # the folders that this process made for it
+        self._made: list[Path] = []  # folders that this process created
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here."""
+        """Whether a run was started in this folder."""
         return self.config.exists() or self.metrics.exists()
 
     @property
     def cut_at(self) -> tuple[int, int] | None:
-        """Where a run that was not trained to its end goes on from, and its last step; else
+        """The newest checkpoint's step (0 for none) and the last step, of an unfinished run; else
         None."""
         with suppress(UserError):
             if self.config.exists():
@@ -58,7 +58,7 @@ class RunFolder:
         return None
 
     def next_commands(self) -> list[str]:
-        """What one may do with the run now, as lines for a terminal."""
+        """The commands to use on the run next, as lines for a terminal."""
         path = shlex.quote(str(self.path))
         commands = {
             f"fp8stack report {path}": "losses, speed and FP8 as a page",
@@ -73,8 +73,7 @@ class RunFolder:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether this is a folder with nothing in it but what a start leaves that was cut
-        early."""
+        """Whether this folder holds only what an interrupted start leaves behind."""
         if not self.path.is_dir():
             return False
         names = {p.name for p in self.path.iterdir() if not p.name.startswith(TEMPORARY)}
@@ -82,41 +81,41 @@ class RunFolder:
 
     @property
     def _has_no_checkpoints(self) -> bool:
-        """Whether `checkpoints` is missing, or a folder without anything that is finished."""
+        """Whether `checkpoints` is missing, or a folder with temporary files only."""
         if not self.checkpoints.is_dir():
             return not self.checkpoints.exists()
         return all(path.name.startswith(TEMPORARY) for path in self.checkpoints.iterdir())
 
     def require_free(self) -> None:
-        """Raise a UserError unless a new run can be made here: there is no run, and no file."""
+        """Raise a UserError if a run, or a file of one, is in the way of a new run."""
         if self.holds_run:
             raise UserError(
                 f"{self.path} holds a run already. Go on with it by --resume auto, give another "
                 "--out, or remove it by --overwrite."
             )
         self.require_folder()
-        found = [path for path in (*self._own, self.profile) if path.exists()]
-        found += [] if self._has_no_checkpoints else [self.checkpoints]
-        if found:
-            raise UserError(f"{found[0]} is in the way: it is no run's. Give another --out.")
+        taken = [path for path in (*self._own, self.profile) if path.exists()]
+        taken += [] if self._has_no_checkpoints else [self.checkpoints]
+        if taken:
+            raise UserError(f"{taken[0]} is in the way: it is no run's. Give another --out.")
 
     def require_folder(self) -> None:
-        """See that there is a folder here, or nothing. Raises a UserError if there is a file."""
+        """Raise a UserError if there is a file in place of the folder."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file. Give a folder as --out.")
 
     def files(self) -> list[Path]:
-        """The files here that a run wrote, checkpoints apart. Raises what `require_folder`
+        """The files that a run wrote here, without checkpoints. Raises what `require_folder`
         raises."""
         self.require_folder()
         besides = [file for pattern in BESIDES for file in sorted(self.path.glob(pattern))]
-        # Those that make it a run come last: cut short, it still is one, without checkpoints.
+        # In order of removal. run.toml goes last: if interrupted, the folder still holds a run.
         files = (*self._own, *besides, self.metrics, self.config)
         return [file for file in files if file.is_file()]
 
     def remove(self, files: Iterable[Path]) -> str | None:
-        """Remove the checkpoints and these `files`, and say so in a line; None if there was
-        nothing. Whatever else lies in the folder stays; it is claimed already. Raises a
+        """Remove the checkpoints and these `files` from the folder, which was claimed before; other
+        files stay. Returns a line about it, None if there was nothing to remove. Raises a
         StorageError if a file cannot be removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
@@ -125,14 +124,14 @@ class RunFolder:
                 names.append(str(file.relative_to(self.path)))
                 file.unlink()
                 if file.parent != self.path:
-                    with suppress(OSError):  # other things are in there
+                    with suppress(OSError):  # not empty
                         file.parent.rmdir()
         return f"overwrote the run in {self.path}: removed {', '.join(names)}" if names else None
 
     def claim(self) -> None:
-        """Make the folder and hold it until this process ends; what a process that died while it
-        wrote left behind is removed. Raises a UserError if another process trains in it, and a
-        StorageError if it cannot be made."""
+        """Create the folder, lock it until this process ends, and remove temporary files that a
+        crash left. Raises a UserError if another process trains in it, and a StorageError if it
+        cannot be created."""
         with storage_errors(self.path):
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -148,12 +147,13 @@ class RunFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Within, an error lets others have the folder; one that was made for nothing goes."""
+        """Within, an error releases the lock, and removes the folder if it was created for
+        nothing."""
         try:
             yield
         except BaseException:
             if self._made and self.is_vacant:
-                with suppress(OSError):  # something else was put there
+                with suppress(OSError):  # not empty
                     (self.path / ".lock").unlink()
                     for folder in (self.checkpoints, *self._made):
                         folder.rmdir()
@@ -161,17 +161,17 @@ class RunFolder:
             raise
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def keep_files(self, config: RunConfig) -> RunConfig:
-        """Copy the user's model and recipe files here, so that the run does not need them again.
-        Returns `config` with the copies, and the run's own tokenizer file, in their place. Raises a
+        """Copy the user's model and recipe files here, so that the run does not depend on them.
+        Returns `config` with the paths of the copies and of the run's own tokenizer file. Raises a
         StorageError if a file cannot be copied."""
 
-        def kept(path: str) -> str:
+        def copied(path: str) -> str:
             if not path.endswith(".toml"):
                 return os.path.abspath(self.tokenizer)
             with storage_errors(self.presets):
@@ -186,10 +186,11 @@ class RunFolder:
                         return os.path.abspath(copy)
             raise AssertionError
 
-        return with_files(config, kept)
+        return with_files(config, copied)
 
     def portable(self, config: RunConfig) -> RunConfig:
-        """`config` with the files of this folder named from it, so that it can be moved."""
+        """`config` with paths in this folder made relative to it, so that the folder can be
+        moved."""
         home = os.path.abspath(self.path)
 
         def inside(path: str) -> str:
@@ -202,16 +203,16 @@ class RunFolder:
         write_atomically(self.plan, (json.dumps(plan, indent=2) + "\n").encode())
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Add one line to the metrics; it is on its way to the disk when this returns."""
+        """Append one line to the metrics, without waiting for the disk."""
         _append(self.metrics, [row])
 
     @contextmanager
     def session(
         self, step: Callable[[], int], versions: Mapping[str, str]
     ) -> Iterator[dict[str, str]]:
-        """Within, the run is trained: when that began and ended, after which `step`, and how, is in
-        `sessions.jsonl`. What kills a process writes no end. `how` in what this gives is "done"
-        until something else is put there."""
+        """Record one process's training in `sessions.jsonl`: when and after which `step` it began
+        and ended, and how. The caller can replace the yielded dict's `how`, "done". A process that
+        is killed records no end."""
         started = time.monotonic()
         row = {"event": "begin", "time": _now(), "step": step(), "versions": dict(versions)}
         _append(self.sessions, [row])
@@ -224,11 +225,11 @@ class RunFolder:
         finally:
             seconds = round(time.monotonic() - started, 1)
             row = {"event": "end", "time": _now(), "step": step(), "seconds": seconds} | ended
-            with suppress(StorageError):  # what ended it is the news
+            with suppress(StorageError):  # the first error matters
                 _append(self.sessions, [row])
 
     def append_telemetry(self, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> None:
-        """Add the rows of a sample to the telemetry, which begins with the `plan`."""
+        """Append the rows of a sample to the telemetry, whose first row is the `plan`."""
         header = [] if self.telemetry.exists() else [{"event": "plan", "plan": plan}]
         _append(self.telemetry, [*header, *rows])
 
@@ -240,11 +241,11 @@ class RunFolder:
                     os.fsync(stream.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The metrics so far; a line that was cut short by a crash ends them."""
+        """The rows of the metrics, up to a line that a crash cut short."""
         return read_rows(self.metrics, {})
 
     def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
-        """Add `more` to the last row of `step`, or a row."""
+        """Add the keys `more` to the last row of `step`; without one, append a row."""
         rows = self.read_metrics()
         last = next((row for row in reversed(rows) if row["step"] == step and "loss" in row), None)
         if last is None:
@@ -254,7 +255,7 @@ class RunFolder:
         write_atomically(self.metrics, _lines(rows))
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and checkpoints after `step`: those steps are about to be done again."""
+        """Drop metrics and checkpoints after `step`: those steps are about to be repeated."""
         forget_after(self.checkpoints, step)
         write_atomically(self.metrics, _lines(_up_to(step, self.read_metrics())))
         if self.telemetry.exists():
@@ -276,13 +277,14 @@ def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of a file of lines, up to one that is cut or has no step, nor by `defaults`."""
+    """The rows of a JSON-lines file, up to one that is cut short, or has no integer `step`
+    (`defaults` gives missing keys)."""
     rows: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     with suppress(ValueError, RecursionError):
         for line in text.splitlines():
             row = json.loads(line)
-            json.dumps(row, allow_nan=False)  # it may be written again
+            json.dumps(row, allow_nan=False)  # raises for NaN: rows may be written again
             if not isinstance(row, dict) or not isinstance((defaults | row).get("step"), int):
                 break
             rows.append(row)
@@ -290,21 +292,20 @@ def read_rows(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _up_to(step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows up to the last of `step` or one before it. Before those there may be some of later
-    steps, which were rolled back, and the events that tell so."""
-    kept = [number for number, row in enumerate(rows, 1) if row.get("step", 0) <= step]
-    return list(rows[: max(kept, default=0)])
+    """The rows up to the last one of `step` or an earlier step. Before it there may be rows of
+    later steps, which were rolled back."""
+    counts = [count for count, row in enumerate(rows, 1) if row.get("step", 0) <= step]
+    return list(rows[: max(counts, default=0)])
 
 
 def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
-    """`--out`, or `runs/<model>-<recipe>`, or that with a number: the first that is free. To
-    resume, the last run in `runs` that was cut and that `config` may go on with; else the last of
-    that name."""
+    """`--out`, or the first of `runs/<model>-<recipe>`, `-2`, `-3` ... that is free. To resume: the
+    latest unfinished run in `runs` that matches `config`, else the last run of that name."""
     if config.out:
         return RunFolder(Path(config.out))
-    cut = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
-    if resume and (found := next(cut, None)):
-        return found
+    matching = (run for run in cut_runs() if _agree(parse_config(str(run.config), {}), config))
+    if resume and (latest := next(matching, None)):
+        return latest
     stem = f"{Path(config.model).stem}-{Path(config.recipe).stem}"
     used = None
     for number in itertools.count(1):
@@ -316,7 +317,7 @@ def choose_folder(config: RunConfig, resume: bool) -> RunFolder:
 
 
 def cut_runs() -> Iterator[RunFolder]:
-    """The runs in `runs` that were not trained to their end, the last one first."""
+    """The unfinished runs in `runs`, the latest first."""
     folders = [path.parent for path in Path("runs").glob("*/run.toml")]
     for path in sorted(folders, key=lambda path: (path / "run.toml").stat().st_mtime, reverse=True):
         if RunFolder(path).cut_at is not None:
@@ -324,7 +325,7 @@ def cut_runs() -> Iterator[RunFolder]:
 
 
 def _agree(saved: RunConfig, asked: RunConfig) -> bool:
-    """Whether what `asked` gives is of the run `saved`, as far as names tell."""
+    """Whether the keys given in `asked` match the run `saved`; models and recipes by name."""
     named = {"model", "recipe"} & asked.given.keys()
     fixed = asked.given.keys() - FREE_ON_RESUME - {"init_from"}
     pairs = [(Path(getattr(saved, key)).stem, Path(getattr(asked, key)).stem) for key in named]

@@ -1,5 +1,5 @@
-"""Signals as requests: a run stops between two steps, or at once where nothing would be lost. No
-torch here: requests are heard before torch is imported."""
+"""Signal handlers: a run stops after the current step, or at once where nothing would be lost. No
+torch import here: the handlers are installed before torch is imported."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from types import FrameType
 from fp8stack.errors import UserError
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-"""Ctrl-C; what kill and schedulers send; a terminal that closes; Slurm's --signal=USR1@120."""
+"""In order: Ctrl-C, kill and schedulers, a closed terminal, Slurm's --signal=USR1@120."""
 STOPPING = "stopping after this step; Ctrl-C again to quit at once"
 NOTHING_DONE = (
     "Stopped before a step was done; nothing is lost. Start it again with --resume auto to go on."
@@ -18,69 +18,72 @@ NOTHING_DONE = (
 
 
 class Preempted(UserError):
-    """A signal stopped the run while there was nothing to be saved. Exit code 75."""
+    """A signal stopped the run before there was anything to save. Exit code 75."""
 
     exit_code = 75
 
 
 class _AtOnce(BaseException):
-    """Leaves whatever is under way; no `except Exception` holds it up."""
+    """Raised by the handler to leave at once; a BaseException, so no `except Exception` stops
+    it."""
 
 
 def _tell(text: str) -> None:
-    # Unbuffered: the signal may have come in the middle of a print. The terminal may be gone.
+    # Unbuffered: the signal may have interrupted a print. The terminal may be closed.
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 class StopRequests:
-    """Whether a signal asked for a stop: call it.
+    """Records whether a signal requested a stop; call it to find out.
 
     Attributes:
-        tell: says that a request was heard, from within a signal handler.
+        tell: prints, from within the signal handler, that the run will stop.
     """
 
     def __init__(self) -> None:
         self.tell: Callable[[str], None] = _tell
-        self._asked = False
-        self._said: str | None = None
+        self._requested = False
+        self._message: str | None = None
         self._process = os.getpid()
 
     def __call__(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._asked
+        """Whether a stop was requested."""
+        return self._requested
 
     @contextmanager
-    def at_once(self, said: str) -> Iterator[None]:
-        """Within, a request does not wait for a step: `stop_requests` ends by raising `Preempted`,
-        which says `said`. One that came before counts."""
-        outer, self._said = self._said, said
+    def at_once(self, message: str) -> Iterator[None]:
+        """Within, a request stops the run at once: `stop_requests` raises a `Preempted` with the
+        text `message`. A request made earlier counts too."""
+        outer, self._message = self._message, message
         try:
-            if self._asked:
-                raise _AtOnce(said)
+            if self._requested:
+                raise _AtOnce(message)
             yield
         finally:
-            self._said = outer
+            self._message = outer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # one that reads data inherited this; it is told to end
+        # a DataLoader worker inherited the handler; its parent ends it
+        if os.getpid() != self._process:
             return
-        if self._asked:
+        if self._requested:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        self._asked = True
-        if self._said is not None:
-            raise _AtOnce(self._said)
+        self._requested = True
+        if self._message is not None:
+            raise _AtOnce(self._message)
         self.tell(STOPPING)
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Within, the `SIGNALS` ask for a stop after the step; a second SIGINT interrupts. Raises a
-    Preempted if a stop was asked for within `StopRequests.at_once`."""
+    """Within, `SIGNALS` request a stop after the current step; a second SIGINT raises
+    KeyboardInterrupt. Raises a Preempted if a stop was requested within `StopRequests.at_once`."""
     requests = StopRequests()
-    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]  # Windows: some
+    # Windows lacks some
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)  # started by nohup
     old = {number: signal.signal(number, requests._handle) for number in numbers}

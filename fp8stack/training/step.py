@@ -1,4 +1,4 @@
-"""One optimizer step of a run, as a device does it."""
+"""One optimizer step: forward and backward passes, clipping, the guard's verdict, the update."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,27 +18,27 @@ from fp8stack.training.run import Run
 
 
 class Step:
-    """Makes the steps of `run`, judged by `monitor`, in the phase that each is in.
+    """Trains `run` step by step; `monitor` judges each before the optimizer takes it.
 
     Attributes:
-        draws: whether a step draws random numbers; then what a bad one drew can be given back.
+        draws: whether a step draws random numbers, whose state `give_back` can restore.
     """
 
     def __init__(self, run: Run, monitor: Monitor, phases: Phases) -> None:
         self.run = run
         self.config = run.config
         self.monitor, self.phases = monitor, phases
-        self.draws = run.model.config.dropout > 0  # nothing else does
-        self._random: dict[str, Tensor] = {}
-        self._told = run.config.debug_steps if run.ranks.is_main else 0
-        self.events = DebugLog(run) if self._told else NoDebugLog()
+        self.draws = run.model.config.dropout > 0  # nothing else uses torch's RNG
+        self._random: dict[str, Tensor] = {}  # RNG state before the last step
+        self._debug_steps_left = run.config.debug_steps if run.ranks.is_main else 0
+        self.events = DebugLog(run) if self._debug_steps_left else NoDebugLog()
 
     def __call__(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One optimizer step over all micro-batches: the mean loss, and the gradient's norm before
-        clipping, both 0-dim and of all ranks. A bad step changes nothing (in fp16 the loss scale
+        """Train on all micro-batches of a step. Returns the mean loss and the gradient norm before
+        clipping, both 0-dim and over all ranks. A bad step changes nothing (in fp16 the loss scale
         falls).
 
-        Nothing here waits for the device, AdamW's step included; of other optimizers one may.
+        Nothing here synchronizes with the device, except the step of some optimizers (not AdamW).
         """
         run, config, events = self.run, self.config, self.events
         optimizer, scaler = run.optimizer, run.scaler
@@ -50,76 +50,76 @@ class Step:
         events.begin(step)
         parts = tokens_BT.chunk(config.accumulate)
         events.add("batch", shape=list(tokens_BT.shape), micro_batches=len(parts))
-        losses = [self.pass_of(step, part_BT, place) for place, part_BT in enumerate(parts)]
+        losses = [self.micro_step(step, part_BT, number) for number, part_BT in enumerate(parts)]
         if scaler is not None:
             for part in optimizers_in(optimizer):
-                scaler.unscale_(part)  # an overflow in one rank's rows is known to all after it
+                scaler.unscale_(part)  # it also tells all ranks of one rank's overflow
         events.add("unscale", scale=None if scaler is None else scaler.now(losses[0]))
         if run.telemetry.due(step, 1, config.steps):
             run.telemetry.gradients(run.model)
         limit: float | Tensor = config.clip
         if (known := self.monitor.norms) is not None:
             limit = adaptive_limit(known, config.clip_percentile, config.clip)
-        order = run.model.parameters()  # plain torch's
-        # On a CPU clipped gradients stay those of torch's own clipping, to the bit.
+        order = run.model.parameters()  # in which torch sums the norm
+        # On a CPU clipped gradients equal those of torch.nn.utils.clip_grad_norm_, to the bit.
         as_taken = run.accelerator.device.type != "cpu"
         norms = clip_gradients(optimizer, limit, config.clip_mode, scaler, order, as_taken=as_taken)
         mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         norm = total_norm(norms)
         events.add("clip", mode=config.clip_mode, norm=norm, limit=limit)
-        # Where the loss scale can fall no more, an overflow is as bad as any other.
+        # Once the loss scale cannot fall any more, an overflow is a bad step.
         excused = None if scaler is None else scaler.can_fall(norm)
-        seen = self.monitor.see(step, mean, norm, excused, norms)
-        events.add("judge", loss=seen[0], norm=seen[1], skip=self.monitor.skips.bool())
+        loss, norm = self.monitor.judge(step, mean, norm, excused, norms)
+        events.add("judge", loss=loss, norm=norm, skip=self.monitor.skips.bool())
         optimizer.step()  # and not `scaler.step`, which would overrule the monitor
         events.add("optimizer", lr=rate)
         if scaler is not None:
             scaler.update()
         events.add("update_scale", scale=None if scaler is None else scaler.now(norm))
         optimizer.zero_grad(set_to_none=True)
-        self._told -= 1
-        if self._told == 0:
+        self._debug_steps_left -= 1
+        if self._debug_steps_left == 0:
             self.events = NoDebugLog()
-        return seen[0], seen[1]
+        return loss, norm
 
-    def pass_of(self, step: int, part_BT: Tensor, place: int) -> Tensor:
-        """A forward and a backward pass over a micro-batch, the `place`-th: its loss. Gradients are
-        those of the mean over all of them, times the loss scale."""
+    def micro_step(self, step: int, part_BT: Tensor, number: int) -> Tensor:
+        """Forward and backward pass of a step's micro-batch `number`, from 0; returns its loss.
+        Gradients are those of the mean over all micro-batches, times the loss scale."""
         run, scaler, events = self.run, self.run.scaler, self.events
         with (
             run.accelerator.accumulate(run.wrapped),
-            nullcontext() if place else self._observed(step),
+            nullcontext() if number else self._observed(step),
         ):
             loss: Tensor = run.wrapped(*inputs_of(part_BT))
-            told = loss.detach()
-            events.add("forward", loss=told)
+            mean_loss = loss.detach()
+            events.add("forward", loss=mean_loss)
             # accelerate divides by the number of micro-batches; ranks' gradients are summed.
             loss = loss / run.ranks.count if run.ranks.count > 1 else loss
             scaled = loss if scaler is None else scaler.scale(loss)
             events.add("scale_loss", loss=scaled.detach())
             run.accelerator.backward(scaled)
-            # Here, so that ranks of which one looks, uncompiled, do it in the same order.
+            # Here, so that ranks call it in the same order, although telemetry runs one uncompiled.
             if run.backend.delayed is not None:
                 run.backend.delayed.settle()
             events.add("backward")
-        return told
+        return mean_loss
 
     @contextmanager
     def _observed(self, step: int) -> Iterator[None]:
-        """Have telemetry and calibration see a micro-batch, where one is due."""
+        """Within, telemetry and calibration observe the micro-batch if they are due in `step`."""
         run, telemetry = self.run, self.run.telemetry
-        looks = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
+        samples = telemetry.sees_operands and telemetry.due(step, 1, self.config.steps)
         calibrates = self.phases.calibrates(step)
-        # Compiled code has no place for hooks.
-        eager = run.compiled and (looks or calibrates)
+        # Compiled code runs no hooks.
+        eager = run.compiled and (samples or calibrates)
         with (
             torch.compiler.set_stance("force_eager") if eager else nullcontext(),
             self.phases.calibrating() if calibrates else nullcontext(),
-            telemetry.sampling(run.model) if looks else nullcontext(),
+            telemetry.sampling(run.model) if samples else nullcontext(),
         ):
             yield
 
     def give_back(self) -> None:
-        """Have the next step draw what the last one drew, which was not taken."""
+        """Restore the RNG state from before the last step, which was not taken."""
         if self.draws:
             restore_random_state(self._random)

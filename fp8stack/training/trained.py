@@ -1,4 +1,4 @@
-"""A trained model that is to be run: of a run, of a checkpoint, or one of transformers."""
+"""A trained model to run: of a run, of a checkpoint, or of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainedRun:
 
     path: Path
     checkpoint: Checkpoint
-    notes: tuple[str, ...]  # what is to be told
+    notes: tuple[str, ...]  # to be printed
     tokenizer: None = None  # the run's folder has it
 
     @property
@@ -40,7 +40,7 @@ class TrainedRun:
 
     @property
     def recipe(self) -> str:
-        """The recipe that it was last trained in."""
+        """The recipe of its last training step."""
         return str(self.checkpoint.info["plan"]["recipe"]["name"])
 
     def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
@@ -54,9 +54,9 @@ class TrainedRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedElsewhere:
-    """A model of transformers: weights and a tokenizer, without data, recipe and scales."""
+    """A model of transformers: weights and a tokenizer, without data, recipe or scales."""
 
-    path: Path  # as a run file names it, `hf:` and a folder's, or `hf:owner/name@commit`
+    path: Path  # `hf:` and a folder's path, or `hf:owner/name@commit`
     shape: GPTConfig
     weights: Mapping[str, Tensor]
     notes: tuple[str, ...]
@@ -65,8 +65,8 @@ class TrainedElsewhere:
     recipe: str = "fp32"
 
     def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
-        """How the model runs in `recipe`. Raises what `resolve` raises, and a UserError for delayed
-        scaling."""
+        """The plan that runs the model in `recipe`. Raises what `resolve` raises, and a UserError
+        for delayed scaling."""
         plan = plan_for(self.shape, recipe, hardware, backend)
         if plan.delayed:
             raise UserError(
@@ -83,8 +83,9 @@ class TrainedElsewhere:
 
 
 def find_trained(name: str) -> TrainedRun | TrainedElsewhere:
-    """A run's newest good checkpoint, one checkpoint, `hf:` and a folder of transformers, or
-    `hf:owner/name[@revision]`. Raises what `find_source` and `find_checkpoint` raise."""
+    """Find a trained model: of a run's newest usable checkpoint, one checkpoint, `hf:` and a folder
+    that transformers saved, or `hf:owner/name[@revision]`. Raises what `find_source` and
+    `find_checkpoint` raise."""
     if path_in(name) is None:
         checkpoint, path, passed_over = find_checkpoint(name)
         notes = tuple(f"passed over: {reason}" for reason in passed_over)

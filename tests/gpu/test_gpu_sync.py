@@ -48,7 +48,7 @@ def test_the_guards_cuda_graphs_do_what_its_operators_do(
         small.spoil("", {9})
         small.advance(12)
         found.append(small.everything() | {"told": torch.tensor([at for at, _ in small.told()])})
-        recorded = small.loop.monitor._sees._graph is not None
+        recorded = small.loop.monitor._replayed_judge._graph is not None
         assert recorded == (name == "graphs")
         monkeypatch.setattr(replay, "records", lambda device: False)
     assert changed(*found) == []

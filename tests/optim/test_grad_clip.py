@@ -264,7 +264,7 @@ def test_the_norm_of_a_step_that_is_bad_for_its_loss_is_not_taken_into_the_windo
     weight = nn.Parameter(torch.ones(3))
     watch = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig(), keep_norms=4)
     for step, loss, norm in ((1, 3.0, 1.0), (2, math.nan, 2.0), (3, 3.0, 4.0)):
-        watch.see(step, torch.tensor(loss), torch.tensor(norm))
+        watch.judge(step, torch.tensor(loss), torch.tensor(norm))
     assert watch.norms is not None
     assert watch.norms.state() == [1, 4]
     other = Monitor(torch.optim.AdamW([weight], fused=True), GuardConfig(), keep_norms=4)

@@ -1,1 +1,1 @@
-"""Steps that go wrong: seen, judged, and answered."""
+"""The guard: detects bad steps, skips them, and decides what to do about them."""

@@ -1,5 +1,5 @@
-"""The amax history of delayed scaling as the guard sees it: judged after a step, mended before one.
-All of it happens on the device; nobody waits."""
+"""The guard's checks of the amax history: repair before a step, a verdict after it. All of it runs
+on the device, without a sync."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from fp8stack.formats import fp8_format
 from fp8stack.numerics.amax import decisive_amax
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
-_ROUNDING = 1e-5  # of a scale, generously
+_ROUNDING = 1e-5  # relative error of a scale, with room to spare
 
 
 class Verdict(NamedTuple):
-    """On the amaxes of a step: whether one is infinite or as good as that, or spikes, bool 0-dim;
-    the column of the worst, -1 for none, and the worst amax, float64 0-dim."""
+    """The verdict on a step's amaxes: whether one is not finite (from `LARGEST` on), or a spike,
+    bool 0-dim; the column of the worst, -1 for none, and the worst amax, float64 0-dim."""
 
     infinite: Tensor
     spikes: Tensor
@@ -26,22 +26,22 @@ class Verdict(NamedTuple):
 
 
 def nothing_judged(like: Tensor) -> Verdict:
-    """The verdict where there are no amaxes to judge, on the device of `like`."""
+    """The verdict without amaxes, on the device of `like`."""
     none, nothing = torch.zeros_like(like, dtype=torch.bool), like.new_full((), -1).double()
     return Verdict(none, none, nothing, nothing)
 
 
 class Amaxes:
-    """Judges and mends the FP8 state of a model, if `config` is enabled. Each slot gets `passes`
-    amaxes per step: the number of micro-batches."""
+    """Judges and repairs the FP8 state of a model, if `config` is enabled. Each slot gets `passes`
+    amaxes per step, one per micro-batch."""
 
     def __init__(self, delayed: DelayedScaling, config: GuardConfig, passes: int) -> None:
         self.delayed, self.config, self.passes = delayed, config, passes
         self._before: list[Tensor] = []
-        self._limits = torch.zeros(0)  # above which an amax spikes, [slots]
-        self._largest = torch.zeros(0)  # FP8 value that each slot's scale takes the amax to
-        self._remembers = torch.zeros(0, dtype=torch.bool)
-        # Which slots were mended since the last `forget`.
+        self._limits = torch.zeros(0)  # above them an amax is a spike, [slots]
+        self._largest = torch.zeros(0)  # FP8 value that each slot's scale maps the amax to
+        self._has_history = torch.zeros(0, dtype=torch.bool)
+        # Slots that were repaired since the last `reset_cleared`.
         self.cleared = torch.zeros(len(self.slots), dtype=torch.bool)
 
     @property
@@ -50,15 +50,15 @@ class Amaxes:
         return self.delayed.history.slots
 
     def begin(self, device: torch.device) -> None:
-        """Mend the state if it is broken, and remember it, before the first pass of a step."""
+        """Before the first forward pass of a step: repair the state and take a snapshot of it."""
         self.delayed.move(device)
         self.cleared = self.cleared.to(device)
         if self.config.enabled and self.slots:
-            self._mend()
+            self._repair()
         self._before = self.delayed.snapshot()
 
     def judge(self, like: Tensor) -> Verdict:
-        """The verdict on what the step recorded, on the device of `like`."""
+        """The verdict on the step's amaxes, on the device of `like`."""
         if not self.config.enabled or not self.slots:
             return nothing_judged(like)
         now, _ = self.delayed.amaxes(self.passes, 0)
@@ -74,24 +74,24 @@ class Amaxes:
         )
 
     def put_back(self, where: Tensor) -> None:
-        """Be as after `begin` if `where`, bool and 0-dim, is true."""
+        """Restore the snapshot of `begin` if `where`, bool and 0-dim, is true."""
         self.delayed.put_back(self._before, where)
 
     def address(self) -> int:
-        """What differs once the state is elsewhere."""
+        """The address of the history, which changes if it is moved: a key for CUDA graphs."""
         return self.delayed.history.history.data_ptr()
 
-    def forget(self) -> None:
-        """Begin to note anew what is mended."""
+    def reset_cleared(self) -> None:
+        """Reset `cleared`."""
         self.cleared.zero_()
 
-    def _mend(self) -> None:
-        """Forget amaxes that no good step can have left, and make scales anew that do not follow
-        from their amaxes: a step that cast with them might look good. What good steps left stays,
-        to the bit.
+    def _repair(self) -> None:
+        """Clear amaxes that no good step can have recorded, and recompute scales that do not follow
+        from their amaxes: a step that cast with them might look good. State of good steps stays the
+        same, to the bit.
 
-        Of the algorithm "max", a scale may be smaller than the window's own, by an amax that has
-        just left the window.
+        With the algorithm "max", a scale may be smaller than the window implies, because of an amax
+        that has just left the window.
         """
         history, device = self.delayed.history, self.delayed.history.history.device
         if len(self._largest) != len(self.slots):
@@ -99,7 +99,7 @@ class Amaxes:
             largest = [fp8_format(q.format).max * 2.0**-q.margin for q in quantizers]
             self._largest = torch.tensor(largest, device=device)
             # A window of one is empty between two passes.
-            self._remembers = torch.tensor(
+            self._has_history = torch.tensor(
                 [q.history_length > 1 for q in quantizers], device=device
             )
         _, window = self.delayed.amaxes(0, self.config.window)
@@ -111,6 +111,6 @@ class Amaxes:
         usable = decisive_amax(rows.where(rows.isfinite(), 0.0), history.most_recent)
         wrong = scales * usable > self._largest * (1 + _ROUNDING)
         wrong |= scales < self._largest / LARGEST
-        wrong |= self._remembers & (usable == 0) & (scales != 1)
-        scales.masked_fill_(wrong, torch.nan)  # made anew below
+        wrong |= self._has_history & (usable == 0) & (scales != 1)
+        scales.masked_fill_(wrong, torch.nan)  # recomputed below
         self.cleared |= history.clear_nonfinite()

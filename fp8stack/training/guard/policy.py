@@ -1,18 +1,18 @@
-"""What is to be done about steps that went wrong: skip, roll back, leave FP8, stop. The ladder.
+"""The guard's policy: what to do about bad steps.
 
-The monitor has the optimizer skip a bad step, on the device. Here, on the host, each becomes an
-event, and bad steps in a row, or many among the last ones, an incident. Every incident takes the
-next rung:
+The monitor makes the optimizer skip a bad step, on the device. Here, on the host, each becomes an
+event, and too many bad steps, in a row or among the last ones, an incident. Each incident takes the
+next rung of a ladder:
 
-1. back to the last good checkpoint; the batches of the bad steps are then left out;
-2. the layer in which the trouble shows first runs without FP8 for a while, a few layers at most;
-3. the whole model does so for good (fp16: goes on in bf16);
-4. the run stops, with a diagnosis.
+1. roll back to the last good checkpoint, and leave out the batches of the bad steps;
+2. run the layer that first goes wrong without FP8 for a while, for a few layers at most;
+3. run the whole model without FP8 from then on (fp16: go on in bf16);
+4. stop, with a diagnosis.
 
-Weights or moments that are broken themselves go back at once; no precision mends them.
+If weights or moments are not finite, the run rolls back at once.
 
-What is decided depends on the steps alone, so a run that is resumed decides the same again. The
-training loop does it.
+Decisions depend on the steps alone, so a resumed run decides the same. The training loop carries
+them out.
 """
 
 import math
@@ -36,40 +36,36 @@ from fp8stack.training.run import Run
 
 Row = dict[str, Any]
 
-LOOK_EVERY = 100  # steps
+CHECK_WEIGHTS_EVERY = 100  # steps, on a GPU
 MOST_LAYERS = 3  # layers that leave FP8 one by one before the whole model does
 WHOLE = "*"
-ALARM = 4  # so many overflows of fp16 in a row are told, and
-LOW_SCALE = 256.0  # so small a loss scale
+ALARM = 4  # warn of so many fp16 overflows in a row,
+LOW_SCALE = 256.0  # and of a loss scale below this
 _FP16_REMEDY = "Lower --lr, clip harder (--set clip=0.5), or use bf16; a larger scale is no help."
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What is to be done about the steps up to one that was checked; by default the run goes on."""
+    """What to do about the steps up to the one that was checked; by default nothing."""
 
-    # What is to be told of them, rows of `metrics.jsonl`.
-    events: list[Row] = field(default_factory=list)
-    # How many steps in a row were bad up to now: no checkpoint is written amid them.
-    streak: int = 0
-    # Whether the last step was not taken: random numbers that it drew are given back.
-    skipped: bool = False
-    leave_out: bool = False  # whether the step that begins is not trained on its batch
-    back_to: Checkpoint | None = None  # the checkpoint that the run goes back to
-    leave_fp8: tuple[str, ...] = ()  # layers that go on without FP8
-    enter_fp8: tuple[str, ...] = ()  # layers that go on in FP8 again
-    to_bf16: bool = False  # whether a run in fp16 goes on in bf16
+    events: list[Row] = field(default_factory=list)  # to log, as rows of `metrics.jsonl`
+    streak: int = 0  # how many steps in a row were bad: no checkpoint is written amid them
+    skipped: bool = False  # whether the last step was not taken; its RNG state is restored
+    leave_out: bool = False  # whether to skip training on the next step's batch
+    back_to: Checkpoint | None = None  # the checkpoint to roll back to
+    leave_fp8: tuple[str, ...] = ()  # layers to take out of FP8
+    enter_fp8: tuple[str, ...] = ()  # layers to put back into FP8
+    to_bf16: bool = False  # whether to go on in bf16, from fp16
     failure: str = ""  # why the run has to stop, with a diagnosis: exit code 5
 
 
 class Guard:
-    """Decides what is to be done about what `monitor` saw of `run`; if that was resumed, goes on
-    where it was. `settle` is called before checkpoints are read: all that was saved is then on the
-    disk.
+    """Decides what to do about the verdicts of `monitor`. `settle` is called before checkpoints are
+    read, and waits until all of them are on the disk.
 
     Attributes:
-        left_out: steps whose batches are not trained on.
-        demoted: the layers that are out of FP8, with the last such step; None: for good.
+        left_out: steps whose batches are left out.
+        demoted: the layers taken out of FP8, with the last step of that; None: for good.
     """
 
     def __init__(self, run: Run, monitor: Monitor, settle: Callable[[], None]) -> None:
@@ -80,20 +76,21 @@ class Guard:
         self.demoted: dict[str, int | None] = dict(state.get("demoted", {}))
         self._incidents: int = state.get("incidents", 0)
         self._last_bad: int = state.get("last_bad", 0)
-        self._mended_at: int | None = state.get("mended_at")  # where broken weights went back to
+        # the last roll-back for broken weights went to this step
+        self._mended_at: int | None = state.get("mended_at")
         self._tried: list[str] = list(state.get("tried", ()))
         self._left_fp16: bool = state.get("left_fp16", False)
         self._recent = [
             BadStep(**(bad | {"causes": Cause(bad["causes"]), "loss": math.nan, "norm": math.nan}))
             for bad in state.get("bad", ())
         ]
-        self._alarmed, self._found = set[str](), Outcome()
-        self._looked = run.step // LOOK_EVERY
+        self._alarmed, self._outcome = set[str](), Outcome()
+        self._weights_checked = run.step // CHECK_WEIGHTS_EVERY
         if state:
             monitor.load_state(state["watch"])
 
     def state(self) -> Row:
-        """What a run that goes on needs, as JSON data."""
+        """The state to save in a checkpoint, as JSON data."""
         return {
             "watch": self.monitor.state(),
             "left_out": sorted(self.left_out),
@@ -110,63 +107,67 @@ class Guard:
         }
 
     def begin(self, step: int) -> Outcome:
-        """What to do before `step`: leave out its batch, or put layers back to FP8."""
-        found = self._found = Outcome(leave_out=step in self.left_out)
-        if found.leave_out:
-            self._tell(step, "skip", "its batch went wrong before the roll-back")
-            return found
+        """What to do before `step`: leave out its batch, or put layers back into FP8."""
+        outcome = self._outcome = Outcome(leave_out=step in self.left_out)
+        if outcome.leave_out:
+            self._add_event(step, "skip", "its batch went wrong before the roll-back")
+            return outcome
         over = [name for name, last in self.demoted.items() if last is not None and step > last]
         for layer in over:
             del self.demoted[layer]
-            self._tell(step, "restore", f"{self.config.layer_steps} steps are over", layer=layer)
-        found.enter_fp8 = tuple(over)
-        return found
+            self._add_event(
+                step, "restore", f"{self.config.layer_steps} steps are over", layer=layer
+            )
+        outcome.enter_fp8 = tuple(over)
+        return outcome
 
     def check(self, step: int) -> Outcome:
         """What to do about the steps since the last check, up to `step`. This waits for the
         device."""
-        # On a GPU rarely: a pass over weights and moments takes a third of the optimizer's time.
-        # What is broken shows in the steps that follow, and is looked for before it is saved.
-        looks = self.monitor.device.type == "cpu" or step // LOOK_EVERY > self._looked
-        self._looked = step // LOOK_EVERY
-        seen = self.monitor.poll(looks)
-        found = self._found = Outcome(streak=seen.streak, skipped=seen.skipped)
-        for slot in seen.cleared:
+        # On a GPU rarely: reading all weights and moments takes a third of the optimizer's time.
+        # Broken ones show in the next steps, and are checked for before a checkpoint is written.
+        number = step // CHECK_WEIGHTS_EVERY
+        due = self.monitor.device.type == "cpu" or number > self._weights_checked
+        self._weights_checked = number
+        findings = self.monitor.poll(check_weights=due)
+        outcome = self._outcome = Outcome(streak=findings.streak, skipped=findings.skipped)
+        for slot in findings.cleared:
             layer, _, operand = slot.rpartition(".")
             why = "its history or scale was broken"
-            self._tell(step, "clear_amax", why, layer=layer, operand=operand)
-        # Without the guard, all that comes after the first is skipped, whatever it is.
-        for bad in seen.bad if self.config.enabled else seen.bad[:1]:
-            finite = {"loss": bad.loss, "grad_norm": bad.norm}
-            told = {key: value if abs(value) < math.inf else None for key, value in finite.items()}
-            self._tell(bad.step, "skip", bad.why, **told)
+            self._add_event(step, "clear_amax", why, layer=layer, operand=operand)
+        # Without the guard, all steps after the first bad one are skipped.
+        for bad in findings.bad if self.config.enabled else findings.bad[:1]:
+            values = {"loss": bad.loss, "grad_norm": bad.norm}
+            finite = {
+                key: value if abs(value) < math.inf else None for key, value in values.items()
+            }
+            self._add_event(bad.step, "skip", bad.why, **finite)
         if not self.config.enabled:
-            for bad in seen.bad[:1]:
-                kept = "The step was not taken; weights are as before."
-                parts = [f"Step {bad.step}: {bad.why}.", kept]
-                self._give_up(bad.step, parts, finite=False)
-            return found
-        oldest = step - max(self.monitor.reach, seen.streak)
-        self._recent = [bad for bad in [*self._recent, *seen.bad] if bad.step > oldest]
-        if seen.bad:
-            self._last_bad = seen.bad[-1].step
+            for bad in findings.bad[:1]:
+                not_taken = "The step was not taken; weights are as before."
+                self._give_up(bad.step, [f"Step {bad.step}: {bad.why}.", not_taken], finite=False)
+            return outcome
+        oldest = step - max(self.monitor.reach, findings.streak)
+        self._recent = [bad for bad in [*self._recent, *findings.bad] if bad.step > oldest]
+        if findings.bad:
+            self._last_bad = findings.bad[-1].step
         elif step - self._last_bad > self.config.calm_steps and self._incidents:
             self._incidents, self._tried, self._mended_at = 0, [], None
-        self._check_scale(step, seen.overflows)
-        if seen.broken:
+        self._check_scale(step, findings.overflows)
+        if findings.broken:
             self._mend(step, self._broken())
-        elif seen.repeats and self._recent:
+        elif findings.repeats and self._recent:
             self._next_rung(step)
-        return found
+        return outcome
 
     def weights_failed(self, step: int, why: str) -> Outcome:
-        """What to do about weights that a step broke, though it looked good."""
-        self._found = Outcome()
+        """What to do about weights that are not finite although no step was bad."""
+        self._outcome = Outcome()
         self._mend(step, why)
-        return self._found
+        return self._outcome
 
     def plan_now(self) -> Plan:
-        """The run's plan, with the layers that are out of FP8 for now."""
+        """The run's plan, with the layers that the guard took out of FP8."""
         plan = self.run.plan
         if not self.demoted:
             return plan
@@ -180,11 +181,11 @@ class Guard:
             layers.append(layer)
         return replace(plan, layers=tuple(layers))
 
-    def _tell(self, step: int, event: str, why: str, **details: Any) -> None:
-        self._found.events.append({"step": step, "event": event, "why": why} | details)
+    def _add_event(self, step: int, event: str, why: str, **details: Any) -> None:
+        self._outcome.events.append({"step": step, "event": event, "why": why} | details)
 
     def _check_scale(self, step: int, overflows: int) -> None:
-        """In fp16, tell of a loss scale that falls and falls, or leave fp16 for bf16."""
+        """In fp16, warn of overflows and a low loss scale, or leave fp16 for bf16."""
         scaler = self.run.scaler
         if scaler is None:
             return
@@ -199,8 +200,8 @@ class Guard:
             ("scale", low, f"the loss scale is down to {scale:g}."),
         ):
             if is_so and kind not in self._alarmed:
-                self._tell(step, "loss_scale", f"{why} {_FP16_REMEDY}")
-            # Until it is over, it is told once.
+                self._add_event(step, "loss_scale", f"{why} {_FP16_REMEDY}")
+            # Warn once, until it is over.
             self._alarmed = self._alarmed | {kind} if is_so else self._alarmed - {kind}
 
     def _can_leave_fp16(self) -> bool:
@@ -210,17 +211,17 @@ class Guard:
 
     def _to_bf16(self, step: int, why: str) -> None:
         self._left_fp16 = True
-        self._tell(step, "precision", why, precision="bf16")
-        self._found.to_bf16 = True
+        self._add_event(step, "precision", why, precision="bf16")
+        self._outcome.to_bf16 = True
 
     def _mend(self, step: int, why: str) -> None:
-        """Broken weights come back from a checkpoint, or the run stops."""
+        """Roll back to a checkpoint because of broken weights; without one, stop."""
         self._incidents += 1
         self._last_bad = step
         bad = [BadStep(step=step, loss=math.nan, norm=math.nan, causes=Cause.LOSS, said=why)]
         self.monitor.forgive()
         self._recent = []
-        # Again, if good steps came in between and were saved: else it would go on for ever.
+        # A second time only to a newer checkpoint, or it would go on for ever.
         saved = self._checkpoint_before(step, after=self._mended_at)
         if saved is None:
             self._stop(step, bad, None, in_row=True)
@@ -232,11 +233,10 @@ class Guard:
         self._incidents += 1
         self.monitor.forgive()
         bad, self._recent = self._recent, []
-        streak = self._found.streak
+        streak = self._outcome.streak
         if streak >= self.config.patience:
             bad = bad[-streak:]
-        # In a row, a checkpoint can have been saved amid them, at a stop. Else good steps lie in
-        # between.
+        # Amid bad steps in a row, a stop may have saved a checkpoint: go back before the first.
         in_row = streak >= len(bad)
         if self._incidents == 1:
             saved = self._checkpoint_before((bad[0] if in_row else bad[-1]).step)
@@ -259,36 +259,36 @@ class Guard:
         return self._stop(step, bad, culprit, in_row)
 
     def _checkpoint_before(self, step: int, after: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint of the run's folder that is of a step before `step`, later than
-        `after` if that is given, and can be used on every rank; None if there is none."""
+        """The newest checkpoint of a step before `step`, and later than `after` if given, that can
+        be used on every rank; None if there is none."""
         ranks, folder = self.run.ranks, self.run.folder.checkpoints
         self.settle()
         saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])
         for number in saved:  # the newest first
             if (after or -1) < number < step:
-                found = None
-                with suppress(NoUsableCheckpoint):  # damaged, or its weights are not finite, say
-                    found = load_sound(checkpoints.path_of(folder, number), can_go_on)
-                if not ranks.any(found is None):
-                    return found
+                checkpoint = None
+                with suppress(NoUsableCheckpoint):  # damaged, or its weights are not finite
+                    checkpoint = load_sound(checkpoints.path_of(folder, number), can_go_on)
+                if not ranks.any(checkpoint is None):
+                    return checkpoint
         return None
 
     def _roll_back(self, step: int, saved: Checkpoint, bad: Sequence[BadStep], why: str) -> None:
         self.left_out |= {one.step for one in bad}
         self._tried.append(f"went back to step {saved.step} and left those batches out")
-        self._tell(step, "rollback", why, to_step=saved.step)
-        self._found.back_to = saved
+        self._add_event(step, "rollback", why, to_step=saved.step)
+        self._outcome.back_to = saved
 
     def _leave_fp8(self, step: int, where: Row, why: str, last: int | None) -> None:
         precision, what, layers = self.run.plan.compute_dtype, where["layer"], [where["layer"]]
         if what == WHOLE:
             what, layers = "the whole model", list(fp8_linears(self.run.model))
         self._tried.append(f"ran {what} in {precision}")
-        self._tell(step, "demote", why, **where, precision=precision, until_step=last)
-        self._found.leave_fp8 = tuple(layers)
+        self._add_event(step, "demote", why, **where, precision=precision, until_step=last)
+        self._outcome.leave_fp8 = tuple(layers)
 
     def _find(self, bad: Sequence[BadStep]) -> Diagnosis | None:
-        """The operand that is to blame, from the verdict or by trying the step again."""
+        """The operand to blame: the one with a bad amax, or else found by repeating the step."""
         slot = bad[-1].slot
         if slot is not None:
             layer, _, operand = slot.rpartition(".")
@@ -298,11 +298,11 @@ class Guard:
         return diagnose(self.run, bad[-1].step, good)
 
     def _broken(self) -> str:
-        """Which weight or moment is not finite or as good as infinite, in a sentence."""
+        """A clause that names a weight or moment that is not finite (from `LARGEST` on)."""
         for name, parameter in self.run.model.named_parameters():
             state = plain(self.run.optimizer.state.get(parameter, {}))
             for key, tensor in {"": parameter.detach(), **state}.items():
-                if tensor.dtype.itemsize == 1:  # codes; what they are of, their scales tell
+                if tensor.dtype.itemsize == 1:  # quantized; broken values show in its scales
                     continue
                 part = local_shard(tensor)
                 largest = float(part.abs().max()) if part.numel() else 0.0
@@ -329,8 +329,8 @@ class Guard:
         kept = [path.name for path in checkpoints.candidates(self.run.folder.checkpoints)]
         saved = f"The last checkpoint is {kept[0]}." if kept else "No checkpoint was written yet."
         failure = " ".join([*parts, saved, self._remedy(finite)])
-        self._tell(step, "stop", failure)
-        self._found.failure = failure
+        self._add_event(step, "stop", failure)
+        self._outcome.failure = failure
 
     def _remedy(self, finite: bool) -> str:
         config = self.run.config
@@ -350,5 +350,5 @@ class Guard:
 
 
 def _span(bad: Sequence[BadStep]) -> int:
-    """From the first of some steps to the last of them, how many there are."""
+    """The number of steps from the first to the last of `bad`."""
     return bad[-1].step - bad[0].step + 1

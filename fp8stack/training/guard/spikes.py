@@ -1,4 +1,4 @@
-"""Robust statistics: what is far above the values before it."""
+"""Spikes: values far above those before them, by robust statistics."""
 
 import torch
 from torch import Tensor
@@ -6,19 +6,19 @@ from torch import Tensor
 from fp8stack.config import GuardConfig
 
 LARGEST = 2.0**64
-"""From here on float32 cannot hold a number's square, nor the norm of a tensor that contains it: as
-good as infinite, even while no spike can be told yet."""
+"""From here on float32 cannot hold a number's square, nor the norm of a tensor that contains it.
+The guard treats such values as infinite."""
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
 def spike_limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> Tensor:
-    """The largest value in each column that is no spike: [n, columns] -> [columns].
+    """The largest value in each column that is not a spike: [n, columns] -> [columns].
 
-    The median and 1.4826 times the median absolute deviation stand for mean and standard deviation,
-    so that what spiked before does not hide what spikes now. Where values fall fast, as losses do
-    at first, that deviation is one of the trend: `factor` times the largest of the last
-    `config.warmup` is a limit in any case. NaN is no value; infinite while there are fewer than
-    `config.warmup`. The newest row is the last.
+    The median and 1.4826 times the median absolute deviation replace mean and standard deviation,
+    so that earlier spikes do not hide a new one. Where values fall fast, as losses do at first,
+    that deviation measures the trend: `factor` times the largest of the last `config.warmup` is
+    a limit in any case. The newest row is the last; NaN is ignored. Infinite while there are fewer
+    than `config.warmup` values.
     """
     if not len(window):
         return window.new_full(window.shape[1:], torch.inf)
@@ -32,8 +32,8 @@ def spike_limit(window: Tensor, config: GuardConfig, factor: float | Tensor) -> 
 
 
 def _median(values: Tensor, count: Tensor) -> Tensor:
-    """The lower median of the `count` values of each column that are no NaN: [n, columns] ->
-    [columns]. By sorting: torch.median picks nondeterministically on a GPU."""
+    """The lower median of each column's `count` values that are not NaN: [n, columns] -> [columns].
+    By sorting, since torch.median is nondeterministic on a GPU."""
     ordered = values.sort(dim=0).values  # NaN comes last
     place = ((count - 1).clamp(min=0) // 2)[None]
     return ordered.gather(0, place)[0]

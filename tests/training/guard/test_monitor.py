@@ -14,7 +14,7 @@ from fp8stack.config import GuardConfig
 from fp8stack.distributed.process_group import join
 from fp8stack.errors import NumericFailure
 from fp8stack.training import loop as loop_module
-from fp8stack.training.guard.monitor import KEPT, Cause, Monitor
+from fp8stack.training.guard.monitor import LOG_ROWS, Cause, Monitor
 from fp8stack.training.step import Step
 from tests.conftest import metrics
 from tests.faults.numeric.numeric_faults import Fault
@@ -41,7 +41,7 @@ class Watched:
             parameter.grad = torch.full_like(parameter, norm)
         flag = None if excused is None else torch.tensor(excused)
         self.watch.begin()
-        self.watch.see(number, torch.tensor(loss), torch.tensor(norm), flag)
+        self.watch.judge(number, torch.tensor(loss), torch.tensor(norm), flag)
         self.optimizer.step()
 
     def poll(self) -> Any:
@@ -96,9 +96,9 @@ def test_two_steps_that_are_not_finite_are_both_told_and_the_streak_ends_with_a_
 
 def test_of_more_bad_steps_than_are_kept_the_newest_are_told_and_late_numbers_are_exact():
     watched, last = Watched(), 2**31 - 1
-    for step in range(last - KEPT - 10, last + 1):
+    for step in range(last - LOG_ROWS - 10, last + 1):
         watched.step(step, NAN, 1.0)
-    assert [bad.step for bad in watched.poll().bad] == list(range(last - KEPT + 1, last + 1))
+    assert [bad.step for bad in watched.poll().bad] == list(range(last - LOG_ROWS + 1, last + 1))
 
 
 def test_finite_steps_are_those_of_an_optimizer_without_a_watch():

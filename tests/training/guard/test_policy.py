@@ -298,7 +298,7 @@ def test_on_a_gpu_weights_and_moments_are_looked_at_rarely_after_bad_steps_and_b
     tmp_path, monkeypatch
 ):
     looked: list[int] = []
-    monkeypatch.setattr(policy, "LOOK_EVERY", 6)
+    monkeypatch.setattr(policy, "CHECK_WEIGHTS_EVERY", 6)
     monkeypatch.setattr(replay, "records", lambda device: False)
     monkeypatch.setattr(
         monitor, "largest_of_state", lambda *_: looked.append(small.run.step) or torch.ones(())
