@@ -1,1 +1,1 @@
-"""What a run measures and where it tells it."""
+"""What a run measures, and where it writes and shows it."""

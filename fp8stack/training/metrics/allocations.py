@@ -1,10 +1,10 @@
-"""What a step allocates, and what the allocator holds unused. No pool here: torch's caching
-allocator keeps a GPU's memory, the C library's malloc a CPU's."""
+"""Memory that a step allocates, and that the allocator (torch's on a GPU, malloc on a CPU) holds
+unused."""
 
 import ctypes
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.profiler import profile
@@ -12,16 +12,15 @@ from torch.profiler import profile
 
 @dataclass(frozen=True, kw_only=True)
 class Allocations:
-    """Of one step that does what the ones before it did. None is what is not known, as `fresh` on a
-    CPU."""
+    """The allocations of a step in steady state. None if unknown, like `fresh` on a CPU."""
 
     count: int  # allocations of tensors in the step
-    bytes: int  # that those asked for
-    peak_bytes: int  # the most that it held at once beyond what was there at its beginning
-    held_bytes: int | None = None  # what the allocator has of the system after it
-    unused_bytes: int | None = None  # what of that lies idle between blocks in use
-    fresh: int | None = None  # segments that were newly asked of the system, on a GPU
-    retries: int = 0  # times that memory ran out and all caches were emptied, on a GPU
+    bytes: int  # of these allocations
+    peak_bytes: int  # the peak above the bytes in use when the step began
+    held_bytes: int | None = None  # reserved by the allocator after the step
+    unused_bytes: int | None = None  # of these, not in use
+    fresh: int | None = None  # new segments reserved on a GPU
+    retries: int = 0  # times that a GPU ran out of memory and the caches were emptied
 
 
 def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
@@ -43,8 +42,8 @@ def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
 
 
 def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
-    """From the bytes that each allocation of a tensor took and each release gave back, as
-    negative numbers, in order; and what `heap_bytes` says."""
+    """From the bytes of each allocation of a tensor (negative for a release), in order, and the
+    result of `heap_bytes`."""
     count = total = now = peak = 0
     for change in changes:
         if change > 0:
@@ -52,13 +51,15 @@ def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
         now += change
         peak = max(peak, now)
     held, unused = heap or (None, None)
-    found = Allocations(count=count, bytes=total, peak_bytes=peak)
-    return replace(found, held_bytes=held, unused_bytes=unused)
+    return Allocations(
+        count=count, bytes=total, peak_bytes=peak, held_bytes=held, unused_bytes=unused
+    )
 
 
 def changes_in(recorded: profile) -> list[int]:
-    """The allocations of tensors on the CPU that torch's profiler saw (`profile_memory`)."""
-    results = getattr(recorded.profiler, "kineto_results", None)  # torch 2.13 has no other way
+    """The sizes of allocations on the CPU in a profile (`profile_memory`), negative for
+    releases."""
+    results = getattr(recorded.profiler, "kineto_results", None)  # torch 2.13 has no public way
     events = [] if results is None else results.events()
     found = [
         (event.start_ns(), event.nbytes())
@@ -76,8 +77,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> tuple[int, int] | None:
-    """What malloc holds of the system, and what of it is free; None before glibc 2.33 and
-    elsewhere."""
+    """The bytes that malloc holds, and how many of them are free; None without glibc 2.33."""
     if sys.platform != "linux":
         return None
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # not in every C library
@@ -89,7 +89,7 @@ def heap_bytes() -> tuple[int, int] | None:
 
 
 def words(found: Allocations, steps: int = 1) -> str:
-    """The figures as sentences; `steps` is how many they are of."""
+    """The figures of so many `steps` as sentences."""
     which, it = ("this step", "the step") if steps == 1 else (f"these {steps} steps", "they")
     text = (
         f"Memory in {which}: {found.count:,} allocations of {_mib(found.bytes)} together, "

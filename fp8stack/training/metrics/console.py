@@ -16,7 +16,7 @@ from fp8stack.training.run import Run
 
 
 class Display:
-    """Where a run's progress is shown; the MFU refers to `peak`. This one stays silent."""
+    """Base class of displays, which prints nothing. MFU is relative to `peak`."""
 
     def __init__(self, peak: Peak) -> None:
         self.peak = peak
@@ -25,10 +25,10 @@ class Display:
         """Print a line that stays."""
 
     def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
-        """Show the metrics of a step, a row of `metrics.jsonl`; None: no telling how long yet."""
+        """Show a step's row of `metrics.jsonl`; `seconds_left` is None if unknown."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
@@ -54,11 +54,11 @@ def describe(row: dict[str, Any], steps: int, peak: Peak) -> str:
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    """The log line of an event: what the guard saw or did, or a phase that begins."""
+    """The log line of an event: of the guard, or the beginning of a phase."""
     kind, step, why = event["event"], event["step"], event["why"]
     if kind == "phase":
-        told = f"step {step}: phase {event['phase']} begins, in {event['precision']}"
-        return f"{told}: {why}" if event["phase"] == "conservative" else told
+        line = f"step {step}: phase {event['phase']} begins, in {event['precision']}"
+        return f"{line}: {why}" if event["phase"] == "conservative" else line
     layer, precision = event.get("layer"), event.get("precision")
     done = {
         "skip": "skipped",
@@ -74,7 +74,7 @@ def describe_event(event: dict[str, Any]) -> str:
 
 
 def describe_run(run: Run) -> list[str]:
-    """What is about to run, in a few lines."""
+    """The lines printed at the start of a run: machine, plan, model, data and steps."""
     config = run.config
     sizes = f"{config.batch} x {run.context} = {config.batch * run.context:,} tokens"
     micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
@@ -96,7 +96,7 @@ def describe_run(run: Run) -> list[str]:
 
 
 def _model(run: Run) -> str:
-    """Its name and size, with the first keys that `model_overrides` changes."""
+    """The model's name and size, with the first keys that `model_overrides` changes."""
     config, shape = run.config, run.model.config
     preset = load_config(config.model)
     changed = [k for k in config.model_overrides if getattr(shape, k) != getattr(preset, k)]
@@ -107,7 +107,7 @@ def _model(run: Run) -> str:
 
 
 def _data(run: Run) -> list[str]:
-    """What is read, and how, where that was asked for."""
+    """The data, and how a mixture or epochs are read."""
     config, train = run.config, run.train
     told = [f"{train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"]
     if config.data_order == "epochs" or isinstance(train, data.Mixture):
@@ -119,7 +119,7 @@ def _data(run: Run) -> list[str]:
 
 
 def _phases(run: Run) -> list[str]:
-    """Which recipe runs when, if there are several."""
+    """Which recipe trains which steps, if there are several."""
     if len(run.schedule.phases) == 1 and run.evaluation is None:
         return []
     told = [
@@ -163,38 +163,38 @@ class RichDisplay(Display):
 
     def note(self, text: str) -> None:
         """See `Display.note`."""
-        self._keep_told()
+        self._print_urgent()
         self._print(text)
 
     def tell(self, text: str) -> None:
-        """Show a line below the bar, which becomes a note when the next one comes. For a signal
-        handler: whatever it interrupted may be printing."""
+        """Show a line below the bar, printed for good with the next note. For signal handlers,
+        which may interrupt a print."""
         self.progress.urgent = text
 
     def step(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """See `Display.step`."""
-        told = describe(row, self.steps, self.peak)
-        self.progress.line = told.partition(" | ")[2]
+        line = describe(row, self.steps, self.peak)
+        self.progress.line = line.partition(" | ")[2]
         if row["step"] >= self.steps:
-            self.note(told)
+            self.note(line)
         self.progress.show(row["step"])
 
     def close(self) -> None:
         """See `Display.close`."""
-        self._keep_told()
+        self._print_urgent()
         self.progress.stop()
 
-    def _keep_told(self) -> None:
-        told, self.progress.urgent = self.progress.urgent, None
-        if told is not None:
-            self._print(told)
+    def _print_urgent(self) -> None:
+        text, self.progress.urgent = self.progress.urgent, None
+        if text is not None:
+            self._print(text)
 
     def _print(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def open_display(steps: int, peak: Peak, start: int) -> Display:
-    """A display that fits where stdout goes."""
+    """A progress bar if stdout is a terminal, else plain lines."""
     if sys.stdout.isatty():
         return RichDisplay(steps, peak, start, Console())
     return PlainDisplay(steps, peak)

@@ -1,5 +1,5 @@
-"""What the first steps of a start do, event by event, in `debug.jsonl`. Values are read on the host
-here, so such a step waits for its device."""
+"""The events of the first steps, in `debug.jsonl`. Values are copied to the host, so these steps
+sync with the device."""
 
 import json
 import time
@@ -16,13 +16,13 @@ from fp8stack.training.run import Run
 
 
 class NoDebugLog:
-    """Writes nothing: what a step tells when nobody asked."""
+    """Writes nothing: used without `debug_steps`."""
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Called when a step begins."""
 
     def add(self, event: str, **values: object) -> None:
-        """Something was done, with these values: tensors of one number, or JSON data."""
+        """Called after each event; values are tensors of one number, or JSON data."""
 
 
 class DebugLog(NoDebugLog):
@@ -34,15 +34,14 @@ class DebugLog(NoDebugLog):
         self.step = 0
         self._began = 0.0
         self._micro = -1
-        self._hidden: list[Tensor] = []
 
     def begin(self, step: int) -> None:
-        """A step begins: times are counted from now."""
+        """Start the clock of a step."""
         self.step, self._micro = step, -1
         self._began = time.perf_counter()
 
     def add(self, event: str, **values: object) -> None:
-        """Write the event, when it was done, in ms since the step began, and what is useful."""
+        """Write the event with its values, its time in ms since the step began, and dtypes."""
         if event == "forward":
             self._micro += 1
         said = {key: _read(value) for key, value in values.items()} | self._more(event)
@@ -56,7 +55,7 @@ class DebugLog(NoDebugLog):
             file.write(json.dumps(row | said) + "\n")
 
     def _more(self, event: str) -> dict[str, Any]:
-        """Dtypes, and what the optimizers made of the verdict."""
+        """Dtypes, and which optimizers skip the step."""
         optimizer = self.run.optimizer
         parameters = parameters_of(optimizer)
         if event == "forward":
@@ -81,7 +80,7 @@ def _dtypes(tensors: Iterable[Tensor]) -> str:
 
 
 def _read(value: object) -> object:
-    """The numbers of a tensor, on the host; those that are not finite as words, for JSON."""
+    """A tensor's numbers, on the host; values that are not finite as strings, for JSON."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):

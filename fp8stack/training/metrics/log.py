@@ -1,5 +1,4 @@
-"""What a run tells of itself: rows of metrics, events, telemetry; to files, display and trackers.
-Of several ranks, the main one tells."""
+"""Writes metrics, events and telemetry to files, display and trackers, on the main rank only."""
 
 import math
 import time
@@ -13,21 +12,22 @@ from fp8stack.training.run import Run
 
 
 class MetricsLog:
-    """Writes down what a run does, and shows it. The MFU refers to the display's peak, a rank's."""
+    """Logs a run. MFU is relative to the display's peak, which is that of one rank."""
 
     def __init__(self, run: Run, display: Display) -> None:
         self.run, self.display = run, display
         self._tokens_per_step = run.config.batch * run.context
-        self._ready = time.perf_counter()  # the steps to be timed began
-        self._timed = 0  # how many of them there were
-        self._pace: tuple[int, float] | None = None  # the first step of this start, and its end
+        self._ready = time.perf_counter()  # when the steps to be timed began
+        self._timed = 0  # how many of them there are
+        self._pace: tuple[int, float] | None = None  # this process's first step, and its end
 
     def step_done(self) -> None:
-        """Count a step that was handed to the device."""
+        """Count a step."""
         self._timed += 1
 
     def step_over(self, step: int) -> None:
-        """Note that all that belongs to a step is done; the first is where the pace is taken."""
+        """Called when a step is logged and saved; `seconds_left` measures from the first such
+        call."""
         self._pace = self._pace or (step, time.perf_counter())
 
     def restart_clock(self) -> None:
@@ -35,17 +35,17 @@ class MetricsLog:
         self._ready, self._timed = time.perf_counter(), 0
 
     def pause(self, seconds: float) -> None:
-        """Leave out a time that was no training."""
+        """Exclude this time, which was not training."""
         self._ready += seconds
 
     def forget_pace(self) -> None:
-        """Take the pace anew: the run was put back."""
+        """Measure the pace anew, after a roll-back."""
         self._pace = None
 
     def row(
         self, step: int, loss: float, norm: float, precision: str, fp8_gemms: int | None
     ) -> dict[str, Any]:
-        """The metrics of a step that just ended: a row of `metrics.jsonl`."""
+        """The metrics of the last step: a row of `metrics.jsonl`."""
         run = self.run
         seconds = (time.perf_counter() - self._ready) / self._timed
         rate = self._tokens_per_step / seconds if seconds else 0.0
@@ -65,15 +65,14 @@ class MetricsLog:
             "fp8_gemms": fp8_gemms,
         }
         if run.scaler is not None:
-            seen = run.scaler.statistics()
-            row |= {"loss_scale": seen.scale, "overflows": seen.overflows}
+            scaler = run.scaler.statistics()
+            row |= {"loss_scale": scaler.scale, "overflows": scaler.overflows}
             row["skipped"] = not math.isfinite(norm)
         return row
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write a row to the metrics, show it, and hand it to the trackers. A validation loss that
-        is not finite stands out, and becomes None. Of a step that was not trained, the row has
-        nothing else."""
+        """Log a row to `metrics.jsonl`, display and trackers. A validation loss that is not finite
+        becomes None and an event. The row of a left-out step has only a validation loss."""
         step, val_loss, trained = row["step"], row.get("val_loss"), "loss" in row
         if val_loss is not None and not math.isfinite(val_loss):
             why = "the validation loss is not finite"
@@ -100,17 +99,17 @@ class MetricsLog:
         self.display.note(describe_event(event))
 
     def report(self, step: int, fp8_gemms: int | None, plan: Plan) -> None:
-        """Write what telemetry saw of a step under `plan`, and hand it to the trackers."""
+        """Log a step's telemetry under `plan` to `telemetry.jsonl` and the trackers."""
         run = self.run
         if not run.ranks.is_main:
             return
-        found = run.telemetry.finish(step, fp8_gemms, plan)
-        run.folder.append_telemetry(found.rows, run.main.plan.to_json())
-        run.accelerator.log(found.numbers, step=step)
+        sample = run.telemetry.finish(step, fp8_gemms, plan)
+        run.folder.append_telemetry(sample.rows, run.main.plan.to_json())
+        run.accelerator.log(sample.numbers, step=step)
 
     def seconds_left(self) -> float | None:
-        """The time to the end at the pace since the first step of this start, which compiles and
-        warms up; None until a second one is done."""
+        """The time left at the pace since this process's first step, which compiles and is left
+        out; None until the second step is done."""
         left = self.run.config.steps - self.run.step
         if self._pace is None:
             return None if left else 0.0

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 
 def loss_plot(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
-    """A PNG of training and validation loss over the steps, from the rows of `metrics.jsonl`; of
-    several rows of one step, as after a roll-back, the last counts."""
+    """A PNG of training and validation loss over steps, from rows of `metrics.jsonl`. If a step has
+    several rows, as after a roll-back, the last counts."""
     train = _curve(metrics, "loss")
     validation = _curve(metrics, "val_loss")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -46,7 +46,7 @@ def _curve(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """The exponential running mean, corrected for its start."""
+    """The exponential moving average, with bias correction as in Adam."""
     mean, seen, result = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value
@@ -56,8 +56,8 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def view_range(usual: Sequence[float], each: Sequence[float]) -> tuple[float, float]:
-    """The least and the largest loss, with a little room. Of the losses of single steps, those that
-    are more than twice the largest of the `usual` ones, or less than half, would hide the rest."""
+    """The y limits for the losses `usual` and `each`, with a margin. Losses in `each` above twice
+    the largest usual one, or below half the smallest, are left out: they would flatten the rest."""
     low, high = min(usual), max(usual)
     low = min([low, *(loss for loss in each if loss >= low / 2)])
     high = max([high, *(loss for loss in each if loss <= 2 * high)])

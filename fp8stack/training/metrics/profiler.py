@@ -1,4 +1,4 @@
-"""What steps spend their time on, by torch's profiler."""
+"""Profiles of training steps by torch.profiler."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ from fp8stack.io import storage_errors, write_atomically
 from fp8stack.training.metrics import allocations
 from fp8stack.training.metrics.allocations import Allocations
 
-WARM_UP = 4  # steps before the first that is profiled: they compile, tune and fill caches
+WARM_UP = 4  # steps before the first profiled one: they compile, autotune and fill caches
 TOP = 10
 TRACE, TABLE = "trace.json.gz", "profile.md"
 
 
 class Recording(profile):
-    """A profile, what was allocated while it was made, and how many seconds that took; None before
-    its end. `lists_memory`: whether its table tells what operators allocate."""
+    """A torch profile, with allocations and duration, None until it ends. `lists_memory`: whether
+    its table has a column of the memory that operators allocate."""
 
     allocations: Allocations | None = None
     wall_s: float | None = None
@@ -29,14 +29,14 @@ class Recording(profile):
 
 
 class StepProfiler:
-    """Profiles some steps of a run, one after the other, in one trace.
+    """Profiles consecutive steps of a run in one trace.
 
     Args:
-        done: the last step before this start.
-        folder: what is found is written there.
+        done: the last step that is already done.
+        folder: where trace and table are written.
 
     Attributes:
-        first: the first step that is profiled; None if it lies before this start.
+        first: the first step to profile; None if it is already done.
     """
 
     def __init__(self, config: RunConfig, done: int, device: torch.device, folder: Path) -> None:
@@ -48,13 +48,13 @@ class StepProfiler:
         self._recorded: Recording | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether a step is one of those to be profiled."""
+        """Whether to profile this step."""
         left = len(self._steps) < self.config.profile_steps
         return left and self.first is not None and step >= self.first
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Profile what runs within, and what follows up to the next such step, if there is one."""
+        """Profile what runs within, and up to the next profiled step if there is one."""
         config = self.config
         if self._recorded is None:
             what = {"shapes": config.profile_shapes, "memory": config.profile_memory}
@@ -63,7 +63,7 @@ class StepProfiler:
             yield
         self._steps.append(step)
         if self._is_over and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what it waits for is of the step
+            torch.cuda.synchronize(self.device)  # include what still runs on the GPU
 
     @property
     def _is_over(self) -> bool:
@@ -71,11 +71,11 @@ class StepProfiler:
         return not self.wants(last) or last == self.config.steps
 
     def close(self) -> None:
-        """Stop recording, also where not all steps came to pass."""
+        """Stop recording, even before the last step to profile."""
         self._open.close()
 
     def written(self) -> str | None:
-        """What `write` gives, if the last of the steps is over; else None."""
+        """After the last profiled step, write the profile and return its table; else None."""
         recorded = self._recorded
         if recorded is None or not self._is_over:
             return None
@@ -88,9 +88,8 @@ class StepProfiler:
 def recording(
     device: torch.device, *, shapes: bool = False, memory: bool = False
 ) -> Iterator[Recording]:
-    """Profile what runs within, on `device` all of it: the work that was under way before is waited
-    for, and so is that which was begun. With `shapes`, record those of operands; with `memory`,
-    each allocation of a GPU too: those of a CPU always are."""
+    """Profile what runs within; `device` is synchronized before and after. `shapes` records
+    operands' shapes, `memory` each allocation on a GPU (on a CPU they always are)."""
     activities, on_cuda = [ProfilerActivity.CPU], device.type == "cuda"
     before: dict[str, int] = {}
     if on_cuda:
@@ -116,8 +115,8 @@ def recording(
 
 
 def write(recorded: Recording, folder: Path, *steps: int) -> str:
-    """Write the trace, and the table with a line about memory, into `folder`; return the latter.
-    Raises a StorageError if the disk is full or cannot be written."""
+    """Write the trace, and the table with a line about memory, into `folder`; return the table.
+    Raises a StorageError if the disk cannot be written."""
     text = table(recorded, *steps)
     if (share := busy(recorded)) is not None:
         text += f"\nThe GPU was busy {100 * share:.1f} % of the time.\n"
@@ -131,8 +130,8 @@ def write(recorded: Recording, folder: Path, *steps: int) -> str:
 
 
 def busy(recorded: Recording) -> float | None:
-    """The share of the recorded time in which a GPU ran a kernel or copy: 0 to 1; None if none
-    did."""
+    """The share of the recorded time in which a GPU ran a kernel or copy: 0 to 1; None without
+    any."""
     events: Any = recorded.events  # it has no types
     spans = sorted(
         (event.time_range.start, event.time_range.end)
@@ -149,9 +148,9 @@ def busy(recorded: Recording) -> float | None:
 
 
 def table(recorded: Recording, *steps: int) -> str:
-    """The operators with the most time of their own, without what they call, in the steps of these
-    numbers: a Markdown table. With shapes, an operator has a row for each. Time is a GPU's where
-    one worked, the CPU's otherwise; shares are of all of it."""
+    """A Markdown table of the operators with the most time, without that of the operators they
+    call, in these steps. With shapes, there is a row for each operator and shape. Times are GPU
+    times if any kernel ran, else CPU times; shares are of the total."""
     shapes = recorded.record_shapes
     averages = recorded.key_averages(group_by_input_shape=shapes)
     events = [event for event in averages if not event.is_user_annotation]
@@ -176,7 +175,7 @@ def table(recorded: Recording, *steps: int) -> str:
         held = [f"{round(own(event, 'memory_usage') / 2**20, 1) + 0.0:.1f}" for event in found]
         columns.append(("MiB", held))
     if shapes:
-        columns.append(("shapes", [_shown(event.input_shapes) for event in found]))
+        columns.append(("shapes", [_shapes(event.input_shapes) for event in found]))
     where = "the GPU" if kernels_us else "the CPU"
     named, each = f"Step {steps[0]}", ""
     if len(steps) > 1:
@@ -186,17 +185,17 @@ def table(recorded: Recording, *steps: int) -> str:
     return f"{heading}longest, without what they call:\n\n{_markdown(columns)}"
 
 
-def _shown(shapes: Sequence[Any]) -> str:
+def _shapes(shapes: Sequence[Any]) -> str:
     """The shapes of an operator's tensors: `8x64 64x64`."""
     return " ".join("x".join(map(str, shape)) for shape in shapes if shape)
 
 
 def _markdown(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A Markdown table; text to the left, figures to the right."""
-    made = []
+    """A Markdown table; text is left-aligned, figures are right-aligned."""
+    rendered = []
     for name, cells in columns:
         width = max(map(len, (name, *cells)))
         side, end = ("<", "-") if name in ("operator", "shapes") else (">", ":")
         head, *rest = (f" {cell:{side}{width}} " for cell in (name, *cells))
-        made.append([head, "-" * (width + 1) + end, *rest])
-    return "".join(f"|{'|'.join(row)}|\n" for row in zip(*made, strict=True))
+        rendered.append([head, "-" * (width + 1) + end, *rest])
+    return "".join(f"|{'|'.join(row)}|\n" for row in zip(*rendered, strict=True))

@@ -1,4 +1,4 @@
-"""How fast a step was, against what: tokens/s, MFU with its denominator named, peak memory."""
+"""The peak rate that MFU divides by, measured or of a data sheet, and peak memory."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ _SHORT_S = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The rate that MFU divides by, and its name; None where none is known. It is `measured` on
-    this machine, which may have been busy then, or a data sheet's."""
+    """The peak rate that MFU divides by, None if unknown, and its name. It is `measured` on this
+    machine, which may have been busy, or a data sheet's."""
 
     tflops: float | None
     name: str
     measured: bool = False
 
     def mfu(self, tflops: float) -> float | None:
-        """The share that `tflops` are of it; at most 1 of a measured one."""
+        """`tflops` as a fraction of the peak; at most 1 of a measured one."""
         if not self.tflops:
             return None
         return min(1.0, tflops / self.tflops) if self.measured else tflops / self.tflops
 
     def at_least(self, tflops: float) -> Peak:
-        """It, or what a step showed to be possible where that is more than was measured."""
+        """The peak, or the rate of a step that was faster than the measured peak."""
         if not self.measured or self.tflops is None or tflops <= self.tflops:
             return self
         return replace(self, tflops=tflops, name=f"{1000 * tflops:.0f} GFLOP/s of the fastest step")
 
 
 def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
-    """The peak of the units that the plan's GEMMs run on: a GPU's data sheet's, measured of a
-    CPU."""
+    """The peak rate for the plan's GEMMs: of a GPU's data sheet, or measured on a CPU."""
     if hardware.device == "cpu":
         # Emulated FP8 multiplies in fp32 there, whatever the other layers compute in.
         used: set[ComputeDtype] = {plan.compute_dtype, *(("fp32",) if plan.runs_fp8 else ())}
         threads = torch.get_num_threads()
         fastest, of = max((measured_cpu_tflops(DTYPES[dtype], threads), dtype) for dtype in used)
-        told = f"{1000 * fastest:.0f} GFLOP/s measured {of} matmul"
-        return Peak(tflops=fastest, name=told, measured=True)
+        name = f"{1000 * fastest:.0f} GFLOP/s measured {of} matmul"
+        return Peak(tflops=fastest, name=name, measured=True)
     gpu = find_gpu(hardware.name)
     if gpu is not None:
         units = "fp8" if plan.runs_fp8 and plan.native else plan.compute_dtype
@@ -63,7 +62,8 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
 
 @cache
 def measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
-    """The best rate of a matmul in `dtype` by so many `threads`, torch's own number, in TFLOP/s."""
+    """The best rate of a matmul in `dtype`, in TFLOP/s. `threads` is torch's number: a cache
+    key."""
 
     def burst(size: int) -> float:
         a = torch.ones(size, size, dtype=dtype)
@@ -77,9 +77,9 @@ def measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
 def best_tflops(
     burst: Callable[[int], float], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """The best rate of matmuls over `BURSTS_S`, in TFLOP/s, where `burst` says how many seconds a
-    product of two matrices [size, size] takes. They are as large as it takes for the threads to be
-    busy, and short enough for some of them to have the cores for themselves."""
+    """The best rate of matmuls over `BURSTS_S`, in TFLOP/s; `burst` returns how many seconds a
+    product of two matrices [size, size] takes. Each is long enough to keep the threads busy, and
+    short enough that some run undisturbed by other processes."""
     began, size, best = clock(), 256, 0.0
     while True:
         taken = min(burst(size) for _ in range(3))
@@ -91,7 +91,7 @@ def best_tflops(
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory in use so far: the allocator's on a GPU, the process's on a CPU."""
+    """The peak memory so far: the allocator's on a GPU, the process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "win32":

@@ -1,5 +1,5 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio; by accelerate.
-The only file that knows these packages."""
+"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, Trackio. No other file
+imports these packages."""
 
 import json
 import os
@@ -18,24 +18,23 @@ from fp8stack.errors import UserError
 from fp8stack.io import write_atomically
 
 PROJECT = "fp8stack"
-IDS = "trackers.json"  # in the run folder: by which names trackers know the run
+IDS = "trackers.json"  # in the run folder: the trackers' ids of the run
 
 
 def build_trackers(config: RunConfig, folder: Path) -> list[GeneralTracker]:
-    """The trackers that `config` asks for, not started; their files go into `folder` unless the
-    environment says otherwise. Raises a UserError if a package is not installed."""
+    """Build the trackers that `config` enables, without starting them; their files go into `folder`
+    unless the environment sets another. Raises a UserError if a package is not installed."""
     kinds = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
-    asked = [package for package in kinds if getattr(config, package)]
-    for package in asked:
+    enabled = [package for package in kinds if getattr(config, package)]
+    for package in enabled:
         if find_spec(package) is None:
             raise UserError(f"--{package} needs the package {package}: pip install {package}")
-    return [kinds[package](config, folder) for package in asked]
+    return [kinds[package](config, folder) for package in enabled]
 
 
 def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False) -> None:
-    """Start the trackers that `accelerator` was made with; `resumed` if the run in `folder` goes
-    on, and so do its curves. Raises a UserError if a tracker refuses, such as Weights & Biases
-    without a login."""
+    """Start the trackers of `accelerator`; if `resumed`, they continue the curves of the run in
+    `folder`. Raises a UserError if a tracker refuses, such as Weights & Biases without a login."""
     if not resumed and (folder / IDS).exists():  # of another run, which was here before
         (folder / IDS).unlink()
     if not accelerator.log_with:
@@ -47,8 +46,8 @@ def start_trackers(accelerator: Accelerator, folder: Path, resumed: bool = False
 
 
 class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
-    """TensorBoard's events. The file is opened at the first row, whose step tells what is stale: a
-    run that goes on, or back, from a checkpoint does some steps again."""
+    """TensorBoard. The event file is opened at the first row, whose step purges stale rows: after
+    resuming or rolling back, some steps are repeated."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         super().__init__("tensorboard", folder)
@@ -91,8 +90,8 @@ class _WandB(WandBTracker):  # type: ignore[misc]
         self.folder = folder
 
     def start(self) -> None:
-        """Begin a run, or go on with the one that has this run's curves. Raises a UserError if
-        Weights & Biases refuses."""
+        """Start a run, or continue the one with this run's curves. Raises a UserError if Weights &
+        Biases refuses."""
         import wandb.errors as wandb_errors
 
         known = _known(self.folder).get("wandb") if self.resumed else None
@@ -124,7 +123,7 @@ class _Trackio(TrackioTracker):  # type: ignore[misc]
         self.folder = folder
 
     def start(self) -> None:
-        """Begin a run, or go on with the one of this name. Raises a UserError if Trackio refuses,
+        """Start a run, or continue the one of this name. Raises a UserError if Trackio refuses,
         such as a server without a token."""
         _import_trackio(self.folder / "trackio")
         self.init_kwargs["resume"] = "allow" if self.resumed else "never"
@@ -140,8 +139,7 @@ class _Trackio(TrackioTracker):  # type: ignore[misc]
 
 
 def _import_trackio(folder: Path) -> None:
-    """Have Trackio keep its files in `folder`. It settles that when it is imported: a process that
-    has imported it keeps to what it was then."""
+    """Import Trackio so that it keeps its files in `folder`, which it reads at import only."""
     if "trackio" in sys.modules or os.environ.get("TRACKIO_DIR"):
         return
     os.environ["TRACKIO_DIR"] = str(folder.resolve())
@@ -152,7 +150,7 @@ def _import_trackio(folder: Path) -> None:
 
 
 def _known(folder: Path) -> dict[str, str]:
-    """By which names trackers know the run in `folder`; none if that cannot be read."""
+    """The trackers' ids of the run in `folder`; empty if they cannot be read."""
     try:
         known = json.loads((folder / IDS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""From a configuration to a run that can take its first step."""
+"""Set up a run: data, model, optimizer and checkpoint, up to the first step."""

@@ -1,4 +1,4 @@
-"""The allocators of others, told to suit training: glibc's on a CPU, torch's own on a GPU."""
+"""Settings of memory allocators for training: glibc's on a CPU, torch's on a GPU."""
 
 import ctypes
 import os

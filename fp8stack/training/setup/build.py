@@ -1,4 +1,4 @@
-"""From a configuration to a run at its beginning, on one rank or several."""
+"""Build a new run from its configuration, on one rank or several."""
 
 import json
 import os
@@ -50,12 +50,12 @@ def build(
     source: Source | None,
     tokenizer: Path | None,
 ) -> Run:
-    """The run at its beginning: model, optimizer and data as `config` has them, on all `ranks`.
+    """Build the run before its first step: model, optimizer and data of `config`, on all `ranks`.
 
     Args:
-        decided: what was decided when the run began.
-        source: whose weights it begins with, if not its own.
-        tokenizer: the `tokenizer.json` of the weights, of a run that goes on its own; if known.
+        decided: decisions of the run that is resumed.
+        source: the initial weights, None for random ones.
+        tokenizer: the `tokenizer.json` of the initial weights or of the resumed run, if known.
     """
     with ranks.together():
         require_divisible(config, ranks.count)
@@ -74,7 +74,7 @@ def build(
         left = available_memory(hardware.device)
         trained = [plans[at] for at in schedule.variants]
         require_memory(footprint, trained, hardware, left, compiled=any(compiled))
-        # The main rank's part of a batch is looked at.
+        # Operands are observed on the main rank only.
         wanted = (config.telemetry_every, config.what_if)
         telemetry = Telemetry(plans[0], *wanted, operands=ranks.is_main)
         found = read(config, shape.vocabulary, context, tokenizer)
@@ -89,8 +89,7 @@ def build(
                 f"Model {config.model} does not fit into the memory that is left. Choose a "
                 "smaller one."
             ) from error
-        # After the model, since what its making draws depends on the recipe; ranks draw other
-        # dropout.
+        # After the model, whose initialization draws depend on the recipe. Dropout differs by rank.
         torch.manual_seed(config.seed + ranks.index)
         accelerator = _accelerator(config, folder, plans[0], ranks)
         device = accelerator.device
@@ -147,8 +146,8 @@ def build(
 
 
 def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> bool:
-    """Whether torch is to be asked for operations that repeat: on a GPU and in compiled code, which
-    else may not. On a GPU they take longer, so there only if they are asked for."""
+    """Whether to use torch's deterministic algorithms, which a GPU and compiled code need for
+    repeatable results. On a GPU they are slower, so only with `deterministic = true`."""
     if config.deterministic is None:
         return compiled and hardware.device == "cpu"
     return config.deterministic and (compiled or hardware.device == "cuda")
@@ -157,7 +156,7 @@ def is_deterministic(config: RunConfig, hardware: Hardware, compiled: bool) -> b
 def without_effect(
     config: RunConfig, in_fp16: bool, ranks: int, *, compiled: bool
 ) -> tuple[str, ...]:
-    """A note on each key that was set and changes nothing in a run of so many ranks."""
+    """A note for each key that is set but has no effect in this run."""
     known, adaptive = RunConfig.model_fields, config.clip_mode == "adaptive"
     scaler = tuple(key for key in known if "loss_scale" in key)
     profile = tuple(key for key in known if key.startswith("profile_"))
@@ -180,7 +179,7 @@ def without_effect(
 
 
 def context_of(config: RunConfig, model: GPTConfig) -> int:
-    """Tokens per sequence. Raises a UserError if they are more than the model takes."""
+    """Tokens per sequence. Raises a UserError if the model's context is shorter."""
     context = config.context or model.context
     if context > model.context:
         raise UserError(
@@ -191,18 +190,18 @@ def context_of(config: RunConfig, model: GPTConfig) -> int:
 
 
 def _be_deterministic() -> None:
-    """Ask for results that repeat, of CUDA and of compiled code, which else adds up an embedding's
-    gradient in any order; a CPU's eager ones do already, for the same number of threads."""
+    """Make CUDA and compiled code deterministic; the latter else sums an embedding's gradient in
+    any order. Eager code on a CPU is, for the same number of threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Not with warn_only: attention's kernels repeat without it alone, and cuDNN's is left out.
+    # Without warn_only: only then attention is deterministic, and cuDNN's is not used.
     torch.use_deterministic_algorithms(True)
-    # Else every buffer would be written twice.
+    # Otherwise every empty tensor would be filled first.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks) -> Accelerator:
-    """accelerate for devices, accumulation, clipping and trackers; the layers cast by themselves,
-    so it is told of no precision."""
+    """The Accelerator, for devices, accumulation, clipping and trackers; not for mixed precision,
+    since the layers cast by themselves."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
         raise UserError(
             "accelerate was told to use DeepSpeed, which cannot train this model. Leave that out; "
@@ -225,7 +224,7 @@ def _accelerator(config: RunConfig, folder: RunFolder, plan: Plan, ranks: Ranks)
 def _identity(
     model: GPTConfig, variants: Sequence[Variant], schedule: Schedule, reading: Reading
 ) -> dict[str, Any]:
-    """What a resumed run must share with its checkpoint, besides the configuration."""
+    """What must be the same in a resumed run and its checkpoint, besides the configuration."""
 
     def recipe(plan: Plan) -> dict[str, Any]:
         return plan.recipe.to_json(words=False)
@@ -237,14 +236,14 @@ def _identity(
         "data": {name: part.fingerprint() for name, part in parts.items()},
     }
     places = {*schedule.variants, schedule.evaluation} - {None}
-    if len(places) > 1:  # the reference for the guard is none of them: it may come and go
+    if len(places) > 1:  # without the guard's reference, which may come and go
         numbered = ((place, one) for place, one in enumerate(variants) if place in places)
         same["recipes"] = {str(place): recipe(one.plan) for place, one in numbered}
     return same
 
 
 def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity in a checkpoint, with its recipes as this version writes them."""
+    """A checkpoint's identity, with its recipes in the format of this version."""
 
     def recipe(told: Mapping[str, Any]) -> dict[str, Any]:
         return recipe_from_json(told, "identity in checkpoint.json").to_json(words=False)
@@ -256,7 +255,7 @@ def with_quantizers(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a checkpoint was written with."""
+    """The versions to save in a checkpoint."""
     return {
         "fp8stack": fp8stack.__version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""What a run reads: the two parts of its data, and the tokenizer that their tokens are of."""
+"""The data of a run: training and validation sets, and their tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,27 +12,25 @@ from fp8stack.tokenizer import Tokenizer, alike, load_tokenizer
 from fp8stack.training.run_folder import RunFolder
 
 MOST_OF_BYTES = 512
-"""The largest vocabulary of a model that text without a tokenizer is read for as bytes: 256, and
-what it may have been padded with."""
+"""Up to this vocabulary (256 with padding), text without a tokenizer is read as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a run reads."""
+    """The data of a run."""
 
-    train: data.Corpus  # what it is trained on
-    validation: data.Corpus  # what is held out
-    windows: Tensor  # of that, those of validation losses: see `data.validation_windows`
-    tokenizer: Tokenizer | None  # what the tokens are of, if that is known
+    train: data.Corpus
+    validation: data.Corpus
+    windows: Tensor  # for validation losses, see `data.validation_windows`
+    tokenizer: Tokenizer | None  # of the data, if it is known
 
 
 def read(config: RunConfig, vocabulary: int, context: int, source: Path | None = None) -> Reading:
-    """Find the data of a run, whose sequences have `context` tokens. Text becomes tokens of the
-    tokenizer that `config` names, else that of the first weights, a `tokenizer.json` named
-    `source`, else the model's; of bytes for a model with about as many tokens.
+    """Open the data of a run, whose sequences have `context` tokens. Text is tokenized by the
+    tokenizer that `config` names, else by `source`, the `tokenizer.json` of the initial weights,
+    else by that of the model; as bytes for a model with about 256 tokens.
 
-    Raises a UserError if the data cannot be used, or are not of the tokenizer that they should be
-    of.
+    Raises a UserError if the data cannot be used, or are tokens of another tokenizer.
     """
     texts = _for_texts(config, vocabulary, source) if data.holds_text(config.data) else None
     tokenizer = _tokenizer(config, vocabulary, texts, source)
@@ -61,9 +59,10 @@ def _for_texts(config: RunConfig, vocabulary: int, source: Path | None) -> Token
 def _tokenizer(
     config: RunConfig, vocabulary: int, texts: Tokenizer | None, source: Path | None
 ) -> Tokenizer | None:
-    """What the run's data are tokens of, text of `texts`; None where neither they nor `config` say.
-    Raises a UserError if `config` names another than the data's, or names none and the first
-    weights are of another, if it cannot be loaded, or the model's vocabulary is smaller."""
+    """The tokenizer of the run's data, `texts` for text; None if neither the data nor `config`
+    names one. Raises a UserError if it cannot be loaded, has more tokens than the model's
+    vocabulary, or differs from that of `config` or, if it names none, from that of the initial
+    weights."""
     found = data.tokenizer_of(config.data, texts)
     if config.tokenizer is not None:
         asked = load_tokenizer(config.tokenizer)
@@ -90,8 +89,8 @@ def _tokenizer(
 
 
 def tokenizer_of_run(run_or_checkpoint: str | Path, name: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a run or checkpoint, if it is known; else the one called `name`. Raises a
-    UserError if it cannot be loaded, or `name` is another than the run's."""
+    """The tokenizer of a run or checkpoint if it is known, else the one called `name`. Raises a
+    UserError if it cannot be loaded, or `name` is not the run's."""
     path = Path(run_or_checkpoint)
     folder = path.parent.parent if path.parent.name == "checkpoints" else path
     file = RunFolder(folder).tokenizer

@@ -1,5 +1,5 @@
-"""The weights that a new run begins with, where they are another run's or transformers'. Weights
-alone: the optimizer, the step, the scales and the schedule are new."""
+"""Initial weights of a new run from another run or from transformers. Only the weights: the
+optimizer, step, scales and schedule are new."""
 
 import os
 from collections.abc import Mapping
@@ -18,31 +18,30 @@ from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.tokenizer import TOKENIZER_FILE
 from fp8stack.training.load import find_checkpoint
 
-# What the weights do not depend on: how they were drawn, and noise while training.
+# Keys that may differ from the source's: initialization and dropout.
 FREE = {"dropout", "init_std"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where weights come from."""
+    """Weights to begin a run with, and the model they are for."""
 
-    # As a run file names it: a checkpoint's path, `hf:` and a folder's, or `hf:owner/name@commit`.
-    name: str
-    shape: GPTConfig  # of the model
-    model: str  # what a run file has as its model,
-    overrides: Mapping[str, Any]  # and what it changes in it, to be of that shape
+    name: str  # a checkpoint's path, `hf:` and a folder's, or `hf:owner/name@commit`
+    shape: GPTConfig
+    model: str  # `model` and
+    overrides: Mapping[str, Any]  # `model_overrides` of a run file for this shape
     weights: Mapping[str, Tensor]  # float32, of every parameter
-    notes: tuple[str, ...] = ()  # what is to be told
-    tokenizer: Path | None = None  # the path of its `tokenizer.json`, if it has one
-    run: RunConfig | None = None  # the configuration of the run that it is of, if it is one's,
-    step: int = 0  # and that of its steps that was done last
+    notes: tuple[str, ...] = ()  # to be printed
+    tokenizer: Path | None = None  # its `tokenizer.json`, if it has one
+    run: RunConfig | None = None  # the configuration of the run it is from, if any,
+    step: int = 0  # and the step of its checkpoint
 
 
 def find_source(init_from: str) -> Source:
-    """What `--init-from` names: a checkpoint, the newest good one of a run, `hf:` and a folder
-    that transformers saved, or `hf:owner/name[@revision]` on the Hub. Raises what `fetch` does, a
-    UserError if there is no such thing, or a GPT of ours cannot be that of the folder, and a
-    NoUsableCheckpoint if it is damaged, or a run has none that is not."""
+    """The source that `--init-from` names: a checkpoint, a run (its newest usable checkpoint),
+    `hf:` and a folder that transformers saved, or `hf:owner/name[@revision]` on the Hub. Raises
+    what `fetch` raises, a UserError if it does not exist or our GPT cannot represent the model, and
+    a NoUsableCheckpoint if the checkpoint is damaged, or all of the run's are."""
     repository, folder = hf.repository_in(init_from), hf.path_in(init_from)
     if repository is not None:
         snapshot = hf.fetch(repository)
@@ -68,9 +67,8 @@ def find_source(init_from: str) -> Source:
 
 
 def _of_folder(path: Path, name: str) -> Source:
-    """The model in a folder that transformers saved, as one of ours; `name` is the source's. Its
-    shape is kept in the run file, so that the folder is needed no more once the run has a
-    checkpoint."""
+    """The model in a folder that transformers saved; `name` is the source's. The run file holds its
+    shape, so the folder is not needed once the run has a checkpoint."""
     folder = hf.open_folder(path)
     found = hf.found_in(folder.config, str(path / "config.json"))
     model, overrides = nearest_preset(found.config)
@@ -86,7 +84,7 @@ def _of_folder(path: Path, name: str) -> Source:
 
 
 def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
-    """The preset that is most like `shape`, and what is to be changed in it to be `shape`."""
+    """The preset closest to `shape`, and the overrides that make it `shape`."""
     wanted = _explicit(shape)
     changes = {}
     for name in presets.names("models"):
@@ -96,14 +94,14 @@ def nearest_preset(shape: GPTConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _explicit(shape: GPTConfig) -> dict[str, Any]:
-    """The keys of a shape, those that follow from others said."""
+    """The keys of a shape, with defaults that depend on other keys filled in."""
     told = shape.model_dump(mode="json")
     return told | {"kv_heads": shape.query_groups, "mlp_width": shape.hidden}
 
 
 def with_source(config: RunConfig, source: Source) -> RunConfig:
-    """`config` with the source named, and without `--model` the model that it is of. Raises a
-    UserError if the model differs from the source's; the message names the first difference."""
+    """`config` with the source, and without `--model` its model. Raises a UserError that names the
+    first difference if the model differs from the source's."""
     found: dict[str, Any] = {"init_from": source.name}
     if "model" not in config.given:
         overrides = {**source.overrides, **config.model_overrides}
@@ -122,14 +120,14 @@ def with_source(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _beside(shape: GPTConfig, other: GPTConfig) -> dict[str, Any]:
-    """The keys that weights depend on; what follows from others is said where `other` says it."""
+    """The keys that weights depend on; dependent defaults are filled in where `other` sets them."""
     told = shape.model_dump(mode="json", exclude=FREE)
     said = _explicit(shape)
     return {key: value if getattr(other, key) is None else said[key] for key, value in told.items()}
 
 
 def absolute_source(init_from: str) -> str:
-    """What `--init-from` names, from the root, so that a run can be resumed from anywhere."""
+    """`--init-from` as an absolute path, so that a run can be resumed from any directory."""
     if (folder := hf.path_in(init_from)) is None:
         return os.path.realpath(init_from)
     return init_from if hf.repository_in(init_from) else f"{hf.HF}{os.path.realpath(folder)}"
@@ -146,7 +144,7 @@ def _same_repository(asked: hf.Repository, saved: hf.Repository) -> bool:
 
 
 def same_source(asked: str, saved: str | None) -> bool:
-    """Whether `asked`, see `find_source`, is where a run's first weights `saved` were from."""
+    """Whether `asked`, see `find_source`, names the `saved` source of a run's initial weights."""
     if saved is None or hf.path_in(asked) is not None or hf.path_in(saved) is not None:
         there = None if saved is None else hf.repository_in(saved)
         here = hf.repository_in(asked)

@@ -1,4 +1,4 @@
-"""The memory that a run takes, phase by phase, and whether this machine has that much left."""
+"""Check before a run that its phases fit into the free memory of this machine."""
 
 import os
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from fp8stack.model.gpt import Recompute
 from fp8stack.model.loss import chunk_rows
 from fp8stack.precision import Hardware, Plan
 
-UNCERTAIN = 0.1  # the share by which an estimate may be above what is measured
-COMPILED = 0.5  # the same of compiled code, which chooses by itself what it keeps
+UNCERTAIN = 0.1  # how much an estimate may exceed the measured memory, as a fraction
+COMPILED = 0.5  # the same for compiled code, which chooses what it saves for backward
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a run of `ranks` processes, whose model has the shape `model`."""
+    """Estimates the memory of a run on `ranks` processes."""
 
     config: RunConfig
     model: GPTConfig
@@ -26,9 +26,9 @@ class Footprint:
     ranks: int
 
     def estimates(self, plans: Sequence[Plan], kind: Recompute, sequences: int) -> list[Estimate]:
-        """The estimates of phases that run `plans`, in order, with this kind of activation
-        checkpointing and so many sequences in a rank's micro-batch. A plan's FP8 weights and amax
-        history stay while a later one trains."""
+        """Estimates of the phases that run `plans`, in order, with this kind of activation
+        checkpointing and so many sequences per rank and micro-batch. FP8 weights and amax histories
+        of earlier plans stay in memory."""
         made: list[Estimate] = []
         lasting: dict[int, Estimate] = {}  # of the plans met so far
         for plan in plans:
@@ -69,9 +69,9 @@ def require_memory(
     *,
     compiled: bool = False,
 ) -> None:
-    """See that a run may fit into the memory that is left; a close call is let through. `left` is
-    in bytes, for this rank or, on a CPU, for all that run here; None if not known. Raises a
-    UserError that names the largest batch that fits."""
+    """Raise a UserError that names the largest batch that fits, if a run clearly does not fit into
+    the free memory. `left` is in bytes, for this rank or, on a CPU, for all ranks on this machine;
+    None if unknown."""
     if left is None or not of.config.check_memory:
         return
     if hardware.device == "cpu":  # one memory for all

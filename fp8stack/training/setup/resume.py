@@ -1,4 +1,4 @@
-"""Which run to go on with, from which checkpoint, and whether it is the same run."""
+"""Resuming: find the run and its checkpoint, check that the configuration matches, restore."""
 
 import os
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from fp8stack.training.setup.variants import ANY, Decided
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """Where a run goes on: its folder, its configuration as saved, and a checkpoint if any;
-    `unasked` if the same command was given again, and no `--resume`."""
+    """A run to resume: its folder, its saved configuration, and a checkpoint if any; `unasked` if
+    the same command was repeated without `--resume`."""
 
     folder: RunFolder
     saved: RunConfig
@@ -35,10 +35,9 @@ class Resumption:
 
 
 def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
-    """The run to go on with, or None for a new one. Without `resume` it is one in `--out` that was
-    not trained to its end. Raises a UserError if there is no run at the path given, or `--out`
-    names another folder, and a NoUsableCheckpoint if the checkpoints, or the one that was named,
-    are damaged."""
+    """Find the run to resume; None for a new run. Without `resume`, it is an unfinished run in
+    `--out`. Raises a UserError if there is no run at the path, or `--out` names another folder, and
+    a NoUsableCheckpoint if all its checkpoints, or the one named, are damaged."""
     if resume is None:
         if config.out is None or RunFolder(Path(config.out)).cut_at is None:
             return None
@@ -69,7 +68,8 @@ def find_resumption(config: RunConfig, resume: str | None) -> Resumption | None:
 
 
 def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resumption | None:
-    """`find_resumption` by the main rank; all read the same checkpoint, on a shared file system."""
+    """`find_resumption` on the main rank; then all ranks read the same checkpoint, on a shared file
+    system."""
     if ranks.count == 1:
         return find_resumption(config, resume)
     found: Resumption | None = None
@@ -92,7 +92,7 @@ def find_together(config: RunConfig, resume: str | None, ranks: Ranks) -> Resump
 def _from_checkpoint(
     folder: RunFolder, checkpoint: Checkpoint, path: Path, passed_over: list[str]
 ) -> Resumption:
-    """Going on from a checkpoint, as the run was made then: run.toml may have been edited since."""
+    """The resumption from a checkpoint, with its configuration: run.toml may have been edited."""
     table = at_home(checkpoint.info["config"], folder.path)
     saved = presets.parse(RunConfig, table, f"{path / 'checkpoint.json'}")
     why = "".join(f"; passed over: {reason}" for reason in passed_over)
@@ -116,7 +116,7 @@ def _locate(path: Path) -> tuple[RunFolder, Path | None]:
 
 
 def decided_in(info: Mapping[str, Any]) -> Decided:
-    """What the run of a checkpoint keeps to."""
+    """The decisions that a run resumed from this checkpoint.json keeps."""
     phases, plans = info["phases"], info["plans"]
     if phases is None or len(plans) < 2:
         return Decided(left_out={ANY: layers_left_out(info["plan"])})
@@ -126,7 +126,7 @@ def decided_in(info: Mapping[str, Any]) -> Decided:
 
 
 def put_back(run: Run, checkpoint: Checkpoint) -> None:
-    """Have all that `checkpoint` holds, and its step. Raises what `restore` raises."""
+    """Restore the run's state and step from `checkpoint`. Raises what `restore` raises."""
     restore(run.model, run.optimizer, checkpoint.tensors, run.ranks.index, fp8_model=run.main.model)
     for variant in run.variants:
         variant.backend.weights.mark()
@@ -136,8 +136,8 @@ def put_back(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
-    """The saved configuration with the flags that were given now. Raises a UserError if a flag
-    differs in something that the run's losses depend on."""
+    """The saved configuration with the flags given now. Raises a UserError if a flag changes
+    something that the run's losses depend on."""
     if asked.init_from and same_source(asked.init_from, found.saved.init_from):
         asked = asked.model_copy(update={"init_from": found.saved.init_from})
     asked = _with_saved_files(asked, found.saved)
@@ -151,7 +151,7 @@ def config_to_resume(found: Resumption, asked: RunConfig) -> RunConfig:
 
 
 def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
-    """`asked` with the run's own copies in place of files that have the same contents."""
+    """`asked`, with files replaced by the run's copies if their contents are the same."""
 
     def read(path: str) -> bytes:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""From a configuration to a run that can take its first step, new or resumed."""
+"""Set up a run, new or resumed, up to its first step."""
 
 import os
 from dataclasses import replace
@@ -34,24 +34,25 @@ def set_up(
     resume: str | None,
     overwrite: bool = False,
 ) -> Run:
-    """The run that the flags, the run file and `--set` describe.
+    """Set up the run that the flags, the run file and `--set` describe.
 
     Args:
-        resume: auto or a path, if a run is to go on. What torchrun starts again goes on by itself.
-        overwrite: remove the run that is in `--out`, once the new one could be built.
+        resume: auto or a path, to resume a run; a process that torchrun restarted resumes by
+            itself.
+        overwrite: remove the run in `--out` once the new one is built.
 
     Raises:
         UserError: bad input, or a run to resume that differs in what its losses depend on.
         NoUsableCheckpoint: `resume` names a run whose checkpoints are all damaged.
     """
     config = with_absolute_paths(parse_config(file, flags, sets))
-    expand_segments(config.device)  # before anything asks CUDA
+    expand_segments(config.device)  # before CUDA is initialized
     hardware = probe(config.device)
     ranks = join(hardware.device, config.rank_timeout)
     # Whether torchrun started this process after another one had failed.
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if restarted and resume is not None and Path(resume).parent.name == "checkpoints":
-        resume = str(Path(resume).parent.parent)  # it has gone on from that one already
+        resume = str(Path(resume).parent.parent)  # newer checkpoints may exist by now
     again = resume is None and restarted
     overwrite = overwrite and not again
     source, old = None, list[Path]()
@@ -116,7 +117,7 @@ def set_up(
 
 
 def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | None) -> None:
-    """Raise a UserError if nothing says what to overwrite, or it is needed."""
+    """Raise a UserError if --out is missing, --resume is given, or `init_from` would be removed."""
     if resume is not None:
         raise UserError(
             "--overwrite removes a run and --resume goes on with one. Give one of them."
@@ -133,7 +134,7 @@ def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | No
 
 
 def pinned(run: Run) -> RunConfig:
-    """The run's configuration with the tokenizer that made tokens of its text, if one did."""
+    """The run's configuration, naming the tokenizer of its text if the user named none."""
     config, tokenizer = run.config, run.tokenizer
     if config.tokenizer or tokenizer is None or not data.holds_text(config.data):
         return config
@@ -144,7 +145,7 @@ def pinned(run: Run) -> RunConfig:
 
 
 def _cut_note(config: RunConfig) -> str | None:
-    """What a new run is told that nobody named a folder for, where another one was cut."""
+    """A note for a new run without `--out` that there is an unfinished run to resume."""
     cut = None if config.out else next(cut_runs(), None)
     at = None if cut is None else cut.cut_at
     if cut is None or at is None:
@@ -156,7 +157,7 @@ def _cut_note(config: RunConfig) -> str | None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """`config` with files named from the root, so that the run can be resumed from anywhere."""
+    """`config` with absolute paths, so that the run can be resumed from any directory."""
     config = with_files(config, os.path.realpath)
     files: dict[str, Any] = {}
     if config.data is not None:
@@ -167,7 +168,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _resume(run: Run, found: resuming.Resumption) -> tuple[str, ...]:
-    """Put `run` where the checkpoint left off, and return what is to be told of it."""
+    """Restore `run` from the checkpoint, and return notes about it."""
     checkpoint, config, saved = found.checkpoint, run.config, found.saved
     if checkpoint is None:
         if run.ranks.is_main:

@@ -1,4 +1,4 @@
-"""From phases to the variants of a model: one for each recipe, all with the same parameters."""
+"""The variants of a model: one for each recipe of the phases, all with the same parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,19 +24,18 @@ ANY = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a run that goes on keeps to."""
+    """Decisions of a run that it keeps when it is resumed."""
 
-    # By the recipe that is asked for, the layers that are not in FP8, with the reasons; under `ANY`
-    # those of every other.
+    # By requested recipe, the layers that are not in FP8, with the reasons; `ANY`: other recipes.
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    needs_reference: bool = False  # whether the rest of the run is in float32
+    needs_reference: bool = False  # whether the quality guard ended the phases: float32 trains
 
 
 def plan_phases(
     config: RunConfig, model: GPTConfig, hardware: Hardware, decided: Decided, tokens: int
 ) -> tuple[list[Plan], Schedule]:
-    """The plans of a run, each once, and which of them runs when. `decided` is what was decided
-    when it began; a micro-batch has `tokens` on each rank.
+    """The distinct plans of a run, and which of them runs when. `decided` holds the decisions of a
+    resumed run; a micro-batch has `tokens` tokens on each rank.
 
     Raises what `plan_for` and `phases_of` raise, and a UserError for two phases in different
     delayed scaling, or phases with --parallel fsdp.
@@ -77,7 +76,7 @@ def plan_phases(
 
 
 def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
-    """That no phase with steps asks for the run's own recipe; "" if one does, or none is named."""
+    """A warning that no phase uses the run's own recipe; "" if one does, or the recipe is auto."""
     if config.recipe in ("auto", *(phase.recipe for phase in phases)):
         return ""
     spans = (f"{one.name} {one.first} to {one.last} in {one.recipe}" for one in phases)
@@ -85,8 +84,8 @@ def never_asked_for(config: RunConfig, phases: Sequence[Phase]) -> str:
 
 
 def phases_in(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a run, in order. Raises what `phases_of` raises, and a UserError if, under
-    `strict`, none asks for the run's own recipe."""
+    """The phases of a run, in order. Raises what `phases_of` raises, and under `strict` a UserError
+    if no phase uses the run's own recipe."""
     limits = {"steps": config.steps, "warmup_steps": config.warmup_steps}
     phases = phases_of(config.phases, config.recipe, **limits, decay_fraction=config.decay_fraction)
     if config.strict and (why := never_asked_for(config, phases)):
@@ -97,11 +96,11 @@ def phases_in(config: RunConfig) -> tuple[Phase, ...]:
 def build_variants(
     plans: Sequence[Plan], model: GPTConfig, config: RunConfig, compiled: Sequence[bool]
 ) -> tuple[Variant, ...]:
-    """A variant for each of `plans`, with the same parameters in all; which of them are to be
-    `compiled`, when they are on their device."""
+    """Build a variant for each of `plans`, all sharing their parameters. `compiled` marks those to
+    be compiled, which happens later, on the device."""
     multiple = max(plan.vocabulary_multiple for plan in plans)
     variants: list[Variant] = []
-    draws = Draws(config.seed)  # of all: a phase goes on where the one before it stopped
+    draws = Draws(config.seed)  # shared: each phase continues the counters of the one before
     for plan, compiles in zip(plans, compiled, strict=True):
         backend = build_backend(plan, save_fp8=config.save_fp8, draws=draws)
         backend.vocabulary_multiple = multiple
@@ -114,7 +113,7 @@ def build_variants(
 
 
 def share_parameters(source: nn.Module, model: nn.Module) -> None:
-    """Give `model` the parameters of `source`, which has the same names."""
+    """Replace the parameters of `model` by those of `source`, which have the same names."""
     parameters = dict(source.named_parameters(remove_duplicate=False))
     for path, part in model.named_modules():
         for name in part._parameters:
@@ -123,16 +122,16 @@ def share_parameters(source: nn.Module, model: nn.Module) -> None:
 
 
 def leave_fp16(run: Run) -> None:
-    """Have the run go on in bf16 where it trains in fp16, without a loss scale: another variant
-    takes the place of each that is in fp16."""
+    """Replace each fp16 variant of the run by one in bf16, without a loss scale."""
     old = run.variants
     run.state.variants = tuple(in_bf16(one) if one.plan.loss_scaling else one for one in old)
     run.use(run.state.active)
 
 
 def in_bf16(variant: Variant) -> Variant:
-    """What follows a variant in fp16: its plan in bf16, a backend for that, and the same modules,
-    run by it from now on, with what is wrapped around them: hooks, DDP, FSDP2, compiled code."""
+    """The bf16 variant that replaces an fp16 one: its plan in bf16 and a backend for it. The
+    modules stay the same, with their hooks, DDP, FSDP2 and compiled code, and use the new backend
+    from now on."""
     old = variant.plan
     layers = (replace(one, precision=one.precision.replace("fp16", "bf16")) for one in old.layers)
     plan = replace(
@@ -162,16 +161,15 @@ def plan_recipe(
     vocabulary_multiple: int = 1,
     overrides: Mapping[str, Override] | None = None,
 ) -> Plan:
-    """The plan of one recipe that a run asks for, by name or path; the run's own has the run's
-    overrides, and `overrides` are what a phase sets otherwise. A micro-batch has `tokens` on each
-    rank; `left_out` are the layers that are not in FP8, if that was decided before. Raises what
-    `plan_for` raises."""
+    """The plan of a recipe, given by name or path. `overrides` are a phase's; the run's own recipe
+    has the run's overrides too. A micro-batch has `tokens` tokens on each rank; `left_out` are the
+    layers that are not in FP8, if that was decided before. Raises what `plan_for` raises."""
     is_own = recipe == config.recipe
     changed = {**(config.recipe_overrides if is_own else {}), **(overrides or {})}
     if changed and recipe == "auto":
         raise UserError("recipe_overrides needs a recipe by name: auto chooses one by itself.")
     asked = recipe if recipe == "auto" else load_recipe(recipe, changed)
-    # --backend is about FP8; a phase without it is not to be called a substitution.
+    # --backend is for FP8: a phase without FP8 must not count as a substitution.
     backend = config.backend if is_own or isinstance(asked, str) or asked.is_fp8 else "auto"
     plan = plan_for(
         model,
@@ -189,14 +187,14 @@ def plan_recipe(
 
 
 def unwanted_backends(config: RunConfig) -> dict[str, str]:
-    """The backends that cannot do something else that a run asks for, and what that is."""
+    """The backends that do not support something the run uses, with the reason."""
     if config.parallel == "fsdp":
         return {"te": TE_SHARDED}
     return {"te": TE_COMPILED} if config.compile else {}
 
 
 def _runs_alike(plan: Plan, other: Plan) -> bool:
-    """Whether two plans differ in words alone."""
+    """Whether two plans differ in names and reasons only."""
 
     def without_words(plan: Plan) -> Plan:
         recipe = plan.recipe.model_copy(update={"name": "", "description": ""})
@@ -230,11 +228,11 @@ def _require_possible(
 
 
 def plan_of(run: Run) -> dict[str, Any]:
-    """The plan of a run's FP8 layers as JSON data, what was asked for, and its phases if any."""
+    """The main variant's plan as JSON data, with the requested recipe, and the phases if any."""
     recipe = run.config.recipe
     asked = recipe if recipe == "auto" else load_recipe(recipe).name
     made = run.main.plan.to_json() | {"asked": asked}
-    # Of the configuration that is kept: it names the copies of recipes' files.
+    # Of the saved configuration, which names the run's copies of recipe files.
     if why := never_asked_for(run.config, phases_in(run.config)):
         made["reasons"] = [why, *made["reasons"]]
     if run.config.phases:
