@@ -98,7 +98,7 @@ def _completion_script(shell: str) -> str:
 
 
 COMPLETE = "_FP8STACK_COMPLETE"
-"""The variable by which a shell asks for what may follow."""
+"""The environment variable by which a shell requests completions."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -150,7 +150,8 @@ def _completed(arguments: list[str]) -> list[str]:
 
 
 def _key_without_flag(error: Any) -> str | None:
-    """The message for an option that is a key of a run, a model or a recipe, if it is one."""
+    """The message for an unknown option that is a key of a run, model or recipe; None if it is
+    not."""
     if not hasattr(error, "possibilities") or error.ctx is None:  # not a NoSuchOption
         return None
     option = error.option_name
@@ -171,7 +172,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    # Of several ranks of a run, one per machine speaks: what is wrong is mostly wrong for all.
+    # One rank per machine prints: most errors are the same on all ranks.
     if _ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
         # Names from files and the command line may hold anything; what is printed stays one line.
         line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
@@ -180,14 +181,14 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _ranks() -> int:
-    """How many ranks torchrun or another launcher started, as far as it said so."""
+    """How many ranks torchrun or another launcher started, from WORLD_SIZE."""
     count = os.environ.get("WORLD_SIZE", "1")
     return int(count) if count.isdecimal() else 1
 
 
 def _exit(code: int | None) -> NoReturn:
-    """End the process. A rank does it at once: freeing its process group may hang for ever (torch
-    2.13's gloo: a thread waits for Python's lock, whose holder waits for the thread)."""
+    """End the process. Ranks use os._exit: destroying the process group may hang for ever (torch
+    2.13's gloo: a thread waits for the GIL, whose holder waits for the thread)."""
     if _ranks() > 1:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

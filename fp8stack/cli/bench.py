@@ -1,4 +1,4 @@
-"""`fp8stack bench`: its commands. They parse, call and print."""
+"""The command `fp8stack bench` and its subcommands."""
 
 from pathlib import Path
 from typing import Annotated

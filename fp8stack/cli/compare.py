@@ -1,4 +1,4 @@
-"""`fp8stack compare`: recipes side by side."""
+"""The command `fp8stack compare`."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`fp8stack estimate`: it parses, calls and prints."""
+"""The command `fp8stack estimate`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def estimate(
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
-    """What a run with this configuration takes on `ranks` machines like `hardware`. Raises what
-    building the run would raise, and a UserError for a memory that is not above 0."""
+    """The memory of a run with this configuration on `ranks` machines like `hardware`. Raises what
+    building the run would raise, and a UserError if `memory_given` is not a positive size."""
     from fp8stack import presets
     from fp8stack.backends.compiler import require_compilable
     from fp8stack.config import for_ranks
@@ -112,7 +112,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
 
 
 def _given(memory: str) -> tuple[int, str]:
-    """The bytes that `--memory` names, and whose they are. Without a unit it is in GiB."""
+    """The bytes that `--memory` gives, in GiB without a unit, and the name of their source."""
     import re
 
     from fp8stack.errors import UserError, quoted
@@ -148,7 +148,7 @@ def _words(config: RunConfig, of: Footprint) -> dict[str, str | int]:
 def _plan_of(
     config: RunConfig, name: str, model: GPTConfig, hardware: Hardware, tokens: int
 ) -> Plan:
-    """The plan of another recipe, whatever is substituted for it."""
+    """The plan of another recipe, with substitutions allowed."""
     from fp8stack.model.config import plan_for
     from fp8stack.training.setup.variants import unwanted_backends
 
@@ -157,7 +157,7 @@ def _plan_of(
 
 
 def _show(made: Answer) -> None:
-    """A table on a terminal, Markdown's where it is piped."""
+    """Print tables: drawn on a terminal, Markdown in a pipe."""
     from rich.console import Console
 
     from fp8stack.estimate.answer import head, sentences, tables

@@ -1,4 +1,4 @@
-"""`fp8stack export`: it parses, calls and prints."""
+"""The command `fp8stack export`."""
 
 import sys
 from typing import Annotated
@@ -34,10 +34,10 @@ def export(
     from fp8stack.hf import hub
 
     if push is None and private:
-        raise UserError("--private is of --push. Leave it out, or give --push owner/name.")
+        raise UserError("--private needs --push. Leave it out, or give --push owner/name.")
     if push is not None:
         if format == "safetensors":
-            raise UserError("--push is of --format hf and fp8. Leave it out.")
+            raise UserError("--push needs --format hf or fp8. Leave it out.")
         hub.require_pushable(push)
     more = {"tokenizer": tokenizer, "strategy": strategy, "repository": push}
     written = write_export(run, format, out, dtype=dtype, overwrite=overwrite, **more)

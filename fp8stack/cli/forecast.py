@@ -1,4 +1,4 @@
-"""`fp8stack forecast` and `fp8stack tune`: they parse, call and print."""
+"""The commands `fp8stack forecast` and `fp8stack tune`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = option("Loss gap that is allowed, in percent of the loss. Example: 0.2%
 BITS = option("Instead: bits that GEMMs may have on average. Example: 6")
 OUT = option("File to write the recipe to. [tuned.toml]")
 MEASURED = ("run", "data", "windows", "tokens", "tokenizer", "device")
-"""The arguments of both that say what is measured."""
+"""The arguments of both commands that select the model and the data."""
 
 
 def forecast(

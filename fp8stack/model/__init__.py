@@ -1,1 +1,1 @@
-"""The GPT, its shape, its loss and its samples, and the conversion of other models."""
+"""The GPT: configuration, modules, loss and sampling; and the conversion of other models."""

@@ -1,4 +1,4 @@
-"""The shape of a GPT, and the plan for its layers."""
+"""`GPTConfig`, the shape of a GPT, and the plan for its layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
     width: Size
     heads: Size
     kv_heads: Size | None = None
-    """Fewer than `heads` is grouped-query attention; None is as many."""
+    """Key and value heads, fewer than `heads` for grouped-query attention; None: `heads`."""
     mlp_width: Size | None = None
     """None is 4 x width."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -50,12 +50,12 @@ class GPTConfig(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_n
 
     @property
     def query_groups(self) -> int:
-        """G: how many heads keys and values have."""
+        """G, the number of key and value heads."""
         return self.kv_heads or self.heads
 
     @property
     def head_width(self) -> int:
-        """E."""
+        """E, the width of a head."""
         return self.width // self.heads
 
     @property

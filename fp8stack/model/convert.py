@@ -1,5 +1,6 @@
-"""FP8 in any model: its linears become a backend's, in place. Modules and parameters stay the same
-objects under the same names: ties, optimizers, checkpoints, hooks and state dicts do not notice."""
+"""Convert the linears of any model to a backend's, in place. Modules and parameters stay the same
+objects under the same names, so ties, optimizers, checkpoints, hooks and state dicts are
+unaffected."""
 
 import fnmatch
 import logging
@@ -31,7 +32,7 @@ def convert(
     scaled_loss: bool = False,
     amax_group: Group = "world",
 ) -> nn.Module:
-    """Let the linears of `module` run as `plan` has it: `nn.Linear`, and Conv1D of transformers.
+    """Convert the linears of `module` as planned: `nn.Linear`, and Conv1D of transformers.
 
     Subclasses are converted if they inherit `forward`; of others, name those whose forward is a
     plain x W^T + b in `also`.
@@ -125,7 +126,8 @@ def _linears(module: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[str, 
 
 
 def _conv1d(part: nn.Module) -> type[nn.Module] | None:
-    """Transformers' Conv1D if `part` is one: a linear whose weight is [in, out]."""
+    """The class Conv1D of transformers, a linear with weight [in, out], if `part` is one; else
+    None."""
     home = ("transformers.pytorch_utils", "Conv1D")
     kinds = type(part).__mro__
     return next((kind for kind in kinds if (kind.__module__, kind.__name__) == home), None)
@@ -214,8 +216,8 @@ def _shape(part: nn.Module) -> tuple[int, int]:
 
 
 def _heads(module: nn.Module, linears: dict[str, _Found]) -> set[str]:
-    """The layers that give logits: by the answer of models that have one; by their name; those
-    that are tied to an embedding; and outside the blocks, those as tall as the largest."""
+    """The layers that compute logits: those of `get_output_embeddings`, by their name, tied to an
+    embedding, or outside the blocks with as many outputs as the largest."""
     asked = (getattr(part, "get_output_embeddings", None) for part in module.modules())
     answers = [head for ask in asked if callable(ask) and (head := ask()) is not None]
     heads = {id(part) for answer in answers for part in answer.modules()}
@@ -241,8 +243,8 @@ _HEADS = {"lm_head", "head", "classifier", "classification_head", "score", "qa_o
 
 
 def _matrices_elsewhere(module: nn.Module, linears: dict[str, _Found]) -> str:
-    """A sentence on the weights that are in no linear, such as experts in one 3-D parameter; "" if
-    they are few beside the linears'. Embeddings are tables, not weights of a GEMM."""
+    """A sentence about weights outside linears, such as experts in one 3-D parameter; "" if they
+    are few compared with the linears'. Embeddings do not count."""
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     known = [*tables, *(found.part for found in linears.values())]
     inside = {id(p) for part in known for p in part.parameters()}
@@ -281,7 +283,7 @@ def _like(part: nn.Module, backend: Backend, layer: LayerPlan) -> LowPrecisionLi
 
 
 def _become(part: nn.Module, like: LowPrecisionLinear) -> None:
-    """Turn a linear into the backend's: the same object, that others may hold, of another class."""
+    """Turn a linear into the backend's by changing its class; the object stays the same."""
     for key, value in vars(like).items():
         part.__dict__.setdefault(key, value)
     if not hasattr(part, "bias"):
@@ -291,7 +293,8 @@ def _become(part: nn.Module, like: LowPrecisionLinear) -> None:
 
 
 def _subclass(ours: type[LowPrecisionLinear], theirs: type[nn.Module]) -> type[nn.Module]:
-    """The class that computes as `ours` and is else `theirs`, so that their code knows it."""
+    """A subclass of `theirs` with the forward pass of `ours`, so that isinstance checks still
+    hold."""
     if (ours, theirs) in _SUBCLASSES:
         return _SUBCLASSES[ours, theirs]
 
@@ -307,6 +310,6 @@ _SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def _blank(ours: type[LowPrecisionLinear], theirs: type[nn.Module]) -> nn.Module:
-    """What pickle fills."""
+    """An empty instance for pickle."""
     kind = _subclass(ours, theirs)
     return kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""A converted model, held to its plan: layers that were replaced, resized, or that never ran."""
+"""Check a converted model against its plan: layers that were replaced or resized, or never ran."""
 
 import logging
 import sys
@@ -22,7 +22,7 @@ _OTHER_FP8 = {"torchao", "transformer_engine", "msamp"}
 
 
 class _Place(NamedTuple):
-    """A linear is the child `key` of `owner`; `out_features`, if it has that attribute."""
+    """Where a linear is: the child `key` of `owner`; and its `out_features`, if it has any."""
 
     part: nn.Module
     owner: nn.Module
@@ -30,14 +30,14 @@ class _Place(NamedTuple):
     out_features: int | None
 
     def holds(self) -> bool:
-        """Whether the linear is still there, as it was."""
+        """Whether the linear is still there with the same size."""
         same = vars(self.part).get("out_features") == self.out_features
         return same and self.owner._modules.get(self.key) is self.part
 
 
 class PlanFollower:
-    """Keeps `model.fp8_plan` true from pass to pass, with the model's linears, converted or not, by
-    their names in the plan. A model that is compiled as a whole is not followed."""
+    """Updates `model.fp8_plan` when the model's linears change between passes; `linears` are all of
+    them, by their names in the plan. Models compiled as a whole are not checked."""
 
     def __init__(self, model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
         self._linears = dict(linears)
@@ -47,7 +47,7 @@ class PlanFollower:
         model.register_forward_hook(self._after_forward)
 
     def _find(self, model: nn.Module) -> None:
-        """Find where the linears are now; those that are not in the model are dropped."""
+        """Find where the linears are now, and drop those that are no longer in the model."""
         names = {id(part): name for name, part in self._linears.items()}
         self._places, self._linears = [], {}
         for owner in model.modules():
@@ -62,9 +62,8 @@ class PlanFollower:
             self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
-        """Bring the plan up to what the model is. Raises a UserError if another package's FP8
-        layers stand where the plan's were; under `strict`, a layer has a size now that the hardware
-        cannot serve."""
+        """Update the plan to the model. Raises a UserError if another package's FP8 layers replaced
+        the plan's, and under `strict` if the hardware does not support a layer's new size."""
         self._find(model)
         plan: Plan = model.fp8_plan  # type: ignore[assignment]
         layers: list[LayerPlan] = []
@@ -95,7 +94,7 @@ class PlanFollower:
         self._find(model)
 
     def _now(self, plan: Plan, layer: LayerPlan, found: nn.Module) -> LayerPlan:
-        """What the plan is to say of `layer`, which is `found` now."""
+        """The updated plan of `layer`, whose module is now `found`."""
         inputs, outputs = (vars(found).get(key) for key in ("in_features", "out_features"))
         now = layer
         if inputs is not None and outputs is not None:

@@ -1,5 +1,5 @@
-"""The GPT, of the shape that a `GPTConfig` has, built of layers of any precision. B batch, T
-tokens, D width, H query heads, G key/value heads, E head width, V vocabulary."""
+"""The GPT, built from a backend's layers. B batch, T tokens, D width, H query heads, G key/value
+heads, E head width, V vocabulary."""
 
 import math
 from collections.abc import Callable
@@ -45,10 +45,10 @@ class Attention(nn.Module):
         mask: Mask | None = None,
         cached: tuple[KVCache, int] | None = None,
     ) -> Tensor:
-        """What `qkv` gave, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype.
+        """The output of `qkv`, [B, T, (H + 2 G) E] -> [B, T, D] in the compute dtype.
 
         Args:
-            rotation: RoPE's cosines and sines at the tokens' places.
+            rotation: RoPE's cosines and sines at the tokens' positions.
             mask: see `Backend.attention`.
             cached: the keys and values of earlier tokens, and the layer that this is.
         """
@@ -89,7 +89,7 @@ class MLP(nn.Module):
 
 
 class Compilable(nn.Module):
-    """A module whose forward pass can be compiled; a copy of it is not."""
+    """A module whose forward pass can be compiled; copies of it are not compiled."""
 
     def compile_forward(self, backend: str | Callable[..., Any], mode: str = "default") -> None:
         """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
@@ -132,7 +132,7 @@ class Block(Compilable):
 
 
 class Loss(Compilable):
-    """The end of the model, from the last block to the loss; it borrows its two layers."""
+    """Final norm, head and loss as one module to compile; the two layers are arguments."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -150,14 +150,14 @@ class GPT(nn.Module):
 
     Args:
         config: its shape.
-        backend: who computes; plain float32 torch if left out.
+        backend: builds the layers; None: float32 torch.
         seed: of the initial weights, which depend on it and on `config` alone: every recipe and
             every device starts from the same.
 
     Attributes:
-        recompute: what blocks keep for the backward pass, and run again in it (activation
-            checkpointing): "none" keeps all, "selective" their inputs and what GEMMs and attention
-            gave, "block" their inputs alone. The gradients are the same to the bit.
+        recompute: activation checkpointing. Blocks save for the backward pass: everything ("none"),
+            their inputs and the outputs of GEMMs and attention ("selective"), or their inputs only
+            ("block"). The gradients are the same to the bit.
     """
 
     def __init__(self, config: GPTConfig, backend: Backend | None = None, *, seed: int = 0) -> None:
@@ -247,7 +247,7 @@ class GPT(nn.Module):
     def _mask(
         self, T: int, documents_BT: Tensor | None, cache: KVCache | None, device: torch.device
     ) -> Mask | None:
-        """What attention needs to be told, once for all blocks; None where it is causal as is."""
+        """The attention mask, built once for all blocks; None for plain causal attention."""
         if cache is None:
             if documents_BT is None:
                 return None
@@ -273,7 +273,7 @@ class GPT(nn.Module):
         mask: Mask | None,
         cache: KVCache | None,
     ) -> Tensor:
-        """The residual stream after all blocks: [B, T, D] float32, as it comes in."""
+        """Run all blocks on the residual stream: [B, T, D] float32 -> [B, T, D] float32."""
         if cache is not None:
             for layer, block in enumerate(self.blocks):
                 x_BTD = block(x_BTD, rotation, mask, (cache, layer))
@@ -291,9 +291,8 @@ class GPT(nn.Module):
         return x_BTD
 
     def new_cache(self, batch: int = 1, tokens: int | None = None) -> KVCache:
-        """An empty cache on the model's device for so many sequences and tokens of each, a context
-        if left out: 2 x layers x batch x G x tokens x E elements of the dtype that attention
-        computes in."""
+        """An empty KV cache on the model's device for `batch` sequences of `tokens` tokens, the
+        context if None: 2 x layers x batch x G x tokens x E elements in attention's dtype."""
         config, device = self.config, self.embedding.weight.device
         shape = (batch, config.query_groups, tokens or config.context, config.head_width)
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
@@ -305,7 +304,7 @@ class GPT(nn.Module):
         compilation serves all that are alike, and the loss. `backend` and `mode` are
         torch.compile's. Raises a UserError if `recompute` is "selective"."""
         if self.recompute == "selective":
-            # What a compiled block's operators give may lie in memory that it uses again.
+            # Outputs of a compiled block's operators may lie in memory that it reuses.
             raise UserError(SELECTIVE_COMPILED)
         allow_many_compilations()
         for part in self.modules():
@@ -313,22 +312,22 @@ class GPT(nn.Module):
                 part.compile_forward(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """RoPE's tables, made once per device; no buffer, which `model.bfloat16()` would round."""
+        """RoPE's tables, cached per device; not a buffer, which `model.bfloat16()` would round."""
         if device not in self._rotations:
-            with torch.inference_mode(False):  # else no later pass could be trained
+            with torch.inference_mode(False):  # or later training passes would fail
                 self._rotations[device] = rope_tables(self.config, device)
         return self._rotations[device]
 
 
 def allow_many_compilations() -> None:
-    """Let torch.compile hold more of a class than the 8 at which it would stop: blocks of several
-    kinds, trained and evaluated, or several models in one process, are soon more."""
+    """Raise torch.compile's limit of 8 compilations per function: blocks of several kinds, in
+    training and evaluation, or several models in one process need more."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
 def rope_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E] each, those of a pair
-    in both its places, the sine in the first negated."""
+    """The cosines and sines of RoPE (arXiv 2104.09864): float32 [context, E] each. Both halves of E
+    hold the same angles; the sines in the first half are negated."""
     half = config.head_width // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     places = torch.arange(config.context, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""The loss of a language-model head, float32 logits in chunks of rows.
+"""The cross-entropy loss of a language-model head, computed in chunks of rows.
 
-N rows (tokens), D width, V vocabulary. The head may give more logits than V: padding, no token.
+N rows (tokens), D width, V vocabulary. The head may have more outputs than V, for padding.
 
 Torch's own `linear_cross_entropy` came with 2.13 and takes a weight, so no hook of the head would
 run and no FP8 head would serve.
@@ -82,11 +82,11 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 def _runs_by_chunks(head: nn.Module, x: Tensor) -> bool:
-    """Whether over all rows at once `head` would make float32 tensors of the logits' size."""
+    """Whether `head` makes float32 tensors of the logits' size, so that chunks save memory."""
     if isinstance(head, LowPrecisionLinear):
         in_float32 = head.keeps_dtype or head.compute_dtype == torch.float32
         return in_float32 or isinstance(head, EmulatedLinear)
-    # Nothing that came in place of torch's own: its parameters may be no plain tensors.
+    # Not for replacements of nn.Linear, whose parameters may not be plain tensors.
     plain = type(head) is nn.Linear and head.weight.dtype == torch.float32
     return plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
 
@@ -102,7 +102,7 @@ def _count(targets: Tensor) -> Tensor:
 
 
 class _GradientInForward(torch.autograd.Function):
-    """The mean loss; gradients are found chunk by chunk with it and kept in its place."""
+    """The mean loss; the forward pass also computes the gradients, chunk by chunk."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,5 @@
 """The dataloader of a run: it reads ahead, and into pinned memory for a GPU. Every rank reads the
-whole batch and keeps its part: reading costs little, and all ranks find a damaged token at the same
-step."""
+whole batch and keeps its part: that costs little, and all find a damaged token at the same step."""
 
 from collections.abc import Iterator
 

@@ -332,8 +332,7 @@ class _Loop:
         return self.loss_in(self.run.evaluation)
 
     def loss_in(self, variant: Variant | None) -> float | None:
-        """The validation loss of one variant of the model, None for the active one; see
-        `evaluate`."""
+        """The validation loss of a variant, None for the active one; see `evaluate`."""
         run = self.run
         batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
         model = run.wrapped if variant is None else variant.model
@@ -356,8 +355,7 @@ class _Loop:
             self.saver.wait()
 
     def save_if_due(self, step: int) -> bool:
-        """Save if due, but not amid bad steps unless this is the last. Returns what `save`
-        returns."""
+        """Save if due, but not amid bad steps unless at the end. Returns what `save` returns."""
         if not self.save_due or (self.streak and step != self.config.steps):
             return False
         rolled_back = self.save()

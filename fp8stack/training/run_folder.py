@@ -114,9 +114,9 @@ class RunFolder:
         return [file for file in files if file.is_file()]
 
     def remove(self, files: Iterable[Path]) -> str | None:
-        """Remove the checkpoints and these `files` from the folder, which was claimed before; other
-        files stay. Returns a line about it, None if there was nothing to remove. Raises a
-        StorageError if a file cannot be removed."""
+        """Remove the checkpoints and these `files` from the claimed folder; other files stay.
+        Returns a line about it, None if there was nothing. Raises a StorageError if a file cannot
+        be removed."""
         names = [path.name for path in candidates(self.checkpoints)]
         forget_after(self.checkpoints, -1)
         with storage_errors(self.path):
@@ -129,9 +129,9 @@ class RunFolder:
         return f"overwrote the run in {self.path}: removed {', '.join(names)}" if names else None
 
     def claim(self) -> None:
-        """Create the folder, lock it until this process ends, and remove temporary files that a
-        crash left. Raises a UserError if another process trains in it, and a StorageError if it
-        cannot be created."""
+        """Create the folder, lock it until this process ends, and remove a crash's temporary files.
+        Raises a UserError if another process trains in it, a StorageError if it cannot be
+        created."""
         with storage_errors(self.path):
             self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -189,8 +189,7 @@ class RunFolder:
         return with_files(config, copied)
 
     def portable(self, config: RunConfig) -> RunConfig:
-        """`config` with paths in this folder made relative to it, so that the folder can be
-        moved."""
+        """`config` with paths in this folder relative to it, so that it can be moved."""
         home = os.path.abspath(self.path)
 
         def inside(path: str) -> str:

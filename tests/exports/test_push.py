@@ -191,8 +191,8 @@ def test_a_push_that_is_refused_loses_nothing(hub: Hub, unpushed, monkeypatch):
 def test_a_push_that_cannot_be_is_refused_before_anything_is_written(run, refused, monkeypatch):
     export = ["export", "run", "--out", "x"]
     refused(*export, "--push", "mine", said="--push 'mine' is no repository. Give owner/name.")
-    refused(*export, "--private", said="--private is of --push.")
+    refused(*export, "--private", said="--private needs --push.")
     words = ["--push", "me/mine", "--format", "safetensors"]
-    refused(*export, *words, said="--push is of --format hf and fp8.")
+    refused(*export, *words, said="--push needs --format hf or fp8.")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     refused(*export, "--push", "me/mine", said="--push needs huggingface_hub. Install it")

@@ -82,8 +82,7 @@ def _to_host(trace: Trace) -> list[float]:
 
 
 def _repeat(run: Run, step: int) -> Trace:
-    """Run the forward and backward passes of a step and record every operand's amax; the run stays
-    as it was."""
+    """Repeat the passes of a step and record every operand's amax, without changing the run."""
     trace: Trace = []
     tokens_BT = tokens_of(run, step).to(run.accelerator.device)
 

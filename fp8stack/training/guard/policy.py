@@ -259,8 +259,8 @@ class Guard:
         return self._stop(step, bad, culprit, in_row)
 
     def _checkpoint_before(self, step: int, after: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint of a step before `step`, and later than `after` if given, that can
-        be used on every rank; None if there is none."""
+        """The newest checkpoint before `step`, and after `after` if given, that every rank can
+        use."""
         ranks, folder = self.run.ranks, self.run.folder.checkpoints
         self.settle()
         saved = ranks.from_main(lambda: [*map(checkpoints.step_of, checkpoints.candidates(folder))])

@@ -1,5 +1,4 @@
-"""Memory that a step allocates, and that the allocator (torch's on a GPU, malloc on a CPU) holds
-unused."""
+"""Memory that a step allocates, and that torch's allocator or malloc holds unused."""
 
 import ctypes
 import sys
@@ -42,8 +41,7 @@ def on_gpu(before: Mapping[str, Any], after: Mapping[str, Any]) -> Allocations:
 
 
 def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
-    """From the bytes of each allocation of a tensor (negative for a release), in order, and the
-    result of `heap_bytes`."""
+    """From each allocation's bytes (negative for a release), in order, and `heap_bytes()`."""
     count = total = now = peak = 0
     for change in changes:
         if change > 0:
@@ -57,8 +55,7 @@ def on_cpu(changes: Iterable[int], heap: tuple[int, int] | None) -> Allocations:
 
 
 def changes_in(recorded: profile) -> list[int]:
-    """The sizes of allocations on the CPU in a profile (`profile_memory`), negative for
-    releases."""
+    """Bytes of each allocation on the CPU in a profile, negative for releases."""
     results = getattr(recorded.profiler, "kineto_results", None)  # torch 2.13 has no public way
     events = [] if results is None else results.events()
     found = [

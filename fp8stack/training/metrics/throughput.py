@@ -62,8 +62,7 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
 
 @cache
 def measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
-    """The best rate of a matmul in `dtype`, in TFLOP/s. `threads` is torch's number: a cache
-    key."""
+    """The best rate of a matmul, in TFLOP/s. `threads`, torch's number, is a cache key."""
 
     def burst(size: int) -> float:
         a = torch.ones(size, size, dtype=dtype)

@@ -70,8 +70,7 @@ def require_memory(
     compiled: bool = False,
 ) -> None:
     """Raise a UserError that names the largest batch that fits, if a run clearly does not fit into
-    the free memory. `left` is in bytes, for this rank or, on a CPU, for all ranks on this machine;
-    None if unknown."""
+    the free memory. `left`, in bytes, is for this rank, on a CPU for all ranks on this machine."""
     if left is None or not of.config.check_memory:
         return
     if hardware.device == "cpu":  # one memory for all

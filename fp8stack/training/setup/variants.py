@@ -130,8 +130,8 @@ def leave_fp16(run: Run) -> None:
 
 def in_bf16(variant: Variant) -> Variant:
     """The bf16 variant that replaces an fp16 one: its plan in bf16 and a backend for it. The
-    modules stay the same, with their hooks, DDP, FSDP2 and compiled code, and use the new backend
-    from now on."""
+    modules stay the same, with their hooks, DDP, FSDP2 and compiled code, and use the new
+    backend."""
     old = variant.plan
     layers = (replace(one, precision=one.precision.replace("fp16", "bf16")) for one in old.layers)
     plan = replace(
