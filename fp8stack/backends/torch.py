@@ -251,7 +251,7 @@ class ScaledLinear(LowPrecisionLinear):
         """How the scales of an operand are laid out."""
         quantizer = self.quantizer(name)
         if quantizer.blocks is None:
-            return Scales.PER_TENSOR
+            return Scales.PER_TENSOR if quantizer.per_tensor else Scales.PER_ROW
         if quantizer.scale == "e8m0":
             return Scales.MX
         return Scales.SQUARES if quantizer.blocks[0] > 1 else Scales.ROWS

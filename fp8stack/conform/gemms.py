@@ -63,6 +63,7 @@ class Shape(NamedTuple):
 
 LONG = {
     "current": (Scales.PER_TENSOR, Scales.PER_TENSOR),
+    "rowwise": (Scales.PER_ROW, Scales.PER_ROW),
     "mxfp8": (Scales.MX, Scales.MX),
     "block": (Scales.ROWS, Scales.ROWS),
     "block forward": (Scales.ROWS, Scales.SQUARES),
@@ -165,6 +166,7 @@ def _long_scales(generator: Any, rows: int, columns: int, kind: Scales) -> Any:
     """E8M0 codes from 2^-3 to 2^3, one for each block; no two neighbours need be alike."""
     shapes: dict[Scales, tuple[int, ...]] = {
         Scales.PER_TENSOR: (),
+        Scales.PER_ROW: (rows, 1),
         Scales.MX: (rows, columns // 32),
         Scales.ROWS: (rows, columns // 128),
         Scales.SQUARES: (rows // 128, columns // 128),

@@ -23,13 +23,20 @@ class Scales(Enum):
     """How the scales of an operand are laid out (torch 2.11 does not compile its own names)."""
 
     PER_TENSOR = "one"
+    PER_ROW = "row"
     MX = "1x32"
     ROWS = "1x128"
     SQUARES = "128x128"
 
 
 # What a GEMM's reduction and its other dimensions must be divisible by, per kind of scale.
-MULTIPLES = {Scales.PER_TENSOR: 16, Scales.MX: 32, Scales.ROWS: 128, Scales.SQUARES: 128}
+MULTIPLES = {
+    Scales.PER_TENSOR: 16,
+    Scales.PER_ROW: 16,
+    Scales.MX: 32,
+    Scales.ROWS: 128,
+    Scales.SQUARES: 128,
+}
 _TORCHS_NAMES = {
     Scales.ROWS: ScalingType.BlockWise1x128,
     Scales.SQUARES: ScalingType.BlockWise128x128,
@@ -39,8 +46,8 @@ _TORCHS_NAMES = {
 class Scaled(NamedTuple):
     """An FP8 matrix with its inverse scales in the layout that its GEMM wants.
 
-    `data` is float8 [rows, K], row-major. `inv_scale` is float32 and 0-dim, or as `pack_scales`
-    gives it.
+    `data` is float8 [rows, K], row-major. `inv_scale` is float32 and 0-dim, float32 [rows, 1] for
+    PER_ROW, or as `pack_scales` gives it.
     """
 
     data: Tensor
@@ -53,9 +60,11 @@ def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
 
     Args:
         inv_scales: float8_e8m0fnu [rows, K / 32] for MX, float32 [rows, K / 128] for
-            ROWS, float32 [rows / 128, K / 128] for SQUARES.
+            ROWS, float32 [rows / 128, K / 128] for SQUARES, float32 [rows, 1] for PER_ROW.
         kind: how the operand is scaled.
     """
+    if kind is Scales.PER_ROW:
+        return inv_scales
     if kind is Scales.MX:
         return _swizzled(inv_scales)
     if kind is Scales.ROWS:
@@ -88,20 +97,23 @@ def scaled_gemm(
         a: the first operand.
         b: the second; one of the two at most is E5M2.
         out_dtype: bfloat16, float16 or float32.
-        bias: added before the one rounding where scales are per tensor, after it else.
+        bias: added before the one rounding where scales are per tensor or per row, after it else.
         fast_accumulation: let Hopper and Ada add in fewer bits; for the forward pass.
 
     Raises:
         ValueError: formats, sizes or a layout that the hardware does not take.
     """
     _check(a, b)
-    if a.kind is Scales.PER_TENSOR:
+    if a.kind is Scales.PER_ROW and out_dtype == torch.float32 and not _rows_in_float32(a.data):
+        y = torch.mm(a.data.bfloat16(), b.data.bfloat16().t(), out_dtype=out_dtype)
+        return y * a.inv_scale * b.inv_scale.t()
+    if a.kind in (Scales.PER_TENSOR, Scales.PER_ROW):
         # Not scaled_mm: torch 2.11 has that neither for CPUs nor for torch.compile.
-        y: Tensor = torch._scaled_mm(
+        y = torch._scaled_mm(
             a.data,
             b.data.t(),
             scale_a=a.inv_scale,
-            scale_b=b.inv_scale,
+            scale_b=b.inv_scale.t() if b.kind is Scales.PER_ROW else b.inv_scale,
             bias=None if bias is None else bias.to(out_dtype),
             out_dtype=out_dtype,
             use_fast_accum=fast_accumulation,
@@ -122,6 +134,15 @@ def scaled_gemm(
             output_dtype=out_dtype,
         )
     return y if bias is None else y + bias.to(out_dtype)
+
+
+def _rows_in_float32(data: Tensor) -> bool:
+    """Whether torch's GEMM with a scale per row gives float32: cuBLAS's does, which torch calls on
+    9.0 from CUDA 12.9 on, and CUTLASS's elsewhere does not (ATen/native/cuda/ScaledBlas.cpp)."""
+    if not data.is_cuda:
+        return True
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(data.device) == (9, 0)
 
 
 # To be deleted when inductor takes scaled_mm with swizzled scales: those of torch 2.11 and 2.13 do

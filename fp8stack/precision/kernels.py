@@ -61,6 +61,7 @@ KERNELS = {
             cuda=(12, 8),
             feature_multiple=32,
         ),
+        Kernel(name="rowwise", needs="compute capability 9.0", least=(9, 0)),
     )
 }
 
@@ -82,10 +83,12 @@ def kernel_of(quantizers: Quantizers) -> str | None:
         delayed = {q.delayed for q in (x, w, dy)}
         return None if len(delayed) > 1 else "delayed" if delayed.pop() else "current"
     if (
-        any(q.format != "e4m3" or q.eps for q in (x, w, dy))
+        any(q.format != "e4m3" or (q.eps and q.block != "row") for q in (x, w, dy))
         or len({q.scale for q in (x, w, dy)}) > 1
     ):
         return None
+    if x.block == w.block == dy.block == "row":
+        return "rowwise"
     if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale != "e8m0":
         return "block"
     mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"

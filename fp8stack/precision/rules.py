@@ -22,6 +22,7 @@ from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe, plain
 # Transformer Engine is the longest in use. Put the figures of `python -m bench gpu` here.
 PREFERENCE: tuple[BackendName, ...] = ("te", "torch")
 TORCH_MINIMUM = (2, 10)  # torch.nn.functional.scaled_mm
+ROWS_ON_CPU = (2, 12)  # 2.11 asserts that there is one scale
 
 
 def resolve(
@@ -265,6 +266,8 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
     kernel, x = kernel_of(quantizers), quantizers.input
     assert x is not None
     if backend == "te":
+        if kernel == "rowwise":
+            return "Transformer Engine has no scale per row"
         if not hardware.has_te:
             return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
         if kernel == "mxfp8" and x.scale_rounding != "rceil":
@@ -297,7 +300,10 @@ def _unable_on_cpu(backend: str, quantizers: Quantizers, hardware: Hardware) -> 
     if backend == "torch" and not _has_scaled_mm(hardware):
         return _old_torch(hardware)
     kernel = kernel_of(quantizers)
-    if backend == "torch" and kernel not in ("delayed", "current"):
+    if backend == "torch" and kernel == "rowwise" and not _has_scaled_mm(hardware, ROWS_ON_CPU):
+        least = ".".join(map(str, ROWS_ON_CPU))
+        return f"torch's scaled_mm on a CPU has no rowwise scaling before torch {least}"
+    if backend == "torch" and kernel not in ("delayed", "current", "rowwise"):
         return f"torch's scaled_mm on a CPU has no {kernel or 'such'} scaling"
     return _too_special(quantizers) if backend == "torch" else ""
 
@@ -333,7 +339,7 @@ def _has_cuda(hardware: Hardware, least: tuple[int, int]) -> bool:
     return hardware.cuda_version is None or hardware.cuda_version >= least
 
 
-def _has_scaled_mm(hardware: Hardware) -> bool:
-    """Whether torch has `scaled_mm`; a version not known counts as current."""
+def _has_scaled_mm(hardware: Hardware, least: tuple[int, int] = TORCH_MINIMUM) -> bool:
+    """Whether torch is at least this new; a version not known counts as current."""
     found = version_pair(hardware.torch_version)
-    return found is None or found >= TORCH_MINIMUM
+    return found is None or found >= least

@@ -1,6 +1,6 @@
 """The torch backend: its bytes, scales and amaxes are the emulator's, its GEMMs the oracle's.
 
-`scaled_mm` runs on a CPU for scales per tensor. For blocks it does not: there torch's own checks
+`scaled_mm` runs on a CPU for scales per tensor and per row. For blocks it does not: there torch's own checks
 for CUDA (its meta implementation) accept the operands, and a GEMM that reads their layouts as
 cuBLAS documents them gives the numbers.
 """
@@ -8,6 +8,7 @@ cuBLAS documents them gives the numbers.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torchao.prototype.mx_formats.utils import to_blocked
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.torch import ScaledLinear
+from fp8stack.ops import scaled_gemm as scaled_gemms
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision import Hardware, resolve
 from tests.support.backend_models import CPU, PER_TENSOR, gpt, linear, loss_of, same
@@ -27,7 +29,8 @@ from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 FLOATS = (torch.bfloat16, torch.float32)
 H100, B200 = Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
-MACHINES = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200}
+MACHINES = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200, "rowwise": H100}
+ON_CPUS = [*PER_TENSOR, "rowwise"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +42,7 @@ def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
     """What an operand [rows, K] stands for, in float64; written element by element."""
     rows, columns = data.shape
     values = data.double()
-    if kind is Scales.PER_TENSOR:
+    if kind in (Scales.PER_TENSOR, Scales.PER_ROW):
         return values * scales.double()
     if kind is Scales.MX:
         codes = scales.flatten().view(torch.uint8)
@@ -91,8 +94,8 @@ def cuda_gemm(monkeypatch):
         checked = per_tensor(
             left, right, scale_a=one, scale_b=other, bias=added, out_dtype=out_dtype
         )
-        kinds = (Scales.PER_TENSOR,) * 2
-        return product(a, b, (scale_a, scale_b), kinds, out_dtype, checked, bias)
+        kinds = (Scales.PER_ROW if scale_a.ndim else Scales.PER_TENSOR,) * 2
+        return product(a, b, (scale_a, scale_b.t()), kinds, out_dtype, checked, bias)
 
     def fake_blocked(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
         calls.append({"formats": (a.dtype, b.dtype), "fast": False, **swizzles})
@@ -156,10 +159,10 @@ def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_reci
     layer, _ = linear(recipe, 128, 128, hardware=MACHINES[recipe], backend="torch")
     run(layer, normal(128, 128).bfloat16(), normal(128, 128).bfloat16())
     per_tensor = recipe in PER_TENSOR
-    assert [call["fast"] for call in cuda_gemm] == [per_tensor, False, False]
+    assert [call["fast"] for call in cuda_gemm] == [recipe in ON_CPUS, False, False]
     e4m3, gradient = torch.float8_e4m3fn, torch.float8_e5m2 if per_tensor else torch.float8_e4m3fn
     assert [call["formats"] for call in cuda_gemm] == [(e4m3, e4m3)] + [(gradient, e4m3)] * 2
-    if not per_tensor:
+    if recipe not in ON_CPUS:
         swizzle = SwizzleType.SWIZZLE_32_4_4 if recipe == "mxfp8" else SwizzleType.NO_SWIZZLE
         swizzles = {(call["swizzle_a"], call["swizzle_b"]) for call in cuda_gemm}
         assert swizzles == {(swizzle, swizzle)}
@@ -180,7 +183,7 @@ STEPS = [
         if mode == "inductor" and (recipe == "delayed") == (hardware is CPU)
         else [],
     )
-    for recipe in PER_TENSOR
+    for recipe in ON_CPUS
     for hardware in (CPU, H100)
     for mode in ("eager", "inductor")
 ]
@@ -241,7 +244,7 @@ def test_the_bytes_are_those_of_the_casts(recipe, dtype, mode):
             assert torch.equal(along.inv_scale, 1 / scale)
 
 
-@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "rowwise"])
 def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
     layer, _ = linear(recipe, 256, 128, hardware=MACHINES[recipe], backend="torch")
     for name in ("input", "weight", "grad_output"):
@@ -249,6 +252,8 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
         for copy, part in zip(layer.quantize(x, name, False, True)[:2], (x, x.t()), strict=True):
             if recipe == "mxfp8":
                 data, scales = numerics.quantize_mxfp8(part.contiguous())
+            elif recipe == "rowwise":
+                data, scales = numerics.quantize(part.contiguous(), layer.quantizer(name))[:2]
             else:
                 block = (128, 128) if name == "weight" else (1, 128)
                 data, scales = numerics.quantize_blocks(part.contiguous(), block)
@@ -259,13 +264,44 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
             assert torch.equal(ours, spread)
 
 
-@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_weight_gradients_are_float32_where_a_gemm_of_rows_gives_bf16_alone(monkeypatch):
+    layer, _ = linear("rowwise", 64, 32, hardware=H100, backend="torch")
+    x, dy = normal(16, 64, seed=1).bfloat16(), normal(16, 32, seed=2).bfloat16()
+    expected = run(layer, x, dy)
+    dtypes, mm = [], torch.mm
+
+    def multiply(a, b, out_dtype):
+        dtypes.append((a.dtype, b.dtype, out_dtype))
+        return mm(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(scaled_gemms, "_rows_in_float32", lambda data: False)
+    found = run(layer, x, dy)
+    assert dtypes == [(torch.bfloat16, torch.bfloat16, torch.float32)]
+    assert found[2].dtype == torch.float32
+    assert_all_close(found, oracle("rowwise", layer, x, dy), tolerance=2**-7)
+    assert_all_close(found[2:3], expected[2:3], tolerance=2**-22)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "gives"),
+    [("12.9", (9, 0), True), ("13.0", (9, 0), True), ("12.8", (9, 0), False),
+     ("13.0", (10, 0), False), ("13.0", (12, 0), False), (None, (9, 0), False)],
+)  # fmt: skip
+def test_which_gpus_give_float32_for_rows(monkeypatch, cuda, capability, gives):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
+    assert scaled_gemms._rows_in_float32(on_gpu) is gives
+
+
+@pytest.mark.parametrize("recipe", ON_CPUS)
 def test_x_and_w_are_saved_as_fp8(recipe):
     layer, _ = linear(recipe, 64, 32, backend="torch")
     saved = []
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(normal(16, 64).requires_grad_())
-    large = [t for t in saved if t is not None and t.numel() > 1]
+    large = [t for t in saved if t is not None and t.numel() > 64]
     assert sorted(t.numel() for t in large) == [16 * 64, 64 * 32]
     assert {t.dtype for t in large} == {torch.float8_e4m3fn}
 

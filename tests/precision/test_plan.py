@@ -32,6 +32,7 @@ from tests.conftest import refusal
 
 CPU = Hardware("cpu")
 CPU_BF16 = Hardware("cpu", cpu_bf16=True)
+OLD_CPU = Hardware("cpu", torch_version="2.11.0+cpu")
 
 
 def gpu(
@@ -58,7 +59,7 @@ MACHINES = {
     "10.0": B200,
     "12.0": RTX5090,
 }
-FP8 = ("delayed", "current", "block", "mxfp8")
+FP8 = ("delayed", "current", "block", "mxfp8", "rowwise")
 PLAIN = ("bf16", "fp16", "fp32", "tf32")
 RECIPES = ("auto", *FP8, *PLAIN)
 
@@ -94,6 +95,7 @@ def having(machine: Hardware, software: str) -> Hardware:
 #   ?         it runs as asked, and something is worth a sentence
 #   fp8       the recipe as asked, natively through TE, else torch; other layers in bf16
 #   te        the recipe as asked, natively through TE alone
+#   torch     the recipe as asked, natively through torch alone
 #   em32 em16 the recipe as asked, emulated with float32 or bfloat16 GEMMs
 TABLE = """
 asked    cpu   cpu-bf16  6.0    7.0    7.5    8.0    8.6    8.9          9.0          10.0       12.0
@@ -102,6 +104,7 @@ delayed  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8    
 current  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8          fp8        fp8
 block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!        fp8          te         bf16!
 mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        em16!
+rowwise  em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        torch        torch      torch
 bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16         bf16         bf16       bf16
 fp16     fp16? fp16?     fp16   fp16   fp16   fp16   fp16   fp16         fp16         fp16       fp16
 fp32     fp32  fp32      fp32   fp32   fp32   fp32   fp32   fp32         fp32         fp32       fp32
@@ -150,6 +153,11 @@ def cell(asked: str, machine: str, code: str, software: str) -> Cell:
                 native, cause = False, "Transformer Engine"
                 backend = "emulate" if recipe == "mxfp8" else "reference"
                 recipe = "mxfp8" if recipe == "mxfp8" else "bf16"
+    elif how == "torch":
+        backend, dtype = "torch", "bf16"
+        if SOFTWARE[software].get("torch_version"):
+            backend, native, cause = "emulate", False, "torch 2.10 or later"
+            reason = substituted = True
     elif how.startswith("em"):
         backend, native = "emulate", False
         dtype = {"em16": "bf16", "em32": "fp32"}[how]
@@ -253,6 +261,7 @@ VOCABULARY_MULTIPLES = {
     "current": 16,
     "block": 16,
     "mxfp8": 32,
+    "rowwise": 16,
     "bf16": 8,
     "fp16": 8,
 }
@@ -358,6 +367,8 @@ def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(asked, backe
         (CPU, "mxfp8", "torch", "emulate", "scaled_mm on a CPU has no mxfp8 scaling"),
         (CPU_BF16, "block", "torch", "emulate", "scaled_mm on a CPU has no block scaling"),
         (H100, "mxfp8", "te", "emulate", "9.0"),
+        (L4, "rowwise", "torch", "emulate", "rowwise needs compute capability 9.0"),
+        (OLD_CPU, "rowwise", "torch", "emulate", "on a CPU has no rowwise scaling before torch"),
         (A100, "mxfp8", "torch", "emulate", "8.0"),
         (A100, "delayed", "te", "reference", "8.0"),
         (V100, "delayed", "te", "reference", "7.0"),
@@ -1210,9 +1221,9 @@ def test_other_quantizers_are_emulated_where_the_gpu_has_bf16(asked, machine, ru
 
 def test_recipes_are_in_the_order_of_what_runs_them():
     found = rules.shipped()
-    assert found[:4] == list(FP8)
+    assert found[:5] == list(FP8)
     assert found[-4:] == ["bf16", "fp16", "tf32", "fp32"]
-    assert found.index("rowwise") < found.index("mxfp6_e2m3") < found.index("nvfp4")
+    assert found.index("rowwise_wgrad_hp") < found.index("mxfp6_e2m3") < found.index("nvfp4")
     assert sorted(found) == presets.names("recipes")
 
 

@@ -51,6 +51,11 @@ def quantized(recipe: str, x: Tensor, name: str, reduced: int, **options) -> Ten
         data, codes = numerics.quantize_mxfp8(x, reduced, "e4m3", rounding)
         block = (1, 32) if reduced == 1 else (32, 1)
         return data.double() * spread(codes.float(), block, x.shape)
+    if recipe == "rowwise":
+        largest = x.abs().amax(reduced, keepdim=True).double().clamp_min(1e-12)
+        scale = torch.exp2(torch.floor(torch.log2(448 / largest)))
+        data = (x.double() * scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+        return data.double() / scale
     block = (128, 128) if name == "weight" else (1, 128) if reduced == 1 else (128, 1)
     data, inverse = numerics.quantize_blocks(x, block, "e4m3", options.get("power_of_two", True))
     return data.double() * spread(inverse, block, x.shape)
