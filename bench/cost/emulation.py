@@ -27,9 +27,8 @@ from fp8stack.precision import probe, resolve
 
 Arm = Callable[[], None]
 SHAPES = [(2048, 512, 512), (2048, 768, 3072), (4096, 1024, 4096)]
-EIGHT_BITS = (*FP8, "rowwise")
 FEWER_BITS = ("mxfp6_e2m3", "mxfp4", "nvfp4")
-RECIPES = ("bf16", *EIGHT_BITS, *FEWER_BITS)
+RECIPES = ("bf16", *FP8, *FEWER_BITS)
 STEP_COMPILED = ("delayed", "mxfp8")  # compiling a step takes one to two minutes for each
 SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1", "--budget", "15"]
 
@@ -59,13 +58,13 @@ def _bars() -> list[Bar]:
     """The bars: relative to fp32 eager, and never behind torchao in the same mode."""
     linear, small, first = case_of(*SHAPES[1]), step_case(works("cpu")["small"]), step_case(nano())
     limits: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {
-        linear: {(EAGER, EIGHT_BITS): 1.10, (COMPILED, FP8): 1.10},
+        linear: {(EAGER, FP8): 1.10, (COMPILED, FP8): 1.10},
         small: {
-            (EAGER, EIGHT_BITS): 1.12,
+            (EAGER, FP8): 1.12,
             (COMPILED, STEP_COMPILED): 1.12,
             (EAGER, FEWER_BITS): 1.30,
         },
-        first: {(EAGER, EIGHT_BITS): 1.15},
+        first: {(EAGER, FP8): 1.15},
     }
     made = []
     for case, of_case in limits.items():
@@ -198,7 +197,7 @@ def own_steps(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], A
     """What builds a training step in every recipe."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
-    own: list[StepArm] = arms(hardware, ["fp32", *EIGHT_BITS, *FEWER_BITS], also)
+    own: list[StepArm] = arms(hardware, ["fp32", *FP8, *FEWER_BITS], also)
     return {arm.name: partial(build_step, arm, work, hardware) for arm in own}
 
 

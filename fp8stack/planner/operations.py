@@ -14,6 +14,7 @@ from fp8stack.formats import Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.trace import Step, Trace, trace
 from fp8stack.precision import LayerPlan, Plan
+from fp8stack.precision.kernels import kernel_of
 
 IN_COMPUTE_DTYPE = {
     "fprop": "the GEMM of a linear's forward pass, y = x w^T: where the time goes",
@@ -192,10 +193,8 @@ def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
     if layer.quantizers is None or not native or gemm != "fprop":
         return "fp32"
     # torch's use_fast_accum, TE's split accumulator: Hopper and Ada add in fewer bits.
-    per_tensor = all(
-        isinstance(q, Quantizer) and q.per_tensor for q in layer.quantizers.gemms[gemm]
-    )
-    return "fp32, fast" if per_tensor else "fp32"
+    fast = kernel_of(layer.quantizers) in ("delayed", "current", "rowwise")
+    return "fp32, fast" if fast else "fp32"
 
 
 def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operation]:
