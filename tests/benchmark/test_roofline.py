@@ -408,8 +408,8 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
     [
         ("8.0", ["bf16"]),
         ("8.9", ["bf16", "current", "delayed"]),
-        ("9.0", ["bf16", "block", "current", "delayed"]),
-        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8"]),
+        ("9.0", ["bf16", "block", "current", "delayed", "rowwise"]),
+        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", "rowwise"]),
     ],
 )
 def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(
@@ -441,11 +441,11 @@ def test_the_table_says_that_it_predicts_what_it_assumes_and_what_it_leaves_out(
     assert "memory 4.1 of 4.8 (85 %) TB/s" in lines[1]
     assert lines[3].startswith("| recipe | FP8 layers | GEMMs | attention | casts |")
     assert "measured" not in lines[3]
-    assert len({line.count("|") for line in lines[3:9]}) == 1
-    assert lines[9].startswith("mxfp4, mxfp6_e2m3, ")  # what is the same of many is said once
-    assert lines[10].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
+    assert len({line.count("|") for line in lines[3:10]}) == 1
+    assert lines[10].startswith("mxfp4, mxfp6_e2m3, ")  # what is the same of many is said once
+    assert lines[11].startswith("mxfp8: no prediction, mxfp8 needs compute capability 10.x")
     assert "upper bound" in roofline.as_lines(table(ceiling=True))[0]
-    base, *rows = (cells(line) for line in lines[5:9])
+    base, *rows = (cells(line) for line in lines[5:10])
     for row in rows:
         assert sum(int(cell.split()[0]) for cell in row[2:8]) == pytest.approx(100, abs=3)
         assert float(row[11]) == pytest.approx(float(base[8]) / float(row[8]), abs=0.01)
@@ -525,7 +525,7 @@ def test_the_command_prints_the_table_and_as_json_the_same_figures(command, caps
     assert data["predicted"] is True
     assert (data["gpu"]["name"], data["batch"], data["context"]) == ("H200", 4, 512)
     assert data["assumed"]["memory"] == pytest.approx(4.1e12)
-    for row, line in zip(data["predictions"], lines[5:9], strict=True):
+    for row, line in zip(data["predictions"], lines[5:10], strict=True):
         assert cells(line)[0] == row["precision"]
         assert float(cells(line)[8]) == pytest.approx(row["step_ms"], abs=0.051)
         assert float(cells(line)[11]) == pytest.approx(row["speedup"], abs=0.0051)
