@@ -1,8 +1,8 @@
 """The torch backend: its bytes, scales and amaxes are the emulator's, its GEMMs the oracle's.
 
-`scaled_mm` runs on a CPU for scales per tensor and per row. For blocks it does not: there torch's own checks
-for CUDA (its meta implementation) accept the operands, and a GEMM that reads their layouts as
-cuBLAS documents them gives the numbers.
+`scaled_mm` runs on a CPU for scales per tensor and per row. For blocks it does not: there torch's
+own checks for CUDA (its meta implementation) accept the operands, and a GEMM that reads their
+layouts as cuBLAS documents them gives the numbers.
 """
 
 from __future__ import annotations
