@@ -150,7 +150,7 @@ def test_the_grid_has_every_precision_in_three_sizes_at_least(bf16, monkeypatch)
     monkeypatch.setattr(step, "build_step", lambda *given: lambda: None)
     monkeypatch.setattr(grid, "probe", lambda device: Hardware("cpu", cpu_bf16=bf16))
     found = runner.measured(grid, "grid", ["--tiny", "--device", "cpu"])
-    precisions = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8")
+    precisions = ("fp32", "bf16", "fp16", "delayed", "current", "block", "mxfp8", "rowwise")
     sizes = [work.model for work in grid.sizes("cpu", tiny=True)]
     assert len(sizes) >= 3
     assert {(row["case"], row["arm"]) for row in found["results"]} == {
