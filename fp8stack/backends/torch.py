@@ -289,7 +289,7 @@ class ScaledLinear(LowPrecisionLinear):
             data, inv_scale = data.t().contiguous(), inv_scale.t()
         elif kind is Scales.PER_ROW:
             data, inv_scale = numerics.quantize(x.contiguous(), quantizer, 0)[:2]
-            data, inv_scale = _transposed(data), inv_scale.t()
+            data, inv_scale = _transposed(data), inv_scale.view(-1, 1)
         else:  # one copy is not the transpose of the other
             data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
         return along, Scaled(data, pack_scales(inv_scale, kind), kind), total
