@@ -363,7 +363,8 @@ def _transposed(data: Tensor) -> Tensor:
     the compiler's would write it byte by byte."""
     if not has_kernel(data.device):
         return data.t().contiguous()
-    return transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+    turned: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+    return turned
 
 
 class TorchBackend(Backend):
