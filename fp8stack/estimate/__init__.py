@@ -1,6 +1,6 @@
 """How much memory a run takes, before it runs: bytes of each part, added up.
 
-Nothing is allocated: what a pass keeps is seen in a trace of the model without memory.
+Nothing is allocated: the sizes come from a trace of the model on tensors without memory.
 """
 
 from __future__ import annotations

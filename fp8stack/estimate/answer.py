@@ -32,7 +32,7 @@ class PhaseEstimate:
 
     @property
     def element_bytes(self) -> float:
-        """What one element of a GEMM's operand takes, on average over the layers in FP8."""
+        """Bytes per element of a GEMM's operand, averaged over the layers in FP8."""
         plain, found = DTYPES[self.plan.compute_dtype].itemsize, []
         for layer in self.plan.layers:
             for pair in layer.quantizers.gemms.values() if layer.quantizers else ():
@@ -43,7 +43,7 @@ class PhaseEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a run takes, on the rank that has most.
+    """The memory of a run, on the rank that needs most.
 
     Attributes:
         asked: what the run is, by key, as text or number.
@@ -70,7 +70,7 @@ class Answer:
 
     @property
     def worst(self) -> PhaseEstimate:
-        """The phase that takes most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.estimates[self.checkpointing].peak)
 
     @property
@@ -85,7 +85,7 @@ class Answer:
         return savings([(p.steps, p.element_bytes) for p in self.phases], 4)
 
     def remedy(self) -> str:
-        """What to do where no batch fits: the floor, and how it is lowered."""
+        """Advice where no batch fits: the floor, and how to lower it."""
         assert self.memory is not None
         least = max(
             (phase.estimates[self.checkpointing] for phase in self.phases), key=lambda e: e.floor
@@ -189,7 +189,7 @@ def tables(answer: Answer) -> list[Table]:
 
 
 def sentences(answer: Answer) -> list[str]:
-    """What the tables leave unsaid."""
+    """The sentences below the tables."""
     kind, lines = answer.checkpointing, []
     if len(answer.phases) > 1:
         whole, element = answer.savings, answer.element_savings
@@ -211,7 +211,7 @@ def sentences(answer: Answer) -> list[str]:
 
 
 def head(answer: Answer) -> str:
-    """What was asked, in a line."""
+    """The request, in one line."""
     return ", ".join(f"{key} {value}" for key, value in answer.asked.items())
 
 

@@ -37,7 +37,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a step's memory depends on.
+    """The settings that decide a step's memory.
 
     `sequences` is the micro-batch of one rank; `micro_batches` how many make a step.
     """
@@ -56,23 +56,23 @@ class Setting:
 
     @property
     def shares_out(self) -> bool:
-        """Whether ranks share out the parameters."""
+        """Whether parameters are sharded over the ranks."""
         return self.ranks > 1 and self.parallel == "fsdp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes of each of `PARTS` on the rank that has most, and when they meet.
+    """Bytes of each of `PARTS` on the rank that needs most, and figures for the peak.
 
     Attributes:
-        gradients_stay: whether gradients are there while a micro-batch runs forward, as they are
-            from the second of a step on, and always where DDP keeps its buckets.
-        head_gradient: the gradient that a backward pass makes first.
-        late_gradients: those that it makes last, of the first block and of an embedding of its own.
-        first_block: what the first block keeps, until the end of the backward pass.
-        loss_workspace: what the loss needs for a while.
-        block_workspace: what the backward pass of a block needs for a while, with checkpointing
-            the block itself included.
+        gradients_stay: whether gradients exist during a forward pass, as they do from a step's
+            second micro-batch on, and always with DDP's buckets.
+        head_gradient: the gradient that a backward pass computes first.
+        late_gradients: those that it computes last, of the first block and an untied embedding.
+        first_block: saved by the first block until the end of the backward pass.
+        loss_workspace: temporary memory of the loss.
+        block_workspace: temporary memory of a block's backward pass, including, with checkpointing,
+            what the block recomputes.
     """
 
     parameters: int
@@ -97,27 +97,27 @@ class Estimate:
 
     @property
     def workspace(self) -> int:
-        """The larger of what the loss and what a block need for a while."""
+        """The larger of the workspaces of the loss and of a block."""
         return max(self.loss_workspace, self.block_workspace)
 
     @property
     def lasting(self) -> int:
-        """What is there throughout a step."""
+        """Memory in use throughout a step."""
         return self.parameters + self.optimizer + self.fp8_weights + self.buffers + self.gathered
 
     @property
     def floor(self) -> int:
-        """What no batch is too small for: what lasts, and the gradients."""
+        """Memory that any batch needs: `lasting`, and the gradients."""
         return self.lasting + self.gradients
 
     @property
     def saved(self) -> int:
-        """What a forward pass leaves for its backward pass."""
+        """Memory that a forward pass saves for its backward pass."""
         return self.weight_copies + self.activations + self.loss
 
     @property
     def peak(self) -> int:
-        """The most at one time, in a step after the first.
+        """The peak of a step after the first.
 
         A backward pass frees what was saved while it makes gradients, block by block, so the most
         is at the loss, or in the last block, or in the first one, or with all gradients.
@@ -170,20 +170,20 @@ def estimate(of: Setting) -> Estimate:
 
 @lru_cache(maxsize=512)
 def _trace(chunk: int, *asked: Any) -> Trace:
-    """The trace; what it sees of the loss depends on its chunks, too."""
+    """The trace, cached; the loss in it also depends on the size of its chunks."""
     return trace(*asked)
 
 
 def _kept(block: Block, checkpointing: Recompute) -> Kept:
-    """What a block keeps: with checkpointing its input, and "selective" also what its GEMMs and
-    attention gave."""
+    """The bytes that a block saves: with checkpointing its input, and with "selective" also the
+    outputs of its GEMMs and attention."""
     if checkpointing == "none":
         return block.kept
     return Kept(block.input + (block.given if checkpointing == "selective" else 0))
 
 
 def _again(block: Block, checkpointing: Recompute) -> int:
-    """What a block that runs again makes anew: not what was kept of it."""
+    """The bytes that a block recomputes with checkpointing, beyond those saved."""
     if checkpointing == "none":
         return 0
     made = block.kept.activations + block.kept.weights
@@ -191,7 +191,7 @@ def _again(block: Block, checkpointing: Recompute) -> int:
 
 
 def _chunk(of: Setting) -> int:
-    """The rows of which the loss takes the logits at a time."""
+    """The rows in a chunk of the loss."""
     return losses.chunk_rows(of.config.vocabulary)
 
 

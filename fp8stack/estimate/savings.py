@@ -1,4 +1,4 @@
-"""What less precise phases save on average and at the peak, and the largest batch that fits."""
+"""Memory that less precise phases save, and the largest batch that fits."""
 
 from __future__ import annotations
 

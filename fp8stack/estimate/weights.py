@@ -1,4 +1,4 @@
-"""The bytes of parameters and optimizer state, from their shapes alone. No model, no plan here."""
+"""The bytes of parameters and optimizer state, from their shapes alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ BLOCK, SMALLEST, TABLE = 256, 4096, 256
 
 
 def sharded(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Shapes:
-    """What FSDP2 leaves of each tensor on the rank that has most: its rows, split by ranks and
-    rounded up."""
+    """The shapes of FSDP2's largest shards: rows are divided by the ranks, rounded up."""
     return {name: (-(-first // ranks), *rest) for name, (first, *rest) in shapes.items()}
 
 
@@ -34,9 +33,9 @@ def optimizer_bytes(
     """The bytes of an optimizer's state after a step, for parameters of these shapes.
 
     AdamW (fused) has two float32 moments and a step count for each tensor; SGD one float32 buffer,
-    or nothing if `momentum` is 0. The others are for the
-    matrices of the blocks, the rest has AdamW: Muon has one float32 buffer, torchao's AdamW two
-    moments of a byte per value, with their scales.
+    or nothing if `momentum` is 0. The others handle the matrices of the blocks and leave the rest
+    to AdamW: Muon has one float32 buffer, torchao's AdamW two moments of a byte per value, with
+    their scales.
     """
     if optimizer == "sgd":
         return float_bytes(shapes) if momentum else 0

@@ -1,8 +1,8 @@
-"""The operators of one training pass of a GPT, forward and backward, and what each reads and
-writes: seen on tensors without memory, as `trace` does it.
+"""The operators of one training pass of a GPT, forward and backward, with what each reads and
+writes, recorded on tensors without memory as in `trace`.
 
-Views are what they view, and what is copied or joined is what it was made of. Of an embedding's
-table some rows are read, and their gradient is added to, however large it is.
+A view counts as its base, and a copy or concatenation as its sources. Of an embedding's table,
+only the rows that are looked up count as read, and their gradients as added.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MOVES = ("aten::clone", "aten::cat", "aten::_unsafe_view", "aten::alias")
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor that was in memory, or that an operator gave; `lasts`: it is a gradient that the
-    optimizer reads."""
+    """A tensor: an input of the pass or an operator's output. `lasts`: whether it is a gradient
+    that the optimizer reads."""
 
     bytes: int
     lasts: bool = False
 
 
 class Part(NamedTuple):
-    """So many bytes of a value, by its number, from a place in it on."""
+    """`bytes` of a value, given by its number, from `offset` on."""
 
     value: int
     offset: int
@@ -49,18 +49,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator that computes.
+    """An operator that computes, unlike views and copies.
 
     Attributes:
         name: torch's.
-        path: of the module whose forward pass ran it, or made what it is the backward pass of.
-        backward: whether it is of the backward pass.
-        reads: what it reads of values.
-        writes: the values that it gives.
-        element_bytes: of the first of them.
-        rate: of a GEMM, or attention; else None.
-        flops: of these; causal attention does half.
-        reduces: whether it gives a single number of many.
+        path: of the module that ran it, or whose backward pass it belongs to.
+        backward: whether it belongs to the backward pass.
+        reads: the parts of values that it reads.
+        writes: the numbers of its outputs.
+        element_bytes: of its first output.
+        rate: of GEMMs and attention; else None.
+        flops: likewise; causal attention needs half of them.
+        reduces: whether it reduces many numbers to one.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Operator:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it multiplies matrices."""
+        """Whether it is a GEMM or attention."""
         return self.rate is not None
 
 
@@ -85,35 +85,35 @@ Operators = tuple[list[Operator], list[Value]]
 def operators_of(
     config: GPTConfig, plan: Plan, blocks: tuple[int, ...], batch: int, context: int
 ) -> Operators:
-    """The operators of a pass, and the values by number.
+    """Return the operators of a pass, and the values by number.
 
     Args:
         config: the shape of the model.
-        plan: with its layers decided.
-        blocks: the model has blocks like these ones of the plan's.
+        plan: a plan with its layers.
+        blocks: the indices of the plan's blocks to run.
         batch: sequences.
-        context: tokens of each.
+        context: tokens per sequence.
     """
-    told = replace(blocks_like(plan, blocks), asked="", reasons=(), gpu="")
+    own_plan = replace(blocks_like(plan, blocks), asked="", reasons=(), gpu="")
     shape = config.model_copy(update={"layers": len(blocks), "context": context})
-    return _operators(shape, told, batch, context)
+    return _operators(shape, own_plan, batch, context)
 
 
 @lru_cache(maxsize=64)
 def _operators(config: GPTConfig, plan: Plan, batch: int, context: int) -> Operators:
     with without_memory(plan):
         model = gpt.GPT(config, backend_of(plan, save_fp8=False))
-        seen = _Recorder(model)
+        recorder = _Recorder(model)
         tokens = torch.zeros(batch, context + 1, dtype=torch.int64)
         with (
             patched(losses, "chunk_rows", lambda vocabulary: tokens.numel()),
             patched(F, "scaled_dot_product_attention", fused_attention),
-            seen,
+            recorder,
         ):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
         for parameter in model.parameters():
-            seen.keep(parameter.grad)
-    return seen.operators, seen.values
+            recorder.keep(parameter.grad)
+    return recorder.operators, recorder.values
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,12 +121,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
         self.values: list[Value] = []
-        self._alive: list[Tensor] = []  # else a storage's place would be taken by another
+        self._alive: list[Tensor] = []  # or another storage could take a freed one's address
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
-        self._rows: set[int] = set()  # of an embedding's gradient
+        self._rows: set[int] = set()  # gradients of embeddings
         self._paths = {part: path for path, part in model.named_modules()}
         self._inside = [("", 0)]
-        self._ran: list[tuple[int, int, str]] = []  # autograd's numbers of a module's nodes
+        # range of autograd's sequence numbers, by module
+        self._ran: list[tuple[int, int, str]] = []
         model._rotation(model.embedding.weight.device)  # RoPE's tables are made once
         for part in model.modules():
             part.register_forward_pre_hook(self._enter)
@@ -140,7 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ran.append((first, _AUTOGRAD._get_sequence_nr(), path))
 
     def keep(self, gradient: Tensor | None) -> None:
-        """Note that a gradient lasts."""
+        """Mark a gradient as one that lasts."""
         for number in () if gradient is None else self._read(gradient):
             self.values[number] = replace(self.values[number], lasts=True)
 
@@ -162,8 +163,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _moves(self, name: str, inputs: list[Tensor], output: Tensor) -> bool:
-        """Whether an operator gives what it was given; GEMMs want FP8 in two layouts."""
-        if name == "aten::add":  # to the gradient of a table
+        """Whether an operator only moves its inputs. Copies of FP8 count as operators: GEMMs need
+        two layouts."""
+        if name == "aten::add":  # to an embedding's gradient
             return any(number in self._rows for x in inputs for number in self._read(x))
         if name == "aten::copy_":
             return len(inputs) == 2 and output.nbytes == output.untyped_storage().nbytes()
@@ -181,7 +183,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name.startswith("aten::_scaled_dot_product"):
             q, k = inputs[:2] if node is None else inputs[1:3]
             rate, flops = "attention", (2 if node is None else 5) * q.numel() * k.shape[2]
-        elif "embedding" in name:  # some rows of the table, or of its gradient
+        elif "embedding" in name:  # only some rows of the table or its gradient
             size = min(x.nbytes for x in (*inputs, *outputs))
             reads = [] if node is None else reads
             reads.append(Part(self._new(Value(bytes=size)), 0, size))
@@ -212,7 +214,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return min(around, default=(0, ""))[1]
 
     def _parts(self, x: Tensor) -> list[Part]:
-        """What a tensor is of values; of one, which part of it."""
+        """The parts of values that a tensor consists of."""
         numbers = self._read(x)
         if len(numbers) == 1:
             size = min(x.nbytes, self.values[numbers[0]].bytes)
@@ -221,7 +223,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, x: Tensor) -> tuple[int, ...]:
         place = _storage(x)
-        if place not in self._values_of:  # it was there before
+        if place not in self._values_of:  # an input of the pass
             self._alive.append(x)
             self._given(x)
         return self._values_of[place]
@@ -238,7 +240,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _numbers(of: Any) -> list[Tensor]:
-    """Floating-point tensors, or their bits; no tokens, no masks."""
+    """The tensors in `of` except tokens and masks."""
     tensors = [x for x in tree_leaves(of) if isinstance(x, Tensor)]
     return [x for x in tensors if x.dtype not in (torch.int64, torch.bool)]
 

@@ -1,5 +1,4 @@
-"""Tokens that a model continues others with: which are likely, and a draw that a seed repeats. V
-vocabulary."""
+"""Sampling of tokens from a model, reproducible by seed. V vocabulary."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,13 +14,13 @@ from fp8stack.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen.
+    """How the next token is sampled.
 
     Attributes:
-        temperature: what logits are divided by; 0 takes the likeliest token.
+        temperature: divides the logits; 0 always takes the likeliest token.
         top_k: draw from the k likeliest tokens; None from all.
-        top_p: draw from the likeliest tokens that together have at least this probability, after
-            `top_k` (nucleus sampling, arXiv 1904.09751); None from all.
+        top_p: after `top_k`, draw from the fewest likeliest tokens with at least this total
+            probability (nucleus sampling, arXiv 1904.09751); None from all.
 
     Raises:
         UserError: a number outside its range.
@@ -41,8 +40,8 @@ class Sampling:
 
 
 def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """The logits [V] to draw from: by a temperature above 0, and minus infinity for each token that
-    is not to be drawn. Tokens as likely as the last that `top_k` takes are taken too."""
+    """The logits [V] divided by a temperature above 0, with minus infinity for tokens that are
+    excluded. Ties with the last token of `top_k` stay."""
     logits_V = logits_V / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
         least = logits_V.topk(sampling.top_k).values[-1]
@@ -50,19 +49,19 @@ def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p is not None and sampling.top_p < 1:
         ascending_V, order_V = logits_V.sort()
         rest = ascending_V.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        rest[-1] = False  # the likeliest is always taken
+        rest[-1] = False  # the likeliest always stays
         logits_V = logits_V.index_fill(0, order_V[rest], -torch.inf)
     return logits_V
 
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token, drawn on the CPU. Raises a NumericFailure if logits are not finite."""
+    """Draw the next token on the CPU. Raises a NumericFailure if a logit is not finite."""
     logits_V = logits_V.float().cpu()
     if not logits_V.isfinite().all():
         raise NumericFailure(
             "The model's logits are not finite. Take an older checkpoint, or another recipe."
         )
-    if sampling.temperature < 1e-20:  # divided by less, logits are infinite
+    if sampling.temperature < 1e-20:  # dividing by less would overflow
         return int(logits_V.argmax())
     chances_V = filtered(logits_V, sampling).softmax(dim=-1)
     return int(torch.multinomial(chances_V, 1, generator=generator))
@@ -79,16 +78,16 @@ def generate(
     vocabulary: int | None = None,
     when_full: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
-    """Up to `count` tokens that `model` continues `prompt` with, each as soon as it is known.
+    """Yield up to `count` tokens that continue `prompt`, one by one.
 
-    The draw depends on `seed` alone; torch's random state is not touched. A compiled model runs
-    uncompiled, and its mode is left as it was. Of a prompt longer than the context, the end is
-    read. Where the context is full, `when_full` is called, and the last half of it is kept and read
-    again.
+    Sampling depends on `seed` alone and leaves torch's RNG state alone. A compiled model runs
+    uncompiled, and its train or eval mode is restored. A prompt longer than the context is cut to
+    its end. When the context is full, `when_full` is called, and the model goes on from its last
+    half.
 
     Args:
-        stop: tokens that end the text; they are not given.
-        vocabulary: only tokens below this are drawn; the model's if left out.
+        stop: tokens that end the text; they are not yielded.
+        vocabulary: only tokens below this are sampled; default: the model's vocabulary.
 
     Raises:
         ValueError: an empty prompt.
@@ -119,9 +118,9 @@ def generate(
 
 @contextmanager
 def _inference(model: GPT) -> Iterator[None]:
-    """No gradients, no dropout, nothing compiled: each length would be compiled anew."""
+    """Within, run without gradients, dropout and compilation, which each length would repeat."""
     was_training = model.training
-    # Nothing is compiled as long as nobody imported the compiler, which takes a second.
+    # If the compiler, which takes a second to import, is not loaded, nothing is compiled.
     compiler = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiler else nullcontext()
     if was_training:

@@ -1,19 +1,19 @@
-"""One training pass of a GPT as it really runs, on tensors without memory: what its modules compute
-in, what they cast, and what they keep for the backward pass.
+"""A trace of one training pass of a GPT on tensors without memory: the dtypes in which its modules
+compute, their casts, and what they save for the backward pass.
 
-The model is built of its plan's layers and run forward, a block of each kind once. Nothing is
-allocated and nothing is computed, so it takes a fraction of a second for any model.
+The model is built from its plan's layers and run forward, one block of each kind. Nothing is
+allocated or computed, so a trace of any model takes a fraction of a second.
 
-What a trace cannot see here is how a GPU differs from what torch does with such tensors. Assumed is
-what torch's and Transformer Engine's sources say, all of it in this file:
+Where a GPU differs from torch's behaviour on such tensors, this file follows the sources of torch
+and Transformer Engine:
 
-- attention runs in one fused kernel that keeps its operands, its output and a float32 log-sum-exp
-  per query. It is composed of operators on a CPU with dropout, and on a GPU for grouped queries in
-  float32, which no kernel takes;
-- the mask of dropout is as wide as its values on a CPU, of bytes on a GPU;
-- a quantizer gives its values and factors in one operator, as on a CPU;
-- Transformer Engine keeps the operands of its linears as torch's scaled GEMMs do. A norm that it
-  runs together with what follows keeps its input in the compute dtype.
+- attention runs in one fused kernel that saves its operands, its output and a float32 log-sum-exp
+  per query. On a CPU with dropout, and on a GPU for grouped queries in float32, no kernel exists,
+  and it is composed of operators;
+- the mask of dropout is as wide as its values on a CPU, and takes one byte each on a GPU;
+- a quantizer returns its values and scales from one operator, as on a CPU;
+- Transformer Engine saves the operands of its linears as torch's scaled GEMMs do. A norm fused
+  with the linears after it saves its input in the compute dtype.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from fp8stack.precision.plan import LayerPlan
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that are kept for the backward pass: `activations` grow with the rows, `weights` are
-    copies of weights, made for the GEMMs of one micro-batch."""
+    """Bytes saved for the backward pass: `activations` grow with the rows, `weights` are copies of
+    weights for the GEMMs of one micro-batch."""
 
     activations: int = 0
     weights: int = 0
@@ -69,13 +69,13 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What the blocks of one kind keep.
+    """What each block of one kind saves for the backward pass.
 
     Attributes:
-        indices: which they are.
-        kept: by each of them if nothing runs again.
-        input: the bytes of its input, the residual stream.
-        given: the bytes that its GEMMs and attention give, which "selective" keeps besides.
+        indices: of the blocks.
+        kept: without activation checkpointing.
+        input: bytes of the block's input, the residual stream.
+        given: bytes of the outputs of its GEMMs and attention, which "selective" also saves.
     """
 
     indices: list[int]
@@ -86,9 +86,9 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What the module at `path` does in a forward pass: "linear" (`bias`: it has one), "attention",
-    "norm", "fused norm" (together with what follows), "activation" and so on; the floating-point
-    dtypes that it reads, and that of what it gives."""
+    """An operation of the module at `path`: "linear" (`bias`: whether it has one), "attention",
+    "norm", "fused norm" (with the linears after it), "activation" and so on, with the
+    floating-point dtypes of its operands and of its output."""
 
     path: str
     name: str
@@ -99,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A tensor that the module at `path` casts to another dtype; `back`: and its gradient back."""
+    """A cast in the module at `path`. `back`: whether the gradient is cast back."""
 
     path: str
     what: str
@@ -113,9 +113,9 @@ Event = Step | Moved
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A forward pass: its events, in order, of each kind of block once; what is kept by each kind,
-    outside of blocks, and by the head and the loss; and the bytes of FP8 weights that all layers
-    hold until the weights change."""
+    """A forward pass: its events in order, with one block of each kind; what is saved by each kind
+    of block, outside of blocks, and by the head and the loss; and the bytes of cached FP8 weights
+    of all layers."""
 
     events: list[Event]
     blocks: list[Block]
@@ -124,7 +124,7 @@ class Trace:
     fp8_weights: int
 
     def all_events(self) -> Iterator[Event]:
-        """The events of the whole model, each block's in its place."""
+        """Yield the events of the whole model in order."""
         inside = [at for at, one in enumerate(self.events) if one.path.startswith("blocks.")]
         first, last = inside[0], inside[-1] + 1
         yield from self.events[:first]
@@ -148,11 +148,11 @@ def trace(
 
     Args:
         config: the shape of the model.
-        plan: with its layers decided.
-        sequences: of the micro-batch.
-        context: tokens of each.
+        plan: a plan with its layers.
+        sequences: per micro-batch.
+        context: tokens per sequence.
         save_fp8: see `build_backend`.
-        gathers: whether weights are gathered from ranks in each pass (FSDP2).
+        gathers: whether each pass gathers weights from the ranks (FSDP2).
 
     Raises:
         UserError: a tensor has more bytes than 64 bits can count.
@@ -177,20 +177,20 @@ def _traced(
     small = config.model_copy(update={"layers": len(kinds), "context": context})
     with without_memory(plan):
         model = gpt.GPT(small, backend_of(planned, save_fp8))
-        seen = Watch(model, planned, composed=_composes_attention(config, plan))
+        watch = Watch(model, planned, composed=_composes_attention(config, plan))
         if plan.backend == "te":
-            _fuse_norms(model, planned, seen)
+            _fuse_norms(model, planned, watch)
         if gathers:
             _gather_weights(model.backend)
         tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
-        with seen.watching():
+        with watch.watching():
             loss = model(tokens[:, :-1], tokens[:, 1:])
         assert loss.requires_grad
-        return seen.told(kinds)
+        return watch.trace(kinds)
 
 
 def kinds_of(plan: Plan) -> list[list[int]]:
-    """The indices of blocks whose layers are planned alike, by kind."""
+    """The indices of the blocks of each kind; blocks of a kind have the same plan."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layers in _blocks(plan).items():
         alike = tuple((la.quantizers, la.backend, la.precision) for la in layers)
@@ -199,7 +199,7 @@ def kinds_of(plan: Plan) -> list[list[int]]:
 
 
 def blocks_like(plan: Plan, indices: Iterable[int]) -> Plan:
-    """The plan of a model that has blocks like those of these indices."""
+    """The plan of a model with just the blocks of these indices."""
     own = [layer for layer in plan.layers if not layer.name.startswith("blocks.")]
     blocks = _blocks(plan)
     for place, index in enumerate(indices):
@@ -217,12 +217,12 @@ def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
     return blocks
 
 
-# What stands for hardware
+# Stand-ins for hardware
 
 
 @contextmanager
 def patched(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Have an attribute another value within."""
+    """Set an attribute to `value` within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -233,7 +233,7 @@ def patched(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def without_memory(plan: Plan) -> Iterator[None]:
-    """Tensors without memory, that take the ways which code has for the plan's device."""
+    """Within, new tensors have no memory, and code takes the paths of the plan's device."""
     on_cpu = plan.device == "cpu"
     where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
     with ExitStack() as stack:
@@ -251,14 +251,14 @@ def without_memory(plan: Plan) -> Iterator[None]:
 
 
 def _composes_attention(config: GPTConfig, plan: Plan) -> bool:
-    """Whether no kernel takes attention as a whole."""
+    """Whether attention has no fused kernel and is composed of operators."""
     if plan.device == "cpu":
         return config.dropout > 0
     return config.query_groups != config.heads and DTYPES[plan.attention].itemsize == 4
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """In place of `scaled_dot_product_attention`: one operator."""
+    """Replaces `scaled_dot_product_attention` by one operator."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     y: Tensor = kernel(q, k, v, options["dropout_p"], options["is_causal"])[0]
     return y
@@ -274,15 +274,15 @@ def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor
 
 
 def _any_gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, **options: Any) -> Tensor:
-    """A scaled GEMM of sizes that Transformer Engine takes and torch may not."""
+    """A scaled GEMM of any sizes; Transformer Engine supports some that torch does not."""
     gemm = torch.ops.fp8stack.mx_gemm
     y: Tensor = gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype)
     return y
 
 
 def _fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: int) -> bool:
-    """Whether Transformer Engine runs a norm of a block together with the linears after it; padded
-    rows would not stay zero in it."""
+    """Whether Transformer Engine fuses a block's norm with the linears after it. It cannot where
+    rows are padded: they would not stay zero."""
     known = config.norm == "rmsnorm" or config.bias
     known = known and (len(layers) == 1 or config.activation in TRANSFORMER_ENGINES)
     if not known or not all(layer.fp8 and plan.runs(layer) == "te" for layer in layers):
@@ -292,7 +292,7 @@ def _fuses_norm(config: GPTConfig, plan: Plan, layers: list[LayerPlan], rows: in
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm within Transformer Engine's module."""
+    """Stands for a norm fused into Transformer Engine's linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -307,7 +307,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def backend_of(plan: Plan, save_fp8: bool) -> Backend:
-    """The plan's backend; torch's stands for Transformer Engine."""
+    """The plan's backend, with `torch` in place of Transformer Engine."""
 
     def by_torch(name: Any) -> Any:
         return "torch" if name == "te" else name
@@ -315,14 +315,14 @@ def backend_of(plan: Plan, save_fp8: bool) -> Backend:
     layers = tuple(replace(layer, backend=by_torch(layer.backend)) for layer in plan.layers)
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
     backend = build_backend(native, save_fp8=save_fp8)
-    backend.vocabulary_multiple = plan.layer("lm_head").out_features  # whatever it was padded to
+    backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
-        backend.delayed.group = None  # other ranks hear nothing of it
+        backend.delayed.group = None  # no exchange with other ranks
     return backend
 
 
-def _fuse_norms(model: gpt.GPT, plan: Plan, seen: Watch) -> None:
-    """Have the model's norms run as Transformer Engine runs them."""
+def _fuse_norms(model: gpt.GPT, plan: Plan, watch: Watch) -> None:
+    """Fuse the model's norms where Transformer Engine does."""
     paths = {part: path for path, part in model.named_modules()}
     backend: Any = model.backend
 
@@ -331,7 +331,7 @@ def _fuse_norms(model: gpt.GPT, plan: Plan, seen: Watch) -> None:
         if not _fuses_norm(model.config, plan, layers, x[..., 0].numel()):
             y: Tensor = norm(x)
             return y
-        with seen.as_one(Step(path=paths[norm], name="fused norm")):
+        with watch.as_one(Step(path=paths[norm], name="fused norm")):
             y = _FusedNorm.apply(x, norm, backend.compute_dtype)  # type: ignore[no-untyped-call]
         return y
 
@@ -340,32 +340,33 @@ def _fuse_norms(model: gpt.GPT, plan: Plan, seen: Watch) -> None:
 
 
 def _gather_weights(backend: Backend) -> None:
-    """Quantize weights in each pass. Those with one scale come from ranks as FP8 bytes, and are no
-    more kept than copies that last."""
+    """Quantize weights in each pass, except those with one scale per tensor: they are gathered as
+    FP8 bytes, and are not saved."""
     for one in (backend, *backend._lenders.values()):
         if isinstance(one, TorchBackend):
             one._layers = [x for x in one._layers if x.quantizer("weight").per_tensor]
 
 
-# What is seen
+# Recording
 
 _scaled_dot_product_attention = F.scaled_dot_product_attention
 _NO_CONTEXT: Any = None
 _OF_CHUNKS = {2: "loss of 2 chunks", 3: "loss of 3 chunks"}
 _PLAIN_HEADS: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
-"""What heads without FP8 keep with a loss of two and of three chunks: the same in many recipes."""
+"""Cache: what heads without FP8, alike in many recipes, save with a loss of 2 and of 3 chunks."""
 _SOURCES = ("tokens", "weights", "")
 
 
 class _Packed:
-    """A tensor that autograd keeps, and the part of the model that keeps it."""
+    """A tensor that autograd saves, and the part of the model that saves it."""
 
     def __init__(self, tensor: Tensor, part: str) -> None:
         self.tensor, self.part = tensor, part
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches what the modules of a model do, and what its parts keep for the backward pass.
+    """Records the operations and casts of a model's modules, and what its parts save for the
+    backward pass.
 
     A part is a block, "loss" (with the head), or "" for the rest.
     """
@@ -375,22 +376,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model, self._plan, self._composed = model, plan, composed
         self._paths: dict[nn.Module, str] = {part: path for path, part in model.named_modules()}
         self._modules: list[nn.Module] = [model]
-        self._chunk_part = ""  # the part, if it is not by the module
+        self._chunk_part = ""  # overrides the module's part
         self._chunks: int | None = None
         self._head: tuple[object, ...] | None = None
-        self._inside = 0  # operations that are one, whatever runs within
+        self._inside = 0  # above 0 within `as_one`
         self.events: dict[object, Event] = {}
         self._packed: list[weakref.ref[_Packed]] = []
         self._given = Counter[str]()
         self._inputs: dict[str, int] = {}
-        # What storages were made of: tokens, if any, else weights.
+        # What storages were computed from: tokens, if any, else weights.
         self._made_of = {_storage(x): "weights" for x in model.parameters()}
-        # What tensors are, for who tells of casts; it passes on to what is made of them.
+        # Names of tensors, to name casts by; results inherit them.
         self._labels: dict[tuple[int, int], str] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the forward passes that are made inside."""
+        """Record the forward passes within the context."""
         self._model._rotation(self._model.embedding.weight.device)  # RoPE's tables are made once
         handles: list[Any] = []
         for part in self._model.modules():
@@ -410,7 +411,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def as_one(self, step: Step) -> Iterator[None]:
-        """Take what happens inside for one step."""
+        """Record whatever runs within the context as `step`."""
         self.events[step.path, step.name] = step
         self._inside += 1
         yield
@@ -459,7 +460,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Note a cast, or a step that computes."""
+        """Record a cast or an operation."""
         found = [self._labels.get(_place(x), "") for x in inputs]
         label, module = next(filter(None, found), ""), self._modules[-1]
         labels = [label] * len(outputs)
@@ -469,7 +470,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         floats = [x for x in inputs if x.is_floating_point()]
         if not outputs:
             return
-        # Hooks on the model keep scales and quantized weights.
+        # Hooks on the model update scales and quantize weights.
         between = module is self._model and self._made_of[_storage(outputs[0])] != "tokens"
         if self._inside or between or not floats:
             return
@@ -484,8 +485,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layer, label = self._plan.layer(self._path), "input"
             if isinstance(source, nn.Parameter):
                 label = "weight" if source.ndim == 2 else "bias"
-            # Within a GEMM of quantized operands, which no gradient passes through, the bias alone
-            # is cast as such; and what Transformer Engine does is its own.
+            # Within a quantized GEMM, outside of autograd, only the bias has a cast of its own;
+            # casts within Transformer Engine do not count.
             if (layer.fp8 and self._plan.runs(layer) == "te") or not (back or label == "bias"):
                 return
         names = {"source": _name(source), "target": _name(target)}
@@ -500,7 +501,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events[self._path, name] = step
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """In place of `scaled_dot_product_attention`."""
+        """Replaces `scaled_dot_product_attention`."""
         with self.as_one(Step(path=self._path, name="attention")):
             run = _scaled_dot_product_attention if self._composed else fused_attention
             y = run(q, k, v, **options)
@@ -508,12 +509,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return y
 
     def loss(self, head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
-        """In place of `head_loss`: of many chunks, what two and what three of them keep."""
+        """Replaces `head_loss`; runs two and three chunks instead of many."""
         rows, chunk = targets.numel(), losses.chunk_rows(vocabulary)
         if rows <= 3 * chunk:
             return losses.head_loss(head, x, targets, vocabulary)
         self._chunks = rows // chunk
-        made = [x.sum()]  # what came before is kept, too
+        made = [x.sum()]  # so that what came before stays saved
         layer = self._plan.layer("lm_head")
         if not layer.fp8:
             dtypes = x.device, self._plan.compute_dtype
@@ -529,8 +530,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._chunk_part = ""
         return torch.stack(made).sum()
 
-    def told(self, kinds: list[list[int]]) -> Trace:
-        """What was seen; the loss is still there."""
+    def trace(self, kinds: list[list[int]]) -> Trace:
+        """The trace, to be taken while the loss is alive."""
         counts = {f"blocks.{at}": len(indices) for at, indices in enumerate(kinds)}
         known = {_storage(x) for x in self._model.parameters()}
         known |= {_storage(x) for pair in self._model._rotations.values() for x in pair}
@@ -551,10 +552,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kept[one.part] += Kept(0, size) if copies else Kept(size)
         loss = kept["loss"]
         if self._chunks is not None:
-            seen = kept[_OF_CHUNKS[2]], kept[_OF_CHUNKS[3]]
+            sizes = kept[_OF_CHUNKS[2]], kept[_OF_CHUNKS[3]]
             if self._head is not None:
-                seen = _PLAIN_HEADS.setdefault(self._head, seen)
-            two, three = seen
+                sizes = _PLAIN_HEADS.setdefault(self._head, sizes)
+            two, three = sizes
             loss = two + (three + two * -1) * (self._chunks - 2)
         blocks = [
             Block(indices=x, kept=kept[part], input=self._inputs[part], given=self._given[part])
@@ -567,7 +568,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _kind(path: str) -> str:
-    """What a module does that is no linear."""
+    """The operation of a module that is not a linear."""
     last = path.rpartition(".")[2]
     if last == "dropout":
         return "dropout" if path == last else "branch dropout"
@@ -582,12 +583,12 @@ _MOVES = {
     packet.default
     for packet in (_ATEN.clone, _ATEN._unsafe_view, _ATEN.cat, _ATEN.empty_like, _ATEN.new_empty)
 }
-"""What computes nothing, beside views."""
+"""Operators other than views that compute nothing."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
 def _name(x: Tensor) -> str:
-    """The dtype of a tensor, as plans spell it."""
+    """The name of a tensor's dtype, as in plans."""
     return _NAMES.get(x.dtype, str(x.dtype))
 
 

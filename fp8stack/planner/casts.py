@@ -1,8 +1,7 @@
-"""Where a step casts, from what to what and how often.
+"""The casts of a training step: tensors, dtypes, and how often.
 
-Counted are tensors, in the order in which they are cast. What a GEMM or a cast to FP8 does within
-itself is not a cast of its own, nor is what Transformer Engine does inside its modules, apart from
-its casts to FP8.
+Casts are listed in the order in which they run. Conversions within a GEMM or a cast to FP8 do not
+count, nor do those inside Transformer Engine's modules, except its casts to FP8.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fp8stack.planner.operations import held, name_of, trace_of
 from fp8stack.precision import Plan
 
 GRADIENT = ", gradient"
-"""What stands behind the name of a tensor whose gradient is cast back."""
+"""The suffix of a tensor's name where its gradient is cast back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class Cast:
 
     @property
     def to_fp8(self) -> bool:
-        """Whether it gives values of FP8, FP6 or FP4."""
+        """Whether the target is FP8, FP6 or FP4."""
         return self.target.split(" ")[0] in get_args(FormatName)
 
 
@@ -48,7 +47,7 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
         found = [cast for one in here if isinstance(one, Moved) for cast in _there_and_back(one)]
         if any(isinstance(one, Step) and one.name == "linear" for one in here):
             found += _quantized(plan, path)
-            if plan.layer(path).fp8:  # whose bias is cast after the operands
+            if plan.layer(path).fp8:  # the bias is cast after the operands
                 found.sort(
                     key=lambda one: (one.to_fp8 and one.runs == "backward", one.what == "bias")
                 )

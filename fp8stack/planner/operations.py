@@ -1,4 +1,4 @@
-"""Which operation of a step computes in what, as data.
+"""The operations of a training step and the dtypes in which each computes.
 
 Dtypes are spelled fp32, bf16, fp16, e4m3, e5m2, e2m1 and so on. "tf32" is float32 that a GEMM
 rounds to TF32; "e4m3 in fp32" are values of FP8 held in float32, the emulator's operands.
@@ -25,8 +25,8 @@ IN_COMPUTE_DTYPE = {
     "activation": "elementwise: memory is what it takes",
     "branch dropout": "elementwise",
 }
-"""What runs in the compute dtype, and why it may. A linear's GEMMs take FP8 operands instead where
-the plan has the linear in FP8; attention is fp32 where the recipe says attention = fp32."""
+"""Operations in the compute dtype, and why that suffices. The GEMMs of a linear take FP8 operands
+where the plan has it in FP8; attention is fp32 if the recipe says so."""
 
 IN_FP32 = {
     "embedding": "a look-up; the gradients of many rows add up",
@@ -42,9 +42,9 @@ IN_FP32 = {
     "optimizer": "updates far smaller than the weights",
     "amax history": "scales are computed of it",
 }
-"""What runs in float32 in every recipe, and why it must."""
+"""Operations in float32 in every recipe, and why."""
 
-# What an optimizer keeps or computes in less than float32. Weights are float32 in all of them.
+# State or arithmetic of each optimizer below float32. Weights are always float32.
 OPTIMIZERS = {
     "adamw": ("fp32", ""),
     "sgd": ("fp32", ""),
@@ -58,9 +58,9 @@ OPTIMIZERS = {
 class Operation:
     """One operation of one module; forward and backward are alike but for a linear's GEMMs.
 
-    `operands` are the dtypes of what is multiplied or read, `adds_in` is that of sums within ("" if
-    there are none), `output` that of the result; `path` is the module's, "step" what happens once
-    per optimizer step.
+    `operands` are the dtypes of the operands, `adds_in` is that of accumulation ("" if there is
+    none), `output` that of the result; `path` is the module's, or "step" for operations that run
+    once per optimizer step.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Operation:
 
 
 def held(dtype: str) -> str:
-    """The dtype that tensors have: TF32 is float32 outside of GEMMs."""
+    """The dtype in which tensors are stored: float32 for TF32."""
     return "fp32" if dtype == "tf32" else dtype
 
 
@@ -83,9 +83,9 @@ def operations_of(
 
     Args:
         config: the shape of the model.
-        plan: with its layers decided.
-        optimizer: a run's, by name.
-        grad_compression: a run's.
+        plan: a plan with its layers.
+        optimizer: the run's optimizer, by name.
+        grad_compression: of the run.
     """
     events = trace_of(config, plan).all_events()
     made = [one for x in events if isinstance(x, Step) for one in _operations(x, plan)]
@@ -94,13 +94,13 @@ def operations_of(
 
 @lru_cache(maxsize=64)
 def trace_of(config: GPTConfig, plan: Plan) -> Trace:
-    """A pass of the model, of 128 rows: of whole blocks for every quantizer."""
+    """The trace of a pass of 128 rows, which every quantizer's blocks divide."""
     context = 2 ** min(config.context.bit_length() - 1, 7)
     return trace(config, plan, sequences=128 // context, context=context)
 
 
 def _operations(step: Step, plan: Plan) -> Iterator[Operation]:
-    """What a step of a module computes in."""
+    """Yield the operations of a traced step."""
     path, name = step.path, step.name
     if name == "linear":
         yield from _linear(plan, path, step.bias)
@@ -166,13 +166,13 @@ def _linear(plan: Plan, path: str, bias: bool) -> Iterator[Operation]:
 
 
 def operands_of(plan: Plan, layer: LayerPlan, gemm: str) -> tuple[str, str]:
-    """What one of a linear's GEMMs multiplies."""
+    """The dtypes of the operands of one of a linear's GEMMs."""
     if layer.quantizers is None:
         return plan.compute_dtype, plan.compute_dtype
     one, other = layer.quantizers.gemms[gemm]
     if other == "forward":
         other = layer.quantizers.along("weight" if gemm == "dgrad" else "input")
-    # What is not quantized is rounded to the compute dtype, but for a weight in float32.
+    # Operands that are not quantized are rounded to the compute dtype, except a float32 weight.
     left = "fp32" if gemm != "wgrad" and _holder(plan, layer) == "fp32" else plan.compute_dtype
     return name_of(plan, layer, one, plan.compute_dtype), name_of(plan, layer, other, left)
 

@@ -1,4 +1,4 @@
-"""From a run's configuration and a machine to its precision table."""
+"""The precision table of a run's configuration on a machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
 
 
 def training_of(config: RunConfig) -> dict[str, Any]:
-    """What the run trains with, by key: its own, its model's training preset's, or the default."""
+    """The training settings by key: the run's, else the model's training preset's, else the
+    default."""
     keys = ("batch", "accumulate", "lr", "schedule", "warmup_steps", "steps", "weight_decay")
     told = {key: getattr(config, key) for key in keys}
     return told | {"source": training_preset(config.model).get("source", "")}

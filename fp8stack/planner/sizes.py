@@ -1,4 +1,4 @@
-"""Which sizes of a model do not suit tensor cores, and the next that do. No torch here.
+"""The sizes of a model that do not suit tensor cores, and the next that do.
 
 Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": operands
 in multiples of 16 bytes, best of 128 bytes, which is 64 elements of two bytes.
@@ -15,8 +15,7 @@ _ATTENTION = {"fp32": 1, "tf32": _TF32, "bf16": 8, "fp16": 8}
 
 
 def needed_multiple(plan: Plan) -> int:
-    """What sizes must be multiples of for the plan's GEMMs to run on tensor cores as they should; 1
-    in fp32, which has none."""
+    """The multiple that tensor cores need of the sizes of the plan's GEMMs; 1 in fp32."""
     return _TF32 if plan.compute_dtype == "tf32" else plan.vocabulary_multiple
 
 

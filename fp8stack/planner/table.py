@@ -1,4 +1,4 @@
-"""A plan in full, for people and programs: every operation, every cast, what suits the sizes."""
+"""A plan in full, as text and as JSON: every operation, every cast, and notes on sizes."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def make_table(
 
     Args:
         config: the shape of the model.
-        plan: what runs.
+        plan: a plan with its layers.
         model: its name.
-        machine: where.
+        machine: the machine, in words.
         accumulate: micro-batches per step.
         optimizer: of the run, by name.
         grad_compression: of the run.
@@ -87,7 +87,7 @@ def make_table(
 
 
 def as_json(table: PrecisionTable) -> dict[str, Any]:
-    """All of it as JSON data, layer by layer."""
+    """The table as JSON data, layer by layer."""
     return {
         "model": table.model,
         "machine": table.machine,
@@ -110,7 +110,7 @@ def as_json(table: PrecisionTable) -> dict[str, Any]:
 
 
 def as_lines(table: PrecisionTable) -> list[str]:
-    """What stands below the operations: casts and notes."""
+    """The lines below the operations: casts and notes."""
     lines = [_counts(table, "micro-batch")]
     if table.accumulate > 1 or any(cast.per == "step" for cast in table.casts):
         lines.append(_counts(table, "step"))
@@ -255,7 +255,7 @@ _SHOWN_BLOCK = re.compile(r"blocks\.[\d,-]+")
 
 
 def reasons_of(table: PrecisionTable) -> list[str]:
-    """Why operations compute in what they do, each said once."""
+    """The reasons for the operations' dtypes, each once."""
     found: dict[str, list[str]] = {}
     for layer, name, *_, why in rows_of(table.operations):
         if why:
