@@ -1,5 +1,5 @@
-"""Checkpoints found and read: safetensors and JSON in a folder, verified on load. Nothing is
-pickled. `writer` has the other half."""
+"""Finding and reading checkpoints: safetensors and JSON in a folder, verified on load, without
+pickle."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ class FileSum(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 class Info(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What a run needs to know of itself besides tensors; JSON data."""
+    """A run's state besides tensors, as JSON data."""
 
     identity: dict[str, Any]
     config: dict[str, Any]
@@ -105,7 +105,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def _verify(file: Path, expected: FileSum) -> None:
-    """See that a file is as it was written, without holding it in memory, or raise a UserError."""
+    """Raise a UserError unless a file is as it was written; it is read in pieces."""
     try:
         _require_size(file, expected.bytes)
         digest = sha256_of_file(file)
@@ -116,7 +116,7 @@ def _verify(file: Path, expected: FileSum) -> None:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """The path of the checkpoint of `step`, whether or not it exists."""
     return folder / f"step-{step:06d}"
 
 

@@ -78,11 +78,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong in the background, which `wait` would raise."""
+        """Whether a background save failed, which `wait` would raise."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait until all that was saved is on the disk. Raises a StorageError, once, if a
+        """Wait until every checkpoint is on the disk. Raises a StorageError, once, if a
         checkpoint could not be written in the background."""
         if self._thread is not None:
             self._thread.join()
@@ -132,7 +132,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, groups: Groups) -> None:
-        """Copy these; from a GPU, the copies are only begun when this returns."""
+        """Copy `groups`; from a GPU, the copies may still be running when this returns."""
         old = self._groups
         self._groups = {
             group: {
@@ -147,7 +147,7 @@ class HostCopy:
             self._copied.record()
 
     def values(self) -> Groups:
-        """What was copied; waits until it is."""
+        """Wait for the copies and return them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._groups

@@ -39,7 +39,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def first_row(tensor: Tensor) -> int:
-    """The row of the whole that the first one here is."""
+    """The index of this rank's first row in the whole tensor."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         return 0
     shape, mesh = tensor.shape, tensor.device_mesh

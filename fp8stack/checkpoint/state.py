@@ -1,4 +1,4 @@
-"""A run's whole state as named tensors and plain data, and back: what a checkpoint holds."""
+"""Capturing a run's state as named tensors, and restoring it from a checkpoint."""
 
 import math
 import re
@@ -41,8 +41,7 @@ def capture(
 
 
 def first_rows(model: GPT) -> dict[str, int]:
-    """Where the rows that `capture` finds begin in the whole, for each tensor that is shared
-    out."""
+    """The index of the first row that `capture` returns, for each sharded tensor."""
     return {
         f"{name}{of}": first_row(parameter)
         for name, parameter in model.named_parameters()
@@ -130,7 +129,7 @@ def restore_weights(model: GPT, weights: Group) -> None:
 
 
 def _like_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
-    """What the optimizer's state of each parameter looks like, by name."""
+    """Tensors shaped like the optimizer's state of each parameter, by name."""
     likes: dict[str, Tensor] = {}
     owners = _owners(optimizer)
     for name, parameter in parameters.items():
@@ -150,7 +149,7 @@ def _owners(optimizer: Optimizer) -> dict[Tensor, Optimizer]:
 
 
 def _check(likes: Group, saved: Group, model: GPT) -> None:
-    """See that `saved` has what `likes` can take, tensor by tensor, before any is changed."""
+    """Check that each tensor of `saved` fits the one in `likes`, before any is changed."""
     odd = sorted(likes.keys() ^ saved.keys())
     if odd:
         which = "lacks" if odd[0] in likes else "has a tensor too many,"

@@ -29,7 +29,7 @@ Check = Callable[[Checkpoint], object]
 
 
 class _Told(BaseModel, frozen=True, strict=True, extra="allow"):
-    """Some keys of a table that may have more."""
+    """A table of which only some keys are checked."""
 
 
 class _Identity(_Told):
@@ -168,7 +168,7 @@ def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
 
 
 def _without_memory(config: GPTConfig, recipe: str | Recipe, left_out: Mapping[str, str]) -> GPT:
-    """A model that has shapes and no values: what fits it fits the real one."""
+    """A model of shapes without values, to check tensors against."""
     plan = plan_for(config, recipe, Hardware("cpu"), left_out=left_out)
     with torch.device("meta"):
         return GPT(config, build_backend(plan))

@@ -125,7 +125,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that died while it wrote into `folder` left behind."""
+    """Remove the files of processes that died while writing into `folder`."""
     for path in folder.glob(f"{TEMPORARY}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A comparison from its beginning, or from where it was cut, to its table."""
+"""Running a comparison, new or interrupted, up to its table."""
 
 import json
 import statistics
@@ -56,7 +56,7 @@ def compare(comparison: Comparison) -> int:
 
 
 class _Results:
-    """What runs came to that ended, by name, on disk and in memory."""
+    """The results of finished runs by name, on disk and in memory."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
@@ -88,7 +88,7 @@ class _Results:
         self.ended.pop(job.name, None)
 
     def has(self, job: Job) -> bool:
-        """Whether the run ended, and would end so again."""
+        """Whether the run has a final result."""
         return job.name in self.ended and self.ended[job.name].exit in FINAL
 
     def _read(self, job: Job, **ended: Any) -> RunFigures:
@@ -118,14 +118,14 @@ class _Results:
 
     @property
     def rows(self) -> list[RecipeFigures]:
-        """What the recipes came to."""
+        """The results of each recipe."""
         comparison = self.comparison
         names = list(comparison.recipes)
         return summarize(self.runs, names, comparison.baseline, comparison.judging)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What a run takes, by recipe, as far as that was seen."""
+        """The seconds that a run takes, by recipe, where measured."""
         return {row.recipe: row.seconds for row in self.rows if row.seconds}
 
     def write(self) -> str:
@@ -259,7 +259,7 @@ def _over(
     elapsed_s: float,
     progress: Progress,
 ) -> bool:
-    """Whether the next pair would end after the hours that were given."""
+    """Whether the next pair would exceed the time limit."""
     if comparison.hours is None or not found.ended or not names:
         return False
     left = comparison.hours * 3600 - elapsed_s

@@ -1,4 +1,4 @@
-"""What a run came to, read from its folder."""
+"""The results of a run, read from its folder."""
 
 import json
 import math

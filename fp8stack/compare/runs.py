@@ -1,4 +1,4 @@
-"""Runs, each in a process of its own, and what is shown meanwhile."""
+"""Training runs, each in its own process, with a progress display."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What is compared, checked before anything is trained."""
+"""The settings of a comparison, validated before training."""
 
 import json
 import math
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return f"{self.recipe}-seed{self.seed}"
 
 
@@ -66,12 +66,12 @@ class Comparison:
         return Job(recipe=recipe, source=self.recipes[recipe], seed=seed)
 
     def folder(self, job: Job) -> RunFolder:
-        """Where a run is."""
+        """The folder of a run."""
         return RunFolder(self.out / "runs" / job.name)
 
     @property
     def report(self) -> Path:
-        """The figures of all runs, and what they are of."""
+        """The path of `compare.json`."""
         return self.out / REPORT
 
 

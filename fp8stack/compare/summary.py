@@ -1,4 +1,4 @@
-"""What the runs of each recipe came to beside the baseline's: means, errors and intervals."""
+"""The results of each recipe against the baseline: means, standard errors and intervals."""
 
 import statistics
 from collections import Counter
@@ -128,7 +128,7 @@ def verdict(
     baseline: str,
     judging: Judging,
 ) -> str:
-    """What is to be concluded, in a few words; what went wrong comes before any figure."""
+    """The conclusion in a few words; failures come before figures."""
     diverged = [f"{run.diverged_at} (seed {run.seed})" for run in runs if run.status == "diverged"]
     failed = [str(run.seed) for run in runs if run.status == "failed"]
     open_seeds = sum(run.status == "unfinished" for run in runs)
@@ -171,7 +171,7 @@ def judged(gap: Interval, baseline: str, judging: Judging, pair_s: float = 0) ->
 
 
 def pairs(count: int, more: str = "") -> str:
-    """So many pairs, in words."""
+    """A number of pairs, in words."""
     return f"{count:,}{more} pair{'s' * (count != 1)}"
 
 

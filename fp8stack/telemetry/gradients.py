@@ -1,4 +1,4 @@
-"""How much gradient reaches each part of a model.
+"""The norms of the gradients of each part of a model.
 
 A part is the weight of a linear or of an embedding, or all that a norm holds; a block is a part as
 well, with everything in it, biases included.
@@ -37,8 +37,8 @@ class Flow(NamedTuple):
 
 @torch.no_grad()
 def look(model: nn.Module) -> Flow | None:
-    """The gradients that `model` holds now; None if nothing in it is trained. Nothing is read on
-    the host. A parameter without a gradient has one of zeros.
+    """Return sums over the current gradients of `model`, without a GPU sync; None if nothing in it
+    is trained. A missing gradient counts as zeros.
 
     Where ranks share the parameters out (FSDP2), all ranks call this: their sums are added up.
     """
@@ -92,5 +92,5 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The rows of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -33,7 +33,7 @@ _TRACKED = ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db
 
 
 class Sample(NamedTuple):
-    """What a look at one step gave.
+    """The figures of one sampled step.
 
     Attributes:
         rows: JSON objects: one of the model, then one per operand and recipe, then one per part
@@ -93,7 +93,7 @@ class Telemetry:
 
     @property
     def sees_operands(self) -> bool:
-        """Whether `sampling` has anything to look at."""
+        """Whether `sampling` measures any operands."""
         return self.operands and (self.plan.is_fp8 or bool(self.what_if))
 
     @contextmanager
@@ -119,7 +119,7 @@ class Telemetry:
             with observing(model, see, layers=self._layers(model)):
                 yield
         except BaseException:
-            self._seen.clear()  # half a pass is no sample
+            self._seen.clear()  # discard an incomplete pass
             self._changes = None
             raise
 
@@ -153,7 +153,7 @@ class Telemetry:
         return Sample([self._model_row(step, fp8_gemms, count), *rows], _tracked(rows))
 
     def _layers(self, model: nn.Module) -> Mapping[str, nn.Linear]:
-        """The linears to look at: those in FP8; in a run without FP8 all but the head."""
+        """The linears to measure: those in FP8; in a run without FP8 all but the head."""
         if self.plan.runs_fp8:
             return fp8_linears(model)
         planned = {layer.name for layer in self.plan.layers}
@@ -185,7 +185,7 @@ class Telemetry:
                 self._seen.append(_Measured(path, operand, recipe, what_if, table, False, figures))
 
     def _compare_scales(self, layer: nn.Module) -> None:
-        """Count the scales that are others than at the sample before."""
+        """Count the scales that changed since the previous sample."""
         delayed: Any = layer.delayed
         scales = delayed.history.scales.clone()
         if self._scales is not None:
