@@ -119,7 +119,7 @@ def _of_random_bits(first: int, end: int, count: int, generator: torch.Generator
 
 
 def values_of(dtype: str, seed: int = 0) -> Tensor:
-    """What casts are tried on."""
+    """The values that casts are tested on."""
     return bf16_values() if dtype == "bf16" else fp32_values(seed)
 
 

@@ -107,7 +107,7 @@ def mxfp8(x: Tensor) -> Quantized:
 
 
 def serves(scaling: str) -> str:
-    """Why TE has no GEMM for this scaling here; "" if it has one."""
+    """Why TE has no GEMM for this scaling on this machine; "" if it has one."""
     import transformer_engine.pytorch as te
 
     asks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}

@@ -57,7 +57,7 @@ def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None)
 
 
 class Documents(Protocol):
-    """What knows where the documents of a file begin."""
+    """The beginnings of the documents of a file."""
 
     @property
     def index(self) -> Part | None:

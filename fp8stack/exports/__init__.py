@@ -19,7 +19,7 @@ Format = Literal["hf", "safetensors", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     out: Path
     format: str
@@ -31,7 +31,7 @@ class Exported:
 
     @property
     def line(self) -> str:
-        """All of it but the notes."""
+        """The result in one line, without the notes."""
         parameters = f"{self.parameters:,} parameters"
         return f"{self.out}: {self.title}, {parameters}, {self.dtype}, of {self.source}"
 

@@ -1,4 +1,4 @@
-"""What each format consists of: tensors and small text files."""
+"""The files of each format: tensors and small text files."""
 
 import json
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for."""
+    """The request for a forecast."""
 
     run: str  # a run's folder, a checkpoint's, or `hf:` and a folder's
     recipes: Sequence[str] = RECIPES
@@ -59,7 +59,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The answer for a model: what was measured of each recipe, and what is to be expected."""
+    """The forecast for a model: each recipe's sensitivity and expected gap."""
 
     trained: Trained
     law: Law
@@ -154,7 +154,7 @@ def forecast(
 
 
 def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Expected:
-    """What the law makes of a recipe's sensitivity."""
+    """The loss gap that the law predicts from a recipe's sensitivity."""
     parameters = trained.model.config.parameters()
     reason = law.beyond(parameters, trained.tokens, measured.forward)
     worst = tuple(sorted(measured.layers, key=lambda path: -measured.layers[path])[:WORST])

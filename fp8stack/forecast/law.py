@@ -51,7 +51,7 @@ class Law:
         return Gap(mean=mean, low=mean - width, high=mean + width)
 
     def beyond(self, parameters: int, tokens: int | None, forward: float = 0.0) -> str:
-        """Why the law cannot tell, in a few words; "" if it can.
+        """Why the law does not apply, in a few words; "" if it does.
 
         Args:
             parameters: of the model.

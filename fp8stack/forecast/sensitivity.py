@@ -36,7 +36,7 @@ SIGNAL, NOISE = FIGURES.index("signal"), FIGURES.index("noise")
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """What a recipe does to a model.
+    """The effect of a recipe on a model.
 
     Attributes:
         plan: how the recipe runs.
@@ -135,7 +135,7 @@ def without_delay(recipe: Recipe) -> Recipe:
 
 
 def log_probabilities(model: nn.Module, windows: Tensor) -> Tensor:
-    """What the model says of each next token: float32 [B, T, V], logarithms."""
+    """The log-probabilities of each next token: float32 [B, T, V]."""
     inputs_BT, _, *documents = inputs_of(windows.to(next(model.parameters()).device))
     with eval_mode(model):
         return F.log_softmax(model(inputs_BT, None, *documents).float(), dim=-1)
@@ -180,7 +180,7 @@ def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float
 
 
 class Operands:
-    """What the linears of a model multiplied in one forward and backward pass."""
+    """The operands of a model's linears in one forward and backward pass."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, Place], Tensor] = {}
@@ -214,7 +214,7 @@ class Operands:
         return made
 
     def size(self, path: str) -> int:
-        """How many elements the layer's weight has."""
+        """The number of elements of the layer's weight."""
         return self._seen[path, "weight"].numel()
 
     def backward_error(self, path: str, table: Quantizers) -> float:

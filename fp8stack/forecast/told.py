@@ -1,4 +1,4 @@
-"""A forecast as a file keeps it, and as tables show it. No torch here."""
+"""A forecast as data, as it is saved and shown in tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Told(_Told):
 
     @property
     def about(self) -> list[str]:
-        """What was looked at, in two lines."""
+        """Two lines on the model and its data."""
         told = f"{self.model}, {self.checkpoint}: {self.parameters / 1e6:.3g} million parameters"
         if self.tokens is not None:
             told += f", trained on {self.tokens / self.parameters:.3g} tokens per parameter"
@@ -87,7 +87,7 @@ class Told(_Told):
         return [*self.about, "", *aligned([self.header, *self.rows()]), "", *self.notes()]
 
     def notes(self) -> Iterator[str]:
-        """What is to be known of the table."""
+        """Yield notes on the table."""
         reasons: dict[str, list[str]] = {}
         for one in self.recipes:
             if one.reason:

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
 
 
 class _Ours(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """What our own export adds."""
+    """The keys that our own export adds."""
 
     bias: bool = True
     dropout: float | None = None

@@ -1,4 +1,4 @@
-"""What a preparation shows: a bar on a terminal, a plain line now and then elsewhere."""
+"""The progress of a preparation: a bar on a terminal, else a plain line now and then."""
 
 import sys
 import time
@@ -28,7 +28,7 @@ class Display:
             self._bar.start()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 

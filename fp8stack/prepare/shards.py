@@ -19,7 +19,7 @@ OWN_FILE = re.compile(r"(train|val)-\d{5,}\.(bin|ends)")
 
 
 class SplitState(BaseModel, frozen=True, extra="forbid"):
-    """What a split has come to."""
+    """The state of a split."""
 
     shards: tuple[Shard, ...] = ()  # the finished ones
     tokens: NonNegativeInt = 0  # in the shard that is open
@@ -84,7 +84,7 @@ class SplitWriter:
             self._close_shard()
 
     def close(self) -> None:
-        """Let go of the files; what was not written goes."""
+        """Close the files; what is still in memory is lost."""
         for file in self._files or ():
             with suppress(OSError):
                 file.close()

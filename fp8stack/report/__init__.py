@@ -1,4 +1,4 @@
-"""`fp8stack report`: what runs did, as one HTML page or for a terminal. It trains nothing."""
+"""`fp8stack report`: a report on runs, as one HTML page or for a terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What needs attention in a run, as sentences: the worst first."""
+"""The findings that need attention in a run, as sentences, the worst first."""
 
 import math
 from collections import Counter
@@ -40,7 +40,7 @@ class Judged:
 
 
 def judge(run: Run) -> Judged:
-    """Look at everything in `run`."""
+    """Return all findings of `run`."""
     delayed = _is_delayed(table(run.plan.get("recipe"))) or any(
         np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
         for operand in run.operands

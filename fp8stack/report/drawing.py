@@ -1,4 +1,4 @@
-"""How a report's plots look: one ink, no background, legible on light and on dark."""
+"""The style of a report's plots: one ink, no background, legible on light and on dark."""
 
 import io
 import re
@@ -91,7 +91,7 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Everything drawn within looks alike."""
+    """Apply the style to plots drawn within."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         warnings.filterwarnings("ignore", message="overflow", category=RuntimeWarning)
@@ -124,7 +124,7 @@ def whole_steps(axes: Any) -> None:
 
 
 def legend_above(figure: Figure, axes: Any) -> None:
-    """Say above the plot what its lines are, in nobody's way."""
+    """Place the legend above the plot."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         fit = int(12 * figure.get_figwidth() / (max(map(len, labels)) + 6))

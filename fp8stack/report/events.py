@@ -38,7 +38,7 @@ def ending(run: Run) -> Iterable[Finding]:
 
 
 def from_events(run: Run) -> Iterable[Finding]:
-    """What the guard and the loop did about trouble."""
+    """The findings from events of the guard and the training loop."""
     counts: Counter[str] = Counter(str(event.get("event")) for event in run.events)
     overflows = sum("fp16" in event for event in run.events)
     skips = counts["skip"] - overflows

@@ -43,7 +43,7 @@ class Fault:
 
 
 def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The parts that are no blocks of others."""
+    """The parts that do not contain others."""
     parts = sorted(one.part for one in gradients)
     blocks = {one for one, after in pairwise(parts) if after.startswith(f"{one}.")}
     return [one for one in gradients if one.part not in blocks]
@@ -93,7 +93,7 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
 
 
 def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
-    """What is to be said of the gradients of a run."""
+    """Yield the findings about the gradients of a run."""
     found, parts = faults(gradients, delayed), [one.part for one in leaves(gradients)]
     dead: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for fault in found:

@@ -77,7 +77,7 @@ class Session:
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run folder says."""
+    """The contents of a run folder."""
 
     path: Path
     name: str

@@ -178,7 +178,7 @@ def _stand_out(
     pasts: dict[str, Figures],
     lasting: bool,
 ) -> StandOut:
-    """What is to be said of one operand: the figure that is furthest out first."""
+    """The stand-out of one operand, the figure with the largest distance first."""
     figures = sorted(told, key=lambda figure: -told[figure][0])
     score, _, worst, _ = told[figures[0]]
     values = {}

@@ -1,4 +1,4 @@
-"""The essentials of a report for a terminal."""
+"""A short report for a terminal."""
 
 from collections.abc import Sequence
 
@@ -128,7 +128,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Text from files, which a terminal must not act on."""
+    """Text from files, with unprintable characters escaped for the terminal."""
     return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), style=style)
 
 

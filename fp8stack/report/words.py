@@ -1,4 +1,4 @@
-"""How a report puts things: sentences with a level, figures with their units."""
+"""The wording of a report: sentences with a level, figures with their units."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -55,7 +55,7 @@ def in_steps(steps: Iterable[int]) -> str:
 
 
 def titles(runs: Sequence[Run]) -> list[str]:
-    """What each run is called: its folder's name, or its path where names are the same."""
+    """The title of each run: its folder's name, or its path where names are the same."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else str(run.path)
