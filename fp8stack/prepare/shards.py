@@ -84,7 +84,7 @@ class SplitWriter:
             self._close_shard()
 
     def close(self) -> None:
-        """Close the files; what is still in memory is lost."""
+        """Close the files; errors are ignored."""
         for file in self._files or ():
             with suppress(OSError):
                 file.close()
