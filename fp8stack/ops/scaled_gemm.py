@@ -46,8 +46,8 @@ _TORCHS_NAMES = {
 class Scaled(NamedTuple):
     """An FP8 matrix with its inverse scales in the layout that its GEMM wants.
 
-    `data` is float8 [rows, K], row-major. `inv_scale` is float32 and 0-dim, float32 [rows, 1] for
-    PER_ROW, or as `pack_scales` gives it.
+    `data` is float8 [rows, K], row-major. `inv_scale` is float32 and 0-dim, or as `pack_scales`
+    gives it.
     """
 
     data: Tensor
@@ -106,7 +106,8 @@ def scaled_gemm(
     _check(a, b)
     if a.kind is Scales.PER_ROW and out_dtype == torch.float32 and not _rows_in_float32(a.data):
         y = torch.mm(a.data.bfloat16(), b.data.bfloat16().t(), out_dtype=out_dtype)
-        return y * a.inv_scale * b.inv_scale.t()
+        y = y * a.inv_scale * b.inv_scale.t()
+        return y if bias is None else y + bias.to(out_dtype)
     if a.kind in (Scales.PER_TENSOR, Scales.PER_ROW):
         # Not scaled_mm: torch 2.11 has that neither for CPUs nor for torch.compile.
         y = torch._scaled_mm(

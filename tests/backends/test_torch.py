@@ -283,6 +283,20 @@ def test_weight_gradients_are_float32_where_a_gemm_of_rows_gives_bf16_alone(monk
     assert_all_close(found[2:3], expected[2:3], tolerance=2**-22)
 
 
+def test_a_gemm_of_rows_in_bf16_adds_a_bias_as_well(monkeypatch):
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
+    monkeypatch.setattr(scaled_gemms, "_rows_in_float32", lambda data: False)
+    a, b = (
+        Scaled(normal(n, 32, seed=n).to(torch.float8_e4m3fn), torch.rand(n, 1), Scales.PER_ROW)
+        for n in (16, 48)
+    )
+    bias = normal(48)
+    found = scaled_gemm(a, b, torch.float32, bias=bias)
+    values = [one.data.double() * one.inv_scale.double() for one in (a, b)]
+    assert_all_close([found], [values[0] @ values[1].t() + bias], tolerance=2**-20)
+
+
 @pytest.mark.parametrize(
     ("cuda", "capability", "gives"),
     [("12.9", (9, 0), True), ("13.0", (9, 0), True), ("12.8", (9, 0), False),
