@@ -289,7 +289,8 @@ class ScaledLinear(LowPrecisionLinear):
             data, inv_scale = data.t().contiguous(), inv_scale.t()
         elif kind is Scales.PER_ROW:
             data, inv_scale = numerics.quantize(x.contiguous(), quantizer, 0)[:2]
-            data, inv_scale = _transposed(data), inv_scale.view(-1, 1)
+            data = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+            inv_scale = inv_scale.view(-1, 1)
         else:  # one copy is not the transpose of the other
             data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
         return along, Scaled(data, pack_scales(inv_scale, kind), kind), total
@@ -356,15 +357,6 @@ class ScaledLinear(LowPrecisionLinear):
         if largest is not None:
             slot.record(largest)
         return data, transposed, scale
-
-
-def _transposed(data: Tensor) -> Tensor:
-    """The transpose of float8 `data`, row-major; by a kernel of its own where there is one, since
-    the compiler's would write it byte by byte."""
-    if not has_kernel(data.device):
-        return data.t().contiguous()
-    turned: Tensor = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
-    return turned
 
 
 class TorchBackend(Backend):

@@ -14,7 +14,7 @@ from fp8stack.formats import Quantizer
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.trace import Step, Trace, trace
 from fp8stack.precision import LayerPlan, Plan
-from fp8stack.precision.kernels import kernel_of
+from fp8stack.precision.kernels import SCALED_AFTERWARDS, kernel_of
 
 IN_COMPUTE_DTYPE = {
     "fprop": "the GEMM of a linear's forward pass, y = x w^T: where the time goes",
@@ -193,7 +193,7 @@ def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
     if layer.quantizers is None or not native or gemm != "fprop":
         return "fp32"
     # torch's use_fast_accum, TE's split accumulator: Hopper and Ada add in fewer bits.
-    fast = kernel_of(layer.quantizers) in ("delayed", "current", "rowwise")
+    fast = kernel_of(layer.quantizers) in SCALED_AFTERWARDS
     return "fp32, fast" if fast else "fp32"
 
 

@@ -66,6 +66,11 @@ KERNELS = {
 }
 
 
+SCALED_AFTERWARDS = ("delayed", "current", "rowwise")
+"""Kernels whose scales are those of whole sums, not of parts of them: torch's `_scaled_mm`, which
+CPUs have too, and whose sums Hopper and Ada may add up in fewer bits."""
+
+
 def kernel_of(quantizers: Quantizers) -> str | None:
     """The name in `KERNELS` of what multiplies these operands, None if nothing does."""
     found = [(quantizers.along(o), quantizers.across(o)) for o in OPERANDS]
@@ -82,13 +87,12 @@ def kernel_of(quantizers: Quantizers) -> str | None:
     if all(q.per_tensor for q in (x, w, dy)):
         delayed = {q.delayed for q in (x, w, dy)}
         return None if len(delayed) > 1 else "delayed" if delayed.pop() else "current"
-    if (
-        any(q.format != "e4m3" or (q.eps and q.block != "row") for q in (x, w, dy))
-        or len({q.scale for q in (x, w, dy)}) > 1
-    ):
+    if any(q.format != "e4m3" for q in (x, w, dy)) or len({q.scale for q in (x, w, dy)}) > 1:
         return None
     if x.block == w.block == dy.block == "row":
         return "rowwise"
+    if any(q.eps for q in (x, w, dy)):
+        return None
     if (x.block, w.block, dy.block) == ((1, 128), (128, 128), (1, 128)) and x.scale != "e8m0":
         return "block"
     mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"

@@ -14,7 +14,7 @@ from fp8stack import presets
 from fp8stack.errors import UserError, unknown
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
-from fp8stack.precision.kernels import KERNELS, kernel_of
+from fp8stack.precision.kernels import KERNELS, SCALED_AFTERWARDS, kernel_of
 from fp8stack.precision.plan import BackendName, Plan
 from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe, plain
 
@@ -277,7 +277,7 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
         if kernel in ("delayed", "current") and not _as_te_has_it(quantizers):
             return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
-    if not _has_scaled_mm(hardware):
+    if not _has_torch(hardware, TORCH_MINIMUM):
         return _old_torch(hardware)
     if kernel == "block" and _is_blackwell(hardware):
         # There it runs as MXFP8 with the block recipe's scales, which only TE does.
@@ -297,15 +297,17 @@ def _unable_on_cpu(backend: str, quantizers: Quantizers, hardware: Hardware) -> 
     can."""
     if backend == "te":
         return "Transformer Engine needs a CUDA GPU"
-    if backend == "torch" and not _has_scaled_mm(hardware):
+    if backend != "torch":
+        return ""
+    if not _has_torch(hardware, TORCH_MINIMUM):
         return _old_torch(hardware)
     kernel = kernel_of(quantizers)
-    if backend == "torch" and kernel == "rowwise" and not _has_scaled_mm(hardware, ROWS_ON_CPU):
+    if kernel not in SCALED_AFTERWARDS:
+        return f"torch's scaled_mm on a CPU has no {kernel or 'such'} scaling"
+    if kernel == "rowwise" and not _has_torch(hardware, ROWS_ON_CPU):
         least = ".".join(map(str, ROWS_ON_CPU))
         return f"torch's scaled_mm on a CPU has no rowwise scaling before torch {least}"
-    if backend == "torch" and kernel not in ("delayed", "current", "rowwise"):
-        return f"torch's scaled_mm on a CPU has no {kernel or 'such'} scaling"
-    return _too_special(quantizers) if backend == "torch" else ""
+    return _too_special(quantizers)
 
 
 def _old_torch(hardware: Hardware) -> str:
@@ -339,7 +341,7 @@ def _has_cuda(hardware: Hardware, least: tuple[int, int]) -> bool:
     return hardware.cuda_version is None or hardware.cuda_version >= least
 
 
-def _has_scaled_mm(hardware: Hardware, least: tuple[int, int] = TORCH_MINIMUM) -> bool:
-    """Whether torch is at least this new; a version not known counts as current."""
+def _has_torch(hardware: Hardware, least: tuple[int, int]) -> bool:
+    """Whether torch is `least` or later; a version not known counts as current."""
     found = version_pair(hardware.torch_version)
     return found is None or found >= least
