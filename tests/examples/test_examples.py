@@ -11,8 +11,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
+from fp8stack.cli import app as cli
+from tests.docs import docs_runner as runner
 from tests.docs.docs_found import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -127,3 +130,32 @@ def test_the_slurm_script_resumes_and_requeues_only_a_run_that_was_cut_short(
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize("launch", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_slurm_script_for_several_nodes_trains(launch, tmp_path, monkeypatch, one_thread):
+    """On one node, made small: here torchrun's words go to one rank, in the slow form to two."""
+    text = (EXAMPLES / "slurm_nodes.sbatch").read_text(encoding="utf-8")
+    np.random.default_rng(0).integers(0, 256, 4000).astype("<u2").tofile(tmp_path / "tokens.bin")
+    calls = runner.run_script(text, tmp_path, launch=launch)
+    monkeypatch.chdir(tmp_path)
+    if not launch:
+        (words,) = calls
+        _, given = runner.launched(words)
+        with pytest.raises(SystemExit) as exit:
+            cli.main(runner.scaled(given))
+        assert not exit.value.code
+    assert (tmp_path / "runs" / "long" / "plan.json").is_file()
+    assert not (tmp_path / "requeued.txt").exists()
+
+
+def test_the_slurm_script_for_several_nodes_requeues_a_job_that_ran_for_ten_minutes(
+    tmp_path, monkeypatch
+):
+    text = (EXAMPLES / "slurm_nodes.sbatch").read_text(encoding="utf-8")
+    monkeypatch.setitem(runner.SHIMS, "torchrun", ("exit 1", "exit 1"))
+    for seconds, requeued in ((0, False), (900, True)):
+        monkeypatch.setenv("SECONDS", str(seconds))
+        with pytest.raises(AssertionError):  # its exit code is torchrun's
+            runner.run_script(text, tmp_path, launch=False)
+        assert (tmp_path / "requeued.txt").exists() == requeued
