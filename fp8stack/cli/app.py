@@ -21,12 +21,12 @@ from fp8stack.cli.estimate import estimate
 from fp8stack.cli.export import export
 from fp8stack.cli.forecast import forecast, tune
 from fp8stack.cli.generate import generate
-from fp8stack.cli.look import evaluate, list_, report, show
 from fp8stack.cli.machine import conform, doctor
 from fp8stack.cli.options import Command, Group, option
 from fp8stack.cli.plan import plan
 from fp8stack.cli.prepare import prepare
 from fp8stack.cli.pretrain import pretrain
+from fp8stack.cli.results import evaluate, list_, report, show
 from fp8stack.errors import Interrupted, StorageError, UserError, quoted
 from fp8stack.threads import adapting
 

@@ -15,12 +15,12 @@ RUN = typer.Argument(help=options.TRAINED, show_default=False)
 RECIPES = option(
     "Precision recipes or TOML files, separated by commas. [eight of them, in FP8 to FP4]"
 )
-CANDIDATES = option("Recipes that layers may have. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16]")
-DATA = option("Text that the model was not trained on. [the run's own held-out part]")
+CANDIDATES = option("Recipes to choose from for each layer. [nvfp4,mxfp4,mxfp6_e2m3,mxfp8,bf16]")
+DATA = option("Held-out text. [the run's own held-out part]")
 WINDOWS = option("Windows to measure on. [128]")
-TOKENS = option("Tokens that the model was trained on. [what the run says]")
-BUDGET = option("Loss gap that is allowed, in percent of the loss. Example: 0.2%")
-BITS = option("Instead: bits that GEMMs may have on average. Example: 6")
+TOKENS = option("Number of training tokens. [recorded in the run]")
+BUDGET = option("Largest loss gap, in percent of the loss. Example: 0.2%")
+BITS = option("Instead of --budget: bits of GEMMs on average. Example: 6")
 OUT = option("File to write the recipe to. [tuned.toml]")
 MEASURED = ("run", "data", "windows", "tokens", "tokenizer", "device")
 """The arguments of both commands that select the model and the data."""
@@ -48,12 +48,12 @@ def forecast(
     request = forecasts.Request(recipes=chosen, **flags)
     with _measuring() as tell:
         found = forecasts.forecast(request, tell)
-    told = found.told()
-    kept = forecasts.keep(told, run)
+    result = found.result()
+    kept = forecasts.keep(result, run)
     if json:
-        options.print_json(told.model_dump(mode="json"))
+        options.print_json(result.model_dump(mode="json"))
     else:
-        print(*told.as_text(), sep="\n")
+        print(*result.as_text(), sep="\n")
         if kept is not None:
             print("", f"written: {kept}, which `fp8stack report` shows", sep="\n")
 
@@ -77,14 +77,14 @@ def tune(
     from fp8stack.forecast import forecast as forecasts
     from fp8stack.forecast import tune
 
-    asked = tune.ask(budget, bits, out)
+    target = tune.parse_target(budget, bits, out)
     chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
     request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
         forecast = forecasts.forecast(request, tell, must_tell=True)
     choices = tune.Choices(forecast, plain=tune.PLAIN in chosen)
-    found = tune.tuned(choices, forecast, asked)
-    tune.write(found, forecast, asked)
+    found = tune.tuned(choices, forecast, target)
+    tune.write(found, forecast, target)
     if json:
         options.print_json({**vars(found), "gap": vars(found.gap)})
     else:
@@ -94,7 +94,7 @@ def tune(
 
 @contextmanager
 def _measuring() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what is being measured."""
+    """Show on a terminal what is being measured."""
     from rich.console import Console
 
     with Console(stderr=True).status("measuring") as status:

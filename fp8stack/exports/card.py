@@ -12,8 +12,8 @@ import fp8stack
 from fp8stack import presets
 from fp8stack.config import RunConfig
 from fp8stack.exports.files import Source
-from fp8stack.forecast.told import NAME as FORECAST
-from fp8stack.forecast.told import Told, shares
+from fp8stack.forecast.result import NAME as FORECAST
+from fp8stack.forecast.result import ForecastResult, shares
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 
@@ -39,7 +39,7 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
     lines += ["---", MARK, "", f"# {repository.split('/')[1] if repository else 'Model card'}", ""]
     lines += ["Pretrained with fp8stack, in low precision where its recipe says so.", ""]
     lines += ["| | |", "|---|---|", *(f"| {key} | {said} |" for key, said in _facts(source, title))]
-    lines += ["", *(f"{told}\n" for told in _gaps(source, recipe))]
+    lines += ["", *(f"{gap}\n" for gap in _gaps(source, recipe))]
     lines += ["## Use", "", "```python", *_loading(name), "```", ""]
     if format == "hf":
         lines += ["To train it further:", "", "```"]
@@ -100,10 +100,14 @@ def _gaps(source: Source, recipe: str) -> Iterator[str]:
     with suppress(OSError, ValueError, KeyError, TypeError, IndexError, StopIteration):
         yield _measured_gap(source.run, source.step)
     with suppress(OSError, ValueError):
-        told = Told.model_validate_json((source.run / FORECAST).read_text("utf-8"))
-        for one in told.recipes:
-            if one.recipe == recipe and one.gap is not None and told.checkpoint == source.path.name:
-                gap, interval = shares(one.gap, told.loss)
+        forecast = ForecastResult.model_validate_json((source.run / FORECAST).read_text("utf-8"))
+        for one in forecast.recipes:
+            if (
+                one.recipe == recipe
+                and one.gap is not None
+                and forecast.checkpoint == source.path.name
+            ):
+                gap, interval = shares(one.gap, forecast.loss)
                 yield (
                     f"Forecast, not measured: training a model like this in {_code(recipe)} changes"
                     f" its loss by {gap} (90 % interval {interval})."

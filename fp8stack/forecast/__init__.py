@@ -1,1 +1,1 @@
-"""What a recipe will cost in loss, before it is trained."""
+"""Forecasts of what training in a recipe costs in loss."""

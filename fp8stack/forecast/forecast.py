@@ -1,5 +1,5 @@
-"""`fp8stack forecast`: the loss gap to expect from training in each recipe, and which layers cause
-it, from one trained model."""
+"""`fp8stack forecast`: predicts from one trained model the loss gap of training in each recipe, and
+which layers cause it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fp8stack.errors import StorageError, UserError, quoted
 from fp8stack.evaluation.scores import nats_of
 from fp8stack.evaluation.windows import Windows, windows_for
 from fp8stack.forecast.law import Law, fitted
+from fp8stack.forecast.result import NAME, WORST, Expected, ForecastResult
 from fp8stack.forecast.sensitivity import Sensitivity, sensitivities
-from fp8stack.forecast.told import NAME, WORST, Expected, Told
 from fp8stack.hf import path_in
 from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
@@ -35,18 +35,18 @@ WINDOWS, LEAST_WINDOWS, BATCH = 128, 8, 32
 class Request:
     """The request for a forecast."""
 
-    run: str  # a run's folder, a checkpoint's, or `hf:` and a folder's
+    run: str  # a run, a checkpoint, hf:FOLDER or hf:owner/name
     recipes: Sequence[str] = RECIPES
     data: str | None = None  # see `windows_for`
     windows: int = WINDOWS
-    tokens: int | None = None  # that the model was trained on; None for what the run says
+    tokens: int | None = None  # training tokens; None: those recorded in the run
     tokenizer: str | None = None
     device: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A model that is looked at, in float32, and text that it was not trained on."""
+    """A trained model in float32, and held-out text."""
 
     name: str
     checkpoint: str
@@ -66,10 +66,10 @@ class Forecast:
     measured: dict[str, Sensitivity]
     recipes: tuple[Expected, ...]
 
-    def told(self) -> Told:
-        """It as a file keeps it."""
+    def result(self) -> ForecastResult:
+        """The forecast as data."""
         trained = self.trained
-        return Told(
+        return ForecastResult(
             model=trained.name,
             checkpoint=trained.checkpoint,
             parameters=trained.model.config.parameters(),
@@ -83,8 +83,8 @@ class Forecast:
 
 
 def load_trained(request: Request) -> Trained:
-    """The model and the text. Raises what `find_source` and `windows_for` raise, and a UserError
-    for a folder of transformers without data."""
+    """Load the model and the text of a request. Raises what `find_source` and `windows_for` raise,
+    and a UserError for a folder of transformers without data."""
     if request.windows < LEAST_WINDOWS:
         raise UserError(f"--windows {request.windows} is too few. Use {LEAST_WINDOWS} or more.")
     if request.tokens is not None and request.tokens < 1:
@@ -99,7 +99,7 @@ def load_trained(request: Request) -> Trained:
     for note in source.notes:
         print(note, file=sys.stderr)
     config, tokens = source.run or RunConfig(data=request.data), request.tokens
-    if tokens is None and source.run is not None and not config.init_from:  # else nobody knows
+    if tokens is None and source.run is not None and not config.init_from:  # else unknown
         tokens = source.step * config.batch * context_of(config, source.shape)
     model = GPT(source.shape, build_backend(plan_for(source.shape, "fp32", hardware)))
     restore_weights(model, source.weights)
@@ -124,12 +124,12 @@ def load_trained(request: Request) -> Trained:
 def forecast(
     request: Request, tell: Callable[[str], None] = lambda line: None, *, must_tell: bool = False
 ) -> Forecast:
-    """The gap to expect of each recipe that is asked for.
+    """Predict the loss gap of each requested recipe.
 
     Args:
-        request: what is asked.
-        tell: gets the name of each recipe when it is measured.
-        must_tell: whether a model that the law does not cover is refused, before it is measured.
+        request: the model, the recipes and the data.
+        tell: called with the name of each recipe once it is measured.
+        must_tell: raise an error, before measuring, if the law does not cover the model.
 
     Raises:
         UserError: such a model, and what `load_trained` and `load_recipe` raise.
@@ -172,14 +172,15 @@ def expected(name: str, measured: Sensitivity, trained: Trained, law: Law) -> Ex
     )
 
 
-def keep(told: Told, run: str) -> Path | None:
-    """Write the forecast to the run's folder, for its report, and return the path; None if it is of
-    a checkpoint or a folder of transformers, or, with a warning, if it cannot be written."""
+def keep(result: ForecastResult, run: str) -> Path | None:
+    """Write the result to the run's folder, where `fp8stack report` finds it, and return the path.
+    Returns None if `run` is not a run's folder or, with a warning, if the file cannot be written.
+    """
     if path_in(run) is not None or not RunFolder(Path(run)).holds_run:
         return None
     path = Path(run) / NAME
     try:
-        write_atomically(path, (told.model_dump_json(indent=1) + "\n").encode())
+        write_atomically(path, (result.model_dump_json(indent=1) + "\n").encode())
     except StorageError as error:
         print(f"fp8stack: the report will not show this: {error}", file=sys.stderr)
         return None

@@ -1,5 +1,5 @@
-"""The law from a recipe's sensitivity to the loss gap that training in it leaves, and how far it
-is to be trusted. `python -m bench law` fits it to the runs of `python -m bench study`."""
+"""The law that predicts the loss gap of training in a recipe from the recipe's sensitivity.
+`python -m bench law` fits it to the runs of `python -m bench study`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib import resources
 
 from scipy import stats
 
-from fp8stack.forecast.told import Gap
+from fp8stack.forecast.result import Gap
 
 CONFIDENCE = 0.90
 QUANTILE = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
-"""How many standard deviations its interval is to either side."""
+"""Half the width of an interval, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class Law:
     """gap = forward x KL^power + backward x error, in nats per token.
 
     Attributes:
-        forward, power: of the divergence that the forward pass has.
-        backward: of the backward pass's relative squared error.
-        deviation: the standard deviation of gaps around the law, as a share of what it says.
-        parameters, ratio: the least and the most that the fit covers, of the model's parameters
-            and of its training tokens per parameter.
-        largest: the largest divergence that it covers, in nats per token.
-        runs: how many pairs of runs it was fitted to.
+        forward, power: factor and exponent of the forward pass's divergence.
+        backward: factor of the backward pass's relative squared error.
+        deviation: the standard deviation of gaps around the law, as a share of the prediction.
+        parameters, ratio: the ranges that the fit covers, of the number of parameters and of
+            training tokens per parameter.
+        largest: the largest divergence in the fit, in nats per token.
+        runs: the number of pairs of runs in the fit.
     """
 
     forward: float
@@ -41,11 +41,11 @@ class Law:
     runs: int
 
     def mean(self, forward: float, backward: float) -> float:
-        """The gap to expect, in nats per token."""
+        """The predicted gap, in nats per token. For the arguments see `Sensitivity`."""
         return float(self.forward * forward**self.power + self.backward * backward)
 
     def gap(self, forward: float, backward: float) -> Gap:
-        """The gap to expect with its interval, of a recipe whose sensitivity is this."""
+        """The predicted gap with its interval. For the arguments see `Sensitivity`."""
         mean = self.mean(forward, backward)
         width = QUANTILE * self.deviation * mean
         return Gap(mean=mean, low=mean - width, high=mean + width)
@@ -54,9 +54,9 @@ class Law:
         """Why the law does not apply, in a few words; "" if it does.
 
         Args:
-            parameters: of the model.
-            tokens: that it was trained on; None if nobody knows.
-            forward: the divergence of a recipe.
+            parameters: the model's number of parameters.
+            tokens: the number of its training tokens; None if unknown.
+            forward: the divergence of a recipe, in nats per token.
         """
         low, high = self.parameters
         if not low / 2 <= parameters <= high * 2:
@@ -82,7 +82,7 @@ class Law:
 
 @cache
 def fitted() -> Law:
-    """The law that comes with fp8stack."""
-    told = json.loads(resources.files("fp8stack.forecast").joinpath("law.json").read_text())
-    ranges = {key: tuple(told[key]) for key in ("parameters", "ratio")}
-    return Law(**{**told, **ranges})
+    """The fitted law that ships with fp8stack."""
+    values = json.loads(resources.files("fp8stack.forecast").joinpath("law.json").read_text())
+    ranges = {key: tuple(values[key]) for key in ("parameters", "ratio")}
+    return Law(**{**values, **ranges})

@@ -1,13 +1,12 @@
-"""How a trained model answers to a recipe, measured without training. B windows, T tokens, V
+"""A trained model's sensitivity to a recipe, measured without training. B windows, T tokens, V
 vocabulary.
 
-Forward: what quantizing inputs and weights does to the model's predictions, as the Kullback-Leibler
-divergence KL(p || q) in nats per token from the model's own probabilities p to those of the
-quantized model, q. It is the loss that is added on average where the labels are as the model says,
-and has only second-order terms, so that a few thousand tokens tell 8-bit recipes apart where the
-difference of two losses needs millions.
+Forward: the Kullback-Leibler divergence KL(p || q), in nats per token, of the quantized model's
+predictions q from the model's own, p. It equals the added loss if labels are distributed as p. A
+few thousand tokens distinguish 8-bit recipes, where the difference of two losses needs millions,
+because KL has no first-order term.
 
-Backward: the relative squared error of what the two GEMMs of the backward pass multiply.
+Backward: the relative squared error of the operands of the backward pass's two GEMMs.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ SIGNAL, NOISE = FIGURES.index("signal"), FIGURES.index("noise")
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """The effect of a recipe on a model.
+    """A model's sensitivity to a recipe.
 
     Attributes:
         plan: how the recipe runs.
         forward: KL in nats per token with every layer of the recipe quantized.
         layers: the same with one layer alone, by module path.
-        backward: the relative squared error of a product of the backward pass, its two operands'
-            added up, averaged over both GEMMs and the layers of the recipe by their sizes.
-        backward_layers: the same of one layer.
-        sizes: elements of the layers' weights.
+        backward: the sum of the relative squared errors of a backward GEMM's two operands,
+            averaged over both GEMMs and over the recipe's layers, weighted by size.
+        backward_layers: the same of each layer.
+        sizes: elements of each layer's weight.
     """
 
     plan: Plan
@@ -56,8 +55,8 @@ class Sensitivity:
     sizes: dict[str, int]
 
     def without(self, left_out: Collection[str]) -> Sensitivity:
-        """The same with some layers not quantized: divergences of layers add up to that of all of
-        them, within some percent."""
+        """The sensitivity with some layers not quantized. The layers' divergences add up to the
+        whole model's within a few percent."""
         kept = [path for path in self.layers if path not in left_out]
         alone = sum(self.layers.values())
         share = sum(self.layers[path] for path in kept) / alone if alone else 0.0
@@ -74,16 +73,15 @@ class Sensitivity:
 def sensitivities(
     model: GPT, recipes: Mapping[str, Recipe], windows: Tensor, hardware: Hardware, batch: int = 32
 ) -> Iterator[tuple[str, Sensitivity]]:
-    """The sensitivity of a model to each recipe, as it is measured.
+    """Measure the sensitivity of a model to each recipe, and yield each with the recipe's name.
 
     Args:
-        model: in float32 without FP8; its weights are read.
-        recipes: by name; of delayed scaling those of current scaling are measured, since its scales
-            are of earlier passes that nobody made.
-        windows: text that the model was not trained on, int64 [B, T + 1], or with documents
-            [B, 2, T + 1].
-        hardware: what the recipes are planned for.
-        batch: windows at a time.
+        model: in float32 without FP8.
+        recipes: by name. Delayed scaling is measured as current scaling, because there are no
+            earlier passes to take scales from.
+        windows: held-out text, int64 [B, T + 1], or with documents [B, 2, T + 1].
+        hardware: the machine that the recipes are planned for.
+        batch: windows per forward pass.
     """
     plans = {
         name: plan_for(model.config, without_delay(recipe), hardware)
@@ -94,7 +92,7 @@ def sensitivities(
     forward: dict[object, tuple[float, dict[str, float]]] = {}
     for name, plan in plans.items():
         tables = {la.name: la.quantizers for la in plan.layers if la.fp8 and la.quantizers}
-        # Recipes that differ in the backward pass alone share what was measured.
+        # Recipes that differ only in the backward pass share the forward measurement.
         key = tuple((path, table.input, table.weight) for path, table in tables.items())
         if key not in forward:
             forward[key] = _forward(model, plan, windows, batch)
@@ -148,8 +146,8 @@ def divergence(reference_BTV: Tensor, other_BTV: Tensor) -> Tensor:
 
 
 def _forward(model: GPT, plan: Plan, windows: Tensor, batch: int) -> tuple[float, dict[str, float]]:
-    """KL in nats per token with all layers of a plan quantized, and with each alone. One batch's
-    probabilities are in memory at a time."""
+    """KL in nats per token with all layers of a plan quantized, and with each alone, holding one
+    batch's probabilities in memory at a time."""
     backend = build_backend(plan)
     backend.vocabulary_multiple = model.backend.vocabulary_multiple  # the weights' shapes
     quantized = GPT(model.config, backend)
@@ -183,13 +181,13 @@ class Operands:
     """The operands of a model's linears in one forward and backward pass."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, Place], Tensor] = {}
+        self._tensors: dict[tuple[str, Place], Tensor] = {}
         self._errors: dict[tuple[str, Place, Quantizer, int], float] = {}
 
     @classmethod
     def of(cls, model: GPT, windows: Tensor, paths: Collection[str]) -> Operands:
-        """Those of the linears at these paths, for the loss of these windows; gradients of the
-        model are left as they were."""
+        """The operands of the linears at `paths` for the loss of `windows`. The model's gradients
+        are left unchanged."""
         made = cls()
         layers = {
             path: part
@@ -197,15 +195,15 @@ class Operands:
             if isinstance(part, nn.Linear) and path in paths
         }
 
-        def see(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
-            made._seen[path, place] = x.clone()
+        def observe(path: str, layer: nn.Module, place: Place, x: Tensor) -> None:
+            made._tensors[path, place] = x.clone()
 
         before = {name: parameter.grad for name, parameter in model.named_parameters()}
-        with torch.enable_grad(), observing(model, see, layers=layers):
+        with torch.enable_grad(), observing(model, observe, layers=layers):
             inputs_BT, targets_BT, *documents = inputs_of(
                 windows.to(next(model.parameters()).device)
             )
-            # Of logits, since the model's own loss may take the head in parts, unseen.
+            # From logits, since the model's own loss may compute the head in chunks, unobserved.
             logits_BTV = model(inputs_BT, None, *documents).float()
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
             torch.autograd.backward(loss)
@@ -215,11 +213,11 @@ class Operands:
 
     def size(self, path: str) -> int:
         """The number of elements of the layer's weight."""
-        return self._seen[path, "weight"].numel()
+        return self._tensors[path, "weight"].numel()
 
     def backward_error(self, path: str, table: Quantizers) -> float:
-        """The relative squared errors of a backward GEMM's two operands added up, the mean of both
-        GEMMs."""
+        """The sum of the relative squared errors of a backward GEMM's two operands, the mean of
+        both GEMMs."""
         forward = {"input": table.input, "weight": table.weight}
         total = self._error(path, "grad_output", table.grad_output, 1)
         total += self._error(path, "grad_output", table.grad_output_wgrad, 0)
@@ -236,7 +234,7 @@ class Operands:
             return 0.0
         key = (path, operand, quantizer, dim)
         if key not in self._errors:
-            x = self._seen[path, operand]
+            x = self._tensors[path, operand]
             bits = RandomBits(0, 0, torch.zeros((), dtype=torch.int64, device=x.device))
             figures = quantization_error(
                 x, quantizer, dim=dim, generator=bits if quantizer.stochastic else None

@@ -1,4 +1,4 @@
-"""`fp8stack tune`: the cheapest recipe for each layer whose forecast stays within a budget."""
+"""`fp8stack tune`: chooses the cheapest recipe for each layer within a budget for the loss gap."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fp8stack.config import percent
 from fp8stack.errors import UserError, quoted
 from fp8stack.forecast.forecast import Forecast
 from fp8stack.forecast.law import Law
+from fp8stack.forecast.result import GAP, Gap, shares
 from fp8stack.forecast.sensitivity import Sensitivity
-from fp8stack.forecast.told import GAP, Gap, shares
 from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.io import write_atomically
 from fp8stack.precision import load_recipe
 from fp8stack.tables import aligned
 
 PLAIN, PLAIN_BITS = "bf16", 16.0
-"""What a layer that is not quantized runs in."""
+"""The precision of a layer that is not quantized."""
 CANDIDATES = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", PLAIN)
 GEMMS = ("fprop", "dgrad", "wgrad")
 _TANGENTS, _EDGE = 24, 1 + 1e-9
@@ -36,19 +36,18 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The recipes of each layer's forward and backward pass, by module path, and what they come
-    to."""
+    """The recipes of each layer's forward and backward pass, by module path, and their cost."""
 
     layers: dict[str, tuple[str, str]]
-    bits: float  # of a GEMM, the mean over all by their multiplications
+    bits: float  # of a GEMM, the mean weighted by multiplications
     forward: float  # KL in nats per token
     backward: float  # relative squared error, see `Sensitivity`
     gap: Gap
 
 
 def bits_of(table: Quantizers | None) -> dict[str, float]:
-    """The bits of a linear's GEMMs by their names: those of the wider operand, at whose rate tensor
-    cores multiply; None is not quantized."""
+    """The bits of a linear's GEMMs, by name: those of the wider operand, which determines the rate
+    of tensor cores. None is a linear that is not quantized."""
 
     def of(quantizer: Quantizer | None) -> float:
         return PLAIN_BITS if quantizer is None else float(FORMATS[quantizer.format].bits)
@@ -63,9 +62,9 @@ def bits_of(table: Quantizers | None) -> dict[str, float]:
 
 
 class Choices:
-    """What each layer costs in each candidate: bits, divergence and error of the backward pass. A
-    candidate is a recipe for the forward pass and one for the backward pass; with `plain` layers
-    may stay in bf16."""
+    """The cost of each layer in each candidate: bits, divergence and backward error. A candidate
+    is a recipe for the forward pass and one for the backward pass; with `plain`, layers may stay in
+    bf16."""
 
     def __init__(self, forecast: Forecast, plain: bool = True) -> None:
         self.measured = forecast.measured
@@ -79,8 +78,8 @@ class Choices:
         self.bits, self.forward, self.backward = np.moveaxis(figures, -1, 0)
 
     def _cost(self, path: str, forward: str, backward: str) -> tuple[float, float, float]:
-        """Bits, divergence and error of one layer. Divergences are such that those of all layers
-        add up to what they come to together."""
+        """Bits, divergence and backward error of one layer. Divergences are scaled to add up to
+        that of all layers together."""
         one, other = self.measured.get(forward), self.measured.get(backward)
         ahead, back = bits_of(_table(one, path)), bits_of(_table(other, path))
         divergence = 0.0
@@ -93,19 +92,19 @@ class Choices:
         )
 
     def assigned(self, chosen: Sequence[int], law: Law) -> Assignment:
-        """The assignment that takes these candidates, one for each layer."""
+        """The assignment of one candidate, by its index, to each layer."""
         rows, pairs = np.arange(len(self.layers)), [self.pairs[number] for number in chosen]
         figures = [of[rows, chosen] for of in (self.bits, self.forward, self.backward)]
         return self._assigned(pairs, np.array(figures), law)
 
     def uniform(self, name: str, law: Law) -> Assignment:
-        """The assignment that takes one recipe everywhere."""
+        """The assignment of one recipe to all layers."""
         pair = (name, name)
         figures = np.array([self._cost(path, *pair) for path in self.layers]).T.copy()
         return self._assigned([pair] * len(self.layers), figures, law)
 
     def _assigned(self, pairs: Sequence[tuple[str, str]], figures: Array, law: Law) -> Assignment:
-        """The assignment of these pairs, whose `_cost` are the `figures`, [3, layers]."""
+        """The assignment of these pairs; `figures` [3, layers] are their `_cost`."""
         bits, divergence, error = figures
         forward, backward = float(divergence.sum()), float((error * self.weights).sum())
         return Assignment(
@@ -117,24 +116,25 @@ class Choices:
         )
 
     def cheapest(self, law: Law, budget: float) -> Assignment | None:
-        """The assignment with the fewest bits whose gap is at most `budget` nats per token, of
-        those the one with the least gap; None if there is none."""
+        """The assignment with the fewest bits, then the least gap, whose gap is at most `budget`
+        nats per token; None if there is none."""
         within = [one for one in self._solved(law, budget=budget) if one.gap.mean <= budget * _EDGE]
         return min(within, key=lambda one: (round(one.bits, 6), one.gap.mean), default=None)
 
     def best(self, law: Law, bits: float) -> Assignment | None:
-        """The assignment with the least gap whose GEMMs have at most so many bits."""
+        """The assignment with the least gap whose GEMMs have at most `bits` on average; None if
+        there is none."""
         return min(self._solved(law, bits=bits), key=lambda one: one.gap.mean, default=None)
 
     def _solved(
         self, law: Law, budget: float | None = None, bits: float | None = None
     ) -> Iterator[Assignment]:
-        """Assignments with few bits within a budget, or a small gap with so many bits.
+        """Yield assignments with few bits within a budget, or with a small gap within `bits`.
 
-        Each is an integer program, for HiGHS by way of SciPy. The law is a power of the divergence;
-        a program has its tangent instead, at one of several divergences from the least to the
-        most. A power below 1 lies under its tangents and touches them, so that what meets a tangent
-        meets the law, and the best of all meets the tangent at its own divergence.
+        Each solves an integer program (HiGHS, through SciPy). The law is a concave power of the
+        divergence, which a program replaces by its tangent at one of several divergences. A concave
+        function lies below its tangents, so an assignment within a tangent's budget is within the
+        law's; the optimum is found by the tangent at its own divergence.
         """
         count, width = self.bits.shape
         each = (self.bits * self.weights[:, None]).ravel()
@@ -159,7 +159,7 @@ class Choices:
 
 
 def _is_recipe(pair: tuple[str, str]) -> bool:
-    """Whether a recipe can have the first's forward pass and the second's backward pass."""
+    """Whether a recipe can combine the first's forward pass with the second's backward pass."""
     forward, backward = pair
     if forward == backward:
         return True
@@ -171,14 +171,13 @@ def _is_recipe(pair: tuple[str, str]) -> bool:
 
 
 def candidates(names: Sequence[str]) -> list[str]:
-    """Those of the recipes that are quantized. Raises a UserError if there is none, or one cannot
-    be a layer's."""
+    """The quantized recipes among `names`. Raises a UserError if there is none, or if one cannot be
+    assigned to a layer."""
     for name in names:
         recipe = load_recipe(name)
         if name.endswith(".toml"):
             raise UserError(
-                f"--recipes: {quoted(name)} is a file, which a recipe cannot refer to. Name those "
-                "that ship."
+                f"--recipes: {quoted(name)} is a file. A layer's recipe must be a shipped one."
             )
         alike = not (recipe.layers or recipe.exclude or recipe.head)
         if not alike or recipe.exclude_first_blocks or recipe.exclude_last_blocks:
@@ -199,8 +198,8 @@ def _table(measured: Sensitivity | None, path: str) -> Quantizers | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a tuned recipe is to keep to: a gap as a share of the loss, or bits; and its file."""
+class Target:
+    """The target of a tuned recipe: a gap as a share of the loss, or bits; and its file."""
 
     budget: float | None
     bits: float | None
@@ -212,51 +211,51 @@ class Asked:
         return f"{self.bits:g} bits at most"
 
 
-def ask(budget: str | None, bits: float | None, out: str) -> Asked:
-    """What the command asks for. Raises a UserError unless it is a share or a number of bits, and
-    for a file that is no TOML file or is there."""
+def parse_target(budget: str | None, bits: float | None, out: str) -> Target:
+    """Parse the command's target. Raises a UserError unless it is either a share or a number of
+    bits, and if `out` is no TOML file or exists."""
     if (budget is None) == (bits is None):
         raise UserError("Give either --budget, such as 0.2%, or --bits, such as 6.")
     path = Path(out)
     if path.suffix != ".toml":
         raise UserError(f"--out {quoted(out)}: a recipe is a TOML file. Example: tuned.toml")
     if path.exists():
-        raise UserError(f"{quoted(out)} is there. Give another --out, or remove it.")
+        raise UserError(f"{quoted(out)} exists. Give another --out, or remove it.")
     share = None if budget is None else percent("--budget", budget, "0.2%") / 100
     if bits is not None and not 0 < bits <= PLAIN_BITS:
         raise UserError(f"--bits {bits:g}: a GEMM has more than 0 and at most {PLAIN_BITS:g}.")
-    return Asked(budget=share, bits=bits, path=path)
+    return Target(budget=share, bits=bits, path=path)
 
 
-def tuned(choices: Choices, forecast: Forecast, asked: Asked) -> Assignment:
-    """The assignment that is asked for.
+def tuned(choices: Choices, forecast: Forecast, target: Target) -> Assignment:
+    """The best assignment for a target.
 
     Raises:
-        UserError: the law cannot tell of a recipe, or nothing meets what is asked; it names the
+        UserError: the law does not cover a recipe, or no assignment meets the target; it names the
             closest.
     """
     for one in forecast.recipes:
         if one.reason:
             raise UserError(f"{one.recipe}: {one.reason}. Leave it out of --recipes.")
     law, loss = forecast.law, forecast.trained.loss
-    if asked.budget is not None:
-        found = choices.cheapest(law, asked.budget * loss)
+    if target.budget is not None:
+        found = choices.cheapest(law, target.budget * loss)
         if found is None:
             closest = choices.best(law, PLAIN_BITS)
             assert closest is not None  # no recipe has more bits
             raise UserError(
-                f"--budget {100 * asked.budget:g}%: the closest that these recipes come to is "
+                f"--budget {100 * target.budget:g}%: the smallest gap of these recipes is "
                 f"{closest.gap.mean / loss:.2%}, with {closest.bits:.2f} bits. Give more, or bf16 "
                 "among --recipes."
             )
         return found
-    assert asked.bits is not None
-    found = choices.best(law, asked.bits)
+    assert target.bits is not None
+    found = choices.best(law, target.bits)
     if found is None:
         least = float(choices.bits.min(axis=1) @ choices.weights)
         raise UserError(
-            f"--bits {asked.bits:g}: the fewest that these recipes have is {least:.2f}. Give more, "
-            "or --recipes with fewer."
+            f"--bits {target.bits:g}: these recipes need at least {least:.2f}. Give more, or "
+            "--recipes with fewer."
         )
     return found
 
@@ -270,8 +269,7 @@ def command(run: str, out: str) -> str:
 
 
 def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str]:
-    """The tuned recipe beside each candidate, and none, in all layers, then which layers have
-    which."""
+    """A table of the tuned recipe and of each candidate in all layers; the layers by recipe."""
     named = [("tuned", found)]
     named += [(n, choices.uniform(n, forecast.law)) for n in (*choices.measured, PLAIN)]
     loss = forecast.trained.loss
@@ -284,18 +282,18 @@ def as_text(found: Assignment, choices: Choices, forecast: Forecast) -> list[str
     return [*table, "", *(f"{which}: {', '.join(paths)}" for which, paths in of.items())]
 
 
-def write(found: Assignment, forecast: Forecast, asked: Asked) -> None:
+def write(found: Assignment, forecast: Forecast, target: Target) -> None:
     """Write the recipe file. Raises a StorageError if the disk is full or cannot be written."""
-    told = (
-        f"tuned for {forecast.trained.name}: {asked}. {found.bits:.2f} bits, a gap of "
+    description = (
+        f"tuned for {forecast.trained.name}: {target}. {found.bits:.2f} bits, a gap of "
         f"{found.gap.mean / forecast.trained.loss:.2%} is expected"
     )
-    asked.path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(asked.path, as_toml(found, told).encode())
+    target.path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target.path, as_toml(found, description).encode())
 
 
 def as_toml(found: Assignment, description: str) -> str:
-    """A recipe file: the recipe that most layers have, and an entry for each of the others."""
+    """A recipe file: the most common recipe, and an entry for each layer with another."""
     counts = Counter(pair for pair in found.layers.values() if pair[0] != PLAIN)
     base = counts.most_common(1)[0][0] if counts else (PLAIN, PLAIN)
     lines = [f"description = {_quoted(description)}", f'like = "{base[0]}"', *_backward(base)]

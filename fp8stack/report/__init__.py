@@ -1,4 +1,4 @@
-"""`fp8stack report`: a report on runs, as one HTML page or for a terminal."""
+"""`fp8stack report`: a report on runs, as an HTML page, text or JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,19 +11,19 @@ def report(
 
     Args:
         runs: run folders.
-        out: the page; left out, `report.html` in the run's folder, or in the folder that several
-            runs share. Its plots go as PNG files into a folder beside it, `report_files`.
-        text: print the essentials; then a page is written only if `out` names one.
+        out: the page; by default `report.html` in the run's folder, or in the folder that several
+            runs share. Its plots are written as PNG files to the folder `report_files` beside it.
+        text: print a summary; then a page is written only if `out` is given.
         json: the same, as JSON.
 
     Raises:
-        UserError: a path that is no run, or something else in the place of `out`.
+        UserError: a path is no run, or `out` is not a file that can be replaced.
         StorageError: the disk is full or cannot be written.
     """
-    from fp8stack.report.attention import judge
+    from fp8stack.report.analysis import analyze
     from fp8stack.report.read import read_run
 
-    judged = [judge(read_run(run)) for run in runs]
+    analyses = [analyze(read_run(run)) for run in runs]
     written = None
     if out is not None or not (text or json):
         from fp8stack.report import page
@@ -32,15 +32,15 @@ def report(
     if text:
         from rich.console import Console
 
+        from fp8stack.report.formatting import titles
         from fp8stack.report.text import show
-        from fp8stack.report.words import titles
 
         console = Console(highlight=False, markup=False, emoji=False)
-        show(judged, titles([one.run for one in judged]), console)
+        show(analyses, titles([one.run for one in analyses]), console)
     if json:
         from fp8stack.report.summary import as_json
 
-        print(as_json(judged))
+        print(as_json(analyses))
     if written is not None:
-        page.write(judged, written)
+        page.write(analyses, written)
     return written

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fp8stack.formats import FORMATS
-from fp8stack.report.attention import Judged
+from fp8stack.report.analysis import Analysis
 from fp8stack.report.drawing import (
     COLORS,
     Picture,
@@ -18,62 +18,62 @@ from fp8stack.report.drawing import (
     thinned,
     whole_steps,
 )
+from fp8stack.report.formatting import times
 from fp8stack.report.read import Operand, Run, column
-from fp8stack.report.words import times
 from fp8stack.training.metrics.plot import smoothed, view_range
 
-FEW = 3  # runs of which each step is drawn; of more the mean alone
+FEW = 3  # with more runs, only the running mean is drawn
 WORST = 6  # operands whose amaxes are drawn
 
 
 def loss(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
-    """Training loss, each step pale and smoothed, and validation loss; None without any."""
+    """Training loss (each step, and smoothed) and validation loss; None if there is none."""
     with style():
         figure = new_figure(7.4, 3.6)
         axes = figure.add_subplot()
-        seen: list[float] = []
+        values: list[float] = []
         each: list[float] = []
-        told = []
+        captions = []
         for at, (run, called) in enumerate(zip(runs, names, strict=True)):
             color = COLORS[at % len(COLORS)]
             prefix = f"{called}: " if len(runs) > 1 else ""
             steps, losses = column(run, "loss")
             if losses:
                 smooth = smoothed(losses)
-                seen += smooth
+                values += smooth
                 if len(runs) <= FEW:
                     each += losses
                     axes.plot(*thinned(steps, losses), color=color, alpha=0.28, linewidth=0.8,
                               label=None if prefix else "training, each step")  # fmt: skip
                 axes.plot(*thinned(steps, smooth), color=color, linewidth=1.7,
                           label=called if prefix else "training, running mean")  # fmt: skip
-                told.append(f"{prefix}training loss from {smooth[0]:.3f} to {smooth[-1]:.3f}")
+                captions.append(f"{prefix}training loss from {smooth[0]:.3f} to {smooth[-1]:.3f}")
             steps, losses = column(run, "val_loss")
             if losses:
-                seen += losses
+                values += losses
                 color = color if prefix else COLORS[1]
                 axes.plot(steps, losses, "o--" if prefix else "o-", color=color, markersize=4.5,
                           markeredgecolor="white", markeredgewidth=0.6, linewidth=1.1,
                           label=None if prefix else "validation")  # fmt: skip
-                told.append(f"{prefix}last validation loss {losses[-1]:.4f}")
-        if not seen:
+                captions.append(f"{prefix}last validation loss {losses[-1]:.4f}")
+        if not values:
             return None
         if len(runs) == 1:
             mark_events(axes, runs[0].events)
-        low, high = axes.set_ylim(*view_range(seen, each))
+        low, high = axes.set_ylim(*view_range(values, each))
         if beyond := sum(not low <= value <= high for value in each):
-            told.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
+            captions.append(f"{times(beyond, 'step lies', 'steps lie')} beyond the axis")
         axes.set_ylabel("loss (nats per token)")
         whole_steps(axes)
         legend_above(figure, axes)
         key = "Lines: training, running mean; dots: validation. " if len(runs) > 1 else ""
-        text = f"{'; '.join(told)}."
+        text = f"{'; '.join(captions)}."
         caption, alt = f"{key}{text}", f"Loss over the steps. {text}"
         return Picture(figure=figure, name=name, title="Loss", caption=caption, alt=alt)
 
 
 def rates(run: Run, name: str) -> Picture | None:
-    """Learning rate, and the gradient norm on a logarithmic axis; None without any."""
+    """Learning rate, and gradient norm on a logarithmic axis; None if there is neither."""
     with style():
         figure = new_figure(7.4, 3.6)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.6))
@@ -92,20 +92,20 @@ def rates(run: Run, name: str) -> Picture | None:
         mark_events(lower, run.events)
         lower.set_ylabel("gradient norm")
         whole_steps(lower)
-        told = f"Gradient norm: median {np.median(norms):.3g}, largest {max(norms):.3g} at step "
-        caption = told + f"{steps[int(np.argmax(norms))]}." if norms else "No gradient norm."
+        text = f"Gradient norm: median {np.median(norms):.3g}, largest {max(norms):.3g} at step "
+        caption = text + f"{steps[int(np.argmax(norms))]}." if norms else "No gradient norm."
         title = "Learning rate and gradient norm"
         alt = f"{title} over the steps. {caption}"
         return Picture(figure=figure, name=name, title=title, caption=caption, alt=alt)
 
 
 def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture | None:
-    """Tokens per second; None where nothing was timed."""
+    """Tokens per second; None if there are no timings."""
     with style():
         figure = new_figure(7.4, 2.9)
         axes = figure.add_subplot()
         tops: list[float] = []
-        told = []
+        captions = []
         for at, (run, called) in enumerate(zip(runs, names, strict=True)):
             steps, values = _positive(*column(run, "tokens_per_s"))
             if not values:
@@ -118,7 +118,7 @@ def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture 
             _, times = column(run, "step_ms")
             took = f", {np.median(times):,.0f} ms a step" if times else ""
             prefix = f"{called}: " if len(runs) > 1 else ""
-            told.append(f"{prefix}median {np.median(values):,.0f} tokens/s{took}")
+            captions.append(f"{prefix}median {np.median(values):,.0f} tokens/s{took}")
         if not tops:
             return None
         axes.set_ylim(0, 1.15 * max(tops))
@@ -127,14 +127,14 @@ def throughput(runs: Sequence[Run], names: Sequence[str], name: str) -> Picture 
         whole_steps(axes)
         if len(runs) > 1:
             legend_above(figure, axes)
-        caption = "; ".join(told) + "."
+        caption = "; ".join(captions) + "."
         alt = f"Tokens per second over the steps. {caption}"
         return Picture(figure=figure, name=name, title="Throughput", caption=caption, alt=alt)
 
 
-def amaxes(judged: Judged, name: str) -> Picture | None:
-    """Amaxes of the worst operands beside what their scales can hold; None without telemetry."""
-    chosen = worst(judged)
+def amaxes(analysis: Analysis, name: str) -> Picture | None:
+    """Amaxes of the worst operands, and the range of their scales; None without telemetry."""
+    chosen = worst(analysis)
     if not chosen:
         return None
     with style():
@@ -163,7 +163,7 @@ def amaxes(judged: Judged, name: str) -> Picture | None:
 
 
 def _amax(axes: Any, operand: Operand) -> bool:
-    """Draw one operand; whether it has a line for what its scale can hold."""
+    """Draw one operand; return whether its scale's range is drawn."""
     amax, scale = operand.figures["amax"], operand.figures["scale"]
     top = FORMATS[operand.format].max if operand.format in FORMATS else np.nan
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -178,22 +178,22 @@ def _amax(axes: Any, operand: Operand) -> bool:
     clipped = operand.figures["headroom_bits"] < 0
     if clipped.any():
         plot(operand.steps[clipped], shown[clipped], "v", color=COLORS[4], markersize=6)
-    seen = np.concatenate([shown, held])
-    if len(seen := seen[np.isfinite(seen)]):
-        plain_log(axes, seen)
+    drawn = np.concatenate([shown, held])
+    if len(drawn := drawn[np.isfinite(drawn)]):
+        plain_log(axes, drawn)
     axes.set_title(f"{operand.layer}\n{operand.kind}", fontsize=8)
     return limited
 
 
-def worst(judged: Judged, most: int = WORST) -> list[Operand]:
+def worst(analysis: Analysis, most: int = WORST) -> list[Operand]:
     """The operands to look at first: those that stand out, then the least headroom and SQNR."""
     everything = {
         (operand.layer, operand.kind): operand
-        for operand in [*judged.run.operands, *judged.operands]
-    }  # the settled samples, where there are any
-    order = [(out.operand.layer, out.operand.kind) for out in judged.standing_out]
-    by_headroom = sorted(judged.operands, key=lambda operand: _least(operand, "headroom_bits"))
-    by_sqnr = sorted(judged.operands, key=lambda operand: _least(operand, "sqnr_db"))
+        for operand in [*analysis.run.operands, *analysis.operands]
+    }  # settled samples take precedence
+    order = [(out.operand.layer, out.operand.kind) for out in analysis.outliers]
+    by_headroom = sorted(analysis.operands, key=lambda operand: _least(operand, "headroom_bits"))
+    by_sqnr = sorted(analysis.operands, key=lambda operand: _least(operand, "sqnr_db"))
     for pair in zip(by_headroom, by_sqnr, strict=True):
         order += [(operand.layer, operand.kind) for operand in pair]
     order += list(everything)

@@ -1,4 +1,4 @@
-"""The style of a report's plots: one ink, no background, legible on light and on dark."""
+"""The style of a report's plots: no background, legible on light and dark pages."""
 
 import io
 import re
@@ -26,7 +26,7 @@ EVENT_COLORS = {
     "stop": "#dc2626",
     "non-finite": "#dc2626",
 }
-MOST_POINTS = 1200  # of a line: more than a screen has pixels
+MOST_POINTS = 1200  # per line: more than a screen has pixels
 
 _STYLE: Any = {
     "font.size": 9,
@@ -46,13 +46,13 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A plot for the page, and a PNG file."""
+    """A plot, for the page and as a PNG file."""
 
     figure: Figure
     name: str  # of the file
     title: str
-    caption: str  # for everyone
-    alt: str  # for who cannot see it
+    caption: str  # below the plot
+    alt: str  # for screen readers
     wide: bool = False  # keeps more width on a small screen
 
     def png(self) -> bytes:
@@ -65,7 +65,7 @@ class Picture:
         return stream.getvalue()
 
     def svg(self) -> str:
-        """The plot as an <svg> element that can stand in a page beside others."""
+        """The plot as an <svg> element whose ids are unique on the page."""
         stream = io.StringIO()
         none = {"Creator": None, "Date": None, "Format": None, "Type": None}
         with style():
@@ -74,11 +74,11 @@ class Picture:
         text = text[text.index("<svg") :]
         text = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">',
                       text, count=1)  # fmt: skip
-        # Ids must not meet those of another plot; within this one they are referred to by #id.
+        # Make ids unique on the page; within the plot they are referred to by #id.
         seen: set[str] = set()
 
         def once(match: re.Match[str]) -> str:
-            # matplotlib names by content, so that what has the name of another is the same.
+            # matplotlib names these by content, so equal names mean equal elements.
             if match[1] in seen:
                 return ""
             seen.add(match[1])
@@ -104,13 +104,13 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def plain_log(axes: Any, values: Sequence[float]) -> None:
-    """A logarithmic y axis, labelled with numbers and not with formulas."""
+    """Make the y axis logarithmic, with plain numbers as labels."""
     axes.set_yscale("log")
     plain_log_ticks(axes.yaxis, values)
 
 
 def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Label a logarithmic axis of such values with numbers."""
+    """Label a logarithmic axis with plain numbers."""
     narrow = max(values) / 100 < min(values)
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -133,7 +133,7 @@ def legend_above(figure: Figure, axes: Any) -> None:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
-    """A line of many points as one of few that looks the same: the ends of each stretch."""
+    """Reduce a line to fewer points that look the same: the extremes of each stretch."""
     x, y = np.asarray(steps), np.asarray(values)
     if len(x) <= MOST_POINTS:
         return x, y
@@ -145,7 +145,7 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
 
 
 def mark_events(axes: Any, events: Sequence[dict[str, Any]]) -> None:
-    """A vertical line at each event that changed the run's course, named once in the legend."""
+    """Draw a vertical line at each event that changed the run; each kind has one legend entry."""
     seen = set()
     for event in {(event["step"], event.get("event")): event for event in events}.values():
         kind = event.get("event")

@@ -1,22 +1,22 @@
-"""Events of a run, as findings and as lines of a table."""
+"""Events of a run, as findings and as rows of a table."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fp8stack.report.formatting import Finding, in_steps, times
 from fp8stack.report.read import Run, number
-from fp8stack.report.words import Finding, in_steps, times
 
 FAILURES = ("stop", "non-finite")
-_KNOWN = {  # what a line of the table shows by itself, or a row of metrics has
+_KNOWN = {  # keys with a column of their own, or of metrics
     *("step", "event", "why", "layer", "operand", "fp16", "val_loss", "loss_scale", "skipped"),
     *("loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "mfu", "memory_gib", "fp8_gemms"),
 }
 
 
 def failure(run: Run) -> dict[str, Any] | None:
-    """The event that the run ended with, if it failed: no good step came after it."""
+    """The event that ended a failed run: no good step came after it."""
     for event in reversed(run.events):
         if event.get("event") == "rollback":
             return None
@@ -27,7 +27,7 @@ def failure(run: Run) -> dict[str, Any] | None:
 
 
 def ending(run: Run) -> Iterable[Finding]:
-    """How the run failed, if it did, and losses that are not finite."""
+    """Findings: how the run failed, if it did, and losses that are not finite."""
     failed = failure(run)
     if failed is not None:
         why = failed.get("why") or "the loss or a gradient is not finite"
@@ -38,7 +38,7 @@ def ending(run: Run) -> Iterable[Finding]:
 
 
 def from_events(run: Run) -> Iterable[Finding]:
-    """The findings from events of the guard and the training loop."""
+    """Findings from events of the guard and the training loop."""
     counts: Counter[str] = Counter(str(event.get("event")) for event in run.events)
     overflows = sum("fp16" in event for event in run.events)
     skips = counts["skip"] - overflows
@@ -77,8 +77,8 @@ def from_events(run: Run) -> Iterable[Finding]:
 
 
 def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The events as table lines; equal ones in a row are one line. Each has `steps`, `event`,
-    `where`, `why` and `more`, all text."""
+    """The events as table rows with the text columns `steps`, `event`, `where`, `why` and `more`;
+    consecutive equal events share a row."""
     lines: list[dict[str, str]] = []
     last: tuple[str, str, str] | None = None
     runs: list[list[int]] = []
@@ -86,7 +86,7 @@ def folded(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         where = " ".join(str(event[key]) for key in ("layer", "operand") if event.get(key))
         why = str(event.get("why") or "")
         kind = str(event.get("event"))
-        # 'loss is 7.1' and 'loss is 7.3' are the same why.
+        # 'loss is 7.1' and 'loss is 7.3' are the same reason.
         mark = (kind, where, re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", why))
         if last == mark and kind not in ("rollback", "demote", "restore", "phase"):
             runs[-1].append(event["step"])

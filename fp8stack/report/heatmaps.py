@@ -1,5 +1,4 @@
-"""Heat maps of telemetry: layers by steps, one panel per operand kind. The redder, the worse. And
-one of gradients."""
+"""Heat maps of telemetry: layers by steps, one panel per operand kind, and one of gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +9,14 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from fp8stack.report.drawing import EVENT_COLORS, Picture, new_figure, plain_log_ticks, style
-from fp8stack.report.flow import leaves
+from fp8stack.report.gradients import leaves
+from fp8stack.report.outliers import role
 from fp8stack.report.read import Figures, Run, grid, joined, kinds_of, layers_by_steps
-from fp8stack.report.standouts import role
 
-MOST_SAMPLES = 240  # columns; more are joined, the worst of each shown
+MOST_SAMPLES = 240  # columns; more are merged, keeping the worst
 DEAD = "#dc2626"
 NONE = (0.55, 0.6, 0.65, 0.22)
-LEAST_SHARE = 1e-4  # less is shown as none
+LEAST_SHARE = 1e-4  # less is drawn as none
 # Figure: title, colour bar, colour map, whether larger is worse, caption.
 MAPS = {
     "sqnr_db": ("Signal to quantization noise", "SQNR (dB)", "YlOrRd_r", False,
@@ -30,12 +29,12 @@ MAPS = {
 
 
 def gradient_map(run: Run, prefix: str) -> Picture | None:
-    """The norm of the gradient of each part; None without telemetry."""
+    """Gradient norms by part of the model; None without telemetry."""
     parts = leaves(run.gradients)
     if not parts:
         return None
     steps, values = grid(parts, "norm")
-    steps, values = joined(steps, values, False, MOST_SAMPLES)  # a zero is what must be seen
+    steps, values = joined(steps, values, False, MOST_SAMPLES)  # keep zeros
     alive = values[values > 0]
     low, high = (alive.min(), alive.max()) if len(alive) else (1e-1, 1.0)
     with style():
@@ -67,7 +66,7 @@ def _height(rows: int) -> float:
 
 
 def heat_map(run: Run, figure_name: str, name: str) -> Picture:
-    """A picture of one figure of `MAPS`, by layer and step; there must be telemetry."""
+    """One figure of `MAPS` by layer and step. The run must have telemetry."""
     title, unit, colors, worst_is_high, caption = MAPS[figure_name]
     kinds = kinds_of(run.operands)
     count = len({operand.layer for operand in run.operands})
@@ -117,10 +116,10 @@ def _panel(axes: Any, steps: Any, values: Figures, figure: str, colors: str) -> 
 
 
 def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
-    """Layers beside, as many as can be read, and steps below."""
+    """Label rows with layers, as many as are legible, and columns with steps."""
     every = -(-len(layers) // 40)
     period = len({role(layer) for layer in layers})
-    if 1 < every < 4 * period:  # the same linear of each block, or of every other
+    if 1 < every < 4 * period:  # label the same linear in every block, or every other block
         every = -(-every // period) * period
     rows = list(range(0, len(layers), every))
     names = [layers[row] for row in rows]
@@ -133,7 +132,7 @@ def _label(axes: Any, layers: Sequence[str], steps: Any) -> None:
 
 
 def _mark(axes: Any, run: Run, steps: Any) -> None:
-    """A triangle above the map at each event, in its colour."""
+    """Mark each event by a triangle above the map."""
     for kind, color in EVENT_COLORS.items():
         at = sorted({event["step"] for event in run.events if event.get("event") == kind})
         if at:

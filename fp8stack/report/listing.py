@@ -1,4 +1,4 @@
-"""`fp8stack list`: models, recipes and runs, each in a row with the facts that one picks by."""
+"""`fp8stack list`: models, recipes and runs, a row with the main facts for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8stack.formats import FORMATS
 from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, Recipe, load_recipe, resolve
 from fp8stack.precision.rules import shipped
-from fp8stack.report.attention import judge
+from fp8stack.report.analysis import analyze
 from fp8stack.report.read import read_run
 from fp8stack.report.summary import headline
 
@@ -21,7 +21,7 @@ Row = dict[str, str | int | float | None]
 
 
 def models() -> list[Row]:
-    """The shipped models, the smallest first."""
+    """Rows of the shipped models, the smallest first."""
     found = [(name, load_config(name)) for name in presets.names("models")]
     return [
         {
@@ -40,7 +40,7 @@ def models() -> list[Row]:
 
 
 def recipes(hardware: Hardware) -> list[Row]:
-    """The shipped recipes, and how `hardware` runs them."""
+    """Rows of the shipped recipes, and how `hardware` runs them."""
     rows: list[Row] = []
     for name in shipped():
         recipe, plan = load_recipe(name), resolve(name, hardware)
@@ -62,27 +62,27 @@ def recipes(hardware: Hardware) -> list[Row]:
 
 
 def _bits(recipe: Recipe) -> int:
-    """Of the narrowest operand of a GEMM."""
+    """The bits of the narrowest GEMM operand."""
     if recipe.quantizers is None:
         return FORMATS[str(recipe.compute_dtype)].bits
     return min(FORMATS[quantizer.format].bits for quantizer in recipe.quantizers.each.values())
 
 
 def runs(folder: Path) -> list[Row]:
-    """The runs in a folder and the folders in it, the one that was written last first.
+    """Rows of the runs in a folder and its subfolders, the most recent first.
 
     Raises:
-        UserError: no such folder.
+        UserError: the folder does not exist.
     """
     if not folder.is_dir():
         raise UserError(f"No folder {quoted(str(folder))}. Give the one that your runs are in.")
-    found = [judge(read_run(path, telemetry=False)) for path in _run_folders(folder)]
+    found = [analyze(read_run(path, telemetry=False)) for path in _run_folders(folder)]
     found.sort(key=lambda one: one.run.written.timestamp() if one.run.written else 0, reverse=True)
     shown = ("state", "model", "recipe", "steps", "validation loss", "took")
     rows: list[Row] = []
-    for judged in found:
-        facts = headline(judged)
-        rows.append({"run": str(judged.run.path), **{key: facts[key] for key in shown}})
+    for analysis in found:
+        facts = headline(analysis)
+        rows.append({"run": str(analysis.run.path), **{key: facts[key] for key in shown}})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else, and its plots as PNG files beside it."""
+"""The report as a self-contained HTML page, and its plots as PNG files beside it."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from fp8stack import __version__
 from fp8stack.errors import UserError, quoted
 from fp8stack.io import storage_errors, write_atomically
 from fp8stack.report import curves, summary
-from fp8stack.report.attention import Judged, verdict
+from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.drawing import Picture
 from fp8stack.report.events import folded
+from fp8stack.report.formatting import titles
 from fp8stack.report.heatmaps import MAPS, gradient_map, heat_map
-from fp8stack.report.words import titles
 
 MARK = '<meta name="generator" content="fp8stack report'
 """What a page of ours begins with, and by which it may be written over."""
@@ -29,9 +29,8 @@ _OURS = re.compile(r"(run\d+|runs)-[a-z_]+\.png")
 
 
 def destination(out: str | None, runs: Sequence[Path]) -> Path:
-    """The page that the report of `runs` is to be written to: `out`, or `report.html` in the run's
-    folder, or in the folder that all of them lie in. Raises a UserError if there is something else,
-    or the runs have no folder in common."""
+    """The path of the page: `out`, else `report.html` in the run's folder or in the folder that all
+    runs share. Raises a UserError if something else is in its place, or if runs share no folder."""
     if out is None:
         parents = {run.resolve().parent for run in runs}
         if len(runs) > 1 and len(parents) > 1:
@@ -66,7 +65,7 @@ def _plots_of(page: Path) -> Path:
 
 
 def _is_ours(page: Path) -> bool:
-    if not page.is_file():  # a pipe or a device would wait for ever
+    if not page.is_file():  # reading a pipe or a device would block
         return False
     try:
         with page.open("rb") as stream:
@@ -75,7 +74,7 @@ def _is_ours(page: Path) -> bool:
         return False
 
 
-def write(runs: Sequence[Judged], page: Path) -> None:
+def write(runs: Sequence[Analysis], page: Path) -> None:
     """Write the page and its plots. Raises a StorageError if that is not possible."""
     plots = _plots_of(page)
     html, pictures = render(runs, plots.name)
@@ -86,21 +85,21 @@ def write(runs: Sequence[Judged], page: Path) -> None:
                 old.unlink()
     for picture in pictures:
         write_atomically(plots / f"{picture.name}.png", picture.png())
-    # Names may hold what is no character; the page must be written all the same.
+    # Names may hold invalid characters; write the page all the same.
     write_atomically(page, html.encode("utf-8", "replace"))
 
 
-def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
-    """The page, and the pictures in it. `plots` is the folder that the page names for them."""
-    inner = [judged.run for judged in runs]
+def render(runs: Sequence[Analysis], plots: str) -> tuple[str, list[Picture]]:
+    """The page as HTML, and its pictures. `plots` is their folder, as the page links to it."""
+    inner = [analysis.run for analysis in runs]
     names = titles(inner)
     compared = []
     if len(runs) > 1:
         loss = curves.loss(inner, names, "runs-loss")
         compared = _drawn(loss, curves.throughput(inner, names, "runs-throughput"))
     sections = [
-        _section(judged, name, f"run{at}")
-        for at, (judged, name) in enumerate(zip(runs, names, strict=True), start=1)
+        _section(analysis, name, f"run{at}")
+        for at, (analysis, name) in enumerate(zip(runs, names, strict=True), start=1)
     ]
     environment = Environment(
         autoescape=True,
@@ -123,7 +122,7 @@ def render(runs: Sequence[Judged], plots: str) -> tuple[str, list[Picture]]:
 
 
 def visible(text: str) -> str:
-    """`text` with what acts on a reader unseen, such as marks of its direction, written out."""
+    """`text` with invisible characters, such as direction marks, escaped."""
     return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -131,9 +130,9 @@ def _drawn(*pictures: Picture | None) -> list[Picture]:
     return [picture for picture in pictures if picture is not None]
 
 
-def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
-    """What the template shows of one run."""
-    run = judged.run
+def _section(analysis: Analysis, name: str, prefix: str) -> dict[str, Any]:
+    """The template's values for one run."""
+    run = analysis.run
     training = _drawn(
         curves.loss([run], [name], f"{prefix}-loss"),
         curves.rates(run, f"{prefix}-rates"),
@@ -141,22 +140,22 @@ def _section(judged: Judged, name: str, prefix: str) -> dict[str, Any]:
         gradient_map(run, prefix),
     )
     maps = [heat_map(run, figure, f"{prefix}-{figure}") for figure in MAPS if run.operands]
-    fp8 = _drawn(*maps, curves.amaxes(judged, f"{prefix}-amax"))
+    fp8 = _drawn(*maps, curves.amaxes(analysis, f"{prefix}-amax"))
     return {
         "id": prefix,
         "name": name,
         "path": str(run.path),
-        "state": judged.state,
-        "headline": summary.headline(judged),
-        "verdict": verdict(judged),
-        "level": judged.findings[0].level if judged.findings else "note",
-        "findings": judged.findings,
-        "extremes": judged.extremes,
+        "state": analysis.state,
+        "headline": summary.headline(analysis),
+        "verdict": verdict(analysis),
+        "level": analysis.findings[0].level if analysis.findings else "note",
+        "findings": analysis.findings,
+        "extremes": analysis.extremes,
         "training": training,
         "fp8": fp8,
         "pictures": [*training, *fp8],
         "no_telemetry": summary.without_telemetry(run),
-        "what_if": summary.what_if(judged),
+        "what_if": summary.what_if(analysis),
         "forecast": run.forecast,
         "reasons": summary.reasons(run),
         "not_fp8": summary.not_fp8(run),

@@ -1,5 +1,5 @@
-"""The files of a run as data for a report. The files may be of another version, be written at this
-moment, or have been edited by hand: keys may be missing or unknown, and the last line may be cut.
+"""Reads the files of a run. They may be of another version, edited by hand, or being written: keys
+may be missing or unknown, and the last line may be incomplete.
 """
 
 import json
@@ -18,16 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8stack.errors import UserError, quoted
-from fp8stack.forecast.told import NAME, Told
+from fp8stack.forecast.result import NAME, ForecastResult
 from fp8stack.presets import read_toml
 
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
-"""What telemetry says of an operand at a step."""
-FLOW = ("norm", "ratio", "zeros")  # what it says of the gradient of a part of the model
+"""The figures of an operand in telemetry."""
+FLOW = ("norm", "ratio", "zeros")  # the figures of a gradient
 
-LONGEST_LINE = 2**24  # characters of a line of JSON: what is longer is no row of a run
-LARGEST_BYTES = 2**24  # of a file that is read whole
+LONGEST_LINE = 2**24  # characters: a longer line of JSON is no row of a run
+LARGEST_BYTES = 2**24  # larger files are not read whole
 
 Figures = NDArray[np.float64]
 T = TypeVar("T")
@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Figures over the sampled steps. `steps` is [samples] and rises; `figures` holds a float64
-    array [samples] by name, NaN where there is no figure."""
+    """Figures over the sampled steps. `steps` [samples] increases; `figures` maps names to float64
+    arrays [samples], NaN where a figure is missing."""
 
     steps: NDArray[np.int64]
     figures: dict[str, Figures]
@@ -52,7 +52,7 @@ class Operand(Series):
 
     @property
     def name(self) -> str:
-        """The layer and the operand, as sentences name them."""
+        """The layer and the operand, for sentences."""
         return f"{self.layer}, {self.kind}"
 
 
@@ -65,13 +65,13 @@ class Gradient(Series):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One process that trained the run; None is what nobody wrote, since it was killed."""
+    """One process that trained the run; values are None if it was killed before writing them."""
 
     began: str  # date and time in UTC
-    first: int  # the step that it went on after
+    first: int  # the step that it continued after
     last: int | None  # its last step
-    seconds: float | None  # how long it took
-    how: str  # it ended
+    seconds: float | None  # wall time
+    how: str  # it ended (a phrase)
     versions: str
 
 
@@ -84,21 +84,21 @@ class Run:
     config: dict[str, Any]
     config_text: str
     plan: dict[str, Any]
-    rows: list[dict[str, Any]]  # one per step, the last that was written
-    events: list[dict[str, Any]]  # all of them, in order
+    rows: list[dict[str, Any]]  # one per step, the last one written
+    events: list[dict[str, Any]]  # in the order written
     operands: list[Operand] = field(default_factory=list)  # of the run's recipe
-    what_if: dict[str, list[Operand]] = field(default_factory=dict)  # of recipes tried, by name
+    what_if: dict[str, list[Operand]] = field(default_factory=dict)  # of --what-if recipes, by name
     gradients: list[Gradient] = field(default_factory=list)  # in the model's order
     models: list[dict[str, Any]] = field(default_factory=list)  # telemetry of the whole model
     sessions: list[Session] = field(default_factory=list)  # in the order of time
-    forecast: Told | None = None
+    forecast: ForecastResult | None = None
     has_telemetry: bool = False
     written: datetime | None = None
-    notes: list[str] = field(default_factory=list)  # files that are cut, damaged or missing
+    notes: list[str] = field(default_factory=list)  # on incomplete, damaged or missing files
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; NaN for anything that is no finite number."""
+    """A JSON value as a float; NaN if it is no finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -109,7 +109,7 @@ def number(value: Any) -> float:
 
 
 def table(value: Any) -> dict[str, Any]:
-    """A JSON value as an object; an empty one for anything else."""
+    """A JSON value as a dict; empty if it is no object."""
     return value if isinstance(value, dict) else {}
 
 
@@ -121,8 +121,8 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
 
 
 def read_run(path: Path, *, telemetry: bool = True) -> Run:
-    """The run in a folder, with its telemetry or without. Raises a UserError if it is none, or a
-    file in it cannot be read."""
+    """Read the run in a folder. Raises a UserError if there is none, or if a file cannot be
+    read."""
     config, metrics = path / "run.toml", path / "metrics.jsonl"
     if not os.path.isfile(config) and not os.path.isfile(metrics):
         raise UserError(
@@ -153,27 +153,29 @@ def read_run(path: Path, *, telemetry: bool = True) -> Run:
     return run
 
 
-def _forecast(path: Path, notes: list[str]) -> Told | None:
-    """What `fp8stack forecast` found of the run, if it was asked."""
+def _forecast(path: Path, notes: list[str]) -> ForecastResult | None:
+    """The result of `fp8stack forecast`, if there is one."""
     if not path.exists():
         return None
-    return _tried(lambda: Told.model_validate_json(path.read_text("utf-8")), path, None, notes)
+    return _tried(
+        lambda: ForecastResult.model_validate_json(path.read_text("utf-8")), path, None, notes
+    )
 
 
 def _tried(read: Callable[[], T], path: Path, otherwise: T, notes: list[str]) -> T:
-    """What `read` gives; what it cannot give is noted, and no reason to show nothing."""
+    """The result of `read`; if that fails, `otherwise`, with a note."""
     if not path.exists():
         notes.append(f"{path.name} is missing.")
         return otherwise
     with suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and path.stat().st_size <= LARGEST_BYTES:  # a pipe would wait for ever
+        if path.is_file() and path.stat().st_size <= LARGEST_BYTES:  # reading a pipe would block
             return read()
     notes.append(f"{path.name} cannot be read.")
     return otherwise
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines, up to the first line that is none."""
+    """The objects in a file of JSON lines, up to the first invalid line."""
     if not path.exists():
         return
     if not path.is_file():
@@ -186,11 +188,11 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 except (ValueError, RecursionError):
                     row = None
                 if not isinstance(row, dict):
-                    # What is being written at this moment ends in the middle of a line.
+                    # A file that is being written ends in the middle of a line.
                     if line.endswith("\n") or len(line) == LONGEST_LINE:
                         notes.append(f"{path.name} is damaged: line {count} and on are left out.")
                     return
-                yield {intern(key): value for key, value in row.items()}  # a million have the same
+                yield {intern(key): value for key, value in row.items()}  # shared keys
     except OSError as error:
         raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
 
@@ -216,13 +218,13 @@ def _metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[d
         if row.get("event") == "rollback" and type(back) is int:
             rows = {at: kept for at, kept in rows.items() if at <= back}
         if {"loss", "lr", "val_loss"} & row.keys():
-            told = {key: value for key, value in row.items() if value is not None}
-            rows[step] = rows.get(step, {"loss": None}) | told if "event" in row else row
+            known = {key: value for key, value in row.items() if value is not None}
+            rows[step] = rows.get(step, {"loss": None}) | known if "event" in row else row
     return [rows[step] for step in sorted(rows)], events
 
 
 def _sessions(path: Path, notes: list[str]) -> list[Session]:
-    """The processes that trained the run, from what each wrote when it began and ended."""
+    """The processes that trained the run, from their begin and end rows."""
     found: list[Session] = []
     began: dict[str, Any] | None = None
     for row in [*_lines(path, notes), {"event": "begin"}]:
@@ -264,7 +266,7 @@ def _read_telemetry(path: Path, run: Run) -> None:
             flows.setdefault(str(row["gradient"]), _Rows(FLOW)).add(step, row)
             continue
         if "operand" not in row:
-            if step <= newest:  # rolled back: the samples from here on are taken again
+            if step <= newest:  # rolled back: these samples are taken again
                 models = {at: kept for at, kept in models.items() if at < step}
                 for kept in (*series.values(), *flows.values()):
                     kept.forget_from(step)
@@ -285,7 +287,7 @@ def _read_telemetry(path: Path, run: Run) -> None:
 
 
 def layers(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """The layers of a plan, as far as they are told."""
+    """The layers of a plan; empty if it has none."""
     found = plan.get("layers")
     return [table(layer) for layer in found] if isinstance(found, list) else []
 
@@ -323,7 +325,7 @@ def kinds_of(operands: Sequence[Operand]) -> list[str]:
 
 
 def grid(series: Sequence[Series], figure: str) -> tuple[NDArray[np.int64], Figures]:
-    """The steps [samples] and `figure` as [series, samples], NaN where there is none."""
+    """The steps [samples] and `figure` [series, samples], NaN where it is missing."""
     steps = np.unique(np.concatenate([one.steps for one in series]))
     values = np.full((len(series), len(steps)), np.nan)
     for row, one in zip(values, series, strict=True):
@@ -334,7 +336,7 @@ def grid(series: Sequence[Series], figure: str) -> tuple[NDArray[np.int64], Figu
 def layers_by_steps(
     run: Run, kind: str, figure: str
 ) -> tuple[list[str], NDArray[np.int64], Figures]:
-    """The layers, the steps [samples] and `figure` as [layers, samples] of one operand kind."""
+    """For one operand kind the layers, the steps [samples] and `figure` [layers, samples]."""
     steps, every = grid(run.operands, figure)
     values = {operand.layer: np.full(len(steps), np.nan) for operand in run.operands}
     for operand, row in zip(run.operands, every, strict=True):
@@ -346,7 +348,7 @@ def layers_by_steps(
 def joined(
     steps: NDArray[np.int64], values: Figures, worst_is_high: bool, most: int
 ) -> tuple[NDArray[np.int64], Figures]:
-    """At most `most` samples: neighbours become one with the worst of their figures."""
+    """Merge neighbouring samples into at most `most`, keeping the worst figures."""
     if len(steps) <= most:
         return steps, values
     worst = np.fmax.reduce if worst_is_high else np.fmin.reduce

@@ -1,4 +1,4 @@
-"""A run in a few figures: headline, plan, and what other recipes would have cost."""
+"""A run in a few figures: headline, plan, what-if recipes."""
 
 import json
 from collections import defaultdict
@@ -9,42 +9,42 @@ from typing import Any
 
 import numpy as np
 
-from fp8stack.report.attention import Judged, verdict
+from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.read import Operand, Run, column, kinds_of, layers, table
 
-ALIKE_DB = 0.5  # recipes that differ by less are called alike
+ALIKE_DB = 0.5  # smaller differences are not reported
 
 
-def headline(judged: Judged) -> dict[str, str]:
-    """The run in a few figures: label and text, in the order to show."""
-    run = judged.run
+def headline(analysis: Analysis) -> dict[str, str]:
+    """The main figures of a run, as text by label."""
+    run = analysis.run
     recipe = table(run.plan.get("recipe")).get("name") or run.config.get("recipe")
-    asked = run.plan.get("asked") or run.config.get("recipe")
+    requested = run.plan.get("asked") or run.config.get("recipe")
     ran = next((row["precision"] for row in reversed(run.rows) if row.get("precision")), recipe)
     where = [str(run.plan[key]) for key in ("backend", "device") if run.plan.get(key)]
-    total = "" if judged.total is None else f" of {judged.total}"
+    total = "" if analysis.total is None else f" of {analysis.total}"
     steps, losses = column(run, "val_loss")
     rates = [rate for rate in column(run, "tokens_per_s")[1] if rate > 0]
     fp8 = sum(layer.get("fp8") is True for layer in layers(run.plan))
-    state = judged.state
+    state = analysis.state
     if state == "unfinished" and run.written is not None:
         state += f", last row of {run.written:%Y-%m-%d %H:%M}"
     return {
         "state": state,
         **_times(run),
         "model": str(run.config.get("model", "unknown")),
-        "recipe": f"{asked or 'unknown'} → {ran or 'unknown'}",
+        "recipe": f"{requested or 'unknown'} → {ran or 'unknown'}",
         "runs on": ", ".join(where) or "unknown",
-        "steps": f"{judged.done}{total}",
+        "steps": f"{analysis.done}{total}",
         "validation loss": f"{losses[-1]:.4f} at step {steps[-1]}" if losses else "not evaluated",
         "tokens/s": f"{np.median(rates):,.0f} (median)" if rates else "not measured",
         "FP8 layers": f"{fp8} of {len(layers(run.plan))}" if layers(run.plan) else "unknown",
     }
 
 
-def as_json(runs: Sequence[Judged]) -> str:
-    """What a report says of runs in figures and sentences, as JSON."""
-    told = [
+def as_json(runs: Sequence[Analysis]) -> str:
+    """Headlines, findings and plans of runs as JSON."""
+    rows = [
         {
             "run": str(one.run.path),
             **headline(one),
@@ -54,11 +54,11 @@ def as_json(runs: Sequence[Judged]) -> str:
         }
         for one in runs
     ]
-    return json.dumps(told, indent=2, allow_nan=False)
+    return json.dumps(rows, indent=2, allow_nan=False)
 
 
 def _times(run: Run) -> dict[str, str]:
-    """When it ran, how long, how often it was begun, and with which versions."""
+    """When and how long it ran, in how many sessions, and with which versions."""
     if not run.sessions:
         return {"began": "unknown", "took": "unknown", "with": "unknown"}
     took = sum(session.seconds or 0.0 for session in run.sessions)
@@ -74,24 +74,25 @@ def _times(run: Run) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """What telemetry found for the recipes tried on the same operands. `rows` are (recipe, cells,
-    whether it is the run's own); a cell is the median SQNR in dB and its distance from the run's
-    own, None where unknown."""
+    """The what-if recipes of telemetry. `rows` are (recipe, cells, whether it is the run's own); a
+    cell is the median SQNR in dB and its difference to the run's own, None if unknown."""
 
     kinds: list[str]
     rows: list[tuple[str, list[tuple[float | None, float | None]], bool]]
     sentence: str
 
 
-def what_if(judged: Judged) -> WhatIf | None:
-    """The recipes tried, compared with the run's own; None if none was tried."""
-    run = judged.run
+def what_if(analysis: Analysis) -> WhatIf | None:
+    """The what-if recipes compared with the run's own; None if there are none."""
+    run = analysis.run
     if not run.what_if:
         return None
-    kinds = kinds_of([*judged.operands, *(one for tried in run.what_if.values() for one in tried)])
+    kinds = kinds_of(
+        [*analysis.operands, *(one for tried in run.what_if.values() for one in tried)]
+    )
     steps = {int(step) for tried in run.what_if.values() for one in tried for step in one.steps}
-    steps &= {int(step) for one in judged.operands for step in one.steps} or steps
-    own = _medians(judged.operands, steps)
+    steps &= {int(step) for one in analysis.operands for step in one.steps} or steps
+    own = _medians(analysis.operands, steps)
     recipe = str(table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "own")
     rows: list[tuple[str, list[tuple[float | None, float | None]], bool]] = []
     if own:
@@ -111,7 +112,7 @@ def what_if(judged: Judged) -> WhatIf | None:
 
 
 def _medians(operands: Sequence[Operand], steps: set[int]) -> dict[str, float]:
-    """The median SQNR by operand kind, over all layers and those samples."""
+    """The median SQNR by operand kind, over all layers at these steps."""
     values: dict[str, list[Any]] = defaultdict(list)
     for operand in operands:
         sqnr = operand.figures["sqnr_db"]
@@ -122,17 +123,17 @@ def _medians(operands: Sequence[Operand], steps: set[int]) -> dict[str, float]:
 
 
 def _sentence(gains: list[tuple[float, str, str]], own: str) -> str:
-    """The largest gain and the largest loss, in words."""
+    """The largest gain and the largest loss, as a sentence."""
     if not gains:
         return f"There is nothing of {own} itself to compare with."
-    told = []
+    parts = []
     for gain, name, kind in dict.fromkeys((max(gains), min(gains))):
         if abs(gain) >= ALIKE_DB:
             less = "less" if gain > 0 else "more"
-            told.append(f"{name} would have cost {abs(gain):.1f} dB {less} on {kind}")
-    if not told:
+            parts.append(f"{name} would have cost {abs(gain):.1f} dB {less} on {kind}")
+    if not parts:
         return f"None of the recipes tried differs from {own} by {ALIKE_DB} dB or more."
-    return f"{'; '.join(told)}. (Median SQNR against that of {own}.)"
+    return f"{'; '.join(parts)}. (Median SQNR against that of {own}.)"
 
 
 def not_fp8(run: Run) -> list[tuple[str, str]]:
@@ -143,8 +144,8 @@ def not_fp8(run: Run) -> list[tuple[str, str]]:
         if layer.get("fp8") is False
     }
     if run.models:
-        told = table(run.models[-1].get("not_fp8"))
-        found |= {str(name): str(why) for name, why in told.items()}
+        left_out = table(run.models[-1].get("not_fp8"))
+        found |= {str(name): str(why) for name, why in left_out.items()}
     return [(name, why.strip(", ")) for name, why in found.items()]
 
 
@@ -160,7 +161,7 @@ def reasons(run: Run) -> list[str]:
 
 
 def without_telemetry(run: Run) -> str:
-    """Why there is nothing to show of operands, in a sentence; "" if there is."""
+    """Why there are no operands to show; "" if there are."""
     if run.operands:
         return ""
     recipe = table(run.plan.get("recipe")).get("name") or run.config.get("recipe") or "this recipe"

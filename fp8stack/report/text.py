@@ -1,4 +1,4 @@
-"""A short report for a terminal."""
+"""The report as text for a terminal."""
 
 from collections.abc import Sequence
 
@@ -8,43 +8,43 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8stack.report import summary
-from fp8stack.report.attention import Judged, verdict
+from fp8stack.report.analysis import Analysis, verdict
 from fp8stack.report.events import folded
 from fp8stack.report.read import Figures, Run, column, joined, kinds_of, layers_by_steps
 
 BARS = "▁▂▃▄▅▆▇█"
-SHADES = "·░▒▓█"  # of signal lost to quantization, from none to much
+SHADES = "·░▒▓█"  # from high SQNR to low
 MOST_LAYERS = 24
 COLORS = {"alarm": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def show(runs: Sequence[Judged], names: Sequence[str], console: Console) -> None:
+def show(runs: Sequence[Analysis], names: Sequence[str], console: Console) -> None:
     """Print each run, after a table of all of them if there are several."""
     if len(runs) > 1:
         table = _table(["run", *summary.headline(runs[0])])
-        for judged, name in zip(runs, names, strict=True):
-            table.add_row(*map(_text, [name, *summary.headline(judged).values()]))
+        for analysis, name in zip(runs, names, strict=True):
+            table.add_row(*map(_text, [name, *summary.headline(analysis).values()]))
         console.print(table)
-    for judged, name in zip(runs, names, strict=True):
+    for analysis, name in zip(runs, names, strict=True):
         console.print()
         console.print(_text(name, style="bold underline"))
-        _run(judged, console)
+        _run(analysis, console)
 
 
-def _run(judged: Judged, console: Console) -> None:
-    run = judged.run
+def _run(analysis: Analysis, console: Console) -> None:
+    run = analysis.run
     facts = Table.grid(padding=(0, 2))
-    for label, text in summary.headline(judged).items():
+    for label, text in summary.headline(analysis).items():
         facts.add_row(_text(label, style="dim"), _text(text))
     console.print(facts)
     console.print()
-    console.print(_text(verdict(judged), style="bold"))
-    for finding in judged.findings:
+    console.print(_text(verdict(analysis), style="bold"))
+    for finding in analysis.findings:
         line = _text(f"  {finding.level}: ", style=COLORS[finding.level])
         console.print(line + _text(finding.text, style="default"))
-    if judged.extremes:
+    if analysis.extremes:
         table = _table(["worst once settled", "figure", "operand", "step"])
-        for what, operand, step, figure in judged.extremes:
+        for what, operand, step, figure in analysis.extremes:
             table.add_row(what, figure, _text(operand), str(step))
         console.print(table)
     width = max(10, min(60, console.width - 40))
@@ -57,7 +57,7 @@ def _run(judged: Judged, console: Console) -> None:
         console.print(_text(missing, style="dim"))
     else:
         console.print(_map(run, console.width))
-    if (tried := summary.what_if(judged)) is not None:
+    if (tried := summary.what_if(analysis)) is not None:
         table = _table(["median SQNR, dB", *tried.kinds])
         for name, cells, own in tried.rows:
             table.add_row(_text(f"{name} (this run)" if own else name), *map(_cell, cells))
@@ -92,7 +92,7 @@ def _cell(cell: tuple[float | None, float | None]) -> str:
 
 
 def _map(run: Run, width: int) -> Table:
-    """SQNR by layer and sample, the darker the worse; of many layers the worst."""
+    """SQNR by layer and sample, darker where worse; of many layers, the worst."""
     kinds = kinds_of(run.operands)
     room = max(4, min(24, (width - 34) // len(kinds) - 3))
     table = _table(["SQNR, darker is worse", *kinds])
@@ -111,7 +111,7 @@ def _map(run: Run, width: int) -> Table:
 
 
 def shades(values: Figures) -> str:
-    """SQNR in dB as characters: from 28 dB and more to 8 dB and less; a blank where unknown."""
+    """SQNR as characters, from 28 dB or more to 8 dB or less; blank if unknown."""
     return "".join(
         " " if np.isnan(value) else SHADES[int(np.clip((32 - value) // 4.8, 0, 4))]
         for value in values
@@ -128,7 +128,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Text from files, with unprintable characters escaped for the terminal."""
+    """Text with unprintable characters escaped."""
     return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), style=style)
 
 

@@ -17,7 +17,7 @@ from fp8stack.forecast import forecast as forecasts
 from fp8stack.forecast import law as laws
 from fp8stack.forecast import tune
 from fp8stack.forecast.law import Law
-from fp8stack.forecast.told import Told
+from fp8stack.forecast.result import ForecastResult
 from fp8stack.model.config import load_config, plan_for
 from fp8stack.precision import Hardware, load_recipe
 from tests.conftest import refusal
@@ -102,7 +102,7 @@ def test_a_forecast_is_the_law_of_what_was_measured(run):
     nvfp4, mxfp8 = (one.gap.mean for one in found.recipes if one.gap)
     assert nvfp4 > 3 * mxfp8 > 0
     assert found.trained.tokens == 30 * 4 * 32
-    told = found.told()
+    told = found.result()
     text = "\n".join(told.as_text())
     loss = found.trained.loss
     assert f"{100 * nvfp4 / loss:+.2f} %" in text
@@ -118,7 +118,7 @@ def test_a_report_shows_the_forecast_of_its_run(run, command, tmp_path, capsys):
     assert command("forecast", "run", "--recipes", "nvfp4,mxfp8", "--windows", "8") == 0
     said = capsys.readouterr().out
     assert "written: run/forecast.json, which `fp8stack report` shows" in said
-    told = Told.model_validate_json((copy / "forecast.json").read_text())
+    told = ForecastResult.model_validate_json((copy / "forecast.json").read_text())
     (row, _) = told.rows()
     assert command("report", "run") == 0
     html = (copy / "report.html").read_text()
@@ -257,8 +257,8 @@ def test_a_tuned_recipe_is_written_and_runs_as_it_was_assigned(run, command, tmp
     then = f"fp8stack pretrain --config {file} --recipe six.toml --out six-run"
     assert f"written: six.toml. Train in it:\n  {then}" in said
     forecast = of(run, "nvfp4", "mxfp8")
-    asked = tune.Asked(budget=None, bits=6, path=tmp_path / "x.toml")
-    found = tune.tuned(tune.Choices(forecast), forecast, asked)
+    target = tune.Target(budget=None, bits=6, path=tmp_path / "x.toml")
+    found = tune.tuned(tune.Choices(forecast), forecast, target)
     assert found.bits <= 6
     recipe = load_recipe(str(tmp_path / "six.toml"))
     plan = plan_for(load_config("gpt-nano", SMALL), recipe, Hardware("cpu"))
@@ -283,8 +283,8 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
     """Delayed scaling has no backward pass in high precision."""
     forecast = of(run, "delayed", "nvfp4")
     for bits in (4.5, 6, 9, 13.4):
-        asked = tune.Asked(budget=None, bits=bits, path=Path("x.toml"))
-        found = tune.tuned(tune.Choices(forecast), forecast, asked)
+        target = tune.Target(budget=None, bits=bits, path=Path("x.toml"))
+        found = tune.tuned(tune.Choices(forecast), forecast, target)
         assert ("delayed", "bf16") not in found.layers.values()
 
 
@@ -292,8 +292,8 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--budget", "0.00001%", "--recipes", "nvfp4"], "the closest that these recipes come to"),
-        (["--bits", "3"], "--bits 3: the fewest that these recipes have is 4.00. Give more"),
+        (["--budget", "0.00001%", "--recipes", "nvfp4"], "the smallest gap of these recipes is"),
+        (["--bits", "3"], "--bits 3: these recipes need at least 4.00. Give more"),
         ([], "Give either --budget, such as 0.2%, or --bits, such as 6."),
         (["--budget", "1%", "--bits", "5"], "Give either --budget"),
         (["--budget", "much"], "--budget 'much' is no share in percent. Example: --budget 0.2%"),
@@ -305,7 +305,7 @@ def test_no_recipe_is_written_that_cannot_be_loaded(run):
             "nvfp4_last_bf16 treats layers differently.",
         ),
         (["--bits", "5", "--out", "x.txt"], "a recipe is a TOML file. Example: tuned.toml"),
-        (["--bits", "5", "--out", "there.toml"], "there.toml is there. Give another --out"),
+        (["--bits", "5", "--out", "there.toml"], "there.toml exists. Give another --out"),
     ],
 )
 def test_bad_input_of_tuning_is_refused(flags, said, run, refused, tmp_path):

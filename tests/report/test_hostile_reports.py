@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from fp8stack.report import report, text
-from fp8stack.report.attention import judge
+from fp8stack.report.analysis import analyze
 from fp8stack.report.page import render, visible
 from fp8stack.report.read import LONGEST_LINE, read_run
 from tests.faults.bounded import bounded
@@ -86,15 +86,15 @@ def test_no_field_of_any_file_becomes_markup_or_reaches_the_terminal(evil, tmp_p
     keys = ("model", "recipe", "data", "init_from")
     config = "".join(f"{key} = {json.dumps('a' + evil)}\n" for key in keys)
     (run / "run.toml").write_text(config, encoding="utf-8", errors="replace")
-    judged = judge(read_run(run))
-    page, _ = render([judged, judged], f"files{name}")
+    analysis = analyze(read_run(run))
+    page, _ = render([analysis, analysis], f"files{name}")
     tags = _Tags()
     tags.feed(page)
     assert tags.found == []
     if evil.isprintable():
         assert html.unescape(page).count(evil) >= 10
     stream = io.StringIO()
-    text.show([judged], [judged.run.name], Console(file=stream, width=100))
+    text.show([analysis], [analysis.run.name], Console(file=stream, width=100))
     assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
     page.encode("utf-8", "replace")
 

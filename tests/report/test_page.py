@@ -17,7 +17,7 @@ import pytest
 
 from fp8stack.report import page, summary
 from fp8stack.report import text as terminal
-from fp8stack.report.attention import Judged, judge, verdict
+from fp8stack.report.analysis import Analysis, analyze, verdict
 from fp8stack.report.drawing import MOST_POINTS, Picture, thinned
 from fp8stack.report.events import folded
 from fp8stack.report.read import joined, read_run
@@ -34,18 +34,18 @@ from tests.support.made_runs import (
 )
 
 
-def judged(run: Path) -> Judged:
-    return judge(read_run(run))
+def analyzed(run: Path) -> Analysis:
+    return analyze(read_run(run))
 
 
 def told(run: Path, *levels: str) -> list[str]:
     """The findings about a run, of some levels; by default those that ask for attention."""
     levels = levels or ("alarm", "warning")
-    return [one.text for one in judged(run).findings if one.level in levels]
+    return [one.text for one in analyzed(run).findings if one.level in levels]
 
 
 def html_of(*runs: Path) -> str:
-    return page.render([judged(run) for run in runs], "report_files")[0]
+    return page.render([analyzed(run) for run in runs], "report_files")[0]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_line_that_is_being_written_is_left_out_in_silence_and_a_damaged_one_i
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_of_few_files_and_rows_gets_a_page(tmp_path):
     run = make_run(tmp_path / "r", metrics=[], every=0)
-    assert headline(judged(run))["state"] == "no step yet"
+    assert headline(analyzed(run))["state"] == "no step yet"
     assert "No step is logged yet." in html_of(run)
     (run / "metrics.jsonl").unlink()
     assert "No step is logged yet." in html_of(run)
@@ -104,7 +104,7 @@ def test_a_run_of_few_files_and_rows_gets_a_page(tmp_path):
     html = html_of(tmp_path)
     assert "plan.json is missing." in html
     assert "run.toml is missing." in html
-    assert headline(judged(tmp_path))["validation loss"] == "not evaluated"
+    assert headline(analyzed(tmp_path))["validation loss"] == "not evaluated"
 
 
 def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
@@ -125,13 +125,13 @@ def test_values_that_are_no_numbers_are_unknown_and_not_fatal(tmp_path):
 @pytest.mark.usefixtures("undrawn")
 def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     run = make_run(tmp_path / "r")
-    assert headline(judged(run))["began"] == "unknown"
+    assert headline(analyzed(run))["began"] == "unknown"
     versions = {"fp8stack": "0.1.0", "torch": "2.13.0"}
     begin = {"event": "begin", "time": "2026-03-01T08:30:00+00:00", "step": 0, "versions": versions}
     end = {"event": "end", "step": 90, "seconds": 3600.4, "how": "stopped by a signal, and saved"}
     again = begin | {"time": "2026-03-02T08:30:00+00:00", "step": 90}
     write_lines(run / "sessions.jsonl", [begin, end, again])
-    said = headline(judged(run))
+    said = headline(analyzed(run))
     assert said["began"] == "2026-03-01 08:30 UTC"
     assert said["took"] == "at least 1:00:00, in 2 sessions"
     assert said["with"] == "fp8stack 0.1.0, torch 2.13.0"
@@ -143,8 +143,8 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
 def test_what_is_missing_is_noted_and_telemetry_that_holds_nothing_is_not_missing(tmp_path):
     run = make_run(tmp_path / "r", telemetry=[])
     (run / "plan.json").unlink()
-    assert {finding.level for finding in judged(run).findings} == {"note"}
-    assert verdict(judged(run)).startswith("Nothing alarming: ")
+    assert {finding.level for finding in analyzed(run).findings} == {"note"}
+    assert verdict(analyzed(run)).startswith("Nothing alarming: ")
     (run / "telemetry.jsonl").write_text('{"event": "plan", "plan": {}}\n')
     said = "No telemetry yet: telemetry.jsonl holds no sample."
     assert summary.without_telemetry(read_run(run)) == said
@@ -171,7 +171,7 @@ def test_nothing_stands_out_in_a_clean_run(tmp_path, recipe, seed):
     rows = operand_rows(6, [1, *range(20, 401, 20)], recipe, seed)
     run = make_run(tmp_path / "r", 400, 6, recipe, telemetry=rows)
     assert told(run) == []
-    assert verdict(judged(run)).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
+    assert verdict(analyzed(run)).startswith(("Nothing stands out.", "Nothing alarming: 1 note."))
 
 
 def test_scales_that_have_not_settled_are_no_alarm(tmp_path):
@@ -179,7 +179,7 @@ def test_scales_that_have_not_settled_are_no_alarm(tmp_path):
     assert min(row["sqnr_db"] for row in rows[1:]) == 3.0
     run = make_run(tmp_path / "r", telemetry=rows)
     assert told(run) == []
-    assert "had not settled" in verdict(judged(run))
+    assert "had not settled" in verdict(analyzed(run))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,7 +190,7 @@ def test_an_outlier_is_pointed_at_by_the_name_of_its_layer_and_operand(
 ):
     change = outlier("blocks.2.mlp.up", kind, since)
     run = make_run(tmp_path / "r", 200, 4, recipe, change=change)
-    found = judged(run).standing_out
+    found = analyzed(run).outliers
     assert [(out.operand.layer, out.operand.kind) for out in found] == [("blocks.2.mlp.up", kind)]
     when = "from step 120 on" if since else "all along"
     sentence = next(text for text in told(run, "warning") if "stands out" in text)
@@ -206,7 +206,7 @@ def test_one_figure_is_enough_to_stand_out(tmp_path, figure, value):
     change = at(
         "blocks.1.attention.qkv", "input", lambda step: {figure: value} if step > 100 else {}
     )
-    found = judged(make_run(tmp_path / "r", change=change)).standing_out
+    found = analyzed(make_run(tmp_path / "r", change=change)).outliers
     assert [out.operand.name for out in found] == ["blocks.1.attention.qkv, input"]
     assert list(found[0].values) == [figure]
     assert found[0].step == 120
@@ -240,7 +240,7 @@ def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, w
             row["underflow"] += 0.2
             row["sqnr_db"] -= 4
 
-    assert judged(make_run(tmp_path / "r", change=change)).standing_out == []
+    assert analyzed(make_run(tmp_path / "r", change=change)).outliers == []
 
 
 def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
@@ -251,7 +251,7 @@ def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
     assert alarm.startswith(said)
     assert "2 % of them" in alarm
     change = at("blocks.0.mlp.up", "weight", lambda step: {"sqnr_db": 22.4} if step == 60 else {})
-    extremes = judged(make_run(tmp_path / "s", change=change)).extremes
+    extremes = analyzed(make_run(tmp_path / "s", change=change)).extremes
     assert ("lowest SQNR", "blocks.0.mlp.up, weight", 60, "22.4 dB") in extremes
 
 
@@ -302,18 +302,18 @@ def test_what_the_guard_did_is_said(tmp_path):
     assert "4 steps were skipped (steps 42, 43, 44 and 131)" in text
     assert "Step 44: the run went back to step 30, because three bad steps in a row." in text
     assert "blocks.1.mlp.up (grad_output) was taken out of FP8 to bf16 until step 120" in text
-    assert headline(judged(run))["state"] == "done"
+    assert headline(analyzed(run))["state"] == "done"
 
 
 def test_a_run_that_failed_says_why_first(tmp_path):
     rows = metric_rows(200)[:70]
     stop = {"step": 71, "event": "stop", "why": "The loss is nan. Lower --lr.", "loss": None}
     run = make_run(tmp_path / "r", metrics=[*rows, stop])
-    assert headline(judged(run))["state"] == "failed"
+    assert headline(analyzed(run))["state"] == "failed"
     assert told(run)[0] == "The run stopped at step 71: The loss is nan. Lower --lr."
     going_on = [*rows, stop, *metric_rows(200)[70:]]
     resumed = make_run(tmp_path / "s", metrics=going_on)
-    assert headline(judged(resumed))["state"] == "done"
+    assert headline(analyzed(resumed))["state"] == "done"
 
 
 def test_a_few_skipped_steps_of_fp16_are_usual_and_many_are_not(tmp_path):
@@ -340,7 +340,7 @@ def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(tmp_path)
             row["sqnr_db"] = exact.get((row["recipe"], row["operand"]), 25.0)
 
     run = make_run(tmp_path / "r", change=change, what_if=("current", "mxfp8"))
-    found = what_if(judged(run))
+    found = what_if(analyzed(run))
     assert found is not None
     rows = {name: dict(zip(found.kinds, cells, strict=True)) for name, cells, _ in found.rows}
     assert rows["mxfp8"]["input"] == (34.1, pytest.approx(4.1))
@@ -350,7 +350,7 @@ def test_what_if_gives_medians_and_the_distance_to_the_runs_own_recipe(tmp_path)
     assert found.sentence.startswith(
         "mxfp8 would have cost 4.1 dB less on input; current would have cost 1.5 dB more on input."
     )
-    assert what_if(judged(make_run(tmp_path / "none"))) is None
+    assert what_if(analyzed(make_run(tmp_path / "none"))) is None
 
 
 # The page

@@ -16,8 +16,8 @@ from torch import nn
 from fp8stack import GPT, build_backend, load_config
 from fp8stack.report import page
 from fp8stack.report import text as terminal
-from fp8stack.report.attention import judge, verdict
-from fp8stack.report.flow import faults
+from fp8stack.report.analysis import analyze, verdict
+from fp8stack.report.gradients import faults
 from fp8stack.report.read import Gradient, read_run
 from fp8stack.telemetry import gradients
 from tests.faults.processes import run_ranks
@@ -40,7 +40,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def findings(folder: Path) -> list[str]:
-    return [one.text for one in judge(read_run(folder / "r")).findings if one.level != "note"]
+    return [one.text for one in analyze(read_run(folder / "r")).findings if one.level != "note"]
 
 
 # What is written
@@ -178,13 +178,13 @@ def test_an_injected_fault_is_named(
     small = loop(tmp_path, recipe, model_overrides=FOUR, guard={"enabled": False})
     spoil(small.run.model)
     small.advance(10)
-    judged = judge(read_run(tmp_path / "r"))
+    analysis = analyze(read_run(tmp_path / "r"))
     words = ("Dead", "Vanishing", "Exploding")
-    told = [one for one in judged.findings if one.text.startswith(words)]
+    told = [one for one in analysis.findings if one.text.startswith(words)]
     assert len(told) == 1
     assert named in told[0].text
     assert told[0].level == level
-    assert "Needs attention" in verdict(judged)
+    assert "Needs attention" in verdict(analysis)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "delayed", "mxfp8"])
@@ -194,7 +194,7 @@ def test_a_clean_run_has_no_such_finding(tmp_path: Path, recipe: str) -> None:
     found = findings(tmp_path)
     assert not [one for one in found if one.startswith(("Dead", "Vanishing", "Exploding"))]
     if recipe in ("fp32", "fp16"):
-        assert verdict(judge(read_run(tmp_path / "r"))).startswith("Nothing")
+        assert verdict(analyze(read_run(tmp_path / "r"))).startswith("Nothing")
 
 
 def series(norms: dict[str, list[float]]) -> list[Gradient]:
@@ -241,7 +241,7 @@ def test_a_fault_that_is_over_is_a_warning(tmp_path: Path) -> None:
     small.advance(4)
     handle.remove()
     small.advance(4)
-    (finding,) = (o for o in judge(read_run(tmp_path / "r")).findings if "Dead" in o.text)
+    (finding,) = (o for o in analyze(read_run(tmp_path / "r")).findings if "Dead" in o.text)
     assert finding.level == "warning"
     assert "steps 1 to 4. Later it had one." in finding.text
 
@@ -252,12 +252,12 @@ def test_page_and_terminal_show_gradients(tmp_path: Path) -> None:
     small = loop(tmp_path, model_overrides=FOUR)
     _detach(small.run.model)
     small.advance(10)
-    judged = judge(read_run(tmp_path / "r"))
-    html, pictures = page.render([judged], "report_files")
+    analysis = analyze(read_run(tmp_path / "r"))
+    html, pictures = page.render([analysis], "report_files")
     assert "run1-gradient" in [one.name for one in pictures]
     assert "Heat map of the gradient&#39;s norm for 35 parts" in html
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "out").open("w"))
-    terminal.show([judged], ["r"], console)
+    terminal.show([analysis], ["r"], console)
     assert "Dead: no gradient reaches blocks.1.mlp_norm" in console.export_text()
 
 

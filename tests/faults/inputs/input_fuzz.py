@@ -21,7 +21,7 @@ from fp8stack.data import StepBatches, load_corpora, validation_windows
 from fp8stack.errors import UserError
 from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe
-from fp8stack.report.attention import judge
+from fp8stack.report.analysis import analyze
 from fp8stack.report.events import folded
 from fp8stack.report.read import read_run
 from fp8stack.report.text import show
@@ -166,9 +166,9 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         def example(place: Path, changed: bytes) -> None:
             run = _copy(pristine, place)
             (run / name).write_bytes(changed)
-            judged = judge(read_run(run))
-            folded(judged.run.events)
-            show([judged], ["a"], Console(file=io.StringIO(), width=80))
+            analysis = analyze(read_run(run))
+            folded(analysis.run.events)
+            show([analysis], ["a"], Console(file=io.StringIO(), width=80))
             if name == "metrics.jsonl":
                 RunFolder(run).forget_after(2)
 
@@ -179,7 +179,7 @@ def run_files(pristine: Path) -> dict[str, tuple[st.SearchStrategy[Any], Example
         text = "".join(json.dumps(row) + "\n" for row in (*ROWS, changed))
         for name in ("metrics.jsonl", "telemetry.jsonl"):
             (run / name).write_text(text)
-        show([judge(read_run(run))], ["a"], Console(file=io.StringIO(), width=80))
+        show([analyze(read_run(run))], ["a"], Console(file=io.StringIO(), width=80))
         RunFolder(run).forget_after(2)
 
     manifest = json.loads((pristine / "checkpoints" / NEWEST / "checkpoint.json").read_text())

@@ -1,4 +1,4 @@
-"""A forecast as data, as it is saved and shown in tables."""
+"""The result of a forecast: its JSON file and its table."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pydantic import BaseModel, ConfigDict
 from fp8stack.tables import aligned
 
 NAME = "forecast.json"
-"""Of the file, in a run's folder."""
+"""The file in a run's folder."""
 WORST = 5
-"""Layers that are left in bf16 to see what that wins."""
+"""How many layers `without_worst` leaves in bf16."""
 GAP = ("gap to expect", "90 % interval")
-"""The titles of what `shares` gives."""
+"""The column titles of `shares`."""
 
 
-class _Told(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Gap(_Told):
+class Gap(_Record):
     """A loss gap in nats per token, with its 90 % interval."""
 
     mean: float
@@ -28,9 +28,9 @@ class Gap(_Told):
     high: float
 
 
-class Expected(_Told):
-    """What is expected of a recipe. `gap` is None where the law cannot tell, and `reason` says why;
-    `without_worst` is the gap with the worst layers in bf16. `forward` and `backward` are those of
+class Expected(_Record):
+    """The forecast for a recipe. `gap` is None where the law does not apply, and `reason` says why;
+    `without_worst` is the gap with the worst layers in bf16. For `forward` and `backward` see
     `Sensitivity`."""
 
     recipe: str
@@ -44,9 +44,9 @@ class Expected(_Told):
     backward_layers: dict[str, float]
 
 
-class Told(_Told):
-    """A forecast. `tokens` are those that the model was trained on, None if nobody knows; `loss` is
-    in nats per token, in float32."""
+class ForecastResult(_Record):
+    """The forecast for a model. `tokens` is the number of training tokens, None if unknown; `loss`
+    is in nats per token, in float32."""
 
     model: str
     checkpoint: str
@@ -61,10 +61,10 @@ class Told(_Told):
     @property
     def about(self) -> list[str]:
         """Two lines on the model and its data."""
-        told = f"{self.model}, {self.checkpoint}: {self.parameters / 1e6:.3g} million parameters"
+        text = f"{self.model}, {self.checkpoint}: {self.parameters / 1e6:.3g} million parameters"
         if self.tokens is not None:
-            told += f", trained on {self.tokens / self.parameters:.3g} tokens per parameter"
-        return [told, f"{self.windows} windows of {self.data}: loss {self.loss:.4f} in fp32"]
+            text += f", trained on {self.tokens / self.parameters:.3g} tokens per parameter"
+        return [text, f"{self.windows} windows of {self.data}: loss {self.loss:.4f} in fp32"]
 
     @property
     def header(self) -> list[str]:
@@ -83,7 +83,7 @@ class Told(_Told):
             ]
 
     def as_text(self) -> list[str]:
-        """The table, then what is to be known."""
+        """The table, then the notes."""
         return [*self.about, "", *aligned([self.header, *self.rows()]), "", *self.notes()]
 
     def notes(self) -> Iterator[str]:
@@ -106,14 +106,14 @@ class Told(_Told):
 
 
 def shares(gap: Gap | None, loss: float) -> tuple[str, str]:
-    """A gap and its interval in percent of the loss, in words."""
+    """A gap and its interval as text, in percent of the loss."""
     if gap is None:
         return "cannot tell", ""
     return share(gap, loss), f"{100 * gap.low / loss:+.2f} to {100 * gap.high / loss:+.2f} %"
 
 
 def share(gap: Gap | None, loss: float) -> str:
-    """A gap in percent of the loss."""
+    """A gap as text, in percent of the loss."""
     return "" if gap is None else f"{100 * gap.mean / loss:+.2f} %"
 
 
@@ -121,5 +121,5 @@ def _layers(one: Expected) -> str:
     alone = sum(one.forward_layers.values())
     if not alone:
         return "none: the forward pass is exact"
-    told = (f"{path} {one.forward_layers.get(path, 0.0) / alone:.0%}" for path in one.worst)
-    return ", ".join(told)
+    names = (f"{path} {one.forward_layers.get(path, 0.0) / alone:.0%}" for path in one.worst)
+    return ", ".join(names)

@@ -1,4 +1,4 @@
-"""The findings that need attention in a run, as sentences, the worst first."""
+"""Analyzes a run: findings that need attention, the worst first."""
 
 import math
 from collections import Counter
@@ -12,42 +12,42 @@ from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS
 from fp8stack.precision.recipe import recipe_from_json
 from fp8stack.report.events import ending, failure, from_events
-from fp8stack.report.flow import judged as of_gradients
+from fp8stack.report.formatting import Finding, Level, in_steps, percent, shown, times
+from fp8stack.report.gradients import gradient_findings
+from fp8stack.report.outliers import Outlier, find_outliers, settled
 from fp8stack.report.read import Operand, Run, table
-from fp8stack.report.standouts import StandOut, settled, stand_outs
-from fp8stack.report.words import Finding, Level, in_steps, percent, shown, times
 
-MOST = 6  # stand-outs that are named one by one
-CLIPPED_BITS = 3.0  # an amax of 8 times what its scale can hold; less is usual in delayed scaling
+MOST = 6  # outliers that have a sentence each
+CLIPPED_BITS = 3.0  # an amax 8 times the largest value in range; less is usual in delayed scaling
 CLIPPED_SHARE = 1e-2
 LOW_SQNR_DB = 15.0  # E5M2 at its best has 25 dB, E4M3 31 dB
-LOWER_SQNR_DB = 10.0  # of formats with one bit of mantissa: E2M1 at its best has 20 dB
+LOWER_SQNR_DB = 10.0  # for formats with one mantissa bit: E2M1 at its best has 20 dB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A run with what is to be said of it. `extremes` are the worst figures, whether alarming or
-    not: what, the operand's name, the step, and how it reads."""
+class Analysis:
+    """A run with its findings. `extremes` are the worst figures, alarming or not: label, operand,
+    step, and the figure as text."""
 
     run: Run
     findings: list[Finding]
-    standing_out: list[StandOut]
-    operands: list[Operand]  # settled, see `standouts.settled`
+    outliers: list[Outlier]
+    operands: list[Operand]  # see `outliers.settled`
     extremes: list[tuple[str, str, int, str]]
     total: int | None
     done: int
     state: str
 
 
-def judge(run: Run) -> Judged:
-    """Return all findings of `run`."""
+def analyze(run: Run) -> Analysis:
+    """Analyze a run."""
     delayed = _is_delayed(table(run.plan.get("recipe"))) or any(
         np.isfinite(operand.figures["scale"]).any() and operand.steps[0] <= 1
         for operand in run.operands
         if len(operand.steps) and operand.figures["scale"][0] == 1.0
     )
     operands = settled(run.operands, delayed)
-    standing_out = stand_outs(operands)
+    outliers = find_outliers(operands)
     done = max((row["step"] for row in run.rows), default=0)
     steps = run.config.get("steps")
     total = steps if type(steps) is int else None
@@ -55,19 +55,19 @@ def judge(run: Run) -> Judged:
         *ending(run),
         *_not_finite(run.operands),
         *from_events(run),
-        *of_gradients(run.gradients, delayed),
-        *_stand_out_sentences(standing_out),
+        *gradient_findings(run.gradients, delayed),
+        *_outlier_findings(outliers),
         *_clipped(operands),
-        *_low_sqnr(operands, standing_out),
+        *_low_sqnr(operands, outliers),
         *(Finding("note", note) for note in run.notes),
     ]
     rank = {"alarm": 0, "warning": 1, "note": 2}
     state = "done" if total is not None and done >= total else "unfinished"
     state = state if run.rows else "no step yet"
-    return Judged(
+    return Analysis(
         run=run,
         findings=sorted(findings, key=lambda finding: rank[finding.level]),
-        standing_out=standing_out,
+        outliers=outliers,
         operands=operands,
         extremes=_extremes(operands),
         total=total,
@@ -77,25 +77,25 @@ def judge(run: Run) -> Judged:
 
 
 def _is_delayed(recipe: Mapping[str, Any]) -> bool:
-    """Whether a run's recipe has delayed scaling; one that cannot be read has not."""
+    """Whether a run's recipe uses delayed scaling; False if the recipe cannot be read."""
     try:
         return recipe_from_json(recipe, "the run").delayed
     except UserError:
         return False
 
 
-def verdict(judged: Judged) -> str:
-    """The sentence above the findings."""
-    counts = Counter(finding.level for finding in judged.findings)
+def verdict(analysis: Analysis) -> str:
+    """The sentence that heads the findings."""
+    counts = Counter(finding.level for finding in analysis.findings)
     words: tuple[Level, ...] = ("alarm", "warning")
     parts = [times(counts[word], word, f"{word}s") for word in words if counts[word]]
     if parts:
         return f"Needs attention: {' and '.join(parts)}."
-    if judged.findings:
-        return f"Nothing alarming: {times(len(judged.findings), 'note', 'notes')}."
-    if judged.run.operands and not judged.operands:
+    if analysis.findings:
+        return f"Nothing alarming: {times(len(analysis.findings), 'note', 'notes')}."
+    if analysis.run.operands and not analysis.operands:
         return "Nothing stands out so far; the scales had not settled at the only sample."
-    if judged.operands or judged.run.gradients:
+    if analysis.operands or analysis.run.gradients:
         return "Nothing stands out."
     return "Nothing stands out in the metrics; there is no telemetry of operands to look at."
 
@@ -114,9 +114,9 @@ def _not_finite(operands: Sequence[Operand]) -> Iterable[Finding]:
             )
 
 
-def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
+def _outlier_findings(outliers: Sequence[Outlier]) -> Iterable[Finding]:
     called = {"sqnr_db": "SQNR"}
-    for out in standing_out[:MOST]:
+    for out in outliers[:MOST]:
         start = f"from step {out.step} on" if out.changed else "all along"
         where = f"stands out {start}. At step {out.worst_step}:"
         if not out.lasting:
@@ -129,21 +129,21 @@ def _stand_out_sentences(standing_out: Sequence[StandOut]) -> Iterable[Finding]:
             for figure, (value, peers, before) in out.values.items()
         )
         yield Finding(_level(out), f"{out.operand.name} {where} {figures}.")
-    if more := standing_out[MOST:]:
+    if more := outliers[MOST:]:
         rest = ", ".join(out.operand.name.replace(", ", " ") for out in more[:20])
         others = " and others" if len(more) > 20 else ""
         yield Finding(_level(more[0]), f"{len(more)} more stand out less: {rest}{others}.")
 
 
-def _level(out: StandOut) -> Level:
-    """How much a stand-out matters. An amax that was large all along is a layer's nature: its scale
-    takes it in, and where it does not, other figures stand out too."""
-    by_nature = not out.changed and out.values.keys() == {"amax"}
-    return "warning" if out.lasting and not by_nature else "note"
+def _level(out: Outlier) -> Level:
+    """The level of an outlier. An amax that was always large is only a note: the scale adapts to
+    it, and if it does not, other figures stand out too."""
+    always_large = not out.changed and out.values.keys() == {"amax"}
+    return "warning" if out.lasting and not always_large else "note"
 
 
 def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
-    """Amaxes that their scale could not hold: how many, and the worst."""
+    """Amaxes that exceeded the range of their scale: how many, and the worst."""
     count = samples = 0
     worst: tuple[float, Operand, int] | None = None
     most = 0.0
@@ -171,7 +171,7 @@ def _clipped(operands: Sequence[Operand]) -> Iterable[Finding]:
     yield Finding("warning" if bad else "note", text)
 
 
-def _low_sqnr(operands: Sequence[Operand], named: Sequence[StandOut]) -> Iterable[Finding]:
+def _low_sqnr(operands: Sequence[Operand], named: Sequence[Outlier]) -> Iterable[Finding]:
     known = {id(out.operand) for out in named if "sqnr_db" in out.values}
     low: dict[float, list[tuple[float, Operand]]] = {}
     for operand in operands:
@@ -191,7 +191,7 @@ def _low_sqnr(operands: Sequence[Operand], named: Sequence[StandOut]) -> Iterabl
 
 
 def _extremes(operands: Sequence[Operand]) -> list[tuple[str, str, int, str]]:
-    """The worst settled sample of each figure, whether alarming or not."""
+    """The worst settled sample of each figure, alarming or not."""
     found = []
     for label, figure, sign in (
         ("lowest SQNR", "sqnr_db", -1.0),

@@ -1,10 +1,9 @@
-"""Parts of a model whose gradient is dead, vanishes or explodes.
+"""Parts of a model whose gradient is dead, vanishes or explodes at `SEVERAL` samples in a row.
 
-At a sample a part is dead if its gradient is exactly zero; it vanishes or explodes if that is
-`SAME` powers of ten from the median of its peers: the same part of other blocks, or, where fewer
-than `PEERS` of those have a gradient, all parts, and `ANY` powers of ten. Where the peers fall
-into two groups so far apart, the group is sound that the end of the model is in: the gradient comes
-from there. It counts if it is so at `SEVERAL` samples in a row.
+A gradient is dead if it is exactly zero. It vanishes or explodes if its norm is `SAME` powers of
+ten from the median of its peers, the same part of other blocks; if fewer than `PEERS` of those have
+a gradient, `ANY` powers of ten from the median of all parts. If the peers form two groups that far
+apart, the reference is the group with the last layers, where backpropagation begins.
 """
 
 import warnings
@@ -17,13 +16,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8stack.report.formatting import Finding, times
+from fp8stack.report.outliers import PEERS, role
 from fp8stack.report.read import Figures, Gradient, grid
-from fp8stack.report.standouts import PEERS, role
-from fp8stack.report.words import Finding, times
 
 SEVERAL = 3
 SAME, ANY = 3.0, 5.0  # powers of ten
-MOST = 6  # that are named one by one
+MOST = 6  # faults that have a sentence each
 
 What = Literal["dead", "vanishing", "exploding"]
 
@@ -34,24 +33,24 @@ class Fault:
 
     part: str
     what: What
-    steps: tuple[int, int]  # the first and the last sample of the longest time that it was so
-    samples: int  # how many there were in it
-    lasts: bool  # until the last of all
-    norm: float  # where it is furthest from that of its peers
-    peers: float  # theirs there
-    worst: int  # the step
+    steps: tuple[int, int]  # first and last of the longest run of faulty samples
+    samples: int  # their number
+    lasts: bool  # they include the run's last sample
+    norm: float  # where it is furthest from its peers'
+    peers: float  # the median of its peers there
+    worst: int  # the step of `norm`
 
 
 def leaves(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The parts that do not contain others."""
+    """The parts that contain no other part."""
     parts = sorted(one.part for one in gradients)
     blocks = {one for one, after in pairwise(parts) if after.startswith(f"{one}.")}
     return [one for one in gradients if one.part not in blocks]
 
 
 def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
-    """What is wrong with the gradients of a run. With delayed scaling the first step says nothing:
-    its scales are 1 yet."""
+    """The faults of a run's gradients. With delayed scaling the first step is left out: its scales
+    are still 1."""
     parts = leaves(gradients)
     if not parts:
         return []
@@ -66,12 +65,12 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
         middle, bound = _peers([one.part for one in parts], alive)
     distance = alive - middle
     found = []
-    told: tuple[tuple[What, NDArray[np.bool_]], ...] = (
+    checks: tuple[tuple[What, NDArray[np.bool_]], ...] = (
         ("dead", values == 0),
         ("vanishing", distance < -bound[:, None]),
         ("exploding", distance > bound[:, None]),
     )
-    for what, flags in told:
+    for what, flags in checks:
         for at, one in enumerate(parts):
             first, last = _longest(flags[at])
             if last - first < SEVERAL:
@@ -92,7 +91,7 @@ def faults(gradients: Sequence[Gradient], delayed: bool) -> list[Fault]:
     return found
 
 
-def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
+def gradient_findings(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
     """Yield the findings about the gradients of a run."""
     found, parts = faults(gradients, delayed), [one.part for one in leaves(gradients)]
     dead: dict[tuple[str, bool], list[str]] = defaultdict(list)
@@ -119,12 +118,12 @@ def judged(gradients: Sequence[Gradient], delayed: bool) -> Iterator[Finding]:
 
 
 def _peers(parts: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
-    """What each part's peers have, log10 [parts, samples], and how far from it is too far,
+    """The reference for each part, log10 [parts, samples], and the largest distance from it,
     [parts]."""
     roles: dict[str, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):
         roles[role(part)].append(at)
-    # The part that is nearest to the loss, of those that have a gradient at the sample.
+    # The part nearest to the loss that has a gradient at the sample.
     end = _last(alive)
     middle, bounds = np.empty_like(alive), np.empty(len(parts))
     for members in roles.values():
@@ -138,14 +137,14 @@ def _peers(parts: Sequence[str], alive: Figures) -> tuple[Figures, Figures]:
 
 
 def _last(values: Figures) -> Figures:
-    """The last number of each column, NaN where there is none."""
+    """The last finite value of each column, NaN if there is none."""
     there = np.isfinite(values)
     at = len(values) - 1 - np.argmax(there[::-1], axis=0)
     return np.where(there.any(axis=0), values[at, np.arange(values.shape[1])], np.nan)
 
 
 def _longest(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """The longest run of true flags, the last of equals: from, up to."""
+    """Begin and end of the longest run of true flags, the last one of equal length."""
     best = end = at = 0
     for flag, alike in groupby(flags):
         begin, at = at, at + len(list(alike))
@@ -155,7 +154,7 @@ def _longest(flags: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 def _merged(which: Sequence[str], parts: Sequence[str]) -> list[str]:
-    """Names of parts, those of a whole block as one."""
+    """The names of parts; all parts of a block become the block."""
     chosen = set(which)
     names: dict[str, None] = {}
     for part in which:
@@ -171,7 +170,7 @@ def _merged(which: Sequence[str], parts: Sequence[str]) -> list[str]:
 
 
 def _list(names: Sequence[str]) -> str:
-    """Names as a sentence has them, twenty at most."""
+    """Names as a list in a sentence, at most twenty."""
     shown = list(names[:20]) + ["others"] * (len(names) > 20)
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 

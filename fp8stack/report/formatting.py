@@ -1,4 +1,4 @@
-"""The wording of a report: sentences with a level, figures with their units."""
+"""Findings, and how figures, counts and steps are written in them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,14 @@ Level = Literal["alarm", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence, and how much it matters."""
+    """A sentence with its level."""
 
     level: Level
     text: str
 
 
 def shown(figure: str, value: float) -> str:
-    """A figure with its unit, as sentences have it."""
+    """A figure with its unit."""
     if not math.isfinite(value):
         return "unknown"
     if figure == "sqnr_db":
@@ -32,7 +32,7 @@ def shown(figure: str, value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage; small ones keep their size."""
+    """A share as a percentage with three digits."""
     if share == 0:
         return "0 %"
     value = 100 * share
@@ -45,7 +45,7 @@ def times(count: int, one: str, many: str) -> str:
 
 
 def in_steps(steps: Iterable[int]) -> str:
-    """Steps in words: "step 4", "steps 4, 5 and 9", "12 steps from 4 to 90"."""
+    """Steps as text: "step 4", "steps 4, 5 and 9", "12 steps from 4 to 90"."""
     found = sorted({int(step) for step in steps})
     if len(found) == 1:
         return f"step {found[0]}"
@@ -55,7 +55,7 @@ def in_steps(steps: Iterable[int]) -> str:
 
 
 def titles(runs: Sequence[Run]) -> list[str]:
-    """The title of each run: its folder's name, or its path where names are the same."""
+    """The title of each run: its folder's name, or its path if names collide."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else str(run.path)

@@ -1,15 +1,15 @@
-"""Operands that stand out against their peers or against their own past.
+"""Finds operands that differ from their peers or from their own past.
 
-Two rules, both robust (medians, and 1.4826 x the median absolute deviation for a spread), for each
-of four figures: log2 of the amax, the saturated share, the underflow share and the SQNR.
+Two rules are applied to log2 of the amax, the saturated share, the underflow share and the SQNR.
+Both use robust statistics: medians, and 1.4826 x the median absolute deviation as spread.
 
-1. *It changed and its peers did not*: at a sample, the operand's distance from the median of its
-   own last samples before, less the median of that distance over all operands of its kind. What
-   differs between layers by nature, and what moves in all of them as training goes on, cancels.
-2. *It was different all along*: the median over the samples of its distance from the median of its
-   peers, the same linear in other blocks, or all of its kind where there are fewer than four.
+1. *Changed*: the operand's distance from the median of its own previous samples, minus the median
+   of that distance over all operands of its kind. Constant differences between layers, and trends
+   that all layers share, cancel.
+2. *Always different*: the median over samples of the distance from the median of its peers: the
+   same linear in other blocks, or all operands of its kind if there are fewer than four.
 
-A distance counts where it is more than `SPREADS` spreads and more than the figure's own bound.
+A distance counts if it exceeds `SPREADS` spreads and the figure's bound.
 """
 
 import re
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from fp8stack.report.read import Figures, Operand, grid
 
 SPREADS = 8.0
-PEERS = 4  # fewer have no median worth the name
-PAST, LONG_PAST = 2, 32  # samples: the fewest that are a past, and how far it goes back
+PEERS = 4  # the fewest that a median is taken of
+PAST, LONG_PAST = 2, 32  # samples: the fewest and the most that a past has
 
-# Figure: which sign is bad, least change, least distance from the same linear in other blocks,
-# least distance from all other linears (which differ by nature). In bits, shares and dB.
+# Figure: the bad sign; bounds for a change, for the distance from the same linear in other blocks,
+# and for the distance from all linears. In bits, shares and dB.
 BOUNDS = {
     "amax": (1.0, 3.0, 4.0, 7.0),
     "saturated": (1.0, 0.002, 0.005, 0.02),
@@ -38,21 +38,21 @@ BOUNDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandOut:
-    """An operand that stands out. `values` has for each figure that does: its value, the median of
-    its peers, and of its own past (None if it was different all along)."""
+class Outlier:
+    """An operand with unusual figures. `values` maps each such figure to its value, the median of
+    its peers, and the median of its own past (None if it was always different)."""
 
     operand: Operand
-    score: float  # the largest distance in units of its bound
-    step: int  # the first at which it stands out
-    worst_step: int  # where it does so most
-    changed: bool  # it did so in the course of the run
-    lasting: bool  # not at a single sample alone that others followed
+    score: float  # the largest distance, in units of its bound
+    step: int  # the first unusual one
+    worst_step: int  # with the largest distance
+    changed: bool  # by rule 1, not rule 2
+    lasting: bool  # at more than one sample, or at the last
     values: dict[str, tuple[float, float, float | None]]
 
 
 def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
-    """The operands without samples of delayed scaling whose scale, 1 at first, saw no amax yet."""
+    """The operands without the first samples of delayed scaling, whose scale is still 1."""
     if not delayed:
         return list(operands)
     kept = []
@@ -64,8 +64,8 @@ def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
     return [operand for operand in kept if len(operand.steps)]
 
 
-def stand_outs(operands: Sequence[Operand]) -> list[StandOut]:
-    """The settled `operands` of one run that stand out, the worst first."""
+def find_outliers(operands: Sequence[Operand]) -> list[Outlier]:
+    """The outliers among the settled `operands` of a run, the worst first."""
     kinds = dict.fromkeys(operand.kind for operand in operands)
     same = ([operand for operand in operands if operand.kind == kind] for kind in kinds)
     found = [out for one in same for out in _of_one_kind(one)]
@@ -73,11 +73,11 @@ def stand_outs(operands: Sequence[Operand]) -> list[StandOut]:
 
 
 def role(layer: str) -> str:
-    """A layer's name without its numbers: the same linear in other blocks has the same."""
+    """A layer's name without its numbers, which is the same in every block."""
     return re.sub(r"\d+", "*", layer)
 
 
-def _of_one_kind(operands: list[Operand]) -> list[StandOut]:
+def _of_one_kind(operands: list[Operand]) -> list[Outlier]:
     if len(operands) < PEERS:
         return []
     steps, amax = grid(operands, "amax")
@@ -86,7 +86,7 @@ def _of_one_kind(operands: list[Operand]) -> list[StandOut]:
         grids["amax"] = np.where(amax > 0, np.log2(amax), np.nan)
     scores: dict[int, dict[str, tuple[float, int, int, bool]]] = defaultdict(dict)
     lasting: dict[int, bool] = defaultdict(bool)
-    with warnings.catch_warnings():  # an all-NaN slice is a NaN, as it should be
+    with warnings.catch_warnings():  # the median of no values is NaN
         warnings.simplefilter("ignore", RuntimeWarning)
         pasts = {figure: _past(values) for figure, values in grids.items()}
         peers = {figure: _peers(operands, values) for figure, values in grids.items()}
@@ -100,14 +100,14 @@ def _of_one_kind(operands: list[Operand]) -> list[StandOut]:
                     scores[at][figure] = (score, first, worst, False)
                     lasting[at] = True
     return [
-        _stand_out(operands[at], told, steps, at, grids, peers, pasts, lasting[at])
-        for at, told in scores.items()
-        if told
+        _outlier(operands[at], scored, steps, at, grids, peers, pasts, lasting[at])
+        for at, scored in scores.items()
+        if scored
     ]
 
 
 def _past(values: Figures) -> Figures:
-    """For each sample the median of those before it, NaN where they are fewer than `PAST`."""
+    """For each sample the median of those before it, NaN if they are fewer than `PAST`."""
     past = np.full_like(values, np.nan)
     for at in range(PAST, values.shape[1]):
         before = values[:, max(0, at - LONG_PAST) : at]
@@ -119,13 +119,12 @@ def _past(values: Figures) -> Figures:
 def _changed(
     values: Figures, past: Figures, figure: str
 ) -> list[tuple[int, float, int, int, bool]]:
-    """Rule 1: operand, score, first and worst sample, and whether it lasts, of each that
-    changed."""
+    """Rule 1: operand, score, first and worst sample, and whether it lasts."""
     sign, bound, _, _ = BOUNDS[figure]
     change = sign * (values - past)
     distance = change - np.nanmedian(change, axis=0)
     spread = 1.4826 * np.nanmedian(np.abs(distance), axis=0)
-    # What an operand has done by itself all the time is no news.
+    # Compare with the operand's own usual variation as well.
     own = np.nan_to_num(1.4826 * _past(np.abs(distance)))
     loud = distance > np.maximum(bound, SPREADS * np.maximum(spread, own))
     found = []
@@ -139,8 +138,8 @@ def _changed(
 
 
 def _peers(operands: list[Operand], values: Figures) -> list[tuple[Figures, Figures, bool]]:
-    """The median and spread of each operand's peers, and whether those are its role in other
-    blocks."""
+    """The median and spread of each operand's peers, and whether these are the same linear in
+    other blocks."""
     roles: dict[str, list[int]] = defaultdict(list)
     for at, operand in enumerate(operands):
         roles[role(operand.layer)].append(at)
@@ -156,7 +155,7 @@ def _peers(operands: list[Operand], values: Figures) -> list[tuple[Figures, Figu
 def _different(
     values: Figures, peers: list[tuple[Figures, Figures, bool]], figure: str
 ) -> list[tuple[int, float, int]]:
-    """Rule 2: operand, score and worst sample of each that was different all along."""
+    """Rule 2: operand, score and worst sample."""
     sign, _, of_same, of_all = BOUNDS[figure]
     found = []
     for at, (row, (middle, spread, same)) in enumerate(zip(values, peers, strict=True)):
@@ -168,36 +167,36 @@ def _different(
     return found
 
 
-def _stand_out(
+def _outlier(
     operand: Operand,
-    told: dict[str, tuple[float, int, int, bool]],
+    scored: dict[str, tuple[float, int, int, bool]],
     steps: NDArray[np.int64],
     at: int,
     grids: dict[str, Figures],
     peers: dict[str, list[tuple[Figures, Figures, bool]]],
     pasts: dict[str, Figures],
     lasting: bool,
-) -> StandOut:
-    """The stand-out of one operand, the figure with the largest distance first."""
-    figures = sorted(told, key=lambda figure: -told[figure][0])
-    score, _, worst, _ = told[figures[0]]
+) -> Outlier:
+    """The outlier of one operand, the figure with the largest distance first."""
+    figures = sorted(scored, key=lambda figure: -scored[figure][0])
+    score, _, worst, _ = scored[figures[0]]
     values = {}
     for figure in figures:
-        changed = told[figure][3]
+        changed = scored[figure][3]
         before = float(pasts[figure][at, worst])
         value, middle = float(grids[figure][at, worst]), float(peers[figure][at][0][worst])
         sign, bound, _, _ = BOUNDS[figure]
         if figure != figures[0] and not sign * (value - middle) > bound / 2:
-            continue  # it stood out at another step
+            continue  # unusual at another step
         if figure == "amax":
             value, middle, before = (float(np.exp2(bits)) for bits in (value, middle, before))
         values[figure] = (value, middle, before if changed and np.isfinite(before) else None)
-    return StandOut(
+    return Outlier(
         operand=operand,
         score=score,
-        step=int(steps[min(told[figure][1] for figure in figures)]),
+        step=int(steps[min(scored[figure][1] for figure in figures)]),
         worst_step=int(steps[worst]),
         lasting=lasting,
-        changed=all(told[figure][3] for figure in figures),
+        changed=all(scored[figure][3] for figure in figures),
         values=values,
     )
