@@ -76,11 +76,12 @@ def _factors(
 def _finished(
     y: Tensor, whole: list[Tensor], rows: Tensor | None, columns: Tensor | None, bias: Tensor | None
 ) -> Tensor:
+    """`y`, in place, times the factors, plus the bias."""
     scale = [whole[0] * whole[1]] if len(whole) == 2 else whole
     for factor in (*scale, rows, columns):
         if factor is not None:
-            y = y * factor
-    return y if bias is None else y + bias
+            y.mul_(factor)
+    return y if bias is None else y.add_(bias)
 
 
 _FLT_MAX = torch.finfo(torch.float32).max

@@ -176,23 +176,36 @@ def _power(largest, kind, format_max_inverse, mantissa_bits, exponents):
 
 
 @njit
-def _scales(largest, w, into_e4m3):
-    """What multiplies a block of this amax into the format, and what multiplies it out."""
-    kind = w.scale_kind
+def _e4m3_scales(largest, into_e4m3):
+    """See `quantized.scales_of`."""
+    exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
+    # E4M3: three bits of mantissa, from 2^-6 on.
+    power = _of_bits(_bits(exact) & _POWER_OF_TWO)
+    spacing = max(power, np.float32(2**-6)) * np.float32(1.5 * 2**20)
+    out = (exact + spacing) - spacing
+    return min(_ONE / (out * (_ONE / into_e4m3)), _FLT_MAX), out
+
+
+@njit
+def _scales(largest, into, out, w, into_e4m3):
+    """What multiplies blocks of these amaxes, as bits, into the format, and what multiplies them
+    out."""
+    # Outside of loops, since numba reads `w` again after each store.
+    kind, limit, eps, overflow = w.scale_kind, w.limit, w.eps, w.overflow
+    power_of_two, mantissa_bits, exponents = w.power_of_two, w.mantissa_bits, w.exponents
     if kind == _FLOAT32:
-        into = _quotient_scale(largest, w.limit, w.eps, w.overflow, w.power_of_two)
-        return into, _ONE / into
-    if kind == _E4M3:
-        exact = min(largest * (into_e4m3 * _SIXTH), np.float32(448))
-        # E4M3: three bits of mantissa, from 2^-6 on.
-        power = _of_bits(_bits(exact) & _POWER_OF_TWO)
-        spacing = max(power, np.float32(2**-6)) * np.float32(1.5 * 2**20)
-        out = (exact + spacing) - spacing
-        return min(_ONE / (out * (_ONE / into_e4m3)), _FLT_MAX), out
-    code = _power(largest, kind, w.limit, w.mantissa_bits, w.exponents)
-    into_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
-    out_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
-    return _of_bits(into_bits), _of_bits(out_bits)
+        for i in range(len(largest)):
+            into[i] = _quotient_scale(_of_bits(largest[i]), limit, eps, overflow, power_of_two)
+            out[i] = _ONE / into[i]
+    elif kind == _E4M3:
+        for i in range(len(largest)):
+            into[i], out[i] = _e4m3_scales(_of_bits(largest[i]), into_e4m3)
+    else:
+        for i in range(len(largest)):
+            code = _power(_of_bits(largest[i]), kind, limit, mantissa_bits, exponents)
+            into_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
+            out_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
+            into[i], out[i] = _of_bits(into_bits), _of_bits(out_bits)
 
 
 @njit
@@ -385,15 +398,16 @@ def _fill(values, start, width, value):
 @njit
 def _set_scales(largest, into, out, width, w, into_e4m3):
     """The scales of some columns, from their amaxes as bits, in each block of `width` of them."""
-    columns = len(largest)
-    if width == 1:
-        for c in range(columns):
-            into[c], out[c] = _scales(_of_bits(largest[c]), w, into_e4m3)
-        return
-    for start in range(0, columns, width):
-        first, last = _scales(_of_bits(_largest(largest, start, width)), w, into_e4m3)
-        _fill(into, start, width, first)
-        _fill(out, start, width, last)
+    blocks = len(largest) // width
+    if width > 1:
+        for i in range(blocks):
+            largest[i] = _largest(largest, i * width, width)
+    _scales(largest[:blocks], into, out, w, into_e4m3)
+    if width > 1:
+        for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
+            first, last = into[i], out[i]
+            _fill(into, i * width, width, first)
+            _fill(out, i * width, width, last)
 
 
 @njit
@@ -463,11 +477,18 @@ def _transform(tile, w):
     """See `hadamard.hadamard`."""
     size, rows, columns = w.hadamard, w.tile_rows, w.tile_columns
     factor = np.float32(size**-0.5)
+    signs = np.empty(max(rows, columns), np.float32)
+    for i in range(len(signs)):
+        signs[i] = -_ONE if (w.minus >> (i % size)) & 1 else _ONE
     for r in range(rows):
         row = tile[r * columns : (r + 1) * columns]
-        for c in range(columns):
-            sign = -_ONE if (w.minus >> ((c if w.dim == 1 else r) % size)) & 1 else _ONE
-            row[c] = _rounded_to_bf16(row[c]) * sign
+        if w.dim == 1:
+            for c in range(columns):
+                row[c] = _rounded_to_bf16(row[c]) * signs[c]
+        else:
+            sign = signs[r]
+            for c in range(columns):
+                row[c] = _rounded_to_bf16(row[c]) * sign
     if w.dim == 1:
         _mix_columns(tile, size)
     else:
@@ -475,6 +496,13 @@ def _transform(tile, w):
             _mix_rows(tile, top, size, columns)
     for i in range(rows * columns):
         tile[i] = _rounded_to_bf16(tile[i] * factor)
+
+
+@njit
+def _raise_columns(largest, w, left):
+    """Let the amaxes of the matrix's columns from `left` on be at least `largest`."""
+    for c in range(min(len(largest), w.columns - left)):
+        _raise(w.column_amaxes + 4 * (left + c), largest[c])
 
 
 def _find_tiles(pointer):
@@ -486,9 +514,12 @@ def _find_tiles(pointer):
     largest = np.empty(columns, np.int32)
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
+    largest[:] = 0
     while True:
         here = _add(start, 1)
         if here >= tiles:
+            if w.column_amaxes and across == 1:
+                _raise_columns(largest, w, 0)
             return
         top, left = here // across * w.tile_rows, here % across * columns
         tile = _load(spare, w, top, left)
@@ -499,11 +530,11 @@ def _find_tiles(pointer):
             _transform(tile, w)
             _store(tile, w, w.result, top, left)
         if w.column_amaxes:
-            largest[:] = 0
             for r in range(min(w.tile_rows, w.rows - top)):
                 _raise_all(largest, tile[r * columns : (r + 1) * columns])
-            for c in range(min(columns, w.columns - left)):
-                _raise(w.column_amaxes + 4 * (left + c), largest[c])
+            if across > 1:
+                _raise_columns(largest, w, left)
+                largest[:] = 0
         else:
             _raise(w.amax, _amax(tile))
 
@@ -515,7 +546,9 @@ def _round_tiles(pointer):
     columns = w.tile_columns
     size = w.tile_rows * columns
     spare, line = np.empty(size, np.float32), np.empty(size, np.float32)
-    into, out = np.empty(size, np.float32), np.empty(size, np.float32)
+    scales = np.empty(4 * size, np.float32)
+    into, out = scales[:size], scales[size : 2 * size]
+    kept = -1  # the left of the tile whose columns' scales are in the other half
     largest = np.empty(size, np.int32)
     bits = np.empty(size if w.random else 0, np.uint32)
     across = (w.columns + columns - 1) // columns
@@ -530,7 +563,9 @@ def _round_tiles(pointer):
             first = _floats(w.scale, 1)[0]
             last = _ONE / first
         else:
-            first, last = _scales(whole, w, into_e4m3)
+            largest[0] = _bits(whole)
+            _scales(largest[:1], into, out, w, into_e4m3)
+            first, last = into[0], out[0]
         into[:] = first
         out[:] = last
     while True:
@@ -557,12 +592,17 @@ def _round_tiles(pointer):
             height = w.other_height if second else w.height
             width = w.other_width if second else w.width
             factor = w.other_factor if second else w.factor
-            if for_all:
+            by_column = height == 0 and not for_all
+            first_of = 2 * size if by_column else 0
+            into = scales[first_of : first_of + size]
+            out = scales[first_of + size : first_of + 2 * size]
+            if for_all or (by_column and left == kept):
                 pass
             elif height == 1:
                 _magnitudes(largest, tile)
                 _set_scales(largest, into, out, width if width else columns, w, into_e4m3)
             else:
+                kept = left if by_column else kept
                 for first_row in range(0, w.tile_rows, height if height else w.tile_rows):
                     _set_group(
                         tile, into, out, largest, top, left, first_row, height, width, w, into_e4m3
