@@ -201,6 +201,8 @@ def linear(
 ) -> Facts:
     """y, dx, dw and db of a linear in FP8, FP6 or FP4, or in bf16, which FP8 stands beside."""
     chosen = load_recipe(recipe)
+    if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
+        chosen = load_recipe(recipe, {"rounding": "nearest"})  # by bits that only TE knows
     plan = plan_of(chosen, context, backend)
     made = backend_for(plan, {"linear": shape[1:3]})
     quantizers = chosen.quantizers.each.values() if chosen.quantizers else ()

@@ -16,7 +16,7 @@ MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
 class Quantized(NamedTuple):
-    """FP8 bytes (uint8, of the input's shape) and what multiplies them out, each way of blocking.
+    """Bytes (uint8, of the input's shape, of FP4 half as many) and what multiplies them out, each way of blocking.
 
     `across` and its scales are of the copy that reduces over rows; None where TE made no other.
     """
@@ -106,11 +106,26 @@ def mxfp8(x: Tensor) -> Quantized:
     return Quantized(made._rowwise_data, along, made._columnwise_data, across)
 
 
+@torch.no_grad()
+def nvfp4(x: Tensor, square: bool) -> Quantized:
+    """`NVFP4Quantizer`: 1x16 blocks along and 16x1 across, or squares of 16; E2M1 two to a byte in
+    the direction of the blocks, E4M3 scales, below TE's own scale per tensor."""
+    import transformer_engine.pytorch as te
+
+    made: Any = te.NVFP4Quantizer(rowwise=True, columnwise=True, with_2d_quantization=square)(x)
+    (rows, columns), step = x.shape, 16 if square else 1  # TE repeats the scales of squares
+    along = made._rowwise_scale_inv[:rows:step, : columns // 16]
+    across = made._columnwise_scale_inv[:columns:step, : rows // 16].t()
+    scales = [codes.contiguous().view(torch.float8_e4m3fn).float() for codes in (along, across)]
+    return Quantized(made._rowwise_data, scales[0], made._columnwise_data.t(), scales[1])
+
+
 def serves(scaling: str) -> str:
     """Why TE has no GEMM for this scaling on this machine; "" if it has one."""
     import transformer_engine.pytorch as te
 
     asks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+    asks["nvfp4"] = te.is_nvfp4_available
     able, reason = asks.get(scaling, te.is_fp8_available)(return_reason=True)
     return "" if able else str(reason)
 

@@ -6,7 +6,7 @@ Transformer Engine 2.20's recipes and their checks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8stack.formats import OPERANDS, Quantizer, Quantizers
 
@@ -62,6 +62,13 @@ KERNELS = {
             feature_multiple=32,
         ),
         Kernel(name="rowwise", needs="compute capability 9.0", least=(9, 0)),
+        Kernel(
+            name="nvfp4",
+            needs="compute capability 10.0",
+            least=(10, 0),
+            cuda=(12, 8),
+            feature_multiple=32,
+        ),
     )
 }
 
@@ -73,6 +80,8 @@ CPUs have too, and whose sums Hopper and Ada may add up in fewer bits."""
 
 def kernel_of(quantizers: Quantizers) -> str | None:
     """The name in `KERNELS` of what multiplies these operands, None if nothing does."""
+    if _is_nvfp4(quantizers):
+        return "nvfp4"
     found = [(quantizers.along(o), quantizers.across(o)) for o in OPERANDS]
     if any(not isinstance(q, Quantizer) for pair in found for q in pair):
         return None
@@ -97,6 +106,25 @@ def kernel_of(quantizers: Quantizers) -> str | None:
         return "block"
     mx = x.block == w.block == dy.block == (1, 32) and x.scale == "e8m0"
     return "mxfp8" if mx and len({q.scale_rounding for q in (x, w, dy)}) == 1 else None
+
+
+def _is_nvfp4(quantizers: Quantizers) -> bool:
+    """Whether these are what some setting of TE's `NVFP4BlockScaling` has: gradients are drawn or
+    not, both operands of dw are transformed or not, weights have squares or rows."""
+    rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
+    weight, dy = quantizers.weight, quantizers.grad_output
+    dy_across = quantizers.grad_output_wgrad
+    if weight not in (rows, replace(rows, block=(16, 16))) or dy is None or dy_across is None:
+        return False
+    drawn, hadamard = replace(rows, rounding=dy.rounding), dy_across.hadamard
+    return hadamard != 32 and quantizers == Quantizers(
+        input=rows,
+        input_wgrad=replace(rows, hadamard=hadamard),
+        weight=weight,
+        weight_dgrad=weight,
+        grad_output=drawn,
+        grad_output_wgrad=replace(drawn, hadamard=hadamard),
+    )
 
 
 def feature_multiple(quantizers: Quantizers, backend: str) -> int:

@@ -277,6 +277,8 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
         if kernel in ("delayed", "current") and not _as_te_has_it(quantizers):
             return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
+    if kernel == "nvfp4":
+        return "the torch backend has no NVFP4"
     if not _has_torch(hardware, TORCH_MINIMUM):
         return _old_torch(hardware)
     if kernel == "block" and _is_blackwell(hardware):

@@ -142,6 +142,7 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch):
             (casts.casts, ["bf16", "TE"]),
             (casts.quantizers, ["special bf16", "TE"]),
             (casts.quantizers, ["block of ordinary fp32", "TE"]),
+            (casts.quantizers, ["nvfp4 of ordinary", "TE"]),
         ):
             assert_hold(rows(group(WITH_TE), *words))
         cast = te.cast

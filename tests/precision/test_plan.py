@@ -59,7 +59,10 @@ MACHINES = {
     "10.0": B200,
     "12.0": RTX5090,
 }
-FP8 = ("delayed", "current", "block", "mxfp8", "rowwise")
+NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
+FP8 = ("delayed", "current", "block", "mxfp8", "rowwise", *NVFP4)
+IN_EVERY_LAYER = [name for name in FP8 if name != "nvfp4_last_bf16"]
+EMULATED = ("mxfp8", *NVFP4)  # where a GPU with bf16 does not serve them
 PLAIN = ("bf16", "fp16", "fp32", "tf32")
 RECIPES = ("auto", *FP8, *PLAIN)
 
@@ -97,6 +100,7 @@ def having(machine: Hardware, software: str) -> Hardware:
 #   te        the recipe as asked, natively through TE alone
 #   torch     the recipe as asked, natively through torch alone
 #   em32 em16 the recipe as asked, emulated with float32 or bfloat16 GEMMs
+# A row with a * is that of each of `NVFP4`.
 TABLE = """
 asked    cpu   cpu-bf16  6.0    7.0    7.5    8.0    8.6    8.9          9.0          10.0       12.0
 auto     fp32  bf16      fp32?  fp16   fp16   bf16   bf16   delayed:fp8  delayed:fp8  mxfp8:fp8  delayed:fp8
@@ -105,6 +109,7 @@ current  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8    
 block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!        fp8          te         bf16!
 mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        em16!
 rowwise  em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        torch        torch      torch
+nvfp4*   em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        te         te
 bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16         bf16         bf16       bf16
 fp16     fp16? fp16?     fp16   fp16   fp16   fp16   fp16   fp16         fp16         fp16       fp16
 fp32     fp32  fp32      fp32   fp32   fp32   fp32   fp32   fp32         fp32         fp32       fp32
@@ -151,8 +156,8 @@ def cell(asked: str, machine: str, code: str, software: str) -> Cell:
             if how == "te" or software == "neither":
                 reason = substituted = True
                 native, cause = False, "Transformer Engine"
-                backend = "emulate" if recipe == "mxfp8" else "reference"
-                recipe = "mxfp8" if recipe == "mxfp8" else "bf16"
+                backend = "emulate" if recipe in EMULATED else "reference"
+                recipe = recipe if recipe in EMULATED else "bf16"
     elif how == "torch":
         backend, dtype = "torch", "bf16"
         if SOFTWARE[software].get("torch_version"):
@@ -180,6 +185,7 @@ def cell(asked: str, machine: str, code: str, software: str) -> Cell:
 def cells() -> list[Cell]:
     header, *rows = (line.split() for line in TABLE.strip().splitlines())
     assert header[1:] == list(MACHINES)
+    rows = [[name, *row[1:]] for row in rows for name in (NVFP4 if "*" in row[0] else row[:1])]
     assert [row[0] for row in rows] == list(RECIPES)
     return [
         cell(row[0], machine, code, software)
@@ -227,7 +233,8 @@ def test_every_recipe_runs_on_every_machine_as_the_table_says(expected):
     assert made.compute_dtype == expected.compute_dtype
     assert made.device == MACHINES[expected.machine].device
     assert made.is_fp8 == (expected.recipe in FP8)
-    assert made.kernel == (expected.recipe if expected.recipe in FP8 else None)
+    kernel = "nvfp4" if expected.recipe in NVFP4 else expected.recipe
+    assert made.kernel == (kernel if expected.recipe in FP8 else None)
     suffix = "-emulated" if made.backend == "emulate" else ""
     assert made.precision == expected.recipe + suffix
     assert made.loss_scaling == (expected.compute_dtype == "fp16")
@@ -262,6 +269,7 @@ VOCABULARY_MULTIPLES = {
     "block": 16,
     "mxfp8": 32,
     "rowwise": 16,
+    **dict.fromkeys(NVFP4, 32),
     "bf16": 8,
     "fp16": 8,
 }
@@ -451,6 +459,9 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...],
         ("block", (10, 0), (12, 9)),
         ("block", (10, 3), (12, 9)),
         ("mxfp8", (10, 0), (12, 8)),
+        ("nvfp4", (10, 3), (12, 8)),
+        ("nvfp4", (11, 0), (12, 8)),
+        ("nvfp4_nearest", (12, 1), (12, 8)),
         ("delayed", (9, 0), (0, 0)),
         ("current", (9, 0), (0, 0)),
     ],
@@ -461,12 +472,12 @@ def test_a_recipe_is_native_from_its_least_cuda_version_on(asked, capability, le
         assert resolve(asked, here, strict=True).native
         return
     made = resolve(asked, here)
-    runs = ("mxfp8", "emulate") if asked == "mxfp8" else ("bf16", "reference")
+    runs = (asked, "emulate") if asked in EMULATED else ("bf16", "reference")
     assert (made.recipe.name, made.backend) == runs
     assert (made.native, made.compute_dtype) == (False, "bf16")
-    lacks = "{} needs CUDA {}.{}".format(asked, *least)
+    lacks = "{} needs CUDA {}.{}".format(made.kernel or asked, *least)
     assert lacks in sentences(made)
-    assert ("emulated" if asked == "mxfp8" else "bf16") in sentences(made)
+    assert ("emulated" if asked in EMULATED else "bf16") in sentences(made)
     with pytest.raises(UserError, match=lacks):
         resolve(asked, here, strict=True)
 
@@ -477,6 +488,7 @@ OLD = (
     "(pip install --upgrade 'torch>=2.10')"
 )
 NO_BLOCK = "the torch backend has no block scaling on 10.x"
+NO_NVFP4 = "the torch backend has no NVFP4"
 
 # What is asked, of which backend, where, with which software: who runs it, and what is said.
 #   !  who runs it is a substitution
@@ -517,6 +529,12 @@ SOFTWARE_CASES = [
     ("current", "te", L4, "old te, old torch", "bf16!", (TOO_OLD, f"{OLD}: bf16")),
     ("mxfp8", "torch", B200, "broken te, old torch", "emulate!", (BROKEN, f"{OLD}: emulated")),
     ("mxfp8", "te", B200, "neither", "emulate!", (NO_TE, f"{OLD}: emulated by bf16 GEMMs")),
+    ("nvfp4", "te", B200, "te", "te", ()),
+    ("nvfp4_last_bf16", "auto", RTX5090, "te, old torch", "te", ()),
+    ("nvfp4", "torch", B200, "te", "te!", (f"{NO_NVFP4}; te runs instead",)),
+    ("nvfp4", "auto", RTX5090, "no te", "emulate!", (NO_TE, f"{NO_NVFP4}: emulated by bf16 GEMMs")),
+    ("nvfp4", "te", B200, "old te", "emulate!", (TOO_OLD, f"{NO_NVFP4}: emulated")),
+    ("nvfp4", "torch", H100, "te", "emulate!", ("nvfp4 needs compute capability 10.0", "9.0:")),
 ]
 
 
@@ -577,6 +595,8 @@ NOT_COMPILED = {"te": "TE cannot be compiled"}
         ("delayed", "te", H100, "te", "te", ()),
         ("block", "auto", B200, "te", "bf16!", ("TE cannot be compiled", f"{NO_BLOCK}: bf16")),
         ("delayed", "auto", H100, "te, old torch", "bf16!", ("TE cannot", f"{OLD}: bf16")),
+        ("nvfp4", "auto", B200, "te", "emulate!", ("TE cannot", f"{NO_NVFP4}: emulated")),
+        ("nvfp4", "te", B200, "te", "te", ()),
         ("bf16", "auto", H100, "te", "bf16", ()),
         ("mxfp8", "auto", CPU, "te", "emulate!", ("this is a CPU",)),
     ],
@@ -592,6 +612,7 @@ def test_where_te_cannot_do_what_else_is_asked_torch_runs_and_the_plan_says_so(
 E5M2 = {"forward_format": "e5m2"}
 TWO_E5M2 = "one E5M2 operand at most"
 RCEIL = "Transformer Engine rounds MXFP8's scales by rceil, not"
+NO_GEMM = "no GEMM of the GPU backends takes these operands: emulated"
 POWER = "Transformer Engine's block scaling on 10.x needs power_of_two = true"
 
 # As above, with keys of the recipe changed.
@@ -621,6 +642,16 @@ SPECIAL_CASES: list[tuple[Any, ...]] = [
     ("block", {"power_of_two": False}, "torch", H100, "te", "torch", ()),
     ("block", {"power_of_two": False}, "auto", B200, "te", "bf16!", (POWER, f"{NO_BLOCK}: bf16")),
     ("block", {"power_of_two": False}, "torch", B200, "te", "bf16!", (POWER, f"{NO_BLOCK}: bf16")),
+    # What no setting of Transformer Engine's has.
+    ("nvfp4", {"weight": {"block": [1, 16]}}, "auto", B200, "te", "te", ()),
+    ("nvfp4", {"hadamard": 32}, "auto", B200, "te", "emulate!", (NO_GEMM,)),
+    ("nvfp4", {"weight": {"rounding": "stochastic"}}, "auto", B200, "te", "emulate!", (NO_GEMM,)),
+    (
+        *("nvfp4", {"grad_output": {"wgrad": {"rounding": "nearest"}}}, "auto", B200, "te"),
+        *("emulate!", (NO_GEMM,)),
+    ),
+    ("nvfp4", {"backward": "dequantized"}, "auto", B200, "te", "emulate!", (NO_GEMM,)),
+    ("nvfp4_forward_high", {}, "te", B200, "te", "emulate!", (NO_GEMM,)),
 ]
 
 
@@ -706,7 +737,7 @@ def left_out(made: Plan) -> set[str]:
     return {layer.name for layer in made.layers if not layer.fp8}
 
 
-@pytest.mark.parametrize("asked", FP8)
+@pytest.mark.parametrize("asked", IN_EVERY_LAYER)
 @pytest.mark.parametrize("machine", [CPU, H100, B200], ids=str)
 def test_every_layer_but_the_head_is_in_fp8_by_default(asked, machine):
     made = layered(machine, asked)
@@ -892,7 +923,7 @@ def test_a_native_layer_of_a_shape_that_does_not_divide_stays_out(asked, machine
     assert said in message
 
 
-@pytest.mark.parametrize("asked", FP8)
+@pytest.mark.parametrize("asked", IN_EVERY_LAYER)
 @pytest.mark.parametrize("machine", [CPU, H100], ids=str)
 def test_an_emulated_layer_is_padded_so_any_shape_is_in_fp8(asked, machine):
     recipe = changed(asked, head=True)
@@ -1221,9 +1252,9 @@ def test_other_quantizers_are_emulated_where_the_gpu_has_bf16(asked, machine, ru
 
 def test_recipes_are_in_the_order_of_what_runs_them():
     found = rules.shipped()
-    assert found[:5] == list(FP8)
+    assert found[: len(FP8)] == list(FP8)
     assert found[-4:] == ["bf16", "fp16", "tf32", "fp32"]
-    assert found.index("rowwise_wgrad_hp") < found.index("mxfp6_e2m3") < found.index("nvfp4")
+    assert found.index("rowwise_wgrad_hp") < found.index("mxfp6_e2m3") < found.index("mxfp4")
     assert sorted(found) == presets.names("recipes")
 
 

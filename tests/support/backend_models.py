@@ -40,7 +40,7 @@ QUIET: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def machine(recipe: str) -> Hardware:
     """A GPU that runs `recipe` by Transformer Engine."""
-    return B200 if recipe == "mxfp8" else H100
+    return B200 if recipe.startswith(("mxfp8", "nvfp4")) else H100
 
 
 def planned(recipe: str, backend: str, hardware: Hardware | None = None, **options: Any) -> Plan:

@@ -1,7 +1,7 @@
 """The stand-in for Transformer Engine with TE's quantizers, and TE's own update of delayed scales.
 
-They compute by the oracles and share no code with fp8stack. Results lie in memory as TE's do:
-padded, transposed, scales in the order that its GEMMs want.
+They compute by the oracles, NVFP4 by TE's own reference, and share no code with fp8stack. Results
+lie in memory as TE's do: padded, transposed, scales in the order that its GEMMs want.
 """
 
 import enum
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.support.oracles import FLT_MAX, block_amax, blocked, fp8_codes, mxfp8, scale_of, to_numpy
-from tests.support.te.te_stand_in import Source, StandIn, installed
+from tests.support.te.te_stand_in import Source, StandIn, installed, nvfp4_of_te
 
 SOURCE = Source()
 FILES = {
@@ -24,6 +24,7 @@ FILES = {
     "Float8CurrentScalingQuantizer": "float8_tensor",
     "Float8BlockQuantizer": "float8_blockwise_tensor",
     "MXFP8Quantizer": "mxfp8_tensor",
+    "NVFP4Quantizer": "nvfp4_tensor",
 }
 MAXIMA = {torch.float32: FLT_MAX, torch.bfloat16: float(torch.finfo(torch.bfloat16).max)}
 
@@ -44,7 +45,7 @@ class Quantizer:
         bound = SOURCE.signature(where).bind(self, *args, **kwargs)
         bound.apply_defaults()
         self.given = bound.arguments
-        self.format = "e4m3" if self.given["fp8_dtype"] == DType.kFloat8E4M3 else "e5m2"
+        self.format = "e5m2" if self.given.get("fp8_dtype") == DType.kFloat8E5M2 else "e4m3"
 
     def per_tensor(self, x: Tensor, scale: np.float32) -> SimpleNamespace:
         """A `Float8Tensor`."""
@@ -106,6 +107,25 @@ class MXFP8Quantizer(Quantizer):
         return SimpleNamespace(**made)
 
 
+class NVFP4Quantizer(Quantizer):
+    """Casts by 1x16 and 16x1, or by squares whose scales are repeated; all is padded to tiles."""
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        reference = nvfp4_of_te()
+        tile = (16, 16) if self.given["with_2d_quantization"] else (1, 16)
+        format = reference.reference_utils.Fp4Formats.E2M1
+        found = reference.NVFP4QuantizerRef(format, quant_tile_shape=tile).quantize(x)
+        made = {}
+        for name, data, scales in (
+            ("rowwise", found.data, found.scale),
+            ("columnwise", found.data_t, found.scale_t),
+        ):
+            padding = (0, -scales.shape[1] % 4, 0, -scales.shape[0] % 128)
+            codes = torch.nn.functional.pad(scales.view(torch.uint8), padding, value=99)
+            made |= {f"_{name}_data": data, f"_{name}_scale_inv": codes}
+        return SimpleNamespace(**made)
+
+
 def available(return_reason: bool = False) -> Any:
     """`is_fp8_available` and its kin, where everything is available."""
     return (True, "") if return_reason else True
@@ -145,10 +165,11 @@ def te_with_quantizers() -> Iterator[StandIn]:
         pytorch = sys.modules["transformer_engine.pytorch"]
         quantizers = (
             *(Float8Quantizer, Float8CurrentScalingQuantizer),
-            *(Float8BlockQuantizer, MXFP8Quantizer),
+            *(Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer),
         )
         vars(pytorch).update({quantizer.__name__: quantizer for quantizer in quantizers})
         asks = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available")
+        asks += ("is_nvfp4_available",)
         vars(pytorch).update(dict.fromkeys(asks, available), DType=DType)
         quantization = sys.modules["transformer_engine.pytorch.quantization"]
         manager: Any = quantization.FP8GlobalStateManager

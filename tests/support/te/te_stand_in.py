@@ -3,7 +3,7 @@
 TE's compiled extension needs a GPU; its Python source needs only to be read. From it come the
 recipes, which are executed, and the signature of all that may be called: an argument that TE does
 not have is a TypeError. The modules here keep state as TE's do, and compute with
-`fp8stack.numerics`; test_te.py has the list of what they, and the backend, take TE's code to say.
+`fp8stack.numerics`, NVFP4 with TE's own reference in Python; test_te.py has the list of what they, and the backend, take TE's code to say.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import pickle
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8stack.backends
+from bench.gpu.references import nvfp4_reference
 from fp8stack import numerics
 
 _SPEC: Any = importlib.util.find_spec("transformer_engine")  # which does not import it
@@ -220,9 +222,12 @@ class Quantizer:
         index = NOW.source.index(forward, kind, gemm)
         self.scale, self.amax = state.scale[index], state.amax_history[0][index]
         name = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}[kind]
-        self.options = getattr(self.recipe, f"fp8_quant_{name}", None)
+        bits = 4 if self.recipe.nvfp4() else 8
+        self.options = getattr(self.recipe, f"fp{bits}_quant_{name}", None)
 
     def __call__(self, x: Tensor) -> Operand:
+        if self.recipe.nvfp4():
+            return self._fp4(x)
         if not self.recipe.float8_per_tensor_scaling():
             # One copy is not the transpose of the other.
             return Operand(self._blocks(x), self._blocks(x.t().contiguous()), torch.ones(()))
@@ -242,6 +247,47 @@ class Quantizer:
         power = self.options.power_2_scale
         quantized = numerics.quantize_blocks(x, self.block, self.format, power)
         return numerics.dequantize_blocks(*quantized, self.block)
+
+
+    def _fp4(self, x: Tensor) -> Operand:
+        """By TE's reference, with stochastic rounding, which that has not, by torch's generator."""
+        made_by, options = nvfp4_of_te(), self.options
+        if options.random_hadamard_transform and x.dtype != torch.bfloat16:
+            raise RuntimeError("RHT is only supported for bfloat16 input")
+        quantizer = made_by.NVFP4QuantizerRef(
+            made_by.reference_utils.Fp4Formats.E2M1,
+            quant_tile_shape=(16, 16) if options.fp4_2d_quantization else (1, 16),
+            with_rht=options.random_hadamard_transform,
+        )
+        drawn = mock.patch.object(made_by, "cast_to_fp4x2", _drawn_codes)
+        with drawn if options.stochastic_rounding else nullcontext():
+            made = quantizer.quantize(x)
+
+        def values(data: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
+            codes: Tensor = made_by.cast_from_fp4x2(data, torch.float32)
+            return codes * scale.float().repeat_interleave(16, 1) * (amax / (6 * 448))
+
+        return Operand(
+            values(made.data, made.scale, made.global_amax_row),
+            values(made.data_t, made.scale_t, made.global_amax_col),
+            torch.ones(()),
+        )
+
+
+@functools.cache
+def nvfp4_of_te() -> Any:
+    """The module of TE's reference of NVFP4."""
+    with nvfp4_reference(ROOT / "pytorch") as module:
+        return module
+
+
+def _drawn_codes(x: Tensor) -> Tensor:
+    """FP4 values of one of both neighbours, the nearer the likelier; two codes to a byte."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    below = (torch.searchsorted(values, x.abs().contiguous(), right=True) - 1).clamp(max=6)
+    step = values[below + 1] - values[below]
+    codes = below + (torch.rand(x.shape) * step < x.abs() - values[below]) + 8 * (x < 0)
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
 
 
 def _gemm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -274,7 +320,7 @@ class _Multiply(torch.autograd.Function):
         ctx.tensor_objects = None
         x, x_inverse, w, w_inverse = ctx.saved_tensors
         module, number, _, dtype, _ = ctx.how
-        if len(dy) % (32 if module.fp8_meta["recipe"].mxfp8() else 16):
+        if len(dy) % (32 if _by_32(module.fp8_meta["recipe"]) else 16):
             raise RuntimeError(f"there is no FP8 GEMM over {len(dy)} rows")
         with torch.autocast(dy.device.type, enabled=False):
             dy_fp8 = module.quantize(dy, number, "grad_output")
@@ -288,6 +334,10 @@ class _Multiply(torch.autograd.Function):
         if ctx.updates:
             NOW.update(forward=False)
         return dx, dw, db, None
+
+
+def _by_32(recipe: Any) -> bool:
+    return bool(recipe.mxfp8() or recipe.nvfp4())
 
 
 class Module(nn.Module):
@@ -347,7 +397,7 @@ class Module(nn.Module):
             self.fp8_meta[key] = []
             NOW.registered += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
         rows = x.contiguous().view(-1, x.shape[-1])
-        least = (32, 32) if NOW.recipe.mxfp8() else (8, 16)
+        least = (32, 32) if _by_32(NOW.recipe) else (8, 16)
         for tensor in (rows, *(p for p in self.parameters() if p.ndim == 2)):
             if tensor.shape[0] % least[0] or tensor.shape[1] % least[1]:
                 raise ValueError(f"FP8 execution requires other dims than {list(tensor.shape)}")
