@@ -325,6 +325,11 @@ class Quantizers:
         return found
 
     @property
+    def bits(self) -> int:
+        """The fewest that an element of any operand has."""
+        return min(FORMATS[q.format].bits for q in self.each.values())
+
+    @property
     def delayed(self) -> bool:
         """Whether any scale comes from earlier passes."""
         return any(q.delayed for q in self.each.values())

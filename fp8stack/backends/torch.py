@@ -252,7 +252,7 @@ class ScaledLinear(LowPrecisionLinear):
         quantizer = self.quantizer(name)
         if quantizer.blocks is None:
             return Scales.PER_TENSOR if quantizer.per_tensor else Scales.PER_ROW
-        if quantizer.scale == "e8m0":
+        if quantizer.scale_bytes == 1:  # E4M3 in traces alone, of what Transformer Engine runs
             return Scales.MX
         return Scales.SQUARES if quantizer.blocks[0] > 1 else Scales.ROWS
 

@@ -198,8 +198,9 @@ def predict(
         seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)
     total = sum(seconds.values())
-    in_fp8 = plan.runs_fp8 and gpu.fp8_tflops is not None
-    peak = gpu.fp8_tflops if in_fp8 and gpu.fp8_tflops else gpu.half_tflops
+    table = plan.recipe.quantizers if plan.runs_fp8 else None
+    fast = gpu.quantized_tflops(table.bits) if table else None
+    peak = fast or gpu.half_tflops
     return Prediction(
         precision=plan.precision,
         fp8_layers=sum(layer.fp8 for layer in plan.layers),
@@ -209,7 +210,7 @@ def predict(
         tokens_per_s=tokens / total,
         mfu=config.flops_per_token(context) * tokens / total / (peak * 1e12),
         peak_tflops=peak,
-        peak_of="fp8" if in_fp8 else "half",
+        peak_of=f"fp{table.bits}" if table and fast else "half",
     )
 
 
@@ -340,6 +341,8 @@ def as_lines(roofline: Roofline) -> list[str]:
     assumed_rates = [f"bf16 GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s"]
     if gpu.fp8_tflops:
         assumed_rates.append(f"FP8 GEMMs {_share(rates.fp8, gpu.fp8_tflops)}")
+    if gpu.fp4_tflops:
+        assumed_rates.append(f"FP4 GEMMs {_share(rates.fp4, gpu.fp4_tflops)}")
     assumed_rates.append(f"attention {_share(rates.attention, gpu.half_tflops)}")
     assumed_rates.append(f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s")
     lines = [

@@ -25,8 +25,8 @@ from fp8stack.training.metrics.throughput import Peak, peak_rate
 
 QUANTIZED = {name: tables[0] for name in shipped() if (tables := load_recipe(name).tables)}
 """The quantizers of the recipes that ship."""
-FP8 = tuple(name for name, quantizers in QUANTIZED.items() if kernel_of(quantizers))
-"""The recipes that some hardware multiplies as they are."""
+FP8 = tuple(name for name, table in QUANTIZED.items() if kernel_of(table) and table.bits == 8)
+"""The recipes of eight bits that some hardware multiplies as they are."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *FP8)
 
 

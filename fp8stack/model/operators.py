@@ -23,7 +23,7 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.model.trace import backend_of, blocks_like, fused_attention, patched, without_memory
 from fp8stack.precision import Plan
 
-Rate = Literal["half", "fp8", "attention"]
+Rate = Literal["half", "fp8", "fp4", "attention"]
 _AUTOGRAD: Any = torch.autograd
 _GEMMS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "fp8stack::mx_gemm")
 _MADE = ("empty", "zeros", "ones", "full", "new_", "scalar_tensor", "detach")
@@ -178,8 +178,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = 0
         if name in _GEMMS:
             first = inputs[1] if name == "aten::addmm" else inputs[0]
-            rate = "fp8" if first.itemsize == 1 else "half"
-            flops = 2 * outputs[0].numel() * first.shape[-1]
+            packed = first.dtype == torch.uint8  # two elements to a byte
+            rate = "half" if first.itemsize > 1 else "fp4" if packed else "fp8"
+            flops = 2 * outputs[0].numel() * first.shape[-1] * (2 if packed else 1)
         elif name.startswith("aten::_scaled_dot_product"):
             q, k = inputs[:2] if node is None else inputs[1:3]
             rate, flops = "attention", (2 if node is None else 5) * q.numel() * k.shape[2]

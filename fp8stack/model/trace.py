@@ -12,7 +12,8 @@ and Transformer Engine:
   and it is composed of operators;
 - the mask of dropout is as wide as its values on a CPU, and takes one byte each on a GPU;
 - a quantizer returns its values and scales from one operator, as on a CPU;
-- Transformer Engine saves the operands of its linears as torch's scaled GEMMs do. A norm fused
+- Transformer Engine saves the operands of its linears as torch's scaled GEMMs do, NVFP4's in half
+  the bytes. A norm fused
   with the linears after it saves its input in the compute dtype.
 """
 
@@ -23,7 +24,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from fp8stack.backends.activation_checkpoint import policy
 from fp8stack.backends.base import DTYPES
 from fp8stack.backends.torch import ScaledLinear, TorchBackend
 from fp8stack.errors import UserError
+from fp8stack.formats import Quantizers
 from fp8stack.model import gpt
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
@@ -48,7 +50,7 @@ from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.ops.eager import _Normalize
 from fp8stack.ops.scaled_gemm import Scaled
 from fp8stack.precision import Plan
-from fp8stack.precision.kernels import feature_multiple
+from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan
 
 
@@ -312,13 +314,26 @@ def backend_of(plan: Plan, save_fp8: bool) -> Backend:
     def by_torch(name: Any) -> Any:
         return "torch" if name == "te" else name
 
-    layers = tuple(replace(layer, backend=by_torch(layer.backend)) for layer in plan.layers)
+    layers = tuple(
+        replace(la, backend=by_torch(la.backend), quantizers=_held_by_torch(la.quantizers))
+        if plan.runs(la) == "te"
+        else la
+        for la in plan.layers
+    )
     native = replace(plan, backend=by_torch(plan.backend), layers=layers)
     backend = build_backend(native, save_fp8=save_fp8)
     backend.vocabulary_multiple = plan.layer("lm_head").out_features  # as padded
     if backend.delayed is not None:
         backend.delayed.group = None  # no exchange with other ranks
     return backend
+
+
+def _held_by_torch(quantizers: Quantizers | None) -> Quantizers | None:
+    """Quantizers that torch's backend can hold, of as many bytes: Transformer Engine stores NVFP4's
+    scales of squares once for each row."""
+    if quantizers is None or kernel_of(quantizers) != "nvfp4":
+        return quantizers
+    return Quantizers(**dict.fromkeys((f.name for f in fields(Quantizers)), quantizers.input))
 
 
 def _fuse_norms(model: gpt.GPT, plan: Plan, watch: Watch) -> None:

@@ -92,7 +92,7 @@ def quantize(
         blocks, restore = split_into_blocks(x, _block_sizes(quantizer, x, dim))
         largest = block_amax(blocks)
         scales = scales_of(largest, quantizer, dtype)
-        scaled = restore(blocks.to(torch.float32) * scales.into)
+        scaled = restore(blocks * scales.into)  # in float32, which scales of blocks are in
         stored = drop_block_dims(scales.stored)
     target = FORMATS[quantizer.format]
     if target.dtype is not None and not quantizer.stochastic:

@@ -14,9 +14,10 @@ class Gpu:
 
     `fp32_tflops` is the rate outside of tensor cores. Those of tensor cores are with float32
     accumulation: `tf32_tflops` (None before Ampere), `half_tflops` of bf16 (of fp16 on Volta and
-    Turing), `fp8_tflops` (None without FP8 units). `memory_tb_per_s` is the memory's bandwidth in
-    10^12 bytes per second, `memory_gb` its size in 10^9 bytes, of two sizes the smaller. `source`
-    names the data sheet; where that gives rates with sparsity, these are half of them.
+    Turing), `fp8_tflops` and `fp4_tflops` (None without such units). `memory_tb_per_s` is the
+    memory's bandwidth in 10^12 bytes per second, `memory_gb` its size in 10^9 bytes, of two sizes
+    the smaller. `source` names the data sheet; where that gives rates with sparsity, these are half
+    of them.
     """
 
     name: str
@@ -28,15 +29,21 @@ class Gpu:
     memory_tb_per_s: float
     memory_gb: int
     source: str
+    fp4_tflops: float | None = None
+
+    def quantized_tflops(self, bits: int) -> float | None:
+        """The rate of GEMMs on operands of 8 bits, or of 4; None without units for them."""
+        return self.fp4_tflops if bits == 4 else self.fp8_tflops
 
 
 _ADA = "NVIDIA Ada GPU architecture white paper"
+_HGX_B200 = "NVIDIA Blackwell data sheet, HGX B200"
 _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture white paper"
 
 # The longer of two names that begin alike comes first; of a capability, the usual GPU.
 GPUS = (
-    Gpu("B200", (10, 0), 75, 1125, 2250, 4500, 7.7, 180, "NVIDIA Blackwell data sheet, HGX B200"),
+    Gpu("B200", (10, 0), 75, 1125, 2250, 4500, 7.7, 180, _HGX_B200, 9000),
     Gpu("H200", (9, 0), 67, 494, 989, 1979, 4.8, 141, "NVIDIA H200 data sheet, SXM"),
     Gpu("H100 PCIe", (9, 0), 51, 378, 756, 1513, 2.0, 80, "NVIDIA H100 data sheet, PCIe"),
     Gpu("H100 NVL", (9, 0), 60, 417, 835, 1671, 3.9, 94, "NVIDIA H100 data sheet, NVL"),
@@ -48,8 +55,8 @@ GPUS = (
     Gpu("RTX 6000 Ada", (8, 9), 91.1, 182, 364, 728, 0.96, 48, "NVIDIA RTX 6000 Ada data sheet"),
     Gpu("RTX 4090", (8, 9), 82.6, 82.6, 165, 330, 1.008, 24, _ADA),
     Gpu("RTX 4080", (8, 9), 48.7, 48.7, 97.5, 195, 0.717, 16, _ADA),
-    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209, 419, 1.792, 32, _RTX_BLACKWELL),
-    Gpu("RTX 5080", (12, 0), 56.3, 56.3, 113, 225, 0.96, 16, _RTX_BLACKWELL),
+    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209, 419, 1.792, 32, _RTX_BLACKWELL, 1676),
+    Gpu("RTX 5080", (12, 0), 56.3, 56.3, 113, 225, 0.96, 16, _RTX_BLACKWELL, 900),
     Gpu("A100", (8, 0), 19.5, 156, 312, None, 2.039, 80, "NVIDIA A100 data sheet, SXM, 80 GB"),
     Gpu("A30", (8, 0), 10.3, 82, 165, None, 0.933, 24, "NVIDIA A30 data sheet"),
     Gpu("A40", (8, 6), 37.4, 74.8, 149.7, None, 0.696, 48, "NVIDIA A40 data sheet"),

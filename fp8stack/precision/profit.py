@@ -20,7 +20,7 @@ class Efficiency:
     """Which share of its peak rates a GPU is assumed to reach.
 
     The default is our estimate for an H200: GEMMs at 700 (bf16) and 1300 TFLOP/s (FP8), attention
-    at 400, 4.1 TB/s. No measurement of this project stands behind it.
+    at 400, 4.1 TB/s; FP4 is to reach FP8's share. No measurement of this project stands behind it.
     """
 
     half: float = 700 / 989
@@ -35,16 +35,20 @@ class Rates:
 
     half: float
     fp8: float
+    fp4: float
     attention: float
     memory: float
 
 
 def achievable(gpu: Gpu, efficiency: Efficiency) -> Rates:
-    """The rates that `gpu` is assumed to reach; without FP8 units those GEMMs run at bf16's."""
+    """The rates that `gpu` is assumed to reach; without FP8 or FP4 units those GEMMs run at the
+    rate of more bits."""
     half = gpu.half_tflops * 1e12 * efficiency.half
+    fp8 = gpu.fp8_tflops * 1e12 * efficiency.fp8 if gpu.fp8_tflops else half
     return Rates(
         half=half,
-        fp8=gpu.fp8_tflops * 1e12 * efficiency.fp8 if gpu.fp8_tflops else half,
+        fp8=fp8,
+        fp4=gpu.fp4_tflops * 1e12 * efficiency.fp8 if gpu.fp4_tflops else fp8,
         attention=gpu.half_tflops * 1e12 * efficiency.attention,
         memory=gpu.memory_tb_per_s * 1e12 * efficiency.memory,
     )
@@ -76,10 +80,11 @@ LEAST_GEMM_S = 11.4e-6
 def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
     """The K N / (K + N) from which three FP8 GEMMs save more than the casts of x and dy take.
 
-    They save 6 M K N (1 / bf16 rate - 1 / FP8 rate), the casts move c M (K + N) bytes.
+    They save 6 M K N (1 / bf16 rate - 1 / FP8 rate), the casts move c M (K + N) bytes. In NVFP4,
+    FP4's rate stands for FP8's.
     """
     rates = achievable(gpu, Efficiency())
-    saved = 6 * (1 / rates.half - 1 / rates.fp8)
+    saved = 6 * (1 / rates.half - 1 / (rates.fp4 if quantizers.bits == 4 else rates.fp8))
     moved = (cast_bytes(quantizers, "input") + cast_bytes(quantizers, "grad_output")) / 2
     return moved / rates.memory / saved
 

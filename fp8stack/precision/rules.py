@@ -81,9 +81,8 @@ def shipped() -> list[str]:
         recipe = load_recipe(name)
         if recipe.quantizers is None:
             return len(KERNELS) + 1, FORMATS[str(recipe.compute_dtype)].bits, name
-        bits = [FORMATS[q.format].bits for q in recipe.quantizers.each.values()]
         kernel = kernel_of(recipe.quantizers)
-        return [*KERNELS, kernel].index(kernel), -min(bits), name
+        return [*KERNELS, kernel].index(kernel), -recipe.quantizers.bits, name
 
     return sorted(presets.names("recipes"), key=place)
 
@@ -181,8 +180,7 @@ def _resolve_fp8(
         if backend == "torch" and not problem:
             reason = "torch's scaled_mm on a CPU, as --backend torch asks"
             return planned("torch", False, reason), []
-        bits = min(FORMATS[q.format].bits for q in quantizers.each.values())
-        problem = problem or f"{recipe.name} needs an FP{bits} GPU and this is a CPU"
+        problem = problem or f"{recipe.name} needs an FP{quantizers.bits} GPU and this is a CPU"
         reason = f"{problem}: emulated, same bytes and scales"
         return planned("emulate", False, reason), [reason]
     problem = _lacking_hardware(quantizers, hardware)

@@ -23,9 +23,10 @@ from tests.conftest import refusal
 
 INF = math.inf
 HOPPER, H200 = assumed("9.0"), gpu_named("H200")
-BYTES = Rates(half=INF, fp8=INF, attention=INF, memory=1.0)  # seconds are bytes
-FLOPS = Rates(half=1.0, fp8=1.0, attention=1.0, memory=INF)  # seconds are operations
-FREE = Rates(half=INF, fp8=INF, attention=INF, memory=INF)
+BYTES = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, memory=1.0)  # seconds are bytes
+FLOPS = Rates(half=1.0, fp8=1.0, fp4=1.0, attention=1.0, memory=INF)  # seconds are operations
+FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, memory=INF)
+NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
 
 
@@ -33,7 +34,7 @@ def plan(config: GPTConfig, recipe: str, head: bool = False) -> Plan:
     chosen = load_recipe(recipe)
     if chosen.is_fp8:
         chosen = chosen.model_copy(update={"head": head})
-    made = resolve(chosen, HOPPER)
+    made = resolve(chosen, assumed("10.0") if recipe == "nvfp4" else HOPPER)
     return made.for_layers(config.linear_shapes(padded_vocabulary(config, 32)))
 
 
@@ -52,7 +53,7 @@ def seconds(prediction: Prediction) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("model", PRESETS)
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
 def test_operations_are_those_of_the_configuration(model, recipe):
     config = load_config(model)
     config = config.model_copy(update={"vocabulary": padded_vocabulary(config, 32)})
@@ -64,7 +65,7 @@ def test_operations_are_those_of_the_configuration(model, recipe):
 
 
 def test_work_takes_as_long_as_its_operations_or_its_bytes():
-    rates = Rates(half=1e6, fp8=2e6, attention=4e6, memory=1e3)
+    rates = Rates(half=1e6, fp8=2e6, fp4=3e6, attention=4e6, memory=1e3)
     assert Work(part="GEMMs", moved=1, flops=8192).seconds(rates) == pytest.approx(8192 / 1e6)
     fp8, attention = (Work(part="", moved=1, flops=8192, rate=x) for x in ("fp8", "attention"))
     assert fp8.seconds(rates) == pytest.approx(8192 / 2e6)
@@ -266,11 +267,11 @@ def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
 
 
 @pytest.mark.parametrize("model", PRESETS)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
 def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, recipe):
-    rates = Rates(half=7e14, fp8=13e14, attention=INF, memory=INF)
+    rates = Rates(half=7e14, fp8=13e14, fp4=26e14, attention=INF, memory=INF)
     plain, fp8 = at(rates, model, "bf16"), at(rates, model, recipe, head=True)
-    assert plain.step_ms / fp8.step_ms == pytest.approx(13 / 7)
+    assert plain.step_ms / fp8.step_ms == pytest.approx((26 if recipe == "nvfp4" else 13) / 7)
 
 
 def test_a_head_that_stays_in_bf16_takes_as_long_as_before():
@@ -304,6 +305,9 @@ def test_parts_add_up_and_rates_follow_from_the_step():
     assert got.mfu == pytest.approx(flops * got.tokens_per_s / 1979e12)
     assert (got.peak_of, got.peak_tflops) == ("fp8", 1979)
     assert (at(FLOPS).peak_of, at(FLOPS).peak_tflops) == ("half", 989)
+    config, b200 = load_config("gpt2-124m"), gpu_named("B200")
+    got = predict(config, plan(config, "nvfp4"), b200, batch=8, context=1024)
+    assert (got.peak_of, got.peak_tflops) == ("fp4", 9000)
 
 
 def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
@@ -312,6 +316,8 @@ def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
     assert found == pytest.approx((700e12, 1300e12, 400e12, 4.1e12))
     a100 = achievable(gpu_named("A100"), Efficiency())
     assert a100.fp8 == a100.half
+    b200 = achievable(gpu_named("B200"), Efficiency())
+    assert (b200.fp4, rates.fp4) == (2 * b200.fp8, rates.fp8)
 
 
 # GPUs
@@ -343,6 +349,10 @@ def test_the_data_of_a_gpu_are_in_its_units_and_found_by_its_own_name(gpu):
     assert 50 < gpu.half_tflops < 5000
     assert 0.1 < gpu.memory_tb_per_s < 20
     assert (gpu.fp8_tflops is None) == (gpu.capability < (8, 9))
+    assert (gpu.fp4_tflops is None) == (gpu.capability < (10, 0))
+    if gpu.fp4_tflops:  # GeForce has it in full, unlike the others with float32 accumulation
+        times = 8 if gpu.capability[0] > 10 else 4
+        assert gpu.fp4_tflops / gpu.half_tflops == pytest.approx(times, rel=0.01)
     if gpu.fp8_tflops:
         assert gpu.fp8_tflops / gpu.half_tflops == pytest.approx(2, rel=0.02)
     assert gpu.source.startswith("NVIDIA")
@@ -409,7 +419,8 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
         ("8.0", ["bf16"]),
         ("8.9", ["bf16", "current", "delayed"]),
         ("9.0", ["bf16", "block", "current", "delayed", "rowwise"]),
-        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", "rowwise"]),
+        ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, "rowwise"]),
+        ("12.0", ["bf16", "current", "delayed", *NVFP4, "rowwise"]),
     ],
 )
 def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(
@@ -420,7 +431,7 @@ def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_sa
     quantized = {name for name in names("recipes") if load_recipe(name).is_fp8}
     assert set(made.left_out) == quantized - set(predicted)
     for name, why in made.left_out.items():
-        assert ("compute capability" if name in FP8 else "no GEMM of the GPU") in why
+        assert ("compute capability" if name in (*FP8, *NVFP4) else "no GEMM of the GPU") in why
 
 
 def test_the_head_is_in_fp8_and_casts_are_free_in_the_ceiling_alone():

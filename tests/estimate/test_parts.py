@@ -470,3 +470,20 @@ def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
     }
     assert made["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
     assert 2 * elements < made["delayed"] < 2.001 * elements
+
+
+def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():
+    config = load_config("llama-1b")
+    told = {}
+    for name in ("mxfp8", "nvfp4", "nvfp4_nearest"):
+        plan = plan_for(config, name, assumed("10.0"))
+        assert plan.backend == "te"
+        told[name] = estimate(Setting(config=config, plan=plan, sequences=1, context=1024))
+    layers = [layer for layer in plan.layers if layer.fp8]
+    assert told["nvfp4"].fp8_weights == sum(
+        2 * la.in_features * la.out_features * (1 / 2 + 1 / 16) for la in layers
+    )
+    saved = sum(1024 * la.in_features for la in layers)  # of each input
+    less = told["mxfp8"].saved - told["nvfp4"].saved
+    assert less == pytest.approx(saved * (1 + 1 / 32 - 1 / 2 - 1 / 16), abs=1024)
+    assert told["nvfp4_nearest"].saved == told["nvfp4"].saved

@@ -77,6 +77,14 @@ def test_the_operands_of_fp8_gemms_on_a_gpu_are_fp8_bytes(recipe, gradient, back
     assert found["lm_head", "fprop"].why == "the recipe says head = false"
 
 
+def test_the_operands_of_nvfp4_gemms_on_a_gpu_are_fp4_codes_and_norms_round_before_the_cast():
+    found = rows("nvfp4", assumed("12.0"))
+    for name in ("fprop", "dgrad", "wgrad"):
+        one = found["blocks.2.mlp.down", name]
+        assert (one.operands, one.adds_in, one.output) == (("e2m1",) * 2, "fp32", "bf16")
+    assert found["blocks.0.mlp_norm", "norm"].output == "bf16"
+
+
 def test_the_emulators_operands_are_fp8_values_in_a_wider_dtype():
     on_gpu = rows("mxfp8", H100)["blocks.0.mlp.up", "fprop"]
     on_cpu = rows("mxfp8", Hardware("cpu"))["blocks.0.mlp.up", "fprop"]

@@ -977,15 +977,18 @@ def decided(layers, asked="auto", machine=H200, backend="auto", strict=False, **
         ("delayed", "L4", 481),
         ("delayed", "RTX 4090", 196),
         ("mxfp8", "B200", 530),
+        ("nvfp4", "B200", 504),
     ],
 )
 def test_a_layer_pays_by_its_own_gpus_rates(asked, name, least):
     """Computed anew: what three GEMMs save per row against the bytes of the casts."""
-    moved = {"delayed": 4, "current": 6, "block": 6 + 2 / 32, "mxfp8": 6 + 2 / 32}[asked]
+    moved = {"delayed": 4, "current": 6, "block": 6 + 2 / 32, "mxfp8": 6 + 2 / 32}
+    moved |= {"nvfp4": 9 + 2 / 16}  # amaxes and copies read bf16 twice each
     gpu = gpu_named(name)
-    assert gpu.fp8_tflops
-    half, fp8 = gpu.half_tflops * 700 / 989, gpu.fp8_tflops * 1300 / 1979  # assumed: reached
-    bound = moved / (gpu.memory_tb_per_s * 4.1 / 4.8) / (6 / half - 6 / fp8)
+    peak = gpu.fp4_tflops if asked == "nvfp4" else gpu.fp8_tflops
+    assert peak
+    half, fp8 = gpu.half_tflops * 700 / 989, peak * 1300 / 1979  # assumed: reached
+    bound = moved[asked] / (gpu.memory_tb_per_s * 4.1 / 4.8) / (6 / half - 6 / fp8)
     assert bound == pytest.approx(least, rel=0.01)
     size = int(bound) // 16 * 32  # K = N: K N / (K + N) is half of it
     layers = {"wide": (size + 64, size + 64), "narrow": (size - 32, size - 32)}

@@ -189,10 +189,13 @@ def test_with_what_compiling_needs_there_is_no_error(monkeypatch, tmp_path):
         ("NVIDIA H200", "delayed", 1979),
         ("NVIDIA GeForce RTX 3090", "bf16", 71),
         ("NVIDIA A10", "tf32", 62.5),
+        ("NVIDIA B200", "mxfp8", 4500),
+        ("NVIDIA B200", "nvfp4", 9000),
+        ("NVIDIA H200", "nvfp4", 989),
     ],
 )
 def test_mfu_divides_by_the_data_sheets_peak_or_by_none(name, recipe, tflops):
-    hardware = Hardware("cuda", (9, 0), name=name)
+    hardware = Hardware("cuda", (10 if "B200" in name else 9, 0), has_te=True, name=name)
     peak = peak_rate(hardware, resolve(recipe, hardware))
     assert peak.tflops == tflops
     assert (str(tflops) in peak.name) == (tflops is not None)
