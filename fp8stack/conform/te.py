@@ -16,7 +16,8 @@ MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
 class Quantized(NamedTuple):
-    """Bytes (uint8, of the input's shape, of FP4 half as many) and what multiplies them out, each way of blocking.
+    """Bytes (uint8, of the input's shape; of FP4 half as many) and what multiplies them out, each
+    way of blocking.
 
     `across` and its scales are of the copy that reduces over rows; None where TE made no other.
     """

@@ -264,11 +264,12 @@ class Plan:
 
     def summary(self) -> list[str]:
         """The plan in a few lines, as it is printed at start."""
+        bits = self.recipe.quantizers.bits if self.recipe.quantizers else 8
         how = {
             "reference": "plain torch",
             "emulate": f"emulated by {self.compute_dtype} GEMMs on the exact operands",
             "torch": "FP8 GEMMs by torch's scaled_mm",
-            "te": "FP8 GEMMs by Transformer Engine",
+            "te": f"FP{bits} GEMMs by Transformer Engine",
         }[self.backend]
         if self.is_fp8 and not self.runs_fp8:
             how = "with no layer in FP8"

@@ -140,7 +140,8 @@ pytorch/quantization.py:NVFP4BlockScalingRecipeState.make_quantizers
     if tensor_type == 'weight': return self.recipe.fp4_quant_fwd_weight
     return self.recipe.fp4_quant_fwd_inp
     with_rht=qparams.random_hadamard_transform, with_post_rht_amax=qparams.random_hadamard_transform
-    with_2d_quantization=qparams.fp4_2d_quantization, stochastic_rounding=qparams.stochastic_rounding
+    with_2d_quantization=qparams.fp4_2d_quantization
+    stochastic_rounding=qparams.stochastic_rounding
 pytorch/tensor/nvfp4_tensor.py:NVFP4Quantizer.__init__
     with_amax_reduction: bool=False
     with_random_sign_mask: bool=True
@@ -937,7 +938,8 @@ def test_a_whole_run_saves_resumes_and_names_itself(
     flags = ["--recipe", recipe, *FLAGS, *SHORT, "--accumulate", "2"]
     assert command("pretrain", "--out", "whole", *flags) == 0
     printed = capsys.readouterr().out
-    assert "FP8 GEMMs by Transformer Engine" in printed
+    bits = 4 if recipe == "nvfp4" else 8
+    assert f"FP{bits} GEMMs by Transformer Engine" in printed
     rows = metrics(tmp_path / "whole")
     assert {row["precision"] for row in rows} == {recipe}
     assert {row["fp8_gemms"] for row in rows} == {2 * 3 * 4}

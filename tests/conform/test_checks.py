@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from fp8stack.conform.checks import (
     sqnr_db,
 )
 from fp8stack.conform.inputs import EVERY, amaxes, bf16_values, families, fp32_values, spiky_steps
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, resolve
+from tests.support.te import te_stand_in
 from tests.support.te.te_quantizers import te_with_quantizers
 
 CPU = Context(Hardware("cpu", name="a CPU"), compiler="eager")
@@ -148,6 +150,23 @@ def test_what_transformer_engine_casts_is_compared(monkeypatch):
         cast = te.cast
         monkeypatch.setattr(te, "cast", lambda x, scale, *how: cast(x, scale * 2, *how))
         assert all(broken(row) for row in rows(casts.casts(WITH_TE), "bf16 to e4m3, by TE"))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_no_hadamard"])
+def test_what_transformer_engine_multiplies_is_compared(recipe, monkeypatch):
+    """Of NVFP4 by its own reference, Hadamard transforms included; drawn gradients by none."""
+    blackwell = Hardware("cuda", (10, 0), has_te=True)
+    monkeypatch.setattr(
+        *(gemms, "plan_of"),
+        lambda recipe, context, backend: replace(resolve(recipe, blackwell, backend), device="cpu"),
+    )
+    with te_with_quantizers():
+        for shape in gemms.SHAPES[:3:2]:
+            facts = gemms.linear(WITH_TE, recipe, "te", shape)
+            assert facts["holds"]
+            assert min(facts["worst"].values()) > 0.4
+        monkeypatch.setattr(te_stand_in, "_gemm", lambda a, b, scale: a @ b * scale * 1.01)
+        assert not gemms.linear(WITH_TE, recipe, "te", shape)["holds"]
 
 
 def test_transformer_engines_own_histories_are_compared(monkeypatch):

@@ -12,7 +12,7 @@ from tests.gpu.machine import CONTEXT
 pytestmark = pytest.mark.gpu
 
 HARDWARE = CONTEXT.hardware
-RECIPES = ("delayed", "current", "block", "mxfp8")
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 
 
 def test_the_machine_is_what_torch_says_it_is() -> None:
@@ -46,6 +46,13 @@ def test_hopper_has_block_scaling_and_no_mxfp8() -> None:
     assert block.native == ((HARDWARE.cuda_version or (13, 0)) >= (12, 9))
     assert (mxfp8.backend, mxfp8.native) == ("emulate", False)
     assert "mxfp8 needs compute capability 10.x" in mxfp8.reasons[0]
+
+
+@pytest.mark.skipif(not HARDWARE.has_te, reason="there is no Transformer Engine")
+def test_nvfp4_is_native_where_transformer_engine_has_it() -> None:
+    import transformer_engine.pytorch as te
+
+    assert resolve("nvfp4", HARDWARE).native == te.is_nvfp4_available()
 
 
 @pytest.mark.skipif(HARDWARE.has_te, reason="Transformer Engine can be used")

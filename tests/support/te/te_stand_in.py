@@ -3,7 +3,8 @@
 TE's compiled extension needs a GPU; its Python source needs only to be read. From it come the
 recipes, which are executed, and the signature of all that may be called: an argument that TE does
 not have is a TypeError. The modules here keep state as TE's do, and compute with
-`fp8stack.numerics`, NVFP4 with TE's own reference in Python; test_te.py has the list of what they, and the backend, take TE's code to say.
+`fp8stack.numerics`, NVFP4 with TE's own reference in Python; test_te.py has the list of what they,
+and the backend, take TE's code to say.
 """
 
 from __future__ import annotations
@@ -247,7 +248,6 @@ class Quantizer:
         power = self.options.power_2_scale
         quantized = numerics.quantize_blocks(x, self.block, self.format, power)
         return numerics.dequantize_blocks(*quantized, self.block)
-
 
     def _fp4(self, x: Tensor) -> Operand:
         """By TE's reference, with stochastic rounding, which that has not, by torch's generator."""
