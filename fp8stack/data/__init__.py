@@ -1,5 +1,5 @@
-"""Token data: what is read, how it is split, and which windows make the batch of a step. What needs
-torch is imported when it is first used: processes that tokenize start without it."""
+"""Token data: sources, splits, and the windows of each batch. Names that need torch are imported
+lazily, so that tokenizing processes start without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which windows of a corpus make the batch of a step: a function of seed and step alone."""
+"""The windows of a corpus in the batch of a step, as a function of seed and step only."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, get_args
@@ -21,25 +21,25 @@ class StepBatches(Dataset[torch.Tensor]):
     """A map-style dataset whose item N is the batch of step N: int64 [batch, context + 1].
 
     Columns 0 to context - 1 are the inputs, columns 1 to context the labels. Use it as
-    `DataLoader(batches, sampler=range(first, last), batch_size=None)`: the batches are the same
-    for any number of workers and from whichever step a run starts.
+    `DataLoader(batches, sampler=range(first, last), batch_size=None)`: the batches do not depend on
+    the number of workers or on the step at which a run starts.
 
     Args:
-        corpus: what is read; of a mixture, each source has its exact share of every 4096 rows,
-            counted from the first row of step 1.
-        batch: rows of a step.
+        corpus: the data. Each source of a mixture has its exact share of every 4096 rows, counted
+            from the first row of step 1.
+        batch: rows per step.
         context: tokens of a row that are trained on.
-        seed: what the places of the rows depend on.
-        vocabulary: how many tokens the model knows.
-        order: `random`: each row starts at a random token, all equally likely. `epochs`: the
-            corpus is cut into windows that do not overlap, and each is read once before any is
-            read again, in an order that is another one in each epoch.
+        seed: determines the order of the rows.
+        vocabulary: the size of the model's vocabulary.
+        order: `random`: each row starts at a random token, all equally likely. `epochs`: the corpus
+            is cut into windows that do not overlap, and each is read once per epoch, in another
+            order in each epoch.
         documents: items are int64 [batch, 2, context + 1] instead: [:, 0] the tokens, [:, 1] the
-            number of the document that each is of, counted from 0 in each row.
+            number of each token's document, counted from 0 in each row.
 
     Raises:
-        UserError: a seed outside 0 to 2**64 - 1, a batch or context below 1, a source shorter
-            than context + 1, documents of data that do not say where those end.
+        UserError: a seed outside 0 to 2**64 - 1, a batch or context below 1, a source shorter than
+            context + 1, or `documents` with data that do not record where documents end.
     """
 
     corpus: Corpus
@@ -74,7 +74,7 @@ class StepBatches(Dataset[torch.Tensor]):
         rows = (step - 1) * self.batch + np.arange(self.batch, dtype=np.int64)
         source_of_row, numbers = sources_of(rows, counts, self.seed)
         # The step is the high half of Philox's 256-bit counter: a stream per step, in O(1). The
-        # raw words are the published algorithm's; numpy may change what `integers` makes of them.
+        # raw words are those of the published algorithm; numpy may change how `integers` uses them.
         words = np.random.Philox(key=self.seed, counter=step << 128).random_raw(self.batch)
         starts = np.empty_like(rows)
         before = 0
@@ -94,9 +94,9 @@ def validation_windows(
 ) -> torch.Tensor:
     """Fixed windows, evenly spaced from the first token to the last: int64 [n, context + 1].
 
-    `n` is `count`, or as many windows as fit without a label standing in two of them. Of a mixture
-    each source has its share of `count`. With `documents` int64 [n, 2, context + 1], as the items
-    of `StepBatches`. Raises what those do, and a UserError for a count below 1.
+    `n` is `count`, or fewer if more windows would share labels. Each source of a mixture has its
+    share of `count`. With `documents` int64 [n, 2, context + 1], like the items of `StepBatches`.
+    Raises what those raise, and a UserError for a count below 1.
     """
     if count < 1:
         raise UserError(f"{count} validation windows measure nothing. Use 1 or more.")
@@ -114,7 +114,7 @@ def validation_windows(
 def describe(
     corpus: Corpus, *, batch: int, context: int, steps: int, order: Order = "random"
 ) -> tuple[str, ...]:
-    """What a run of `steps` reads, a sentence for each source: tokens, share, windows, epochs."""
+    """A sentence for each source that a run of `steps` reads: tokens, share, windows, epochs."""
     sources, counts = parts_of(corpus)
     sentences = list[str]()
     for source, count in zip(sources, counts, strict=True):
@@ -148,7 +148,7 @@ def _require_windows(corpus: Corpus, context: int, documents: bool) -> None:
 def _windows(
     corpus: Corpus, starts: npt.NDArray[np.int64], context: int, vocabulary: int, documents: bool
 ) -> torch.Tensor:
-    """The windows from `starts` [n] on, each token checked, as `StepBatches` has them."""
+    """The windows that begin at `starts` [n], with each token checked; see `StepBatches`."""
     rows = np.empty((len(starts), 2 if documents else 1, context + 1), dtype=np.int64)
     for row, start in zip(rows, starts.tolist(), strict=True):
         row[0] = corpus.window(start, context + 1)

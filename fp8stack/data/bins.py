@@ -30,14 +30,14 @@ LLMC = {
 
 
 def is_bin(path: Path) -> bool:
-    """Whether the file's name says that it holds tokens."""
+    """Whether the name is that of a `.bin` file of tokens."""
     return path.suffix.lower() == ".bin"
 
 
 def bin_part(path: Path, vocabulary: int, end_of_text: int | None = None) -> Part:
-    """The tokens of a `.bin` file, memory-mapped: little-endian uint16 as nanoGPT's, where
-    `end_of_text` ends documents; llm.c's, by its header; Megatron's, beside an `.idx`. Raises a
-    UserError if the file is of another format, damaged, or does not fit the vocabulary."""
+    """The tokens of a `.bin` file, memory-mapped: Megatron's if an `.idx` is beside it, llm.c's if
+    it has the header, else nanoGPT's little-endian uint16, in which `end_of_text` ends documents.
+    Raises a UserError if the file is of another format, damaged, or does not fit the vocabulary."""
     if megatron.index_of(path).exists():
         return megatron.part(path)
     head, size = head_and_size(path)
@@ -88,7 +88,7 @@ def _llmc(path: Path, head: bytes, size: int) -> Part:
 
 
 def _foreign_format(head: bytes) -> str:
-    """What is wrong with a `.bin` file that is not headerless uint16, or an empty string."""
+    """Why a `.bin` file is not headerless uint16; "" if it is."""
     if head.startswith(b"\x93NUMPY"):
         return "is a .npy file. Write its tokens with `array.astype('<u2').tofile(path)`"
     if _int32(head, 0) == LLMC_QUESTIONS:
@@ -105,7 +105,7 @@ def named_splits(files: Sequence[Path]) -> tuple[list[Path], list[Path]] | None:
 
     Its scripts write `fineweb_train_000001.bin` and `fineweb_val_000000.bin`, or
     `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`. Raises a UserError if there are
-    such files, and others beside them.
+    other files beside such files.
     """
     by_name: dict[str, list[Path]] = {"train": [], "val": [], "": []}
     for path in files:

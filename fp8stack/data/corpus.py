@@ -1,8 +1,7 @@
-"""A corpus: the tokens of several files, seen as one array, and where documents begin in them. No
-torch here.
+"""A corpus: the tokens of several files as one array, and where its documents begin. No torch here.
 
-Small texts lie in memory; the rest is memory-mapped, read-only. Reading a mapped page beyond the
-end of a file kills the process (SIGBUS), so every read first looks at the file's size.
+Small texts are in memory; the rest is memory-mapped, read-only. Reading a mapped page beyond the
+end of a file kills the process (SIGBUS), so every read checks the file's size first.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from fp8stack.errors import UserError
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Begins: TypeAlias = npt.NDArray[np.bool_]
 
-HASHED_WHOLE_BYTES = 64 * 2**20  # mapped files of a corpus, together, up to here: every byte
-SAMPLED_PAGES = 64  # beyond: this many pages of each mapped file
+HASHED_WHOLE_BYTES = 64 * 2**20  # mapped bytes of a corpus up to which all are covered
+SAMPLED_PAGES = 64  # of each mapped file of a larger corpus
 PAGE_BYTES = 4096
 CHECKED_AT_ONCE = 2**20
 
 
 class DataError(UserError):
-    """Data that went bad after loading: a token that does not fit, a file that shrank. The message
-    stays one line when a DataLoader worker raises it: torch makes the error anew in the main
-    process, with the worker's whole traceback as its message."""
+    """Data that became invalid after loading: a token outside the vocabulary, or a file that
+    shrank. The message stays one line when a DataLoader worker raises it: torch recreates the error
+    in the main process, with the worker's whole traceback as its message."""
 
     def __init__(self, message: str) -> None:
         if "\nOriginal Traceback" in message:
@@ -42,7 +41,7 @@ class DataError(UserError):
 
 def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None) -> Tokens:
     """Map `count` tokens of a file, from token `start` on, read-only: 1-D of `dtype`. Raises a
-    DataError if the file cannot be opened, or does not hold that many tokens."""
+    DataError if the file cannot be opened or has fewer tokens."""
     offset = start * np.dtype(dtype).itemsize
     shape = None if count is None else (count,)
     try:
@@ -50,41 +49,41 @@ def map_tokens(path: Path, dtype: str, start: int = 0, count: int | None = None)
     except OSError as error:
         remedy = "Check the file, and `ulimit -n` where there are many."
         raise DataError(f"Cannot map {path}: {error.strerror}. {remedy}") from error
-    except ValueError as error:  # what numpy raises for a length that does not fit
+    except ValueError as error:  # numpy's error for an impossible length
         raise DataError(
             f"{path} changed its size while it was opened. Try again when it is complete."
         ) from error
 
 
 class Documents(Protocol):
-    """The beginnings of the documents of a file."""
+    """Where the documents of a file begin."""
 
     @property
     def index(self) -> Part | None:
-        """The file that says it; None where the tokens themselves do."""
+        """The file that records it; None if the tokens themselves do."""
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
         """Which of `count` tokens begin a document: bool [count]. They are `window[first : first +
-        count]`, and the first of them is token `at` of the file."""
+        count]`, whose first token is token `at` of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """A run of tokens of one file. A mapped one is pickled as a path and mapped again where it
-    lands."""
+    """A range of tokens of one file. A mapped one is pickled as its path, and mapped again when
+    unpickled."""
 
     path: Path
     tokens: Tokens  # 1-D, of any integer type, an array or a memory map
-    start: int = 0  # of the first token, counted from the file's first byte in tokens
-    documents: Documents | None = None  # knows where documents begin, if anything does
+    start: int = 0  # of the first token, in tokens from the beginning of the file
+    documents: Documents | None = None  # where documents begin, if that is recorded
 
     def __len__(self) -> int:
-        """How many tokens this part holds."""
+        """The number of tokens."""
         return len(self.tokens)
 
     @property
     def mapped(self) -> bool:
-        """Whether the tokens lie in the file and not in memory."""
+        """Whether the tokens are memory-mapped."""
         return isinstance(self.tokens, np.memmap)
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -108,7 +107,7 @@ class Part:
         return self.tokens[start:stop]
 
     def slice(self, start: int, stop: int) -> Part:
-        """The part that holds the tokens from `start` to `stop` of this one."""
+        """The part with the tokens from `start` to `stop` of this one."""
         return replace(self, tokens=self.tokens[start:stop], start=self.start + start)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,18 +123,18 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """One split: the tokens of its parts, one after the other. `name` is for messages."""
+    """One split: the tokens of its parts, concatenated. `name` is for messages."""
 
     name: str
     parts: tuple[Part, ...]
 
     def __len__(self) -> int:
-        """How many tokens the corpus holds."""
+        """The number of tokens."""
         return int(self._ends[-1]) if self.parts else 0
 
     @property
     def has_documents(self) -> bool:
-        """Whether all parts say where their documents begin."""
+        """Whether all parts record where their documents begin."""
         return all(part.documents is not None for part in self.parts)
 
     @cached_property
@@ -143,7 +142,7 @@ class Corpus:
         return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[Part, int, slice]]:
-        """The parts with the tokens, where in each they begin, and which of the tokens it holds."""
+        """The parts that hold the tokens, with their offsets, and the range of tokens in each."""
         filled = 0
         while filled < length:
             index = int(np.searchsorted(self._ends, start + filled, side="right"))
@@ -161,9 +160,8 @@ class Corpus:
         return part.path, part.start + offset
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """The `length` tokens from `start` on, across the borders of parts: int64 [length]. Raises
-        an IndexError if they leave the corpus, a DataError if a file of it is gone or has
-        shrunk."""
+        """The `length` tokens from `start` on, across parts: int64 [length]. Raises an IndexError
+        if they exceed the corpus, a DataError if one of its files is gone or has shrunk."""
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(
                 f"Tokens {start} to {start + length} of {self.name}, which has {len(self)}."
@@ -176,8 +174,8 @@ class Corpus:
     def documents(self, start: int, window: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The document of each token of a `window` that was read at `start`: int64 [length].
 
-        Documents are numbered from 0 in each window. A part that does not say where its documents
-        begin has none: what is before it goes on. Raises a DataError if a file that says it is gone
+        Documents are numbered from 0 in each window. A part that does not record where documents
+        begin continues the document before it. Raises a DataError if a file that records it is gone
         or has shrunk.
         """
         begins = np.zeros(len(window), dtype=np.bool_)
@@ -190,7 +188,7 @@ class Corpus:
         return np.cumsum(begins, dtype=np.int64)
 
     def split(self, position: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-        """The parts before and from token `position` on; a part across it is cut in two."""
+        """The parts before, and from, token `position`; a part across it is split."""
         before, after = list[Part](), list[Part]()
         for part, end in zip(self.parts, self._ends.tolist(), strict=True):
             cut = min(max(position - (end - len(part)), 0), len(part))
@@ -199,13 +197,13 @@ class Corpus:
         return tuple(before), tuple(after)
 
     def fingerprint(self) -> str:
-        """A SHA-256 in hexadecimal that stands for the contents, whatever the files are called.
+        """A SHA-256 in hexadecimal of the contents, whatever the names of the files.
 
         It covers the width and the number of tokens of each part, all bytes in memory, and all
-        mapped bytes of a corpus with up to 64 MiB of them. Of a larger one it covers 64 pages of 4
-        KiB of each mapped part, evenly spaced, the first and the last included: a change between
-        those pages that leaves the sizes alone goes unseen. A file that says where documents begin
-        is covered like a part. Raises a DataError if a file is gone or has shrunk.
+        mapped bytes of a corpus with up to 64 MiB of them. Of a larger corpus it covers 64 pages of
+        4 KiB of each mapped part, evenly spaced, the first and the last included: a change
+        elsewhere that keeps the sizes is not noticed. A file that records where documents begin is
+        covered like a part. Raises a DataError if a file is gone or has shrunk.
         """
         mapped_bytes = sum(part.tokens.nbytes for part in self.parts if part.mapped)
         digest = hashlib.sha256()
@@ -232,12 +230,12 @@ class Separator:
 
     @property
     def index(self) -> None:
-        """No file: the tokens themselves say it."""
+        """None: the tokens themselves record it."""
         return None
 
     def begins(self, window: npt.NDArray[np.int64], first: int, count: int, at: int) -> Begins:
-        """Which of `window[first : first + count]` begin a document: bool [count]. Where the
-        separator ends documents, the window's own first token begins none."""
+        """Which of `window[first : first + count]` begin a document: bool [count]. If the separator
+        ends documents, the window's first token begins none."""
         found = np.asarray(window[first : first + count] == self.token)
         if self.leads:
             return found
@@ -255,7 +253,7 @@ class Ends:
         """Which of the tokens from `at` to `at + count` of the file begin a document. Raises a
         DataError if the file of ends is gone or has shrunk."""
         ends = self.index.read(0, len(self.index))
-        # As uint64: numpy would make float64 of a map and an int, and read all of it.
+        # As uint64: numpy would convert the map to float64, and read all of it, for an int.
         low, high = np.searchsorted(ends, np.array([at, at + count], dtype=np.uint64))
         return begun(ends[low:high].astype(np.int64), count, at)
 
@@ -263,7 +261,7 @@ class Ends:
 def begun(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
     """Which tokens from `at` to `at + count` of a file are among `starts`, or its first one."""
     begins = np.zeros(count, dtype=np.bool_)
-    # An index that is written over while in use may say anything.
+    # An index that is overwritten while in use may hold any values.
     begins[starts[(starts >= at) & (starts < at + count)] - at] = True
     if at == 0:
         begins[0] = True
@@ -271,7 +269,7 @@ def begun(starts: npt.NDArray[np.int64], count: int, at: int) -> Begins:
 
 
 def ascends(table: npt.NDArray[np.integer[Any]]) -> bool:
-    """Whether no number of a table, which may be a large map, is below the one before it."""
+    """Whether a table, which may be a large map, is in ascending order."""
     return all(
         bool((some[1:] >= some[:-1]).all())
         for some in (
@@ -281,7 +279,7 @@ def ascends(table: npt.NDArray[np.integer[Any]]) -> bool:
 
 
 def require_documents(corpus: Corpus) -> None:
-    """Raise a UserError unless all of `corpus` says where its documents end."""
+    """Raise a UserError unless all of `corpus` records where its documents end."""
     for part in corpus.parts:
         if part.documents is None:
             raise UserError(

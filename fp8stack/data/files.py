@@ -1,6 +1,5 @@
-"""Looking at files before they are read: which there are, how large, how they begin. No torch
-here.
-"""
+"""Checks of files before they are read: which there are, their sizes, how they begin. No torch
+here."""
 
 import os
 import stat
@@ -14,7 +13,7 @@ SNIFFED_BYTES = 2**16
 
 
 def unreadable(path: Path | str, error: OSError) -> NoReturn:
-    """Raise the UserError for a file or folder that the system does not let us read."""
+    """Raise the UserError for a file or folder that cannot be read."""
     raise UserError(
         f"Cannot read {path}: {error.strerror}. Check its permissions, or give other data."
     ) from error
@@ -23,8 +22,8 @@ def unreadable(path: Path | str, error: OSError) -> NoReturn:
 def status_of(
     name: str, refuse: Callable[[str, OSError], NoReturn] = unreadable
 ) -> os.stat_result | None:
-    """The status of a file or folder; None if there is none. Where it is refused, `refuse`
-    raises."""
+    """The status of a file or folder; None if it does not exist. Calls `refuse` if access is
+    denied."""
     try:
         if name:  # Path("") would be the current folder
             return Path(name).stat()
@@ -51,7 +50,7 @@ def head_and_size(path: Path) -> tuple[bytes, int]:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether `path` is a regular file without a byte in it."""
+    """Whether `path` is an empty regular file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -64,8 +63,8 @@ def walk(
     skips: Callable[[Path], bool] = lambda folder: False,
     refuse: Callable[[str, OSError], NoReturn] = unreadable,
 ) -> Iterator[Path]:
-    """All files below `folder` except hidden ones, those of hidden folders, and of those that
-    `skips` says; links to folders are not followed. What cannot be read, `refuse` raises."""
+    """All files below `folder`, without hidden files and folders and those that `skips` selects.
+    Links to folders are not followed. Calls `refuse` for what cannot be read."""
 
     def fail(error: OSError) -> NoReturn:
         refuse(str(error.filename), error)

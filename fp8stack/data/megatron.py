@@ -28,14 +28,14 @@ FLOATS = {6: "float64", 7: "float32"}
 
 
 def index_of(path: Path) -> Path:
-    """The index that belongs to a `.bin` file."""
+    """The index of a `.bin` file."""
     return path.with_suffix(".idx")
 
 
 def bin_of(data: str) -> Path | None:
-    """The `.bin` file that `data` means: an `.idx` file, or what both names have in common. None
-    where `data` means no files of Megatron's. Raises a UserError if one of the two files is
-    missing."""
+    """The `.bin` file that `data` names: by its `.idx` file, or by the two files' common stem. None
+    if `data` names no files of Megatron's. Raises a UserError if one of the two files is missing.
+    """
     is_index = data.lower().endswith(".idx")
     tokens, index = Path(data[:-4] + ".bin"), Path(data)
     if not is_index:
@@ -49,7 +49,7 @@ def bin_of(data: str) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """An `.idx` file, mapped as bytes: where the documents of its `.bin` begin."""
+    """An `.idx` file, memory-mapped: where the documents of its `.bin` begin."""
 
     index: Part
     sequences: int
@@ -57,7 +57,7 @@ class Index:
     width: int  # bytes of a token
 
     def lengths(self) -> npt.NDArray[np.integer[Any]]:
-        """How many tokens each sequence has: int32 [sequences]."""
+        """The number of tokens of each sequence: int32 [sequences]."""
         return self._table(HEADER.size, "<i4", self.sequences)
 
     def positions(self) -> npt.NDArray[np.integer[Any]]:
@@ -92,7 +92,7 @@ class Index:
 
 def part(path: Path) -> Part:
     """The tokens of a `.bin` file beside its index, memory-mapped. Raises a UserError if the index
-    is of another format or version, or damaged, or the two disagree."""
+    is of another format or version, or damaged, or if the files disagree."""
     index, dtype = _read_index(index_of(path))
     _, size = head_and_size(path)
     tokens = _require_sequence_after_sequence(index)
@@ -112,7 +112,7 @@ def part(path: Path) -> Part:
 
 
 def _read_index(path: Path) -> tuple[Index, str]:
-    """The index in `path` and the type of the tokens, with only sizes checked."""
+    """The index in `path` and the type of the tokens; only sizes are checked."""
     head, size = head_and_size(path)
     if not head.startswith(MAGIC):
         raise UserError(
@@ -144,7 +144,8 @@ def _read_index(path: Path) -> tuple[Index, str]:
 
 
 def _require_sequence_after_sequence(index: Index) -> int:
-    """How many tokens the sequences have, which must follow one another without a gap."""
+    """The number of tokens of all sequences. Raises a UserError if there are gaps between
+    sequences."""
     lengths, positions = index.lengths(), index.positions()
     end = 0
     for at in range(0, index.sequences, CHECKED_AT_ONCE):

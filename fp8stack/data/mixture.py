@@ -17,15 +17,15 @@ _WEIGHT = r"\s*[-+0-9.]+(?:[eE][-+]?[0-9]+)?\s*:"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixture(Corpus):
-    """The tokens of several corpora, one after the other, and how often each is to be read.
-    `counts` says how many of every 4096 rows of a run are of each of the `sources`."""
+    """Several corpora and their shares: `counts` is how many of every 4096 rows of a run are from
+    each of the `sources`."""
 
     sources: tuple[Corpus, ...]
     counts: tuple[int, ...]
 
     def fingerprint(self) -> str:
-        """A SHA-256 in hexadecimal that stands for the contents and shares of the sources. Raises a
-        DataError if a file is gone or has shrunk."""
+        """A SHA-256 in hexadecimal of the contents and shares of the sources. Raises a DataError if
+        a file is gone or has shrunk."""
         digest = hashlib.sha256()
         for source, count in zip(self.sources, self.counts, strict=True):
             digest.update(f"{count} {source.fingerprint()}\n".encode())
@@ -33,8 +33,8 @@ class Mixture(Corpus):
 
 
 def mixture_of(name: str, weights: Sequence[float], corpora: Sequence[Corpus]) -> Corpus:
-    """The corpora with their weights as one; of a single one, that corpus. Raises a UserError if a
-    weight is less than one row in 4096."""
+    """The mixture of corpora with these weights; a single corpus is returned as it is. Raises a
+    UserError if a weight is less than one row in 4096."""
     if len(corpora) == 1:
         return corpora[0]
     counts = shares(tuple(weights), BLOCK)
@@ -49,15 +49,16 @@ def mixture_of(name: str, weights: Sequence[float], corpora: Sequence[Corpus]) -
 
 
 def parts_of(corpus: Corpus) -> tuple[tuple[Corpus, ...], tuple[int, ...]]:
-    """The sources of a corpus and their counts of every 4096 rows; of a plain one, itself."""
+    """The sources of a corpus, with their counts of every 4096 rows. A plain corpus is its own
+    source."""
     if isinstance(corpus, Mixture):
         return corpus.sources, corpus.counts
     return (corpus,), (BLOCK,)
 
 
 def weighted(data: str) -> list[tuple[float, str]] | None:
-    """What `WEIGHT:PATH,WEIGHT:PATH` says; None if `data` is the name of one file or folder. Raises
-    a UserError if a weight is not above 0, or one of the pieces has none."""
+    """Parse `WEIGHT:PATH,WEIGHT:PATH`; None if `data` names one file or folder. Raises a UserError
+    if a weight is missing or not above 0."""
     if not re.match(_WEIGHT, data) or os.path.exists(data):
         return None
     found: list[tuple[float, str]] = []
@@ -76,7 +77,7 @@ def weighted(data: str) -> list[tuple[float, str]] | None:
 
 
 def absolute(data: str) -> str:
-    """`data`, or each path of a mixture, named from the root. Raises what `weighted` raises."""
+    """`data` with absolute paths, also in a mixture. Raises what `weighted` raises."""
     pieces = weighted(data)
     if pieces is None:
         return os.path.realpath(data)

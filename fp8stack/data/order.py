@@ -1,6 +1,6 @@
-"""Orders that are functions of a seed: shuffles of any length, read at any place. No torch here.
-Nothing here draws from a stream: what stands at a place is computed from the seed and the place, by
-splitmix64's mixing and a Feistel network, so it stays the same whatever numpy makes of its own."""
+"""Shuffles of any length as functions of a seed and a position, without state. No torch here.
+They are computed by splitmix64's mixing function and a Feistel network, so they do not change with
+numpy's generators."""
 
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mixed(words: Words) -> Words:
-    """Each word with its bits mixed, a permutation of all words: uint64, the same shape. The output
+    """Mix the bits of each word, a permutation of all words: uint64, the same shape. The output
     function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
     OOPSLA 2014; https://prng.di.unimi.it/splitmix64.c)."""
     words = words + np.uint64(GOLDEN)
@@ -27,7 +27,7 @@ def mixed(words: Words) -> Words:
 
 
 def key(*parts: int) -> int:
-    """A word of 64 bits that depends on each of `parts` and on their order."""
+    """A 64-bit word that depends on `parts` and their order."""
     word = np.zeros(1, dtype=np.uint64)
     for part in parts:
         word = mixed(word ^ np.array([part & _MASK], dtype=np.uint64))
@@ -35,11 +35,11 @@ def key(*parts: int) -> int:
 
 
 def shuffled(places: Ints, length: int, word: int) -> Ints:
-    """What stands at `places` of `range(length)`, shuffled as the key `word` says: int64 [n].
+    """The values at `places` of `range(length)`, shuffled by the key `word`: int64 [n].
 
-    A balanced Feistel network permutes the next power of four; whatever it puts outside the range
-    is put in again until it is inside (cycle walking; Black, Rogaway: Ciphers with Arbitrary Finite
-    Domains, 2002). Fewer than four times on average, and no memory however long the range is.
+    A balanced Feistel network permutes the next power of four; results outside the range are
+    permuted again until they are inside (cycle walking; Black, Rogaway: Ciphers with Arbitrary
+    Finite Domains, 2002). That takes fewer than four rounds on average, and no memory.
     """
     assert length > 0
     if length == 1:
@@ -59,7 +59,7 @@ def shuffled(places: Ints, length: int, word: int) -> Ints:
 
 
 def shares(weights: tuple[float, ...], total: int) -> tuple[int, ...]:
-    """`total` divided in proportion to `weights`, the largest remainders rounded up."""
+    """`total` divided in proportion to `weights`; the largest remainders are rounded up."""
     most = max(weights)  # whose sum may be too large for a float
     relative = [weight / most for weight in weights]
     exact = [one / sum(relative) * total for one in relative]
@@ -71,9 +71,9 @@ def shares(weights: tuple[float, ...], total: int) -> tuple[int, ...]:
 
 
 def sources_of(rows: Ints, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
-    """Which source each row of a run is of, and how many of that source were before it: int64 [n].
-    Rows below 0 are before the run's first. Of every `BLOCK` rows, each source has its `counts`, in
-    an order that depends on `seed`."""
+    """The source of each row of a run, and how many rows of that source precede it: int64 [n]. Rows
+    below 0 precede the run's first. Of every `BLOCK` rows, each source has its `counts`, in an
+    order that depends on `seed`."""
     if len(counts) == 1:
         return np.zeros_like(rows), rows
     blocks, places = np.divmod(rows, BLOCK)
@@ -101,12 +101,12 @@ def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[Ints, Ints]:
 
 
 def epoch_starts(numbers: Ints, length: int, context: int, seed: int, source: int) -> Ints:
-    """Where the windows with these numbers, from 0 on, begin in the source of this number in a
-    mixture, if all are seen once an epoch: int64 [n].
+    """The starts of these windows (numbered from 0) in a source of a mixture, if each window is
+    read once per epoch: int64 [n].
 
-    Windows of `context` tokens (and the label of the last) lie side by side. Each epoch has its own
-    order, and its own place for the first window, so that the tokens that are left over at the end
-    are not always the same. Two sources of one length get different orders.
+    Windows of `context` tokens, and the label of the last, are adjacent. Each epoch has its own
+    order and its own offset of the first window, so that the tokens left over at the end vary.
+    Sources of equal length get different orders.
     """
     windows = windows_of_epoch(length, context)
     spare = (length - 1) % context
@@ -121,5 +121,5 @@ def epoch_starts(numbers: Ints, length: int, context: int, seed: int, source: in
 
 
 def windows_of_epoch(length: int, context: int) -> int:
-    """How many windows of `context` tokens, each with a label after it, lie side by side."""
+    """The number of adjacent windows of `context` tokens, each with a label after it."""
     return (length - 1) // context

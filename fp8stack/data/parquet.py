@@ -18,14 +18,14 @@ END_OF_TEXT = 255  # of the bytes tokenizer: no byte of UTF-8
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the file's name says that it is a parquet file."""
+    """Whether the name is that of a parquet file."""
     return path.suffix.lower() == ".parquet"
 
 
 @contextmanager
 def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`, closed at the end. Raises a UserError if pyarrow is missing,
-    or the file cannot be read, at once or later within."""
+    """A context with a `pyarrow.parquet.ParquetFile`. Raises a UserError if pyarrow is missing, or
+    if the file cannot be read, then or later in the context."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -38,7 +38,7 @@ def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterato
             yield file
     except UserError:
         raise
-    # A damaged file may also have names that are no UTF-8, or lack a column that it lists.
+    # A damaged file may have names that are not UTF-8, or lack a column that it lists.
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UserError(
@@ -47,13 +47,13 @@ def open_parquet(path: Path, remedy: str = "Write or copy it again.") -> Iterato
 
 
 def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
-    """The values of a column from row `start` on: pyarrow arrays of at most `rows` of them."""
+    """Yield the values of a column from row `start` on, as pyarrow arrays of at most `rows`."""
     first = 0
     for group in range(file.metadata.num_row_groups):
         here = file.metadata.row_group(group).num_rows
         if first + here > start:
             left_out = max(0, start - first)
-            # One group after the other in one thread: memory does not grow with the file.
+            # One row group at a time, in one thread, so that memory does not grow with the file.
             for batch in file.iter_batches(
                 rows, row_groups=[group], columns=[name], use_threads=False
             ):
@@ -65,10 +65,9 @@ def read_column(file: Any, name: str, start: int, rows: int) -> Iterator[Any]:
 def parquet_parts(paths: Sequence[Path]) -> tuple[Part, ...]:
     """The documents of parquet files, a part for each file: uint8 [bytes].
 
-    Each document is the UTF-8 bytes of a row's text and a byte 255 after it. The text is the column
-    `text`, or the only column of strings. An empty text is the byte 255 alone; null is no text and
-    left out. Raises a UserError if a file cannot be read, or holds no column of text; or they hold
-    more than 2 GiB.
+    Each document is the UTF-8 bytes of a row's text, then a byte 255. The text is the column
+    `text`, or the only string column. An empty text is the byte 255 alone; null is left out. Raises
+    a UserError if a file cannot be read or has no text column, or if they hold more than 2 GiB.
     """
     parts: list[Part] = []
     for path in paths:
@@ -117,7 +116,7 @@ def _text_column(path: Path, schema: Any) -> str:
 
 
 def _documents(texts: Any) -> npt.NDArray[np.uint8]:
-    """The bytes of each text of a column and END_OF_TEXT after it, one after the other."""
+    """The bytes of each text of a column, each followed by END_OF_TEXT."""
     import pyarrow
 
     texts.validate(full=True)  # before arithmetic on offsets that may point anywhere

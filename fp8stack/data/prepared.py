@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Shard(BaseModel, frozen=True, strict=True):
-    """A file of tokens, and the SHA-256 of it and of the file of its documents' ends."""
+    """A file of tokens, with the SHA-256 of it and of the file of document ends."""
 
     # A plain name: a manifest from elsewhere must not lead out of its folder.
     file: Annotated[str, Field(pattern=r"^\w[\w.-]*\.bin$")]
@@ -38,7 +38,7 @@ class Split(BaseModel, frozen=True, strict=True):
 
 
 class TokenizerOf(BaseModel, frozen=True, strict=True):
-    """Which tokenizer made the tokens."""
+    """The tokenizer that made the tokens."""
 
     name: str
     sha256: str
@@ -46,7 +46,7 @@ class TokenizerOf(BaseModel, frozen=True, strict=True):
 
 
 class Manifest(BaseModel, frozen=True, strict=True):
-    """What is read of a manifest.json; the rest is for people."""
+    """The part of a manifest.json that is read; the rest is information."""
 
     format: Literal[1]
     tokenizer: TokenizerOf
@@ -55,12 +55,13 @@ class Manifest(BaseModel, frozen=True, strict=True):
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether `fp8stack prepare` wrote the folder to its end."""
+    """Whether the folder is a finished output of `fp8stack prepare`."""
     return os.path.exists(folder / MANIFEST)
 
 
 def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
-    """Raise a UserError if `files` of a folder without a manifest are those of a prepared one."""
+    """Raise a UserError if `files`, of a folder without a manifest, are an unfinished output of
+    `fp8stack prepare`."""
     for path in files:
         if path.suffix == ENDS:
             raise UserError(
@@ -70,8 +71,8 @@ def refuse_unfinished(folder: Path, files: Sequence[Path]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder. Raises a UserError if it cannot be read, or is not a
-    manifest; the message names the key."""
+    """The manifest of a prepared folder. Raises a UserError that names the key if it cannot be read
+    or is invalid."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
@@ -91,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def prepared_parts(folder: Path, vocabulary: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """The training and the validation shards, memory-mapped; the latter may be empty. Raises a
-    UserError if the model's vocabulary is too small, or a file is not as the manifest says."""
+    UserError if the model's vocabulary is too small, or a file differs from the manifest."""
     manifest = read_manifest(folder)
     made_for = manifest.tokenizer
     if made_for.vocabulary > vocabulary:
@@ -139,7 +140,7 @@ def _require_bytes(path: Path, expected: int, what: str) -> None:
 
 def tokenizer_of_prepared(folder: Path) -> Tokenizer:
     """The tokenizer that made the tokens. Raises a UserError if the folder's tokenizer.json is
-    missing or is not the one of the manifest."""
+    missing or differs from the manifest."""
     manifest = read_manifest(folder).tokenizer
     path = folder / TOKENIZER_FILE
     try:

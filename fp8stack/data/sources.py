@@ -1,6 +1,4 @@
-"""From `--data` to the two splits: what kind of data it is, who reads it, what is held out. No
-torch here.
-"""
+"""Opens `--data`: detects its kind, reads it and splits it. No torch here."""
 
 import os
 import stat
@@ -40,18 +38,18 @@ def load_corpora(
     """The training and the validation split of `data`.
 
     Args:
-        data: None for the source of the running Python's standard library; a folder that
-            `fp8stack prepare` wrote; a text file, whose bytes are the tokens; a parquet file with
-            a column of text; a `.bin` file of little-endian uint16 tokens, or with llm.c's
-            header; Megatron-LM's `.bin` and `.idx`, by either name or what they have in common; a
-            folder with `train.bin` and `val.bin`; or a folder of files of one kind, joined in the
-            order of their paths, where llm.c's names for the two splits are respected. Hidden
-            files and links to folders are skipped. `WEIGHT:PATH,WEIGHT:PATH` is a mixture.
-        vocabulary: how many tokens the model knows.
-        held_out: the share of the tokens, at the end, that is the validation split; without
-            effect where the data have one.
-        end_of_text: the token after each document in `.bin` files that do not say.
-        texts: what text becomes tokens with; None for its bytes.
+        data: None for the source of the running Python's standard library; a folder that `fp8stack
+            prepare` wrote; a text file, whose bytes are the tokens; a parquet file with a text
+            column; a `.bin` file of little-endian uint16 tokens, or with llm.c's header;
+            Megatron-LM's `.bin` and `.idx`, by either name or their stem; a folder with `train.bin`
+            and `val.bin`; or a folder of files of one kind, concatenated in path order, in which
+            llm.c's names of the two splits are recognized. Hidden files and links to folders are
+            skipped. `WEIGHT:PATH,WEIGHT:PATH` is a mixture.
+        vocabulary: the size of the model's vocabulary.
+        held_out: the share of the tokens, at the end, that is the validation split, if the data
+            have none.
+        end_of_text: the token after each document in `.bin` files that do not record it.
+        texts: the tokenizer for text; None for its bytes.
 
     Raises:
         UserError: the data cannot be used; the message names the file and the remedy.
@@ -72,17 +70,18 @@ def load_corpora(
 
 
 def holds_text(data: str | None) -> bool:
-    """Whether `data`, or a source of the mixture, is text. Raises a UserError if there are none."""
+    """Whether `data`, or a source of the mixture, is text. Raises a UserError if it does not
+    exist."""
     return any(_is_text(path) for path in _paths(data))
 
 
 def tokenizer_of(data: str | None, texts: Tokenizer | None = None) -> Tokenizer | None:
-    """The tokenizer that the tokens of `data` are of; None where the data do not say.
+    """The tokenizer that made the tokens of `data`; None if the data do not record it.
 
-    It is `texts`, or that of bytes, for text and parquet files, a prepared folder's own, and of a
-    mixture the one that all its sources have in common. Raises a UserError if there are no such
-    data, a prepared folder's tokenizer is not the one that made its tokens, or the sources of a
-    mixture differ.
+    For text and parquet files it is `texts`, by default that of bytes; for a prepared folder its
+    own; for a mixture that of all its sources. Raises a UserError if the data do not exist, if the
+    sources of a mixture differ, or if a prepared folder's tokenizer.json is not the one that made
+    its tokens.
     """
     found = [(path, _tokenizer_of_one(path, texts)) for path in _paths(data)]
     for (path, one), (other_path, other) in pairwise(found):
@@ -121,7 +120,7 @@ def _is_text(data: str | None) -> bool:
 
 
 def _found(data: str) -> Path:
-    """The folder or the file that `data`, which is no mixture, means."""
+    """The folder or file that `data`, which is no mixture, names."""
     status = status_of(data)
     folder = status is not None and stat.S_ISDIR(status.st_mode)
     tokens = None if folder else megatron.bin_of(data)
@@ -134,7 +133,7 @@ def _found(data: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loader:
-    """What all sources of data are read with; see `load_corpora`."""
+    """What is common to the sources of data; see `load_corpora`."""
 
     vocabulary: int
     held_out: float
@@ -176,13 +175,13 @@ class _Loader:
         return self._text(name, list(parquet_parts(paths)))
 
     def _text(self, name: str, parts: list[Part]) -> Parts:
-        """Files of text or tables: their bytes one after the other, or their tokens."""
+        """The splits of text files or tables: their bytes concatenated, or their tokens."""
         if self.texts is not None and not isinstance(self.texts, ByteTokenizer):
             return encoded(name, parts, self.texts)
         return joined(parts) if all(part.documents is None for part in parts) else tuple(parts)
 
     def _folder(self, data: str) -> tuple[Corpus, Corpus]:
-        """The splits of a folder whose files are all `.bin`, all parquet or all text."""
+        """The splits of a folder of `.bin`, parquet or text files."""
         folder = Path(data)
         files = sorted(walk(folder), key=lambda path: path.relative_to(folder).as_posix())
         prepared.refuse_unfinished(folder, files)
@@ -205,7 +204,7 @@ class _Loader:
         elif tables:
             parts = self._tables(data, tables)
         else:
-            # An empty text is nothing lost; an empty .bin is a shard that was not written.
+            # An empty text is harmless; an empty .bin is a shard that was not written.
             found = [text(path, self.vocabulary) for path in others if not is_empty(path)]
             parts = self._text(data, found)
         if not parts:

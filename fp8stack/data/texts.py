@@ -1,4 +1,4 @@
-"""Text, as bytes or as tokens: files, several joined, Python's own source. No torch here."""
+"""Text as bytes or as tokens: files, and Python's own source. No torch here."""
 
 import hashlib
 import sys
@@ -16,8 +16,8 @@ from fp8stack.errors import UserError
 from fp8stack.tokenizer import Tokenizer
 
 BYTE_VALUES = 256
-MAPPED_FROM_BYTES = 8 * 2**20  # a map costs a file descriptor; smaller texts are read instead
-MOST_BYTES = 128 * 2**20  # that become tokens at a start; it takes a core about a minute
+MAPPED_FROM_BYTES = 8 * 2**20  # smaller texts are read, since a map costs a file descriptor
+MOST_BYTES = 128 * 2**20  # that a run tokenizes at its start; it takes a core about a minute
 STANDARD_LIBRARY = "the Python standard library"
 JSON_LINES = {".jsonl", ".ndjson"}
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -39,8 +39,8 @@ def require_bytes_fit(vocabulary: int, name: str) -> None:
 
 
 def text(path: Path, vocabulary: int) -> Part:
-    """The bytes of a text file: uint8 [tokens], memory-mapped when the file is large. Raises a
-    UserError if the file cannot be read, is empty, compressed or no text."""
+    """The bytes of a text file: uint8 [tokens], memory-mapped if large. Raises a UserError if the
+    file cannot be read, is empty or compressed, or is not text."""
     require_bytes_fit(vocabulary, str(path))
     head, size = head_and_size(path)
     why = next((f"is compressed ({COMPRESSED[m]})" for m in COMPRESSED if head.startswith(m)), None)
@@ -69,7 +69,7 @@ def _in_memory(path: Path) -> Part:
 
 
 def joined(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The texts one after the other, with a newline where one does not end in it."""
+    """Concatenate texts, with a newline after one that does not end in it."""
     newline = np.array([ord("\n")], dtype=np.uint8)
     whole = list[Part]()
     for part in parts:
@@ -81,13 +81,12 @@ def joined(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def standard_library(vocabulary: int) -> list[Part]:
-    """The standard library's source, about 10 MB, in an order that only its paths decide: a part
-    for each file.
+    """The standard library's source, about 10 MB, a part for each file, in the order of the SHA-256
+    of each path, so that the held-out end is a mix of packages.
 
-    The order is that of the SHA-256 of each path, so the held-out end is a fair mix of packages.
-    Left out is what a distribution may add or leave away, so that the contents depend on the Python
-    version alone. Raises a UserError if this Python comes without its source, or the vocabulary is
-    too small.
+    Parts that distributions may add or leave out are excluded, so that the contents depend only on
+    the Python version. Raises a UserError if this Python has no source, or if the vocabulary is too
+    small.
     """
     require_bytes_fit(vocabulary, STANDARD_LIBRARY)
     root = Path(sysconfig.get_path("stdlib"))
@@ -107,10 +106,10 @@ def standard_library(vocabulary: int) -> list[Part]:
 
 
 def encoded(name: str, parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[Part, ...]:
-    """Parts of text, uint8 [bytes], each of one file of the data called `name`, as tokens: uint16
-    or uint32, with the end-of-text token after each document, as `fp8stack prepare` has them. A
-    file is a document, or a row of a table. Raises a UserError if there is more text than is read
-    at each start."""
+    """Tokenize parts of text, uint8 [bytes], each of one file of the data called `name`: uint16 or
+    uint32, with the end-of-text token after each document, as `fp8stack prepare` does. A document
+    is a file, or a row of a table. Raises a UserError if there is more text than a run tokenizes at
+    its start."""
     size = sum(map(len, parts))
     if size > MOST_BYTES:
         raise UserError(

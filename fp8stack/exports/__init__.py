@@ -1,4 +1,4 @@
-"""A trained model as files that other programs load."""
+"""Exports a trained model to files that other programs load."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ class Exported:
     parameters: int
     dtype: str  # of what is not FP8
     source: Path  # the checkpoint
-    notes: tuple[str, ...]  # what is not as one may expect
+    notes: tuple[str, ...]  # for the user
 
     @property
     def line(self) -> str:
@@ -37,8 +37,8 @@ class Exported:
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON data."""
-        told = {"out": str(self.out), "source": str(self.source), "notes": list(self.notes)}
-        return asdict(self) | told
+        more = {"out": str(self.out), "source": str(self.source), "notes": list(self.notes)}
+        return asdict(self) | more
 
 
 def export(
@@ -51,26 +51,25 @@ def export(
     strategy: str | None = None,
     overwrite: bool = False,
 ) -> tuple[str, list[str]]:
-    """Write a trained model into the folder `out`, which appears whole or not at all.
+    """Write a trained model into the folder `out`, which appears complete or not at all.
 
     Args:
-        run_or_checkpoint: a run's folder, whose newest good checkpoint is taken, or
+        run_or_checkpoint: a run, whose newest good checkpoint is used, or
             `.../checkpoints/step-000200`.
-        format: "hf", a folder that transformers loads; "fp8", the same with weights in FP8, FP6
-            or FP4 and their scales, as compressed-tensors and vLLM read them; "safetensors", our
-            own names.
-        out: a folder that is not there, or is empty.
-        dtype: of what is not FP8: "fp32", as it was trained, or "bf16".
-        tokenizer: a name or path, of a run that does not know its own.
-        strategy: of "fp8", what has a scale of its own: "tensor", "channel" (a row of a weight)
-            or "block" (128 x 128); None is as in the run.
-        overwrite: replace what an export wrote there before.
+        format: "hf", a folder for transformers; "fp8", the same with weights in FP8, FP6 or FP4 and
+            their scales, for compressed-tensors and vLLM; "safetensors", our own names.
+        out: a folder that does not exist, or is empty.
+        dtype: of what is not FP8: "fp32", as trained, or "bf16".
+        tokenizer: a name or path, for a run that records no tokenizer.
+        strategy: for "fp8", what shares a scale: "tensor", "channel" (a row of a weight) or "block"
+            (128 x 128); None as in the run.
+        overwrite: replace an earlier export.
 
     Returns:
-        A line that says what was written, and notes on what is not as one may expect.
+        A line that says what was written, and notes.
 
     Raises:
-        UserError: bad input, or no such model in that format; the message names the key.
+        UserError: bad input, or the model does not fit the format; the message names the key.
         NoUsableCheckpoint: every checkpoint is damaged.
         StorageError: it cannot be written.
     """
@@ -90,8 +89,8 @@ def write_export(
     overwrite: bool = False,
     repository: str | None = None,
 ) -> Exported:
-    """`export`, with what was written as data. `repository` is the `owner/name` on the Hub that
-    the model card tells of."""
+    """Like `export`, but return the result as data. `repository` is the `owner/name` on the Hub
+    that the model card mentions."""
     choices = (("export format", format, Format), ("dtype", dtype, Dtype))
     for kind, name, known in (*choices, ("strategy", strategy, Strategy)):
         if name is not None and name not in get_args(known):

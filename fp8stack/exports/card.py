@@ -1,4 +1,4 @@
-"""The model card of an exported folder, `README.md` as the Hugging Face Hub shows it."""
+"""The model card of an exported folder, a `README.md` for the Hugging Face Hub."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
     """The card of a folder.
 
     Args:
-        source: the model; what its run's folder does not tell is left out.
+        source: the model. Facts that its run's folder lacks are left out.
         format: "hf" or "fp8".
         title: what the folder holds, in a few words.
         repository: `owner/name` on the Hub; None if the folder is not pushed.
@@ -84,7 +84,7 @@ def _facts(source: Source, title: str) -> Iterator[tuple[str, str]]:
 
 
 def _last_val_loss(source: Source) -> tuple[int, float] | None:
-    """The last validation loss up to the checkpoint, and the step that it is of."""
+    """The last validation loss up to the checkpoint, and its step."""
     found = None
     for row in [] if source.run is None else RunFolder(source.run).read_metrics():
         loss = row.get("val_loss")
@@ -94,7 +94,8 @@ def _last_val_loss(source: Source) -> tuple[int, float] | None:
 
 
 def _gaps(source: Source, recipe: str) -> Iterator[str]:
-    """What the run's folder knows of the loss that the recipe costs."""
+    """Sentences on the measured and the forecast loss gap of the recipe, if the run's folder has
+    them."""
     if source.run is None:
         return
     with suppress(OSError, ValueError, KeyError, TypeError, IndexError, StopIteration):
@@ -115,9 +116,9 @@ def _gaps(source: Source, recipe: str) -> Iterator[str]:
 
 
 def _measured_gap(run: Path, step: int) -> str:
-    """The gap to the baseline of a comparison that the run is of. Raises a KeyError, or what else
-    reading comes to, if there is none."""
-    run = run.absolute()  # named from within, it has no parents
+    """The gap to the baseline of the comparison that the run belongs to. Raises a KeyError, or
+    errors of reading, if there is none."""
+    run = run.absolute()  # a relative path may have no parents
     report: dict[str, Any] = json.loads((run.parents[1] / "compare.json").read_text("utf-8"))
     recipe, _, _ = run.name.rpartition("-seed")
     row = next(row for row in report["recipes"] if row["recipe"] == recipe)

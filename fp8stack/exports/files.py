@@ -24,26 +24,26 @@ Dtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model out of a checkpoint."""
+    """A model from a checkpoint."""
 
     path: Path  # of the checkpoint
-    step: int  # that it was saved after
+    step: int  # the last step before it was saved
     config: GPTConfig
     weights: Mapping[str, Tensor]  # float32, of every parameter, the vocabulary not padded
     plan: Mapping[str, Any]  # of the run, as JSON data
-    fp8: Mapping[str, Tensor]  # the state of delayed scaling, if the run had any
-    dtype: torch.dtype  # what the weights are to be saved in
-    notes: tuple[str, ...]  # what is to be told
+    fp8: Mapping[str, Tensor]  # the state of delayed scaling, if any
+    dtype: torch.dtype  # of the exported weights
+    notes: tuple[str, ...]  # for the user
     info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint, as JSON data
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run, if the checkpoint lies in one."""
+        """The run's folder, if the checkpoint is in one."""
         checkpoints = self.path.parent
         return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
     def tokenizer(self, name: str | None) -> Tokenizer | None:
-        """The tokenizer called `name`, else the run's own, if it is known. Raises a UserError if it
+        """The tokenizer called `name`, else the run's own, if known. Raises a UserError if it
         cannot be loaded, or has more ids than the model's vocabulary."""
         found = tokenizer_of_run(self.path, name)
         if found is not None and found.vocabulary > self.config.vocabulary:
@@ -55,7 +55,7 @@ class Source:
 
 
 def load_source(run_or_checkpoint: str | Path, dtype: torch.dtype) -> Source:
-    """The model of a run's newest good checkpoint, or of one. Raises what `find_checkpoint`
+    """Load the model of a checkpoint, or of a run's newest good one. Raises what `find_checkpoint`
     does."""
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     return Source(
@@ -83,9 +83,9 @@ class Files:
 
 
 def safetensors_files(source: Source) -> Files:
-    """The weights by our own names, and the shape as a model file."""
+    """The weights under our own names, and the shape as a model file."""
     weights = {name: source.weights[name] for name in source.config.parameter_shapes()}
-    metadata = {  # strings, as the format wants them
+    metadata = {  # the format requires strings
         "format": "pt",
         "fp8stack": fp8stack.__version__,
         "recipe": str(source.plan["recipe"]["name"]),
@@ -135,7 +135,7 @@ def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     if tokenizer.end_of_text is not None:
         added = json.loads(text)["added_tokens"]
         end = next(one["content"] for one in added if one["id"] == tokenizer.end_of_text)
-        # What begins a document ends the one before it.
+        # The token that begins a document ends the one before it.
         special = {"bos_token": end, "eos_token": end}
     table = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -151,5 +151,5 @@ def _tokenizer_texts(tokenizer: Tokenizer, context: int) -> dict[str, str]:
 
 
 def as_json(table: Mapping[str, Any]) -> str:
-    """A table as the text of a JSON file."""
+    """A dict as the text of a JSON file."""
     return json.dumps(table, indent=2, ensure_ascii=False) + "\n"

@@ -39,11 +39,11 @@ square block's scale is written for each of its rows."""
 
 
 class Scheme(NamedTuple):
-    """How a layer is written.
+    """How a layer is stored.
 
-    `format` is the layout's name; `strategy` says what has a scale of its own, "group" in packed
-    layouts. `weight` casts it. `inputs` says how activations are cast: "dynamic" when they come,
-    "static" by the run's own scales, "none".
+    `format` is the layout's name; `strategy` is what shares a scale, "group" in packed layouts.
+    `weight` quantizes it. `inputs` says how activations are scaled: "dynamic", "static" by the
+    run's scales, or "none".
     """
 
     format: str
@@ -55,14 +55,14 @@ class Scheme(NamedTuple):
 def quantized_files(
     source: Source, tokenizer: str | None, strategy: Strategy | None = None
 ) -> Files:
-    """`hf_files` with quantized weights and their scales for the layers whose forward pass the run
-    had quantized; of a run without, FP8 for those of all blocks.
+    """`hf_files` with quantized weights and scales for the layers whose forward pass the run
+    quantized; if the run quantized none, FP8 for the linears of all blocks.
 
-    `strategy` is what has a scale of its own in FP8. None casts as the run's recipe does; another
-    one casts the float32 masters anew, and activations are then scaled when they come.
+    `strategy` is what shares a scale in FP8. None casts as the run's recipe does; another one casts
+    the float32 masters again, with dynamic activation scales.
 
-    Raises a UserError for what `hf_files` does, for GPT-2's layout, quantizers of weights that no
-    layout is for, and blocks that do not divide a weight.
+    Raises a UserError for what `hf_files` does, for GPT-2's layout, weight quantizers without a
+    layout, and blocks that do not divide a weight.
     """
     plain = hf_files(source, tokenizer)
     layout = layout_of(source.config)
@@ -119,8 +119,7 @@ def quantized_files(
 def _chosen(
     source: Source, parts: Mapping[str, object], notes: list[str]
 ) -> dict[str, tuple[Quantizers | None, str]]:
-    """Our names of the layers that are to be quantized, with the run's quantizers and what they
-    are called."""
+    """Our names of the layers to quantize, with the run's quantizers and their recipe's name."""
     recipe = recipe_from_json(source.plan["recipe"], str(source.path))
     blocks = block_indices(parts)
     planned: dict[str, tuple[Quantizers | None, str]] = {}
@@ -142,13 +141,13 @@ def _scheme(
     source: Source,
     strategy: Strategy | None,
     name: str,
-    told: tuple[Quantizers | None, str],
+    quantized_as: tuple[Quantizers | None, str],
     odd: Callable[[int], int | None],
     notes: list[str],
 ) -> Scheme:
-    """How a layer is written: as in the run, where readers can do that. `odd` gives a size that a
+    """How a layer is stored: as in the run, if readers support that. `odd` returns a size that a
     number does not divide."""
-    quantizers, recipe = told
+    quantizers, recipe = quantized_as
     own = None if quantizers is None else quantizers.weight
     x = None if quantizers is None else quantizers.input
     inputs: Inputs = "none" if own is not None and x is None else "dynamic"
@@ -196,7 +195,7 @@ def _scheme(
 
 
 def _require_layout(quantizer: Quantizer, recipe: str) -> None:
-    """Refuse a weight's quantizer that no layout is for."""
+    """Raise a UserError for a weight quantizer without a layout."""
     length = quantizer.blocks[1] if quantizer.blocks else 0
     known = quantizer.format == "e4m3" or (quantizer.format, quantizer.scale, length) in PACKED
     if not known or quantizer.hadamard:
@@ -211,10 +210,10 @@ def _require_layout(quantizer: Quantizer, recipe: str) -> None:
 def _cast(
     source: Source, scheme: Scheme, name: str, parts: tuple[Part, ...]
 ) -> Iterator[dict[str, Tensor]]:
-    """The weight of a layer, part by part, by the names that the layout has for it."""
+    """The quantized weight of a layer, part by part, under the layout's names."""
     weight, quantizer = source.weights[f"{name}.weight"], scheme.weight
     scale = source.fp8[f"{name}.weight.scale"].float() if quantizer.delayed else None
-    # One cast for all parts, as the run had: what reads them together needs no other.
+    # One cast for all parts, as in the run.
     made = numerics.quantize(weight, quantizer, 1, scale=scale)
     scales, high = made.scales, 1 if quantizer.blocks is None else quantizer.blocks[0]
     if scheme.format != PLAIN:
@@ -239,7 +238,7 @@ def _cast(
 
 
 def _dense(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """The codes of FP6 as four in three bytes, the first one lowest; FP4 comes packed."""
+    """FP6 codes packed four into three bytes, the first one lowest; FP4 is packed already."""
     if quantizer.element_bits == 4:
         return codes
     shifts = torch.tensor([0, 6, 12, 18])
@@ -269,13 +268,13 @@ def _config(groups: Mapping[Scheme, list[str]], ignored: list[str]) -> dict[str,
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
     bits = FORMATS[scheme.weight.format].bits
-    told = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False}
+    values = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False}
     if scheme.format == PLAIN:
         square = {"block_structure": [BLOCK, BLOCK]} if scheme.strategy == "block" else {}
-        return told | {"strategy": scheme.strategy} | square
+        return values | {"strategy": scheme.strategy} | square
     assert scheme.weight.blocks is not None
     two = scheme.format == _NVFP4
-    return told | {
+    return values | {
         "strategy": "tensor_group" if two else "group",
         "group_size": scheme.weight.blocks[1],
         "scale_dtype": "torch.float8_e4m3fn" if two else "torch.uint8",
@@ -285,14 +284,14 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
 def _inputs(scheme: Scheme) -> dict[str, Any] | None:
     if scheme.inputs == "none":
         return None
-    told = {"num_bits": 8, "type": "float", "symmetric": True}
+    values = {"num_bits": 8, "type": "float", "symmetric": True}
     if scheme.inputs == "static":
-        return told | {"strategy": "tensor", "dynamic": False}
+        return values | {"strategy": "tensor", "dynamic": False}
     if scheme.format != PLAIN:
         return _weights(scheme) | {"dynamic": True}
     by_block = {"strategy": "group", "group_size": BLOCK}
     return (
-        told
+        values
         | {"dynamic": True}
         | (by_block if scheme.strategy == "block" else {"strategy": "token"})
     )

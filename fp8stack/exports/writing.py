@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Writes a folder that appears complete or not at all."""
 
 import json
 import os
@@ -17,7 +17,9 @@ from fp8stack.hf.folder import INDEX, WEIGHTS
 from fp8stack.io import TEMPORARY, settle, storage_errors, sync_folder, write_flushed
 from fp8stack.tokenizer import TOKENIZER_FILE
 
-LARGEST_FILE = 5_000_000_000  # bytes of tensors; more are shared out over several, with an index
+LARGEST_FILE = (
+    5_000_000_000  # bytes of tensors per file; more are split over several, with an index
+)
 
 _OWN = {
     *(WEIGHTS, INDEX, "model.toml", "config.json", "generation_config.json"),
@@ -26,8 +28,8 @@ _OWN = {
 
 
 def require_room(out: Path, overwrite: bool) -> None:
-    """See that the folder `out` can be made. Raises a UserError if there is a file, or a folder
-    with files in it; with `overwrite`, one with files that no export writes."""
+    """Check that the folder `out` can be written. Raises a UserError if it is a file, or a folder
+    with files in it; with `overwrite`, if it has files that no export writes."""
     inside = next((folder for folder in out.parents if (folder / "checkpoint.json").exists()), None)
     if inside is not None:
         raise UserError(f"{out} lies in the checkpoint {inside}. Give another --out.")
@@ -61,9 +63,9 @@ def _is_card(file: Path) -> bool:
 
 
 def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None:
-    """Write the files into the folder `out`, see `require_room`, in place of what is there, with at
-    most `largest` bytes of tensors in a file. Raises a StorageError if the disk is full or cannot
-    be written; then `out` is as it was."""
+    """Write the files into the folder `out` (see `require_room`) in place of its contents, with at
+    most `largest` bytes of tensors per file. Raises a StorageError if the disk is full or cannot be
+    written; then `out` is unchanged."""
     fresh = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}")
     old = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}-old")
     with storage_errors(out):
@@ -87,7 +89,7 @@ def replace_folder(out: Path, files: Files, largest: int = LARGEST_FILE) -> None
 def _write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], largest: int
 ) -> None:
-    """`model.safetensors`, or several files and their index, named as transformers does."""
+    """Write `model.safetensors`, or several files and their index, named as transformers does."""
     shards = _shards(tensors, largest)
     where: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
@@ -103,7 +105,7 @@ def _write_tensors(
 
 
 def _shards(tensors: Mapping[str, Tensor], largest: int) -> list[list[str]]:
-    """The names of the tensors, file by file; a tensor that is larger has one of its own."""
+    """The names of the tensors of each file; a larger tensor has a file of its own."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
-"""Folders of Hugging Face's transformers: what our models are called there, in both directions.
-Written from the files' formats; transformers itself is never imported."""
+"""Models of Hugging Face's transformers, converted in both directions, from the files' formats.
+transformers itself is never imported."""
 
 from fp8stack.hf.folder import HF, Folder, open_folder, path_in
 from fp8stack.hf.hub import Repository, commit_in_cache, fetch, repository_in

@@ -1,4 +1,4 @@
-"""A folder as transformers' `save_pretrained` writes it, read."""
+"""Reads a folder that transformers' `save_pretrained` wrote."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,23 +13,23 @@ from torch import Tensor
 from fp8stack.errors import UserError, quoted
 from fp8stack.tokenizer import TOKENIZER_FILE
 
-HF = "hf:"  # what begins the name of a folder of transformers' where runs may be named as well
+HF = "hf:"  # the prefix of a folder of transformers, where runs are accepted too
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_LARGEST_JSON = 64 * 2**20  # the index of a large model has megabytes
+_LARGEST_JSON = 64 * 2**20  # the index of a large model takes megabytes
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def path_in(name: str) -> Path | None:
-    """The path in `hf:PATH`, or None if `name` does not begin so. Where there is nothing at that
-    path, it may be a repository of the Hub, see `repository_in`."""
+    """The path in `hf:PATH`; None if `name` has no such prefix. If the path does not exist, it may
+    be a repository of the Hub, see `repository_in`."""
     return Path(name.removeprefix(HF)) if name.startswith(HF) else None
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The configuration and tensors of a folder; tensors are read when asked for."""
+    """The configuration and tensors of a folder; tensors are read on demand."""
 
     path: Path
     config: dict[str, Any]  # the contents of `config.json`
@@ -43,7 +43,7 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """The folder at `path`. Raises a UserError if there is none, or a file is missing or
+    """Open the folder at `path`. Raises a UserError if it does not exist, or a file is missing or
     damaged."""
     there = False
     with suppress(OSError, ValueError):  # such as a name that is too long, or holds a NUL
@@ -68,7 +68,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def _indexed(path: Path) -> dict[str, list[str]]:
-    """The files of the index, with the tensors that it says are in each."""
+    """The tensors of each file, according to the index."""
     table = _json(path / INDEX).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise UserError(f"{path / INDEX} has no weight_map.")
@@ -81,7 +81,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, of which each is opened once."""
+    """The tensors of safetensors files, each of which is opened once."""
 
     def __init__(self, path: Path, files: Mapping[str, list[str] | None]) -> None:
         self._opened: dict[Path, Any] = {}

@@ -1,4 +1,4 @@
-"""Repositories of models on the Hugging Face Hub. The only file that imports huggingface_hub."""
+"""Model repositories on the Hugging Face Hub. The only file that imports huggingface_hub."""
 
 import errno
 import logging
@@ -17,10 +17,10 @@ from fp8stack.tokenizer import TOKENIZER_FILE
 
 LOG_IN = "run `hf auth login` (`huggingface-cli login` in older versions) or set HF_TOKEN"
 
-# `consolidated` is a second copy of the weights, in the names of the model's own authors.
+# `consolidated` is a second copy of the weights, under the original authors' names.
 _WANTED = ("config.json", TOKENIZER_FILE, "*.safetensors.index.json", "*.safetensors")
 _UNWANTED = ("*/*", "consolidated*")
-# Weights that an earlier push left and that a reader would mix with the new.
+# Weights of an earlier push, which a reader would mix with the new ones.
 _REPLACED = (WEIGHTS, INDEX, "model-?????-of-?????.safetensors")
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
@@ -29,7 +29,7 @@ _REVISION = re.compile(r"\w[\w./-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A model's repository, `owner/name`, and the branch, tag or commit that is asked for."""
+    """A model repository, `owner/name`, and the requested branch, tag or commit."""
 
     name: str
     revision: str | None = None
@@ -47,8 +47,8 @@ class Snapshot:
 
 
 def repository_in(name: str) -> Repository | None:
-    """The repository in `hf:owner/name[@revision]`, or None if `name` does not read so, or is a
-    path that exists here.
+    """The repository in `hf:owner/name[@revision]`; None if `name` has another form, or is a path
+    that exists.
 
     >>> repository_in("hf:Qwen/Qwen3-0.6B@main")
     Repository(name='Qwen/Qwen3-0.6B', revision='main')
@@ -62,19 +62,19 @@ def repository_in(name: str) -> Repository | None:
 
 
 def require_pushable(name: str) -> None:
-    """Raise a UserError unless `name` is `owner/name` and huggingface_hub is there."""
+    """Raise a UserError unless `name` is `owner/name` and huggingface_hub is installed."""
     if not _NAME.fullmatch(name):
         raise UserError(f"--push '{quoted(name)}' is no repository. Give owner/name.")
     _hub("--push")
 
 
 def fetch(repository: Repository) -> Snapshot:
-    """The configuration, weights and tokenizer of a repository, downloaded unless the cache has
-    them. A line on stderr says what is downloaded.
+    """Download the configuration, weights and tokenizer of a repository, unless they are in the
+    cache. A line on stderr says what is downloaded.
 
     Raises:
-        UserError: huggingface_hub is missing, there is no such repository or revision, it is gated,
-            has no weights as safetensors, or the Hub cannot be reached and the cache has none.
+        UserError: huggingface_hub is missing; the repository or revision does not exist, is gated,
+            or has no safetensors; or the Hub cannot be reached and the cache has no copy.
         StorageError: the disk is full or the cache cannot be written.
     """
     hub = _hub(str(repository))
@@ -85,7 +85,7 @@ def fetch(repository: Repository) -> Snapshot:
             info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
         except (hub.errors.HFValidationError, *_refusals(hub)):
             raise
-        except Exception:  # without a network, what was fetched before will do
+        except Exception:  # without a network, use the cache
             path = hub.snapshot_download(name, revision=revision, local_files_only=True, **patterns)
         else:
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -100,7 +100,7 @@ def fetch(repository: Repository) -> Snapshot:
             path = hub.snapshot_download(name, revision=revision, **patterns)
     except UserError:
         raise
-    except Exception as error:  # whatever the network and the Hub come to
+    except Exception as error:  # any error of the network or the Hub
         if isinstance(error, OSError) and error.errno in _STORAGE:
             with storage_errors(Path(error.filename or hub.constants.HF_HUB_CACHE)):
                 raise
@@ -110,10 +110,10 @@ def fetch(repository: Repository) -> Snapshot:
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Upload the files of `folder` to the model `name`, in one commit, and return its address. The
-    repository is made unless it is there, visible to its owner alone if `private`. Weights that are
-    there and not in the folder are removed by the same commit. Raises a UserError if there is no
-    token, or the Hub refuses or cannot be reached; the folder stays."""
+    """Upload the files of `folder` to the model `name` in one commit, and return its address. A
+    missing repository is created, private if `private`. The commit also removes weights that are in
+    the repository but not in the folder. Raises a UserError if there is no token, or if the Hub
+    refuses or cannot be reached; the folder stays."""
     hub = _hub("--push")
     kept = f"{quoted(str(folder))} is written, but not pushed to {name}"
     again = "give the same command with --overwrite"
@@ -133,7 +133,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
         api.upload_folder(repo_id=name, folder_path=str(folder), **more)
     except UserError:
         raise
-    except Exception as error:  # whatever the network and the Hub come to
+    except Exception as error:  # any error of the network or the Hub
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise UserError(
@@ -141,31 +141,31 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
                 f"{again}."
             ) from error
         raise UserError(
-            f"{kept}: {_told(error)}. Check the name and the network; then {again}."
+            f"{kept}: {_why(error)}. Check the name and the network; then {again}."
         ) from error
     return f"{api.endpoint}/{name}"
 
 
 def commit_in_cache(repository: Repository) -> str | None:
-    """The commit that a repository's revision was when it was fetched last, if it was."""
+    """The commit of a repository's revision when it was last fetched; None if it never was."""
     hub = _hub(str(repository))
     wanted = {"revision": repository.revision, "local_files_only": True}
     try:
         path = hub.snapshot_download(repository.name, allow_patterns=["config.json"], **wanted)
-    except Exception:  # it is not there
+    except Exception:  # it does not exist
         return None
     return Path(path).name
 
 
 def _hub(wanted_by: str) -> Any:
-    """huggingface_hub, quiet where nobody watches."""
+    """huggingface_hub, without progress bars if stderr is no terminal."""
     try:
         import huggingface_hub
         import huggingface_hub.errors
     except ImportError:
         hint = "Install it: pip install huggingface_hub."
         raise UserError(f"{quoted(wanted_by)} needs huggingface_hub. {hint}") from None
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     hub: Any = huggingface_hub
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()
@@ -189,16 +189,16 @@ def _require_files(repository: Repository, there: Iterable[str], wanted: Sequenc
 
 
 def _refusals(hub: Any) -> tuple[type[Exception], ...]:
-    """What says that the Hub was reached and will not give it."""
+    """The errors by which the Hub refuses a request."""
     kinds: tuple[type[Exception], ...] = (
-        hub.errors.RepositoryNotFoundError,  # and GatedRepoError, which is one
+        hub.errors.RepositoryNotFoundError,  # including GatedRepoError
         hub.errors.RevisionNotFoundError,
     )
     return kinds
 
 
 def _refused(hub: Any, repository: Repository, error: Exception) -> UserError:
-    """The line for an error of `fetch`."""
+    """The message for an error of `fetch`."""
     name = repository.name
     page = f"{hub.constants.ENDPOINT}/{name}"
     if isinstance(error, hub.errors.GatedRepoError):
@@ -214,12 +214,12 @@ def _refused(hub: Any, repository: Repository, error: Exception) -> UserError:
             f"of {page}."
         )
     return UserError(
-        f"No folder '{repository.name}' here, and {repository} cannot be fetched: {_told(error)}. "
+        f"No folder '{repository.name}' here, and {repository} cannot be fetched: {_why(error)}. "
         f"Check the network, or fetch it elsewhere (`hf download {name}`) and give its folder."
     )
 
 
-def _told(error: Exception) -> str:
-    """An error in one line, with what caused it."""
+def _why(error: Exception) -> str:
+    """An error and its causes in one line."""
     said = " ".join(str(error.__context__ or error).split()) or type(error).__name__
     return quoted(said).rstrip(".")

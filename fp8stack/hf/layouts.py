@@ -1,4 +1,5 @@
-"""Which of transformers' models computes what a GPT of ours does, and its `config.json`."""
+"""The architectures of transformers that compute the same as a GPT of ours, and their
+`config.json`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,19 +18,19 @@ GATED_ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
 
 @dataclass(frozen=True)
 class Layout:
-    """One of transformers' models."""
+    """An architecture of transformers."""
 
     model_type: Literal["gpt2", "llama", "qwen3", "arcee"]  # as `config.json` has it
     architecture: str  # the class that generates text
-    gated: bool  # whether its MLP has a gate beside the value
-    activations: dict[str, str]  # our names of the activations it may have, with its own
-    # The one of the published models, which other programs compute whatever the `config.json` names
+    gated: bool  # whether its MLP is gated
+    activations: dict[str, str]  # activations: our names to its own
+    # That of the published models, which some programs use whatever `config.json` says
     # (llama.cpp and CTranslate2 do).
     usual: str
-    keys: dict[str, str]  # our keys of a shape, with its own
+    keys: dict[str, str]  # shape keys: our names to its own
 
 
-# What a GPTConfig's keys are called there, where the values are the same.
+# Names of a GPTConfig's keys there, if the values are the same.
 _KEYS = {"vocabulary": "vocab_size", "tied": "tie_word_embeddings", "init_std": "initializer_range"}
 GPT2_KEYS = _KEYS | {
     **{"context": "n_positions", "width": "n_embd", "layers": "n_layer", "heads": "n_head"},
@@ -52,8 +53,8 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(config: GPTConfig) -> Layout:
-    """The layout that computes what `config` does. Raises a UserError that names the key if none
-    does."""
+    """The layout that computes the same as `config`. Raises a UserError that names the key if there
+    is none."""
     if config.positions == "learned":
         _require(config, "norm", config.norm == "layernorm", "learned positions go with layernorm")
         _require(config, "activation", config.activation != "swiglu", "GPT-2's MLP has no gate")
@@ -82,8 +83,8 @@ def _require(config: GPTConfig, key: str, holds: bool, why: str) -> None:
 
 
 def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """The `config.json` of a model of this shape, for transformers 4.56 and later. Its tensors are
-    of `dtype`, float32 or bfloat16. Raises what `layout_of` raises."""
+    """The `config.json` of a model of this shape, for transformers 4.56 and later, with tensors of
+    `dtype` float32 or bfloat16. Raises what `layout_of` raises."""
     layout = layout_of(config)
     values = dict(config) | {"mlp_width": config.hidden, "kv_heads": config.query_groups}
     table: dict[str, Any] = {
@@ -91,7 +92,7 @@ def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[
         "model_type": layout.model_type,
         "dtype": dtype,
         **{theirs: values[ours] for ours, theirs in layout.keys.items()},
-        # Else those of the original model, which may lie beyond this vocabulary.
+        # Otherwise the defaults apply, which may exceed this vocabulary.
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
@@ -101,8 +102,8 @@ def config_json(config: GPTConfig, dtype: str, end_of_text: int | None) -> dict[
 
 
 def reader_notes(config: GPTConfig) -> list[str]:
-    """What a program that reads the exported model must compute, and a warning where programs are
-    known not to. Raises what `layout_of` raises."""
+    """Notes for programs that read the exported model: what they must compute, and a warning if
+    some are known not to. Raises what `layout_of` raises."""
     layout = layout_of(config)
     table = config_json(config, "float32", None)
     learned = layout.model_type == "gpt2"
@@ -138,7 +139,7 @@ def _gpt2(config: GPTConfig) -> dict[str, Any]:
 
 
 def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
-    """Llama, Qwen3 and Arcee, which have the same keys."""
+    """The keys of Llama, Qwen3 and Arcee."""
     table: dict[str, Any] = {
         "head_dim": config.head_width,
         "hidden_act": layout.activations[config.activation],
@@ -149,5 +150,5 @@ def _rotary(config: GPTConfig, layout: Layout) -> dict[str, Any]:
     }
     if layout.model_type != "qwen3":
         table["mlp_bias"] = config.bias
-    # Ours drops out of the embedding and the residual stream as well, which these cannot say.
+    # Our dropout of the embedding and the residual stream has no key in these layouts.
     return table | ({OURS: {"dropout": config.dropout}} if config.dropout else {})

@@ -1,5 +1,5 @@
-"""The shape of a model from a `config.json` of transformers. What a GPT of ours cannot be is
-refused by the key's name; what is left out without an effect on the logits is told."""
+"""Reads a model's shape from a `config.json` of transformers. What a GPT of ours cannot compute is
+an error that names the key; what is ignored without an effect on the logits is noted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fp8stack.errors import UserError, quoted
 from fp8stack.hf.layouts import LAYOUTS, OURS, ROTARY_KEYS, Layout
 from fp8stack.model.config import GPTConfig
 
-# Keys without a say in what the model computes from tokens; the rest of those unknown are told.
+# Keys that do not affect the logits; other unknown keys are noted.
 _WITHOUT_EFFECT = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "_name_or_path"),
@@ -35,7 +35,7 @@ class _Ours(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=F
 
 
 class _Any(BaseModel, frozen=True, extra="allow", strict=True, allow_inf_nan=False):
-    """What all layouts have, with transformers' defaults of what may be missing."""
+    """The keys of all layouts, with transformers' defaults."""
 
     vocab_size: int
     initializer_range: float = 0.02
@@ -74,7 +74,7 @@ class _Rotary(_Any):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A model of transformers as one of ours: its shape, its layout, and what is to be told."""
+    """A model of transformers as one of ours: its shape, its layout, and notes for the user."""
 
     config: GPTConfig
     layout: Layout
@@ -83,7 +83,7 @@ class Found:
 
 def found_in(table: Mapping[str, Any], where: str) -> Found:
     """The model that a `config.json` with these contents, at the path `where`, describes. Raises a
-    UserError if a GPT of ours cannot be that; the message names the key."""
+    UserError that names the key if a GPT of ours cannot compute it."""
     kind = table.get("model_type")
     if kind not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
@@ -106,24 +106,26 @@ def found_in(table: Mapping[str, Any], where: str) -> Found:
 
 
 def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
-    """The keys of `GPTConfig`, and what is to be told."""
-    told: _Gpt2 = presets.parse(_Gpt2, table, where)
-    shape = {ours: getattr(told, theirs) for ours, theirs in layout.keys.items()}
-    for ours in ("width", "layers", "heads", "context"):  # it takes these names for its own
+    """The keys of `GPTConfig`, and notes."""
+    given: _Gpt2 = presets.parse(_Gpt2, table, where)
+    shape = {ours: getattr(given, theirs) for ours, theirs in layout.keys.items()}
+    for ours in ("width", "layers", "heads", "context"):  # GPT2Config takes these as aliases
         _only(table, where, ROTARY_KEYS[ours], shape[ours])
     _only(table, where, "scale_attn_weights", True)
     _only(table, where, "scale_attn_by_inverse_layer_idx", False)
     _only(table, where, "add_cross_attention", False)
-    rates = {told.resid_pdrop, told.embd_pdrop, told.attn_pdrop}
+    rates = {given.resid_pdrop, given.embd_pdrop, given.attn_pdrop}
     if len(rates) > 1:
-        _refuse(where, "attn_pdrop", told.attn_pdrop, "resid_pdrop and embd_pdrop must be the same")
+        _refuse(
+            where, "attn_pdrop", given.attn_pdrop, "resid_pdrop and embd_pdrop must be the same"
+        )
     dropout = rates.pop()
     shape |= {
-        "mlp_width": told.n_inner or 4 * told.n_embd,
+        "mlp_width": given.n_inner or 4 * given.n_embd,
         "norm": "layernorm",
-        "activation": _activation(layout, told.activation_function, where, "activation_function"),
+        "activation": _activation(layout, given.activation_function, where, "activation_function"),
         "positions": "learned",
-        "bias": told.fp8stack.bias,
+        "bias": given.fp8stack.bias,
         "dropout": dropout,
     }
     remedy = "--set model_overrides.dropout=0 trains without"
@@ -132,22 +134,22 @@ def _gpt2(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, 
 
 
 def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str, Any], list[str]]:
-    """As `_gpt2`, of the layouts with RoPE."""
+    """The same for the layouts with RoPE."""
     qwen3 = layout.model_type == "qwen3"
     defaults: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 32} if qwen3 else {}
     if layout.model_type == "arcee":
         defaults = {"rms_norm_eps": 1e-5}
-    told: _Rotary = presets.parse(_Rotary, defaults | table, where)
-    if told.num_attention_heads < 1 or told.hidden_size % told.num_attention_heads:
-        _refuse(where, "num_attention_heads", told.num_attention_heads, "hidden_size must divide")
-    width = told.hidden_size // told.num_attention_heads
-    if told.head_dim not in (None, width):
+    given: _Rotary = presets.parse(_Rotary, defaults | table, where)
+    if given.num_attention_heads < 1 or given.hidden_size % given.num_attention_heads:
+        _refuse(where, "num_attention_heads", given.num_attention_heads, "hidden_size must divide")
+    width = given.hidden_size // given.num_attention_heads
+    if given.head_dim not in (None, width):
         why = f"here it is hidden_size / num_attention_heads, {width}"
-        _refuse(where, "head_dim", told.head_dim, why)
-    if qwen3 and told.attention_bias:
+        _refuse(where, "head_dim", given.head_dim, why)
+    if qwen3 and given.attention_bias:
         _refuse(where, "attention_bias", True, "a Qwen3 model has biases nowhere here")
-    if not qwen3 and told.attention_bias != told.mlp_bias:
-        _refuse(where, "mlp_bias", told.mlp_bias, "attention_bias must be the same")
+    if not qwen3 and given.attention_bias != given.mlp_bias:
+        _refuse(where, "mlp_bias", given.mlp_bias, "attention_bias must be the same")
     kinds = table.get("layer_types") or []
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
@@ -157,16 +159,16 @@ def _rotary(table: dict[str, Any], layout: Layout, where: str) -> tuple[dict[str
     if used or (used is None and table.get(key) is not None):
         _refuse(where, key, table[key], "attention has no window here")
     notes = []
-    dropout = told.fp8stack.dropout
-    if dropout is None and told.attention_dropout:
+    dropout = given.fp8stack.dropout
+    if dropout is None and given.attention_dropout:
         notes.append(
-            f"attention_dropout {told.attention_dropout:g} of the folder is left out: here it is "
+            f"attention_dropout {given.attention_dropout:g} of the folder is left out: here it is "
             "not of attention alone; --set model_overrides.dropout sets it for all"
         )
-    shape = {ours: getattr(told, theirs) for ours, theirs in layout.keys.items()} | {
-        "kv_heads": told.num_key_value_heads or told.num_attention_heads,
+    shape = {ours: getattr(given, theirs) for ours, theirs in layout.keys.items()} | {
+        "kv_heads": given.num_key_value_heads or given.num_attention_heads,
         "norm": "rmsnorm",
-        "activation": _activation(layout, told.hidden_act, where, "hidden_act"),
+        "activation": _activation(layout, given.hidden_act, where, "hidden_act"),
         "positions": "rope",
         "rope_theta": _rope_theta(table, where),
         "qk_norm": qwen3,
@@ -185,9 +187,12 @@ def _activation(layout: Layout, name: str, where: str, key: str) -> str:
 
 
 def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
-    """The base of RoPE's angles, plain RoPE alone being possible."""
+    """The base of RoPE's angles. Only plain RoPE is supported."""
     theta: Any = table.get("rope_theta")
-    for key in ("rope_parameters", "rope_scaling"):  # of transformers 5, and 4: the one that wins
+    for key in (
+        "rope_parameters",
+        "rope_scaling",
+    ):  # of transformers 5, which takes precedence over 4
         rope = table.get(key)
         if rope is None:
             continue
@@ -199,12 +204,12 @@ def _rope_theta(table: Mapping[str, Any], where: str) -> Any:
         _only(rope, where, "partial_rotary_factor", 1.0, f"{key}.")
         theta = rope.get("rope_theta", theta)
     _only(table, where, "partial_rotary_factor", 1.0)
-    # JSON may have it as an integer.
+    # It may be an integer in JSON.
     return float(theta) if type(theta) is int else 10_000.0 if theta is None else theta
 
 
 def _only(table: Mapping[str, Any], where: str, key: str, value: Any, before: str = "") -> None:
-    """Refuse any other value of a key; transformers' default is the one there may be."""
+    """Raise an error unless a key has its only supported value, transformers' default."""
     if table.get(key) not in (None, value):
         _refuse(where, f"{before}{key}", table[key], f"only {_json(value)} can be read")
 

@@ -1,4 +1,4 @@
-"""Our tensors under transformers' names and in its shapes, and back."""
+"""Converts weights to transformers' names and shapes, and back."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Some rows of one of our linears, which are a module of transformers'."""
+    """Some rows of one of our linears that form a module of transformers."""
 
     module: str
     start: int
     rows: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a weight or bias, as a tensor of its own."""
+        """These rows of a weight or bias, as a new tensor."""
         return tensor[self.start : self.start + self.rows].contiguous().clone()
 
 
 def parts_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[Part, ...]]:
-    """What each of our linears is made of there: `{our module path: parts}`, in order."""
+    """The parts of each of our linears, in order: `{our module path: parts}`."""
     found: dict[str, tuple[Part, ...]] = {}
     for name, (_, outputs) in config.linear_shapes().items():
         if name == "lm_head":
@@ -43,8 +43,8 @@ def parts_of(config: GPTConfig, layout: Layout) -> dict[str, tuple[Part, ...]]:
 
 
 def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tuple[str, int, int]]]:
-    """The modules of each linear of a block: their name, first row, and number of rows; `outputs`
-    is the rows of the linear that is one module."""
+    """The modules of each linear of a block: name, first row, and number of rows; `outputs` is the
+    number of rows of a linear that is a single module."""
     if layout.model_type == "gpt2":
         return {
             "attention.qkv": [("attn.c_attn", 0, outputs)],
@@ -55,7 +55,7 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
     queries = config.heads * config.head_width
     keys = config.query_groups * config.head_width
     hidden = config.hidden
-    # A gate that is the value makes relu(x)^2 of relu(gate) x value.
+    # If the gate equals the value, relu(gate) x value is relu(x)^2.
     value = hidden if config.activation == "swiglu" else 0
     gate = [("mlp.gate_proj", 0, hidden)] if layout.gated else []
     return {
@@ -71,7 +71,7 @@ def _rows(config: GPTConfig, layout: Layout, outputs: int) -> dict[str, list[tup
 
 
 def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Our names of what is no linear, and theirs, without `.weight` and `.bias`."""
+    """Our names of the other tensors, and theirs, without `.weight` and `.bias`."""
     gpt2 = layout.model_type == "gpt2"
     yield "embedding", "transformer.wte" if gpt2 else "model.embed_tokens"
     if gpt2:
@@ -87,8 +87,8 @@ def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights, of every parameter and the vocabulary not padded, as transformers' `state_dict`
-    has them, tied ones once, in the same dtype."""
+    """Our weights, all parameters with the vocabulary not padded, as a transformers `state_dict` of
+    the same dtype; tied weights appear once."""
     made: dict[str, Tensor] = {}
     gpt2 = layout.model_type == "gpt2"
     for ours, theirs in _others(config, layout):
@@ -107,7 +107,7 @@ def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> d
             made[f"{part.module}.weight"] = own.t().contiguous() if turned else own
             if f"{ours}.bias" in weights:
                 made[f"{part.module}.bias"] = part.of(weights[f"{ours}.bias"])
-            elif turned:  # GPT-2 cannot be without
+            elif turned:  # GPT-2 always has biases
                 made[f"{part.module}.bias"] = own.new_zeros(part.rows)
     return made
 
@@ -115,10 +115,10 @@ def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> d
 def from_hf(
     config: GPTConfig, layout: Layout, tensors: Mapping[str, Tensor], where: str
 ) -> dict[str, Tensor]:
-    """The tensors of the folder `where` as our weights: float32, of every parameter. They go by
-    transformers' names, with or without what its base model leaves out before them, and are
-    float32, bfloat16 or float16. Raises a UserError if one is missing, left over, of another shape
-    or dtype, or not finite."""
+    """The tensors of the folder `where` as our weights: float32, all parameters. They have
+    transformers' names, with or without the base model's prefix, and are float32, bfloat16 or
+    float16. Raises a UserError if one is missing, left over, of another shape or dtype, or not
+    finite."""
     source = _Source(layout, tensors, where)
     gpt2 = layout.model_type == "gpt2"
     shapes = config.parameter_shapes()
@@ -164,17 +164,17 @@ def from_hf(
 
 
 class _Source:
-    """A folder's tensors, each taken once, checked."""
+    """A folder's tensors; each is checked, and taken once."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
         self._prefix = "transformer." if layout.model_type == "gpt2" else "model."
-        # Masks and tables that older versions saved; they are computed.
+        # Masks and tables that older versions saved; they are computed instead.
         computed = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
         self._left = {name for name in tensors if not name.endswith(computed)}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, in float32. Raises what `from_hf` raises."""
+        """The tensor `name` in float32. Raises what `from_hf` raises."""
         there = name if name in self._tensors else name.removeprefix(self._prefix)
         if there not in self._tensors:
             raise UserError(f"{self.where} lacks the tensor '{name}'.")
@@ -190,7 +190,7 @@ class _Source:
         return tensor.float()
 
     def require_tied(self, embedding: Tensor) -> None:
-        """Raise a UserError if there is a head, though it is tied, that is not the embedding."""
+        """Raise a UserError if the head is tied but differs from the embedding."""
         if "lm_head.weight" in self._tensors:
             head = self.take("lm_head.weight", tuple(embedding.shape))
             if not torch.equal(head, embedding):

@@ -1,2 +1,2 @@
-"""Documents become shards of tokens: text, JSON lines, parquet and datasets, in parallel.
-`run.prepare` does it. No torch here."""
+"""Tokenizes documents into shards: text, JSON lines, parquet and datasets, in parallel; see
+`run.prepare`. No torch here."""

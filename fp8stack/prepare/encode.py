@@ -1,4 +1,4 @@
-"""Items to tokens: in this process or in several, in order, with a bounded number under way."""
+"""Tokenizes items, in this process or in several, in order, with a bounded number in flight."""
 
 import json
 import multiprocessing
@@ -21,36 +21,36 @@ from fp8stack.errors import RankLost, UserError, quoted
 from fp8stack.prepare.read import Item
 from fp8stack.tokenizer import Tokenizer
 
-WAITING_EACH = 2  # items under way for each process, so that none waits for the reader
+WAITING_EACH = 2  # items in flight per process, so that none waits for the reader
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The tokens of an item's documents, uint16 or uint32 [tokens], one after the other, each but
-    an unfinished one with the end-of-text token."""
+    """The tokens of an item's documents, uint16 or uint32 [tokens], concatenated, each document but
+    an unfinished one followed by the end-of-text token."""
 
     tokens: npt.NDArray[np.unsignedinteger]
     lengths: npt.NDArray[np.int64]  # tokens of each document, [documents]
     text_bytes: npt.NDArray[np.int64]  # bytes of each as UTF-8, [documents]
-    replaced: int  # how many U+FFFD took the place of what was not Unicode
+    replaced: int  # U+FFFD that replaced invalid Unicode
 
 
 def encode_all(
     items: Iterator[Item], tokenizer: Tokenizer, text_key: str, workers: int
 ) -> Generator[tuple[Item, Encoded], None, None]:
-    """Each item with its tokens, in the order of the items, whatever the number of workers. Raises
-    a UserError if an item cannot be read or tokenized, after all before it were given, and a
-    RankLost if a process died."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    """Yield each item with its tokens, in order, whatever the number of workers. Raises a UserError
+    if an item cannot be read or tokenized, after yielding those before it, and a RankLost if a
+    process died."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
     if workers == 1:
         for item in items:
             yield item, encode(item, tokenizer, text_key)
         return
     pool = ProcessPoolExecutor(
         workers,
-        mp_context=multiprocessing.get_context("spawn"),  # forks of threads may hang
+        mp_context=multiprocessing.get_context("spawn"),  # forking a process with threads may hang
         initializer=start_worker,
         initargs=(tokenizer, text_key),
     )
@@ -68,7 +68,7 @@ def encode_all(
 def _in_order(
     pool: ProcessPoolExecutor, items: Iterator[Item], window: int
 ) -> Generator[tuple[Item, Encoded], None, None]:
-    """The items with their tokens; at most `window` are under way."""
+    """Yield the items with their tokens; at most `window` are in flight."""
     under_way = deque[tuple[Item, Future[Encoded]]]()
     failed: UserError | None = None
     more = True
@@ -78,7 +78,7 @@ def _in_order(
                 item = next(items)
             except StopIteration:
                 more = False
-            except UserError as error:  # what was read before it still counts
+            except UserError as error:  # yield the items before it first
                 failed, more = error, False
             else:
                 with _without_interrupts():
@@ -92,11 +92,12 @@ def _in_order(
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Within, a process may be started: Ctrl-C does not reach it before it ignores that itself."""
+    """A context in which a process may be started: it does not receive Ctrl-C before it ignores
+    it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # its own start would unblock the signal
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -108,8 +109,8 @@ _settings: tuple[Tokenizer, str] | None = None
 
 
 def start_worker(tokenizer: Tokenizer, text_key: str) -> None:
-    """Make this process ready for `encode_in_worker`. It ends with the process that started it,
-    however that ends, and leaves signals to it."""
+    """Prepare this process for `encode_in_worker`. It exits when its parent does, however that
+    ends, and ignores Ctrl-C."""
     global _settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _settings = tokenizer, text_key
@@ -130,7 +131,7 @@ def encode_in_worker(item: Item) -> Encoded:
 
 
 def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
-    """The tokens of an item, by a tokenizer with an end-of-text token. Raises what `texts_of`
+    """Tokenize an item with a tokenizer that has an end-of-text token. Raises what `texts_of`
     does."""
     found = list(texts_of(item, text_key))
     texts = [text for text, _ in found]
@@ -151,13 +152,13 @@ def encode(item: Item, tokenizer: Tokenizer, text_key: str) -> Encoded:
 
 
 def bytes_of(text: str) -> int:
-    """How many bytes a text has as UTF-8."""
+    """The number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
-    """The text of each document, with how many U+FFFD took the place of what was not Unicode.
-    Raises a UserError if a line is no JSON object, or there is no text in a line or a row."""
+    """Yield the text of each document, with the number of U+FFFD that replaced invalid Unicode.
+    Raises a UserError if a line is no JSON object, or if a line or row has no text."""
     if item.kind == "lines":
         for number, value, replaced in _parsed_lines(item, text_key):
             text, more = _valid(_text(value, item.path, f"line {number}"))
@@ -172,7 +173,7 @@ def texts_of(item: Item, text_key: str) -> Iterator[tuple[str, int]]:
 
 
 def _decoded(content: bytes) -> tuple[str, int]:
-    """Bytes as text, and how many U+FFFD took the place of what was not UTF-8."""
+    """Bytes as text, with the number of U+FFFD that replaced invalid UTF-8."""
     try:
         return content.decode(), 0
     except UnicodeDecodeError:
@@ -181,7 +182,7 @@ def _decoded(content: bytes) -> tuple[str, int]:
 
 
 def _valid(text: str) -> tuple[str, int]:
-    """A string without halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    """A string without lone surrogates, which JSON can represent and UTF-8 cannot."""
     if text.isascii():
         return text, 0
     try:
@@ -193,8 +194,8 @@ def _valid(text: str) -> tuple[str, int]:
 
 
 def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
-    """The number of each line that is not blank, what its object has under `key`, and how many
-    U+FFFD took the place of what in the line was not UTF-8."""
+    """The number of each line that is not blank, the value of its object under `key`, and the
+    number of U+FFFD that replaced invalid UTF-8 in it."""
     block = item.content[0]
     assert isinstance(block, bytes)
     if item.first == 1:
@@ -236,7 +237,7 @@ def _text(value: object, path: str, place: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls it."""
+    """The JSON name of a value's type."""
     names: dict[type, str] = {
         **{dict: "object", list: "list", str: "string", type(None): "null"},
         **{bool: "true or false", int: "number", float: "number"},

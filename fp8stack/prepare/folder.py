@@ -1,6 +1,4 @@
-"""The folder that is written: the journal of what is done, the manifest at the end, and what the
-user is told of it.
-"""
+"""The output folder: its journal, its manifest, and its summary for the user."""
 
 import hashlib
 import json
@@ -26,7 +24,7 @@ from fp8stack.tokenizer import TOKENIZER_FILE, Tokenizer
 FORMAT = 1
 JOURNAL = "progress.json"
 GPT2_IDS = 50257
-ROUNDED_TO = 16  # FP8 GEMMs want sizes that 16 divides
+ROUNDED_TO = 16  # FP8 GEMMs need sizes divisible by 16
 NOTES = {
     "empty": "{:,} empty documents, an end token each",
     "replaced": "{:,} pieces that are not Unicode became U+FFFD",
@@ -38,22 +36,22 @@ KEYS = frozenset({"dtype", "tokenizer", "splits", "documents", "inputs", "settin
 
 
 class Counts(BaseModel, frozen=True, extra="forbid"):
-    """What was met among the documents."""
+    """Counts of documents."""
 
-    documents: NonNegativeInt = 0  # how many began
-    empty: NonNegativeInt = 0  # of those, without text: their end token alone
-    replaced: NonNegativeInt = 0  # how many U+FFFD took the place of what was not Unicode
-    # How often a text without any space was cut where its tokens may differ from the whole text's.
+    documents: NonNegativeInt = 0  # documents that began
+    empty: NonNegativeInt = 0  # documents without text, which are an end token only
+    replaced: NonNegativeInt = 0  # U+FFFD that replaced invalid Unicode
+    # Cuts of a text without spaces, where tokens may differ from those of the whole text.
     cut_words: NonNegativeInt = 0
 
 
 class Journal(BaseModel, frozen=True, extra="forbid"):
-    """What is done, and from where to go on."""
+    """The progress, from which an interrupted preparation continues."""
 
     format: int = FORMAT
     settings: dict[str, Any]  # `Settings.of_output`
     tokenizer: str  # its SHA-256
-    read: str  # the SHA-256 of the paths and sizes of the sources that were read to their end
+    read: str  # the SHA-256 of paths and sizes of the sources that were read completely
     position: Position = Position()
     counts: Counts = Counts()
     train: SplitState = SplitState()
@@ -61,7 +59,7 @@ class Journal(BaseModel, frozen=True, extra="forbid"):
 
 
 class Folder:
-    """A folder of shards, which need not exist."""
+    """A folder of shards; it need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,8 +69,8 @@ class Folder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Within, no other command writes here. Raises a UserError if another one does, or there is
-        a file in its place, and a StorageError if it cannot be made."""
+        """A context in which no other command writes to the folder. Raises a UserError if another
+        one does, or if a file is in its place, and a StorageError if it cannot be created."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{quoted(str(self.path))} is a file. Give a folder as --out.")
         with storage_errors(self.path):
@@ -91,9 +89,9 @@ class Folder:
                 os.close(descriptor)
 
     def clear(self) -> bool:
-        """Remove what a preparation wrote, finished or not, if there is one; other files stay.
-        Whether there was. Raises a UserError if what is there is another program's, and a
-        StorageError if a file cannot be removed."""
+        """Remove a preparation's files, finished or not; other files stay. Returns whether there
+        were any. Raises a UserError if the folder belongs to another program, and a StorageError if
+        a file cannot be removed."""
         if not (self.journal_path.exists() or self.manifest_path.exists()):
             return False
         for path in (self.manifest_path, self.journal_path):
@@ -107,12 +105,12 @@ class Folder:
                     "another --out."
                 )
         with storage_errors(self.path):
-            if self.manifest_path.exists():  # without it nothing takes what is left for finished
+            if self.manifest_path.exists():  # without it the rest does not count as finished
                 self.manifest_path.replace(self.journal_path)
             for path in sorted(self.path.iterdir()):
                 if OWN_FILE.fullmatch(path.name) or path.name.startswith(TEMPORARY):
                     path.unlink()
-            # What makes it a preparation goes last: cut short, it can be cleared again.
+            # The marks of a preparation go last, so that an interrupted removal can be repeated.
             for path in (self.tokenizer_path, self.journal_path, self.manifest_path):
                 path.unlink(missing_ok=True)
         return True
@@ -146,12 +144,13 @@ class Folder:
         write_atomically(self.journal_path, (json.dumps(journal.model_dump()) + "\n").encode())
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, and with it finish the folder; or raise a StorageError."""
+        """Write the manifest, which marks the folder as finished. Raises a StorageError if that
+        fails."""
         write_atomically(self.manifest_path, (json.dumps(manifest, indent=1) + "\n").encode())
         self.drop_journal()
 
     def drop_journal(self) -> None:
-        """Remove the journal of what is finished."""
+        """Remove the journal of a finished folder."""
         with storage_errors(self.path):
             self.journal_path.unlink(missing_ok=True)
             sync_folder(self.path)
@@ -160,7 +159,7 @@ class Folder:
         """Raise a UserError that names the first difference between the settings, if there is
         one."""
         output = settings.of_output()
-        # A tokenizer that was trained is told by its size: nobody named one.
+        # A trained tokenizer has no name: show its size.
         for key, asked in sorted(output.items(), key=lambda item: item[0] == "tokenizer"):
             if found.get(key) != asked:
                 flag = "the inputs" if key == "inputs" else "--" + key.replace("_", "-")
@@ -171,7 +170,7 @@ class Folder:
                 )
 
     def require_empty(self) -> None:
-        """Raise a UserError unless nothing is here, hidden files apart."""
+        """Raise a UserError if there are files other than hidden ones."""
         for path in sorted(self.path.iterdir()):
             if not path.name.startswith("."):
                 raise UserError(
@@ -180,7 +179,7 @@ class Folder:
                 )
 
     def require_shards(self, manifest: dict[str, Any]) -> None:
-        """Raise a UserError unless every shard that the manifest names is here, and whole."""
+        """Raise a UserError unless every shard in the manifest exists and is complete."""
         width = np.dtype(manifest["dtype"]).itemsize
         for shard in (one for split in manifest["splits"].values() for one in split["shards"]):
             path, ends = self.path / shard["file"], 8 * shard["documents"]
@@ -216,7 +215,7 @@ def listing_of(sources: Sequence[Source]) -> str:
 
 
 def describe_inputs(inputs: Sequence[str], sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Each input as the manifest has it: its files, their bytes, and `listing_of` them."""
+    """The inputs for the manifest: the files and bytes of each, and `listing_of` them."""
     found = []
     for number, name in enumerate(inputs):
         own = [source for source in sources if source.given == number]
@@ -233,7 +232,7 @@ def manifest_of(
     counts: Counts,
     splits: Mapping[str, SplitState],
 ) -> dict[str, Any]:
-    """The manifest of a finished folder; it depends on the inputs and the settings alone."""
+    """The manifest of a finished folder. It depends only on the inputs and the settings."""
     return {
         "format": FORMAT,
         "made_by": f"fp8stack {fp8stack.__version__}",
@@ -260,7 +259,8 @@ def manifest_of(
 
 
 def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") -> list[str]:
-    """What was made, in some lines, and the command that trains on it; `speed` ends the first."""
+    """A summary in a few lines, `speed` at the end of the first, and the command that trains on the
+    folder."""
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
     documents, tokens, size = (train[key] + val[key] for key in ("documents", "tokens", "bytes"))
     per_token = size / max(1, tokens - documents)
@@ -280,7 +280,7 @@ def summary(settings: Settings, manifest: Mapping[str, Any], speed: str = "") ->
 
 
 def as_json(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What was made, as JSON data."""
+    """The summary as JSON data."""
     splits, tokenizer = manifest["splits"], manifest["tokenizer"]
     total = {
         key: sum(splits[name][key] for name in ("train", "val"))
@@ -299,7 +299,8 @@ def as_json(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _next_command(settings: Settings, vocabulary: int) -> str:
-    """The command that trains on the folder: with a model whose vocabulary fits, or is made to."""
+    """The command that trains on the folder, with a model whose vocabulary fits, or is set to
+    fit."""
     words = ["fp8stack", "pretrain", "--data", str(settings.out)]
     if vocabulary == GPT2_IDS:
         words += ["--model", "gpt2-124m"]

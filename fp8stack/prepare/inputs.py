@@ -1,6 +1,5 @@
-"""From the inputs that a user names to sources, one after the other. Of files it reads the
-beginning alone, to see what kind they are.
-"""
+"""Resolves the user's inputs to sources. Of each file, only the beginning is read, to detect its
+kind."""
 
 import json
 import os
@@ -22,24 +21,24 @@ MOST_BPE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One preparation. Files of folders that are inputs are left out if they match none of the
-    patterns `include`, where there are some, or one of `exclude`; patterns are of names, or of
-    paths in the folder."""
+    """The settings of a preparation. In input folders, files are skipped if they match no pattern
+    of `include`, unless that is empty, or one of `exclude`. Patterns match names, or paths within
+    the folder."""
 
     inputs: tuple[str, ...]  # files, folders, and `hf:NAME[:CONFIG][@SPLIT]`, in this order
-    tokenizer: str  # "bytes", "gpt2" or a `tokenizer.json`; without effect with `train_bpe`
-    train_bpe: int | None  # tokens of a tokenizer that is trained on the inputs
+    tokenizer: str  # "bytes", "gpt2" or a `tokenizer.json`; ignored with `train_bpe`
+    train_bpe: int | None  # vocabulary size of a tokenizer to train on the inputs
     text_key: str  # the field of JSON lines and the column of parquet files that holds the text
     held_out: float  # the share of documents that is held out
-    shard_tokens: int  # a shard ends with the document that brings it to so many
-    workers: int  # how many processes tokenize
+    shard_tokens: int  # a shard ends with the document that reaches so many tokens
+    workers: int  # processes
     out: Path
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    skip_binary: bool = False  # whether files of folders that look binary are not refused
+    skip_binary: bool = False  # skip files that look binary, instead of raising an error
 
     def check(self) -> None:
-        """Raise a UserError unless the numbers make sense."""
+        """Raise a UserError unless the numbers are valid."""
         if not 0 <= self.held_out < 1:
             raise UserError(f"Cannot hold out {self.held_out} of the documents. Use 0 to 0.99.")
         if self.shard_tokens < 1:
@@ -53,14 +52,14 @@ class Settings:
             )
 
     def of_output(self) -> dict[str, Any]:
-        """What decides the output, beside the inputs' contents; as JSON has it."""
-        told = {key: value for key, value in vars(self).items() if key not in ("workers", "out")}
-        told |= {"inputs": list(self.inputs)}
+        """The settings that determine the output, as JSON data."""
+        found = {key: value for key, value in vars(self).items() if key not in ("workers", "out")}
+        found |= {"inputs": list(self.inputs)}
         if self.train_bpe is not None:
-            told["tokenizer"] = None
-        # None, as in folders that are older than these settings.
-        told |= {key: list(told[key]) or None for key in ("include", "exclude")}
-        return told | {"skip_binary": self.skip_binary or None}
+            found["tokenizer"] = None
+        # None, as in folders written before these settings existed.
+        found |= {key: list(found[key]) or None for key in ("include", "exclude")}
+        return found | {"skip_binary": self.skip_binary or None}
 
 
 Kind = Literal["text", "lines", "parquet", "hf"]
@@ -77,13 +76,13 @@ class Source:
     path: str  # of the file, or the name with `hf:`
     kind: Kind
     size: int  # bytes on the disk; 0 for a stream
-    given: int  # which of the inputs it belongs to
+    given: int  # index of its input
 
 
 def find_sources(settings: Settings) -> list[Source]:
-    """All sources, in order: of a folder the files below it that the settings ask for, sorted by
-    their paths; without hidden files, empty ones and those in the folder that is written. Raises a
-    UserError if an input is missing, empty or no file, holds no documents, or cannot be read."""
+    """All sources, in order: for a folder, the files below it that the settings select, sorted by
+    path, without hidden and empty files and those in the output folder. Raises a UserError if an
+    input is missing, empty or no file, holds no documents, or cannot be read."""
     found: list[Source] = []
     for number, name in enumerate(settings.inputs):
         if name.startswith("hf:"):
@@ -119,14 +118,14 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
     out = settings.out.resolve()
     files = walk(folder, lambda inside: inside.resolve() == out, _unreadable)
     paths = sorted((path.relative_to(folder).as_posix(), path) for path in files)
-    asked = [path for inside, path in paths if _is_asked_for(inside, settings)]
-    if paths and not asked:
+    selected = [path for inside, path in paths if _is_selected(inside, settings)]
+    if paths and not selected:
         raise UserError(
             f"--include and --exclude leave nothing of the folder {quoted(name)}: the first of its "
             f"{len(paths)} files is {quoted(paths[0][0])}. Give other patterns."
         )
     binary, found = list[Path](), list[Source]()
-    for path in asked:
+    for path in selected:
         status = _status(str(path))
         if status.st_size > 0 or not stat.S_ISREG(status.st_mode):
             source = _source(path, status, given)
@@ -140,7 +139,7 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
         named += f" and {hidden} more" if hidden > 0 else ""
         if not settings.skip_binary:
             raise UserError(
-                f"{count} of {len(asked)} files look binary: {named}. Leave them out by "
+                f"{count} of {len(selected)} files look binary: {named}. Leave them out by "
                 "--skip-binary, or by --include and --exclude, such as --exclude '*.png'."
             )
         say(f"note: {count} files that look binary are left out: {named}")
@@ -151,8 +150,8 @@ def _folder(folder: Path, name: str, settings: Settings, given: int) -> list[Sou
     return found
 
 
-def _is_asked_for(inside: str, settings: Settings) -> bool:
-    """Whether a file of a folder, by its path there, is to be read."""
+def _is_selected(inside: str, settings: Settings) -> bool:
+    """Whether the settings select a file, by its path within an input folder."""
 
     def matches(patterns: tuple[str, ...]) -> bool:
         name = inside.rpartition("/")[2]
@@ -194,7 +193,7 @@ def _kind(path: Path) -> Kind:
                 "Make JSON lines of it, such as by `jq -c '.[]'`, give it the name .txt to have it "
                 "as one text, or leave it out by --exclude."
             )
-        # It holds JSON lines if the first one is a whole object, as far as it was read.
+        # It holds JSON lines if the first line, as far as it was read, is an object.
         first, newline, _ = head.lstrip().partition(b"\n")
         if first.startswith(b"{"):
             with suppress(ValueError, RecursionError):

@@ -14,14 +14,14 @@ LINE_EVERY_S = 10.0
 
 
 class Display:
-    """How far the work called `what` has come: `total` is the bytes of the files, 0 where that is
-    not known, of which `done` were before this began."""
+    """Shows the progress of the work called `what`. `total` is the bytes of the files, 0 if
+    unknown, of which `done` were processed before."""
 
     def __init__(
         self, what: str, total: int, done: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.what, self.total, self._begin, self._clock = what, total, done, clock
-        self._started = self._told = clock()
+        self._started = self._shown_s = clock()
         self._bar: Bar | None = None
         if sys.stdout.isatty():
             self._bar = Bar(what, DownloadColumn(), total or None, done, Console())
@@ -42,8 +42,8 @@ class Display:
         if self._bar is not None:
             self._bar.line = line or None
             self._bar.show(done)
-        elif self._clock() - self._told >= LINE_EVERY_S:
-            self._told = self._clock()
+        elif self._clock() - self._shown_s >= LINE_EVERY_S:
+            self._shown_s = self._clock()
             say(self.describe(done, line))
 
     def describe(self, done: int, line: str) -> str:

@@ -1,6 +1,6 @@
-"""Sources as a stream of items that can be tokenized one by one, each with the place after it; and
-where a long text may be cut so that its pieces have the tokens of the whole. What an item holds is
-not looked into here: JSON is parsed where it is tokenized."""
+"""Reads sources as a stream of items that can be tokenized independently, each with the position
+after it, and finds places where long texts can be cut without changing their tokens. JSON is parsed
+later, when it is tokenized."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -30,30 +30,30 @@ PROBES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A place between two pieces of the inputs, from which reading can go on."""
+    """A position between two items, from which reading can continue."""
 
-    source: int = 0  # how many sources were read to their end
-    offset: int = 0  # bytes (unpacked) or rows that were read of the next source
+    source: int = 0  # sources that were read completely
+    offset: int = 0  # bytes (unpacked) or rows read from the next source
     line: int = 1  # number of the next line
     check: int = 0  # `check_of` the last bytes before `offset`, or of the last row
-    continues: bool = False  # whether the document that was read last goes on here
-    state: dict[str, Any] | None = None  # of a `datasets` stream, its own account of the place
+    continues: bool = False  # whether the last document continues here
+    state: dict[str, Any] | None = None  # the state of a `datasets` stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A piece of the inputs: whole documents, or a piece of one, as bytes ("texts"); one block of
-    JSON lines, as bytes; or what the rows of a table hold, of any type."""
+    """A piece of the inputs: whole documents or a piece of one, as bytes ("texts"); a block of JSON
+    lines, as bytes; or the values of table rows, of any type."""
 
     kind: Literal["texts", "lines", "rows"]
-    path: str  # of the source, for messages; of several, the first
+    path: str  # name of the source, or of the first of several, for messages
     content: Sequence[object]
     first: int = 1  # the number of the first line or row
-    unfinished: bool = False  # whether the last document goes on in the next item
-    inside_a_word: bool = False  # whether it was cut where tokens may differ from the whole text's
+    unfinished: bool = False  # whether the last document continues in the next item
+    inside_a_word: bool = False  # whether it was cut where tokens may change
     before: Position
     after: Position
-    on_disk: int  # bytes of the files that were read up to its end, as they are packed
+    on_disk: int  # bytes of the files (packed) read up to its end
 
 
 Items = Generator[Item, None, None]
@@ -61,16 +61,16 @@ Items = Generator[Item, None, None]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources are read."""
+    """The options of reading sources."""
 
     text_key: str  # of JSON lines and tables
     cut_texts: bool = True  # whether long texts may be cut into pieces
-    item_bytes: int = ITEM_BYTES  # about how large an item is
+    item_bytes: int = ITEM_BYTES  # approximate bytes of an item
 
 
 def read_items(sources: Sequence[Source], start: Position, how: Reading) -> Items:
-    """All items from `start` on, small texts put together: a process is asked once for many. Raises
-    a UserError if a source cannot be read."""
+    """Yield all items from `start` on, with small texts combined into one item, so that processes
+    get fewer requests. Raises a UserError if a source cannot be read."""
     held: Item | None = None
     held_bytes = 0
     with closing(_items(sources, start, how)) as items:
@@ -158,12 +158,13 @@ def _read_bytes(source: Source, position: Position, how: Reading) -> Items:
 def _blocks(
     stream: ByteStream, size: int, most: int, cut: Callable[[bytes], int], too_long: str | None
 ) -> Iterator[tuple[bytes, bool, bool]]:
-    """The bytes of a stream in blocks, each with whether it is the last, and whether it was cut
-    where there is no good place. Where a block ends depends on the bytes after the cut before
-    alone, so that it is the same for one that goes on from there.
+    """Yield the bytes of a stream in blocks, each with whether it is the last, and whether it was
+    cut at a place where tokens may change. The end of a block depends only on the bytes since the
+    last cut, so it is the same when reading continues from there.
 
-    A block has at most `size` bytes, or up to `most` where `cut`, see `cut_of`, finds no place in
-    fewer. Where it finds none at all, the message is `too_long`; None has it cut anywhere.
+    A block has at most `size` bytes, or up to `most` if `cut` (see `cut_of`) finds no earlier
+    place. If it finds none at all, `too_long` is raised as an error; if that is None, the block is
+    cut anywhere.
     """
     block, want, last = b"", size, False
     while not last:
@@ -216,9 +217,10 @@ def _row_check(value: object) -> int:
 
 
 def cut_of(content: bytes) -> int:
-    """How many bytes of UTF-8 come before the last place where a text may be cut; 0 if none does.
-    That is before a space after what is not white space: no pattern that splits words as GPT-2's
-    does takes both into one word. Where there is no such place, before a newline after a letter."""
+    """The number of bytes of UTF-8 before the last place where a text may be cut; 0 if there is
+    none. That place is before a space that follows a character other than white space, since no
+    pattern that splits words like GPT-2's combines the two. If there is none, it is before a
+    newline after a letter."""
     for mark in (b" ", b"\n"):
         at = content.rfind(mark)
         while at > 0:
@@ -230,7 +232,7 @@ def cut_of(content: bytes) -> int:
 
 
 def cut_anywhere(content: bytes) -> int:
-    """How many bytes come before the last whole character of UTF-8."""
+    """The number of bytes up to the end of the last complete UTF-8 character."""
     at = len(content) - 1
     while at > max(0, len(content) - _LONGEST_CHARACTER) and content[at] & 0xC0 == 0x80:
         at -= 1
@@ -238,8 +240,8 @@ def cut_anywhere(content: bytes) -> int:
 
 
 def may_be_cut(tokenizer: Tokenizer) -> bool:
-    """Whether texts that are cut at `cut_of` have the same tokens with this tokenizer, as far as
-    some examples tell. With one that puts a space before every text, for one, they have not."""
+    """Whether cutting texts at `cut_of` keeps the tokens of this tokenizer, tried on some examples.
+    It does not if the tokenizer puts a space before every text, for example."""
     for text in PROBES:
         content, tokens = text.encode(), list[int]()
         while content:  # from its end

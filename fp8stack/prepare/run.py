@@ -1,4 +1,4 @@
-"""One preparation, from the inputs to the manifest."""
+"""Runs a preparation, from the inputs to the manifest."""
 
 import time
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ SAVE_EVERY_S = 2.0
 
 
 def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
-    """Write the folder that `settings` ask for, or go on with it where that was cut, and return its
-    manifest; `overwrite` removes a preparation that is there.
+    """Prepare the folder that `settings` describe, or continue an interrupted preparation, and
+    return its manifest. `overwrite` first removes an existing preparation.
 
     Raises:
         UserError: an input, the tokenizer or the folder cannot be used.
@@ -73,7 +73,7 @@ def prepare(settings: Settings, overwrite: bool = False) -> dict[str, Any]:
 def _require_same(
     folder: Folder, settings: Settings, sources: Sequence[Source], manifest: dict[str, Any]
 ) -> None:
-    """Raise a UserError unless a finished folder is whole, and what these settings ask for."""
+    """Raise a UserError unless a finished folder is complete and has these settings."""
     folder.require_settings(manifest["settings"], settings)
     name = quoted(str(settings.out))
     if manifest["inputs"] != describe_inputs(settings.inputs, sources):
@@ -94,7 +94,7 @@ def _require_same(
 def _begin(
     folder: Folder, settings: Settings, sources: Sequence[Source], journal: Journal | None
 ) -> tuple[Tokenizer, Journal]:
-    """The tokenizer, and the journal that is there or a new one, both on the disk."""
+    """The tokenizer, and the existing or a new journal; both are saved."""
     trained_on = None
     if settings.train_bpe is None:
         tokenizer = load_tokenizer(settings.tokenizer)
@@ -125,7 +125,7 @@ def _begin(
 
 
 def _train(settings: Settings, sources: Sequence[Source], size: int) -> tuple[Tokenizer, int]:
-    """A tokenizer of `size` tokens, and how many bytes of text it was trained on."""
+    """A tokenizer of `size` tokens, and the bytes of text that it was trained on."""
     total = sum(source.size for source, _ in sample_of(sources))
     total = 0 if _streams(sources) else total
     say(f"training a tokenizer of {size} tokens")
@@ -139,12 +139,12 @@ def _train(settings: Settings, sources: Sequence[Source], size: int) -> tuple[To
 
 
 def _streams(sources: Sequence[Source]) -> bool:
-    """Whether some have no size that is known."""
+    """Whether a source's size is unknown."""
     return any(source.kind == "hf" for source in sources)
 
 
 class _Preparation:
-    """Documents to shards, from where the journal ends."""
+    """Writes documents to shards, from the journal's position on."""
 
     def __init__(
         self,
@@ -171,12 +171,12 @@ class _Preparation:
 
     @property
     def tokens(self) -> int:
-        """How many were written, by all that worked on it."""
+        """The number of tokens written, including earlier sessions."""
         states = [writer.state for writer in self.writers.values()]
         return sum(s.tokens + sum(shard.tokens for shard in s.shards) for s in states)
 
     def run(self) -> tuple[dict[str, Any], str]:
-        """Do what is left; the manifest, and how fast it went."""
+        """Process the remaining items, and return the manifest and the speed."""
         started = time.monotonic()
         how = Reading(
             text_key=self.settings.text_key,
@@ -188,7 +188,7 @@ class _Preparation:
         try:
             with closing(read_items(self.sources, self.position, how)) as items:
                 self._take_all(items)
-        except StorageError:  # only what the journal tells already is sure to be on the disk
+        except StorageError:  # only what the journal describes is sure to be on the disk
             raise
         except UserError:
             self._save()
@@ -207,7 +207,7 @@ class _Preparation:
     def _take_all(self, items: Items) -> None:
         done = sum(source.size for source in self.sources[: self.position.source])
         workers, total = self.settings.workers, 0
-        if not _streams(self.sources):  # a worker that has nothing to do would cost its start
+        if not _streams(self.sources):  # an idle worker would cost its start
             total = sum(source.size for source in self.sources)
             workers = max(1, min(workers, -(-(total - done) // ITEM_BYTES)))
         saved = time.monotonic()
@@ -251,7 +251,7 @@ class _Preparation:
         self.position = item.after
 
     def _save(self) -> None:
-        """Write the journal, once what it tells is on the disk."""
+        """Write the journal, after syncing the shards that it describes."""
         for writer in self.writers.values():
             writer.sync()
         changes: dict[str, Any] = {"position": self.position, "counts": self.counts}
@@ -261,8 +261,8 @@ class _Preparation:
 
 
 def held_out(places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
-    """Which documents are held out, by their places among the inputs, from 0; the first never is. A
-    place is hashed by SplitMix64, and a share of the hashes counts."""
+    """Which documents are held out, by their indices among the inputs: a share chosen by SplitMix64
+    hashes of the indices. Document 0 never is."""
     x = mixed(places.astype(np.uint64) * np.uint64(GOLDEN))
     below: npt.NDArray[np.bool_] = (x >> np.uint64(11)).astype(np.float64) < share * 2.0**53
     return below & (places > 0)

@@ -1,5 +1,5 @@
-"""Tokens on the disk: shards of each split, which can be taken back to an earlier state. A state
-says how long the files are; whatever they have beyond it, a process that died wrote."""
+"""Shards of tokens on the disk. A saved state records the lengths of the files; whatever lies
+beyond them was written by a process that died, and is removed."""
 
 import os
 import re
@@ -29,8 +29,8 @@ class SplitState(BaseModel, frozen=True, extra="forbid"):
 
 class SplitWriter:
     """Writes the files of one split ("train" or "val") into `folder`, from `state` on. A shard ends
-    with the document that brings it to `shard_tokens`. Raises a UserError if the files are not
-    those of the state, and everywhere a StorageError if the disk is full or cannot be written."""
+    with the document that reaches `shard_tokens`. Raises a UserError if the files do not match the
+    state, and in every method a StorageError if the disk is full or cannot be written."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class SplitWriter:
         lengths: npt.NDArray[np.int64],
         text_bytes: int,
     ) -> None:
-        """Write documents: the tokens of all, [tokens], one after the other, and the length of
-        each, at least 1: [documents]. What comes after them is a piece of one that goes on with the
-        next call. Their text has so many bytes as UTF-8."""
+        """Write documents: their concatenated tokens [tokens], and the length of each, at least 1:
+        [documents]. Tokens after them belong to a document that continues in the next call.
+        `text_bytes` is the size of their text in UTF-8."""
         ends = np.cumsum(lengths)
         begin = first = 0
         while first < len(ends):
@@ -72,14 +72,14 @@ class SplitWriter:
         self.state = self.state.model_copy(update={"bytes": self.state.bytes + text_bytes})
 
     def sync(self) -> None:
-        """See that what `state` tells is on the disk."""
+        """Ensure that everything in `state` is on the disk."""
         with storage_errors(self._folder):
             for file in self._files or ():
                 file.flush()
                 os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """End the shard that is open."""
+        """Finish the open shard."""
         if self.state.documents:
             self._close_shard()
 
@@ -91,7 +91,7 @@ class SplitWriter:
         self._files = None
 
     def _sizes(self) -> dict[Path, int]:
-        """The two files of the open shard, and how many bytes they have."""
+        """The two files of the open shard, with their sizes in bytes."""
         path = self._folder / f"{self._split}-{len(self.state.shards):05d}.bin"
         return {
             path: self.state.tokens * self._dtype.itemsize,
@@ -99,7 +99,7 @@ class SplitWriter:
         }
 
     def _take_back(self) -> None:
-        """Cut the open files to what the state says, and remove those after them."""
+        """Truncate the open files to the state, and remove later ones."""
         known = {Path(shard.file).stem for shard in self.state.shards}
         with storage_errors(self._folder):
             if self.state.tokens:
@@ -113,7 +113,7 @@ class SplitWriter:
                     path.unlink()
 
     def _append(self, tokens: npt.NDArray[np.unsignedinteger], ends: npt.NDArray[np.int64]) -> None:
-        """Write tokens, and where documents end among them."""
+        """Write tokens, and the ends of documents among them."""
         tokens_path, ends_path = self._sizes()
         with storage_errors(tokens_path):
             if self._files is None:
@@ -146,7 +146,7 @@ class SplitWriter:
 
 
 def _require_bytes(path: Path, size: int) -> None:
-    """Raise a UserError unless there is a file at least that large."""
+    """Raise a UserError unless the file exists and is at least that large."""
     if not path.is_file() or path.stat().st_size < size:
         raise UserError(
             f"{quoted(str(path))} is missing or shorter than it was. Begin anew with --overwrite."

@@ -1,4 +1,4 @@
-"""The bytes of a file, unpacked if it is packed. The only file that imports zstandard."""
+"""The bytes of a file, decompressed if necessary. The only file that imports zstandard."""
 
 import gzip
 import zlib
@@ -10,18 +10,18 @@ from typing import IO
 from fp8stack.errors import UserError, quoted
 
 CHUNK_BYTES = 2**18
-UNPACKED_BYTES = 2**14  # of a .zst, at a time: they may become a thousand times as many
+UNPACKED_BYTES = 2**14  # of a .zst, at a time: they may expand a thousandfold
 CHECKED_BYTES = 4096
 
 
 def check_of(content: bytes) -> int:
-    """What the last 4 KiB of `content` come to: a CRC-32."""
+    """A CRC-32 of the last 4 KiB of `content`."""
     return zlib.crc32(content[-CHECKED_BYTES:])
 
 
 class ByteStream:
-    """A file that is read from its beginning to its end; `.gz` and `.zst` are unpacked. Raises a
-    UserError, here and in `read`, if it cannot be read, or what is packed is damaged."""
+    """A file read from beginning to end; `.gz` and `.zst` are decompressed. Raises a UserError,
+    also in `read`, if it cannot be read or its compressed data are damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,16 +40,16 @@ class ByteStream:
             self._chunks = iter(partial(reader.read, CHUNK_BYTES), b"")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     @property
     def on_disk(self) -> int:
-        """How many of the file's own bytes were read."""
+        """The number of bytes read from the file itself."""
         return self._file.tell()
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer at the end alone."""
+        """The next `size` bytes; fewer only at the end."""
         parts = []
         while size > 0 and (self._ready or self._read_on()):
             part, self._ready = self._ready[:size], self._ready[size:]
@@ -59,8 +59,8 @@ class ByteStream:
         return b"".join(parts)
 
     def go_to(self, offset: int, check: int) -> bytes:
-        """Go on at `offset`, before which there must be what there was: `check_of` it is `check`.
-        The last 4 KiB of that. Raises a UserError if there is something else."""
+        """Continue at `offset`. Raises a UserError unless `check_of` the 4 KiB before it is
+        `check`."""
         before = max(0, offset - CHECKED_BYTES)
         if self._suffix not in (".gz", ".zst"):
             self._file.seek(before)
@@ -95,12 +95,12 @@ class ByteStream:
 
 
 def _unpack_zstd(file: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of the frames of a `.zst` file, one after the other, some at a time.
+    """Yield the bytes of the frames of a `.zst` file, some at a time.
 
     Raises:
         UserError: zstandard is missing.
-        EOFError: while it is read: the file ends within a frame.
-        ValueError: while it is read: it is damaged.
+        EOFError: while reading: the file ends within a frame.
+        ValueError: while reading: the file is damaged.
     """
     try:
         import zstandard

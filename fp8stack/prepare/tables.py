@@ -19,15 +19,15 @@ class Rows:
     """The values of some rows."""
 
     content: list[object]
-    share: float = 0.0  # of the table that was read up to there, as far as that is known
-    state: dict[str, Any] | None = None  # of a `datasets` stream, from which it can go on
+    share: float = 0.0  # bytes of the table read so far, if known
+    state: dict[str, Any] | None = None  # the state of a `datasets` stream
 
 
 def parquet_rows(
     path: str, start: int, state: dict[str, Any] | None, key: str, size: int
 ) -> Iterator[Rows]:
-    """The column `key` of a parquet file from row `start` on, some `size` bytes at a time. Raises a
-    UserError if the file cannot be read, or has no such column of text."""
+    """Yield the column `key` of a parquet file from row `start` on, about `size` bytes at a time.
+    Raises a UserError if the file cannot be read or has no such text column."""
     remedy = "Get it anew; the same command then goes on with it."
     with open_parquet(Path(path), remedy) as file:
         schema = file.schema_arrow
@@ -52,7 +52,7 @@ def _no_column(path: str, key: str, names: list[str]) -> UserError:
 
 
 def _gathered(values: Iterator[object], size: int) -> Iterator[list[object]]:
-    """Values put together until they have `size` bytes or so; none is taken before it is needed."""
+    """Combine values until they have about `size` bytes. Values are taken lazily."""
     held, held_bytes = list[object](), 0
     for value in values:
         held.append(value)
@@ -65,8 +65,7 @@ def _gathered(values: Iterator[object], size: int) -> Iterator[list[object]]:
 
 
 def parse_dataset(name: str) -> tuple[str, str | None, str]:
-    """The name, the configuration and the split of `hf:NAME[:CONFIG][@SPLIT]`; the split is train
-    if none is named.
+    """The name, configuration and split of `hf:NAME[:CONFIG][@SPLIT]`; the default split is train.
 
     >>> parse_dataset("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
     ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 'train')
@@ -81,17 +80,17 @@ def parse_dataset(name: str) -> tuple[str, str | None, str]:
 def dataset_rows(
     path: str, start: int, state: dict[str, Any] | None, key: str, size: int
 ) -> Iterator[Rows]:
-    """The column `key` of a dataset, streamed, some `size` bytes at a time: of
-    `hf:NAME[:CONFIG][@SPLIT]`, or `hf:FOLDER[@SPLIT]` that `save_to_disk` wrote. It goes on from
-    `state`, which the last `Rows` before had; None is the beginning. Raises a UserError if the
-    dataset cannot be had, or has no such column."""
+    """Stream the column `key` of `hf:NAME[:CONFIG][@SPLIT]`, or of `hf:FOLDER[@SPLIT]` that
+    `save_to_disk` wrote, about `size` bytes at a time. It continues from `state`, that of the last
+    `Rows` before; None is the beginning. Raises a UserError if the dataset cannot be loaded or has
+    no such column."""
     try:
         import datasets
     except ImportError:
         hint = "Install it: pip install datasets."
         raise UserError(f"{quoted(path)} needs datasets. {hint}") from None
     name, config, split = parse_dataset(path)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
 
     def values(rows: Iterator[dict[str, Any]]) -> Iterator[object]:
         for row in rows:
@@ -112,7 +111,7 @@ def dataset_rows(
                 yield Rows(content=held, state=stream.state_dict())
     except UserError:
         raise
-    except Exception as error:  # whatever the network, the hub and the formats of files come to
+    except Exception as error:  # any error of the network, the Hub or a file format
         raise UserError(
             f"Cannot read {quoted(path)}: {quoted(' '.join(str(error).split()) or repr(error))}. "
             "Check its name and the network; the same command goes on with it."
@@ -120,7 +119,7 @@ def dataset_rows(
 
 
 def _saved(path: str, folder: str, split: str) -> Any:
-    """A stream of what `save_to_disk` wrote; a single Dataset has no splits to choose from."""
+    """Stream a dataset that `save_to_disk` wrote; a single Dataset has no splits to choose from."""
     import datasets
 
     found = datasets.load_from_disk(folder)

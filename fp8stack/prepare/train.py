@@ -10,7 +10,7 @@ from fp8stack.prepare.inputs import Source
 from fp8stack.prepare.read import Position, Reading, read_items
 from fp8stack.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_from_json
 
-# Of text, at most about that; more changes little, and words are counted in memory.
+# bytes of text, at most: more changes little, and words are counted in memory
 SAMPLE_BYTES = 2**28
 MOST_SOURCES = 4096
 SMALL_BYTES = SAMPLE_BYTES // MOST_SOURCES
@@ -19,13 +19,13 @@ SMALL_BYTES = SAMPLE_BYTES // MOST_SOURCES
 def train_bpe(
     sources: Sequence[Source], vocabulary: int, how: Reading, report: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
-    """A byte-level BPE that splits words as GPT-2's does, and how many bytes of text it saw.
+    """Train a byte-level BPE that splits words like GPT-2's; return it with the bytes of text read.
 
-    It is trained on all the text, or, of more than 256 MiB, on the beginning of every source in
-    proportion to its size; of more than 4096 sources, on every so-manyth. That depends on the
-    sources alone, and so does the tokenizer. Its `vocabulary` includes `<|endoftext|>` and the 256
-    bytes; it is smaller where the text gives no more pairs. `report` is told how much was done so
-    far of all that is read, as bytes of its files.
+    It is trained on all the text or, if that exceeds 256 MiB, on the beginning of every source in
+    proportion to its size; with more than 4096 sources, on regularly spaced ones. The tokenizer
+    depends on the sources only. `vocabulary` includes `<|endoftext|>` and the 256 bytes; the result
+    is smaller if the text yields no more pairs. `report` is called with the bytes of
+    the files done so far.
 
     Raises a UserError if a source cannot be read, or there is no text.
     """
@@ -63,8 +63,8 @@ def train_bpe(
 
 
 def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
-    """The sources that a tokenizer is trained on, with how many bytes of text of each; a stream
-    counts as much as all files together."""
+    """The sources to train a tokenizer on, with the bytes of text from each; a stream counts as
+    much as all files together."""
     files = sum(source.size for source in sources)
     every = 1
     if files > SAMPLE_BYTES:
@@ -80,8 +80,8 @@ def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:
 
 
 def _beginning(source: Source, budget: int, how: Reading) -> Iterator[tuple[list[str], int]]:
-    """The first `budget` bytes of text of a source, up to the end of a document or a piece of one,
-    each time with how many bytes of the file were read."""
+    """Yield the first `budget` bytes of text of a source, up to the end of a document or of a piece
+    of one, each with the bytes read from the file."""
     smaller = replace(how, item_bytes=max(4096, min(how.item_bytes, budget)))
     left = budget
     with closing(read_items([source], Position(), smaller)) as items:
