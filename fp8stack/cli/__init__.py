@@ -1,3 +1,3 @@
-"""The command, a file for each of its subcommands."""
+"""The `fp8stack` command, a file for each group of subcommands."""
 
 from fp8stack.cli.app import main as main

@@ -1,7 +1,7 @@
-"""The command: its subcommands, errors and exit codes.
+"""The `fp8stack` command: subcommands, errors and exit codes.
 
-torch, accelerate and pydantic are imported inside the commands that need them, so that `--help` is
-quick; tests/test_startup.py holds it to that.
+torch, accelerate and pydantic are imported inside the commands that need them, to keep `--help`
+fast (tests/test_startup.py).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ app = typer.Typer(
     help="Pretrain GPT-style models in FP8, on any machine.",
     invoke_without_command=True,
     cls=Group,
-    add_completion=False,  # typer imports pydantic for it, whatever the command; ours is below
+    add_completion=False,  # typer's imports pydantic for every command; ours is below
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -102,9 +102,11 @@ COMPLETE = "_FP8STACK_COMPLETE"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command and exit: bad input is one line on stderr and the error's exit code."""
+    """Run the command and exit. Bad input is one line on stderr and the error's exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a sample may hold characters that the terminal cannot show
     try:
         if COMPLETE in os.environ:
             from typer.completion import completion_init  # type: ignore[attr-defined]
@@ -122,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
-        # The reader of our output has gone; say nothing to a pipe that is closed.
+        # The reader of our output has exited: do not write to a closed pipe.
         with contextlib.suppress(OSError):
             sys.stdout.close()
         _exit(1)
@@ -133,13 +135,14 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         traceback.print_exc()
         _exit(1)
-    if code == Interrupted.exit_code:  # what typer 0.29 makes of Ctrl-C
+    if code == Interrupted.exit_code:  # typer 0.29 raises this on Ctrl-C
         _fail("Interrupted.", code)
     _exit(code)
 
 
 def _completed(arguments: list[str]) -> list[str]:
-    """The arguments with `--resume` alone as `--resume auto`, and `help plan` as `plan --help`."""
+    """The arguments, with a bare `--resume` as `--resume auto`, and `help plan` as `plan
+    --help`."""
     if arguments[:1] == ["help"]:
         return [*arguments[1:], "--help"]
     words: list[str] = []
@@ -151,7 +154,7 @@ def _completed(arguments: list[str]) -> list[str]:
 
 def _key_without_flag(error: Any) -> str | None:
     """The message for an unknown option that is a key of a run, model or recipe; None if it is
-    not."""
+    none."""
     if not hasattr(error, "possibilities") or error.ctx is None:  # not a NoSuchOption
         return None
     option = error.option_name
@@ -174,20 +177,20 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 def _fail(message: str, code: int) -> NoReturn:
     # One rank per machine prints: most errors are the same on all ranks.
     if _ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
-        # Names from files and the command line may hold anything; what is printed stays one line.
+        # Names from files and the command line may hold line breaks; print one line.
         line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
         print(f"fp8stack: {line}", file=sys.stderr)
     _exit(code)
 
 
 def _ranks() -> int:
-    """How many ranks torchrun or another launcher started, from WORLD_SIZE."""
+    """The number of ranks that a launcher started, from WORLD_SIZE."""
     count = os.environ.get("WORLD_SIZE", "1")
     return int(count) if count.isdecimal() else 1
 
 
 def _exit(code: int | None) -> NoReturn:
-    """End the process. Ranks use os._exit: destroying the process group may hang for ever (torch
+    """Exit the process. Ranks use os._exit, because destroying the process group may hang (torch
     2.13's gloo: a thread waits for the GIL, whose holder waits for the thread)."""
     if _ranks() > 1:
         with contextlib.suppress(OSError, ValueError):

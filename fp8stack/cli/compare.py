@@ -14,10 +14,10 @@ BASELINE = option("Recipe to compare the others with. [fp32, else the first]")
 FROM = option(
     "Run, checkpoint, hf:FOLDER or hf:owner/name to start all runs from.", "--from", metavar="PATH"
 )
-SHARED = option("Share of the steps in the baseline's recipe first. [25%, with --from 0%]")
+SHARED = option("Share of steps, at the start, in the baseline's recipe. [25%, with --from 0%]")
 UNTIL = option("Add seeds until every gap's interval is ± this. Example: 0.25%")
-MARGIN = option("Gap that does not matter, in percent of the loss. [0.25%]")
-HOURS = option("With --until: begin no seed that would end after so many hours.")
+MARGIN = option("Largest gap that counts as equal, in percent of the loss. [0.25%]")
+HOURS = option("With --until: start no seed that would end after so many hours.")
 MODEL = option("Model preset or TOML file. [gpt-nano, or that of --from]")
 DATA = option("Training data, as for `pretrain --data`. [Python's standard library]")
 
@@ -44,8 +44,8 @@ def compare(
     compile: Annotated[bool | None, options.COMPILE] = None,
     set: Annotated[list[str] | None, options.SET] = None,
 ) -> None:
-    """Train every recipe with every seed, and tabulate what each one costs: its loss beside the
-    baseline's with an interval, speed and memory.
+    """Train every recipe with every seed, and tabulate the cost of each: its loss gap to the
+    baseline with an interval, speed and memory.
 
     Run again, it continues an interrupted comparison, and adds recipes and seeds.
     """
@@ -53,7 +53,7 @@ def compare(
     flags |= {"out": None, "init_from": from_}
     from fp8stack.compare import comparison, settings
 
-    asked = settings.prepare(
+    request = settings.prepare(
         recipes,
         seeds,
         out,
@@ -66,8 +66,8 @@ def compare(
         hours=hours,
     )
     try:
-        raise typer.Exit(comparison.compare(asked))
+        raise typer.Exit(comparison.compare(request))
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted. What is done is kept; the same command goes on with it."
+            "Interrupted. Finished runs are kept; the same command continues."
         ) from None

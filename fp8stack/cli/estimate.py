@@ -53,8 +53,8 @@ def estimate(
 
 
 def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str | None) -> Answer:
-    """The memory of a run with this configuration on `ranks` machines like `hardware`. Raises what
-    building the run would raise, and a UserError if `memory_given` is not a positive size."""
+    """The memory of a run with this configuration on `ranks` machines like `hardware`. Raises the
+    errors of building the run, and a UserError if `memory_given` is not a positive size."""
     from fp8stack import presets
     from fp8stack.backends.compiler import require_compilable
     from fp8stack.config import for_ranks
@@ -73,7 +73,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     require_divisible(config, ranks)
     share = config.accumulate * ranks
     sequences = config.batch // share
-    asked = Footprint(config, model, context, ranks)
+    footprint = Footprint(config, model, context, ranks)
     require_optimizer(config, hardware, ranks)
     plans, schedule = plan_phases(config, model, hardware, Decided(), sequences * context)
     for plan in plans:
@@ -83,13 +83,15 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     trained = [plans[place] for place in schedule.variants]
     largest = {}
     if memory is not None:
-        largest = {kind: share * asked.largest(trained, kind, memory[0]) for kind in CHECKPOINTING}
+        largest = {
+            kind: share * footprint.largest(trained, kind, memory[0]) for kind in CHECKPOINTING
+        }
     own = config.activation_checkpointing
     recipes = {}
     for name in presets.names("recipes"):
         plan = _plan_of(config, name, model, hardware, sequences * context)
-        recipes[name] = plan.precision, asked.estimates([plan], own, sequences)[0]
-    made = {kind: asked.estimates(trained, kind, sequences) for kind in CHECKPOINTING}
+        recipes[name] = plan.precision, footprint.estimates([plan], own, sequences)[0]
+    made = {kind: footprint.estimates(trained, kind, sequences) for kind in CHECKPOINTING}
     phases = tuple(
         PhaseEstimate(
             name=phase.name,
@@ -100,7 +102,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         for place, phase in enumerate(schedule.phases)
     )
     return Answer(
-        asked=_words(config, asked),
+        asked=_settings(config, footprint),
         checkpointing=own,
         phases=phases,
         reference=recipes["fp32"][1],
@@ -112,7 +114,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
 
 
 def _given(memory: str) -> tuple[int, str]:
-    """The bytes that `--memory` gives, in GiB without a unit, and the name of their source."""
+    """The bytes of `--memory`, in GiB by default, and the name of their source."""
     import re
 
     from fp8stack.errors import UserError, quoted
@@ -131,8 +133,8 @@ def _given(memory: str) -> tuple[int, str]:
     return size, "--memory"
 
 
-def _words(config: RunConfig, of: Footprint) -> dict[str, str | int]:
-    asked: dict[str, str | int] = {
+def _settings(config: RunConfig, of: Footprint) -> dict[str, str | int]:
+    shown: dict[str, str | int] = {
         "model": config.model,
         "parameters": of.model.parameters(),
         "recipe": config.recipe,
@@ -142,7 +144,7 @@ def _words(config: RunConfig, of: Footprint) -> dict[str, str | int]:
         "optimizer": config.optimizer,
         "activation_checkpointing": config.activation_checkpointing,
     }
-    return asked | ({"ranks": of.ranks, "parallel": config.parallel} if of.ranks > 1 else {})
+    return shown | ({"ranks": of.ranks, "parallel": config.parallel} if of.ranks > 1 else {})
 
 
 def _plan_of(
@@ -157,7 +159,7 @@ def _plan_of(
 
 
 def _show(made: Answer) -> None:
-    """Print tables: drawn on a terminal, Markdown in a pipe."""
+    """Print tables, as Markdown unless on a terminal."""
     from rich.console import Console
 
     from fp8stack.estimate.answer import head, sentences, tables

@@ -29,7 +29,7 @@ def export(
     private: Annotated[bool, PRIVATE] = False,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
-    """Write a trained model as a folder that transformers, vLLM or safetensors load."""
+    """Export a trained model to a folder that transformers, vLLM or safetensors load."""
     from fp8stack.exports import write_export
     from fp8stack.hf import hub
 

@@ -1,4 +1,4 @@
-"""`fp8stack generate`: it parses and calls."""
+"""The command `fp8stack generate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from fp8stack.errors import UserError, quoted
 
 TEMPERATURE = option("Sampling temperature; 0 takes the likeliest token. [0.8]")
 TOP_P = option("Sample from the likeliest tokens of this total probability. [all]")
-RECIPE = option("Precision recipe or TOML file. [bf16 where the machine multiplies it, else fp32]")
+RECIPE = option("Precision recipe or TOML file. [bf16 if the machine has it, else fp32]")
 
 
 def generate(

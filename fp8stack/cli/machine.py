@@ -1,4 +1,4 @@
-"""`fp8stack doctor` and `conform`: this machine. They parse, call and print."""
+"""The commands `fp8stack doctor` and `fp8stack conform`."""
 
 from __future__ import annotations
 

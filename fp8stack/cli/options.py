@@ -1,4 +1,4 @@
-"""The options that commands share, how help is laid out, and how answers are printed."""
+"""Options shared by commands, the layout of help, and printing of results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ def option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, show_default=False, **more)
 
 
-def _show(context: typer.Context, asked: bool) -> None:
-    if asked:
+def _show(context: typer.Context, requested: bool) -> None:
+    if requested:
         print(context.get_help())
         raise typer.Exit
 
 
 def _names(kind: Any) -> list[str]:
-    """Those that a shell offers."""
+    """Names for shell completion."""
     from fp8stack.presets import names
 
     return names(kind)
@@ -32,7 +32,7 @@ def _compute_with(threads: int | None) -> int | None:
     return threads
 
 
-# In place of typer's own --help, for which it imports pydantic whatever the command.
+# Replaces typer's --help, which imports pydantic for every command.
 HELP = option("Show this message and exit.", "--help", "-h", is_eager=True, callback=_show)
 
 # Keys of a run. `RunConfig` has the defaults, and a test compares them; its pydantic is too slow to
@@ -49,7 +49,7 @@ LR = option("Peak learning rate. [0.003]", "--lr", "--learning-rate")
 OPTIMIZER = option("adamw, sgd, muon, adamw8bit or adamwfp8. [adamw]")
 PARALLEL = option("ddp, or fsdp to shard the model. [ddp]")
 RECOMPUTE = option("Recompute: none, selective or block. [none]")
-COMPILE = option("Use torch.compile. [on a GPU, but for te]")
+COMPILE = option("Use torch.compile. [on a GPU, except te]")
 PHASES = option("By phase: conservative, default or aggressive.")
 DEVICE = option("Device: auto, cpu or cuda. [auto]")
 THREADS = option("CPU threads for torch. [torch's choice]")
@@ -71,21 +71,21 @@ JSON = option("Print JSON.", "--json")
 
 
 def run_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a command's arguments that are keys of a run."""
+    """The arguments of a command that are keys of a run."""
     from fp8stack.config import RunConfig
 
     return {key: value for key, value in values.items() if key in RunConfig.model_fields}
 
 
 def print_json(data: Any) -> None:
-    """Print an answer as JSON, indented; a value that is not finite is an error."""
+    """Print a result as indented JSON. Raises a ValueError for a value that is not finite."""
     import json
 
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as columns, under the names of their keys; numbers have their thousands apart."""
+    """Print rows as columns, under the names of their keys; integers have thousands separators."""
     from fp8stack.tables import aligned
 
     def cell(value: Any) -> str:
@@ -119,12 +119,12 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.sp
 COMMAND_GROUPS = {
     "Train": "pretrain compare prepare",
     "Plan": "plan estimate doctor list",
-    "Look": "show report eval generate",
+    "Inspect": "show report eval generate",
     "Choose a recipe": "forecast tune",
-    "Take out": "export",
+    "Export": "export",
     "Check and measure": "conform bench",
 }
-FEW = 8  # options that need no groups
+FEW = 8  # with at most so many options, help has no groups
 
 
 class Command(TyperCommand):
@@ -150,7 +150,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command of commands, whose help has groups of these."""
+    """A command with subcommands, listed in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write commands in groups, then options."""
@@ -180,6 +180,6 @@ def _shorter(names: str) -> str:
 
 
 def _short(command: Any) -> str:
-    """A command's help in a line."""
+    """A command's help in one line."""
     text: str = command.short_help or (command.help or "").partition("\n")[0]
     return text.rstrip(".")

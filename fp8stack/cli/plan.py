@@ -1,4 +1,4 @@
-"""`fp8stack plan`: it parses, calls and prints."""
+"""The command `fp8stack plan`."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`fp8stack prepare`: it parses and calls."""
+"""The command `fp8stack prepare`."""
 
 from typing import Annotated
 
@@ -56,7 +56,7 @@ def prepare(
     from fp8stack.training.signals import stop_requests
 
     if tokenizer is not None and train_bpe is not None:
-        raise UserError("--tokenizer names one and --train-bpe makes one. Give one of them.")
+        raise UserError("Give --tokenizer or --train-bpe, not both.")
     if not out:
         raise UserError("--out is empty. Give the folder that the shards go to.")
     settings = Settings(
@@ -73,9 +73,9 @@ def prepare(
         skip_binary=skip_binary,
     )
     with (
-        contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # what tells of progress
+        contextlib.redirect_stdout(sys.stderr if json else sys.stdout),  # progress
         stop_requests() as stop,
-        stop.at_once("Stopped. What is done is kept; the same command goes on with it."),
+        stop.at_once("Stopped. Progress is saved; the same command continues."),
     ):
         manifest = prepare(settings, overwrite)
     if json:

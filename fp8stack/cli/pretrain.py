@@ -1,4 +1,4 @@
-"""`fp8stack pretrain`: every key of a run that has a flag."""
+"""The command `fp8stack pretrain`."""
 
 from typing import Annotated
 
@@ -88,5 +88,5 @@ def pretrain(
             raise typer.Exit(train(run, stop))
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted. The last checkpoint, if any, is whole; go on with --resume auto."
+            "Interrupted. The last checkpoint, if any, is complete; continue with --resume auto."
         ) from None

@@ -1,4 +1,4 @@
-"""`fp8stack list`, `show`, `report` and `eval`: what there is. They parse, call and print."""
+"""The commands `fp8stack list`, `show`, `report` and `eval`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ def list_(
     capability: Annotated[str | None, options.CAPABILITY] = None,
     json: Annotated[bool, options.JSON] = False,
 ) -> None:
-    """List models, recipes or runs, with the facts to choose by."""
+    """List models, recipes or runs, with the main facts of each."""
     if kind not in KINDS:
         raise unknown("kind to list", kind, KINDS)
     for name, value, of in (("FOLDER", folder, "runs"), ("--capability", capability, "recipes")):

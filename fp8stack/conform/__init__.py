@@ -1,2 +1,2 @@
-"""Does this machine compute what the formats say? Checks of every cast, scale and GEMM on it,
-against references that share no code with them."""
+"""Checks that this machine computes what the formats say: every cast, scale and GEMM, against
+references that share no code with them."""

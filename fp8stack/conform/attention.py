@@ -1,9 +1,9 @@
-"""Attention's output and gradients against float64, document masks included.
+"""Checks attention's output and gradients against float64, with and without document masks.
 
 The bound: a score is a sum of E products, a weight its exponential, and each result a sum over
-weights; in float32 all of these round at 2^-24, while queries, keys, values, weights and results
-may be rounded to the dtype of the operands. Each rounding moves a result by its part of the sum of
-the magnitudes that it is made of; `_ROUNDINGS` of them are allowed for.
+weights. In float32 all of these round at 2^-24; queries, keys, values, weights and results may be
+rounded to the dtype of the operands. Each rounding changes a result by at most its share of the sum
+of the magnitudes in it; `_ROUNDINGS` of them are allowed for.
 
 B batch, T tokens, H heads, G key/value heads, E head width.
 """
@@ -25,7 +25,7 @@ _ROUNDINGS = 2
 
 
 class Size(NamedTuple):
-    """B, T, H, G and E; `documents` is the length of each, 0 for one causal text."""
+    """B, T, H, G and E; `documents` holds the length of each document, 0 for one causal text."""
 
     batch: int
     tokens: int
@@ -44,10 +44,11 @@ SIZES = (Size(2, 64, 4, 4, 16, 0), Size(1, 192, 4, 2, 32, 37), Size(2, 320, 4, 4
 
 
 def attention(context: Context) -> Iterator[Check]:
-    """y, dq, dk and dv of causal attention and under document masks, in float32 and bfloat16."""
+    """Check y, dq, dk and dv of causal attention and with document masks, in float32 and
+    bfloat16."""
     for size in SIZES[:2] if context.quick else SIZES:
         for dtype in (torch.float32, torch.bfloat16):
-            for steep in (1.0, 30.0):  # the second: scores far below and above 0
+            for steep in (1.0, 30.0):  # the second: scores far from 0
                 name = f"{size}, {str(dtype).removeprefix('torch.')}, queries times {steep:g}"
                 yield Check(name, partial(gradients, context, size, dtype, steep))
 
@@ -77,7 +78,7 @@ def gradients(context: Context, size: Size, dtype: torch.dtype, steep: float) ->
 def _exact(
     given: dict[str, Tensor], allowed: Tensor, roundoff: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """y, dq, dk and dv in float64, each with its bound."""
+    """y, dq, dk and dv in float64, each with its error bound."""
     q, k, v, dy = given["q"], given["k"], given["v"], given["y"]
     groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Casts, scales, quantizers and random bits, to the bit, by everything that computes them here."""
+"""Checks casts, scales, quantizers and random bits, to the bit, in every implementation."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from fp8stack.numerics import RandomBits, fused
 from fp8stack.numerics.rounding import rounding
 from fp8stack.ops.kernels import cast_transpose, has_kernel
 
-# Powers of two and others, from the least that a finite amax can give to the most.
+# Powers of two and others, from the smallest to the largest scale of a finite amax.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)
 THREADS = 3
 DRAWN = (2, 3, 2**33 + 1)  # seed, stream, counter
-# Random123, tests/kat_vectors: counter and key, and what follows.
+# Random123, tests/kat_vectors: counter, key and result.
 KNOWN_BITS = (0x85A308D3, 0xA4093822, 0x299F31D0, 0x0370734413198A2E)
 Function = Callable[..., Any]
 Family = dict[str, Quantizer]
@@ -47,7 +47,7 @@ Matrix = tuple[str, str]  # see `made_of`
 MATRICES: list[Matrix] = [
     ("specials", "bf16"), ("extreme", "fp32"), ("ties", "bf16"), ("specials", "fp32"),
 ]  # fmt: skip
-# What is compiled, as one graph each: it takes long.
+# Compiled as one graph each, which takes long.
 COMPILED: dict[tuple[str, ...], Matrix] = {
     ("tensor", "row"): ("specials", "bf16"),
     ("1x128", "128x128"): ("specials", "bf16"),
@@ -61,7 +61,8 @@ COMPILED: dict[tuple[str, ...], Matrix] = {
 
 
 def casts(context: Context) -> Iterator[Check]:
-    """Every bfloat16, and float32's ties, ends and specials, with scales of all magnitudes."""
+    """Check every bfloat16, and float32 ties, limits and special values, with scales of all
+    magnitudes."""
     kernel = "Triton" if has_kernel(torch.device(context.device)) else "torch's operators"
     for dtype in DTYPES:
         for format in FORMAT_NAMES:
@@ -91,8 +92,8 @@ def _te_cast(x: Tensor, scale: Tensor, format: str, across: bool = False) -> tup
 def cast_check(
     context: Context, dtype: str, format: str, cast: Function, compiled: bool = False
 ) -> Facts:
-    """What `cast(x, scale, format)` gives: the bytes and, if it gives them, their transpose, the
-    amax and the inverse scale."""
+    """Check `cast(x, scale, format)`: the bytes and, if returned, their transpose, the amax and the
+    inverse scale."""
     if getattr(cast, "func", cast) is _te_cast:
         context.need_te("delayed")
     cast = context.compiled(cast) if compiled else cast
@@ -119,7 +120,7 @@ def _tensor(array: Any) -> Tensor:
 
 
 def _with_inputs(facts: Facts, x: Tensor) -> Facts:
-    """The first differences with the numbers that were cast: `x[3, 4]` names one."""
+    """Add to the first differences the inputs of the cast, such as `x[3, 4]`."""
     lines = []
     for line in facts.get("first", []):
         place, bracket, rest = line.partition("]")
@@ -134,7 +135,8 @@ def _with_inputs(facts: Facts, x: Tensor) -> Facts:
 
 
 def scales(context: Context) -> Iterator[Check]:
-    """Scales of amaxes of all magnitudes, and their inverses; scales as the hardware reads them."""
+    """Check scales of amaxes of all magnitudes, their inverses, and scales as the hardware reads
+    them."""
     for how in ("eager",) if context.quick else ("eager", "compiled"):
         run = partial(scale_check, context, how == "compiled")
         yield Check(f"scales and inverses, {how}", run)
@@ -154,7 +156,7 @@ def scales_of(largest: Tensor) -> list[Tensor]:
 
 
 def scale_check(context: Context, compiled: bool) -> Facts:
-    """Scales of amaxes, 0, inf and NaN among them, against IEEE float32's quotients."""
+    """Check scales of amaxes, including 0, inf and NaN, against IEEE float32 quotients."""
     largest = amaxes(context.seed)
     known = [
         oracles.scale_of(
@@ -177,7 +179,8 @@ def scale_check(context: Context, compiled: bool) -> Facts:
 
 
 def quantizers(context: Context) -> Iterator[Check]:
-    """Every kind of quantizer: its codes and scales, and the values that an emulated GEMM takes."""
+    """Check every kind of quantizer: its codes and scales, and the values that an emulated GEMM
+    multiplies."""
     ways: dict[str, tuple[Function, int]] = {
         "bytes, eager": (as_bytes, 0),
         "values, by torch's operators": (as_values, 0),
@@ -215,7 +218,7 @@ def _in_threads(threads: int) -> Iterator[None]:
 
 
 def _all(function: Function, family: Family, x: Tensor, drawn: RandomBits) -> Any:
-    """What a function makes of `x` by each quantizer of a family."""
+    """The results of a function for `x` and each quantizer of a family."""
     return {
         name: function(x, quantizer, drawn if quantizer.stochastic else None)
         for name, quantizer in family.items()
@@ -229,13 +232,13 @@ def as_bytes(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[
 
 
 def as_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
-    """Values and factors for both, by torch's operators."""
+    """Values and factors for both directions, by torch's operators."""
     made = [rounding(quantizer, [dim])(x, drawn, fuse=False)[0] for dim in (1, 0)]
     return [part for each in made for part in (each.values, _one(each.factor, x))]
 
 
 def as_fused_values(x: Tensor, quantizer: Quantizer, drawn: RandomBits | None) -> list[Tensor]:
-    """Values and factors for both, in one sweep where that is possible."""
+    """Values and factors for both directions, in one sweep where that is possible."""
     made = numerics.round_both(x, quantizer, quantizer, (drawn, drawn))
     return [part for each in made for part in (each.values, _one(each.factor, x))]
 
@@ -246,7 +249,7 @@ def _one(factor: Tensor | None, x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def made_of(kind: Matrix, seed: int) -> Tensor:
-    """A matrix by its name; not of whole blocks."""
+    """A matrix by its name; 32 and 128 do not divide its sizes."""
     name, dtype = kind
     if name == "extreme":
         return extreme(seed)
@@ -256,7 +259,7 @@ def made_of(kind: Matrix, seed: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def expected_of(kind: Matrix, seed: int, quantizer: Quantizer) -> list[oracles.Quantized]:
-    """A matrix through a quantizer, for GEMMs over the columns, and over the rows."""
+    """The expected result of quantizing a matrix, for GEMMs over the columns, and over the rows."""
     x = made_of(kind, seed)
     drawn = partial(oracles.philox, *DRAWN) if quantizer.stochastic else None
     values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
@@ -272,15 +275,15 @@ def family_check(
     given: Sequence[Matrix] = (),
     threads: int = 0,
 ) -> Facts:
-    """`function(family, x, drawn)` gives, by quantizer, what `as_bytes` or `as_values` give;
-    numba's kernels do in so many `threads`."""
+    """Check that `function(family, x, drawn)` returns, by quantizer, the results of `as_bytes` or
+    `as_values`, numba's kernels in this number of `threads`."""
     if threads and (why_not := fused.why_not()):
         raise Skipped(why_not)
     parts = {}
     drawn = RandomBits(DRAWN[0], DRAWN[1], torch.tensor(DRAWN[2], device=context.device))
     for each in given or (MATRICES[:3] if context.quick else MATRICES):
         x = made_of(each, context.seed).to(context.device)
-        # Only of ties are a transform's sums exact, in whatever order.
+        # Only of ties are a transform's sums exact in any order.
         chosen = {n: q for n, q in family.items() if each[0] == "ties" or not q.hadamard}
         with _in_threads(threads or torch.get_num_threads()):
             made = function(chosen, x, drawn)
@@ -291,7 +294,7 @@ def family_check(
 
 
 def compiled_family(context: Context, family: Family, function: Function, matrix: Matrix) -> Facts:
-    """The same as one graph."""
+    """The same, compiled as one graph."""
     if context.device == "cpu" and function is as_bytes and "mxfp8" in family:
         raise Skipped("torch compiles no float8_e8m0fnu for CPUs")
     compiled = context.compiled(partial(_all, function, family))
@@ -318,13 +321,13 @@ def _stored(made: oracles.Quantized, quantizer: Quantizer) -> oracles.Array:
 
 
 def _like(array: oracles.Array, found: Tensor) -> Tensor:
-    """The array as a tensor, in the shape of what it is compared with if it has its size."""
+    """The array as a tensor, in the shape of the expected one if the sizes are equal."""
     made = _tensor(array)
     return made.reshape(found.shape) if made.numel() == found.numel() else made
 
 
 def packed(codes: oracles.Array, quantizer: Quantizer, dim: int) -> oracles.Array:
-    """Codes as they are stored: of FP4 two to a byte along `dim`, the even one in the low half."""
+    """Codes as stored: FP4 two to a byte along `dim`, the even one in the low half."""
     if quantizer.format != "e2m1":
         return codes
     rows = np.moveaxis(codes, dim, -1)
@@ -354,7 +357,7 @@ _BY_TE: dict[str, Callable[[Tensor, Quantizer, bool], te.Quantized]] = {
 
 
 def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
-    """TE's quantizers, by their bytes and scales."""
+    """Check the bytes and scales of TE's quantizers."""
     context.need_te(scaling)
     x = matrix(kind, dtype, context.seed)
     values, overflow = x.float().numpy(), torch.finfo(x.dtype).max
@@ -365,7 +368,7 @@ def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
         for dim, data, stored in ways:
             what = f"{q.format}, {q.block}, {q.scale}, eps {q.eps:g}: %s, dim {dim}"
             known = oracles.quantize(values, q, dim, overflow=overflow)
-            # One scale serves both copies, of which TE may leave one out.
+            # Both copies have one scale, and TE may omit a copy.
             assert q.per_tensor or not (data is None or stored is None), what % "nothing"
             if stored is not None:
                 pairs[what % "scales"] = stored, _like(_stored(known, q), stored)
@@ -378,7 +381,8 @@ def te_check(context: Context, scaling: str, kind: str, dtype: str) -> Facts:
 
 
 def random_bits(context: Context) -> Iterator[Check]:
-    """The bits of stochastic rounding, Philox4x32-10, for whole matrices and for parts of them."""
+    """Check the bits of stochastic rounding, Philox4x32-10, for whole matrices and for parts of
+    them."""
     for how in ("eager",) if context.quick else ("eager", "compiled"):
         yield Check(f"Philox4x32-10, {how}", partial(bits_check, context, how == "compiled"))
 
@@ -388,7 +392,7 @@ def _draw(seed: int, stream: int, counter: Tensor, first_row: int) -> Tensor:
 
 
 def bits_check(context: Context, compiled: bool) -> Facts:
-    """Bits for several keys, passes and rows."""
+    """Check the bits of several keys, passes and rows."""
     draw, pairs = context.compiled(_draw) if compiled else _draw, {}
     first, *known = KNOWN_BITS
     for seed, stream, counter, row in ((*known, 0), (*known, first), (*DRAWN, 5), (0, 2**31, 0, 0)):

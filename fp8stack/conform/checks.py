@@ -1,4 +1,4 @@
-"""What a check is, how it is run, and how what it found is compared."""
+"""Defines checks, runs them, and compares their results."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fp8stack.precision import Hardware, Plan, Recipe, resolve
 Facts = dict[str, Any]
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
-EXACT_DB = 200.0  # what an error of nothing is called, infinity being no JSON
+EXACT_DB = 200.0  # the SQNR of an exact result, since JSON has no infinity
 _SHOWN = 5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where checks run, and on what.
+    """Where and how checks run.
 
     Attributes:
-        hardware: the machine; its `device` is where tensors live.
+        hardware: the machine; its `device` holds the tensors.
         quick: the short form: smaller inputs, nothing compiled.
         compiler: torch.compile's backend in the checks that compile.
-        seed: of all inputs that are random.
+        seed: of all random inputs.
     """
 
     hardware: Hardware
@@ -42,7 +42,7 @@ class Context:
 
     @property
     def device(self) -> str:
-        """Where tensors live: "cuda" or "cpu"."""
+        """The device of the tensors: "cuda" or "cpu"."""
         return self.hardware.device
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ class Context:
         return made
 
     def need_te(self, scaling: str) -> None:
-        """Skip the check unless TE can be used here and has a GEMM for this scaling."""
+        """Skip the check unless TE works here and has a GEMM for this scaling."""
         if not self.hardware.has_te:
             raise Skipped(self.hardware.te_problem or "Transformer Engine is not installed")
         if reason := te.serves(scaling):
@@ -62,12 +62,12 @@ class Context:
 
 
 class Skipped(Exception):
-    """Why a check does not apply here."""
+    """The reason why a check does not apply."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to find out. `run` returns facts; "holds" among them is the verdict, if any."""
+    """A check. `run` returns facts; "holds" among them is the verdict, if any."""
 
     name: str
     run: Callable[[], Facts]
@@ -77,7 +77,7 @@ class Check:
 
 
 def run_check(check: Check) -> Facts:
-    """What the check found, or why it was skipped or failed; it never raises."""
+    """The result of a check, or why it was skipped or failed. It never raises."""
     start = time.perf_counter()
     try:
         facts = check.run()
@@ -91,12 +91,12 @@ def run_check(check: Check) -> Facts:
 
 
 def broken(row: Facts) -> bool:
-    """Whether a row is of a check that failed, or does not hold."""
+    """Whether a check failed or does not hold, by its row."""
     return "failed" in row or row.get("holds") is False
 
 
 def brief(row: Facts) -> str:
-    """What is wrong with a row, or why it was skipped, in a line; "" if it holds."""
+    """Why a row does not hold or was skipped, in a line; "" if it holds."""
     if "skipped" in row:
         return str(row["skipped"])
     if "failed" in row:
@@ -111,12 +111,13 @@ def brief(row: Facts) -> str:
 
 
 def same_bits(pairs: Pairs) -> Facts:
-    """Whether each tensor equals its expected one to the bit: `{name: (found, expected)}`."""
+    """Compare tensors with the expected ones bit for bit: `{name: (found, expected)}`."""
     return _compared(pairs, _bits)
 
 
 def same_values(pairs: Pairs) -> Facts:
-    """Like `same_bits`, for numbers: zeros are equal whatever their signs, and so are all NaN."""
+    """Like `same_bits`, but for numbers: zeros are equal whatever their signs, and so are all
+    NaN."""
     return _compared(pairs, lambda x: _bits(torch.where(x.isnan(), torch.nan, x) + 0.0))
 
 
@@ -144,7 +145,7 @@ def _compared(pairs: Pairs, bits: Callable[[Tensor], Tensor]) -> Facts:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """On the CPU, numbers of eight bits as bytes."""
+    """Eight-bit numbers as bytes on the CPU."""
     x = x.detach().cpu().contiguous()
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
@@ -154,7 +155,7 @@ def _kind(x: Tensor) -> str:
 
 
 def _shown(x: Tensor) -> str:
-    """A number with its bits, since two that differ may print alike."""
+    """A number with its bits, since different numbers may print alike."""
     size = x.element_size()
     bits = int(x.view(_INTEGERS[size])) & ((1 << 8 * size) - 1)
     value = "" if x.dtype == torch.uint8 else f"{float(x):.9g} "
@@ -162,7 +163,7 @@ def _shown(x: Tensor) -> str:
 
 
 def merged(parts: Mapping[str, Facts]) -> Facts:
-    """Several comparisons as one: counts are added, first differences keep their part's name."""
+    """Combine several comparisons: counts are added, first differences keep their part's name."""
     facts: Facts = {
         "holds": all(part["holds"] for part in parts.values()),
         "checked": sum(part["checked"] for part in parts.values()),
@@ -173,7 +174,7 @@ def merged(parts: Mapping[str, Facts]) -> Facts:
 
 
 def sqnr_db(found: Tensor, expected: Tensor) -> float:
-    """How far the error of `found` is below `expected`, in dB; NaN if one is not finite."""
+    """The signal-to-noise ratio of `found` to `expected` in dB; NaN if one is not finite."""
     reference = expected.double()
     error = float((found.double() - reference).square().sum())
     power = float(reference.square().sum())
@@ -183,7 +184,8 @@ def sqnr_db(found: Tensor, expected: Tensor) -> float:
 
 
 def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
-    """The plan that runs `recipe` on `backend`; skips the case where something else would run."""
+    """The plan that runs `recipe` on `backend`. Skips the check if another recipe or backend would
+    run."""
     plan = resolve(recipe, context.hardware, backend)
     if plan.backend != backend or plan.recipe.quantizers != recipe.quantizers:
         raise Skipped("; ".join(plan.reasons))
@@ -191,7 +193,7 @@ def plan_of(recipe: Recipe, context: Context, backend: str) -> Plan:
 
 
 def backend_for(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> Backend:
-    """The backend of layers of these shapes; skips the case where one would not be in FP8."""
+    """The backend of layers of these shapes. Skips the check if one would not be in FP8."""
     plan = plan.for_layers(shapes)
     unserved = [layer.sentence for layer in plan.layers if plan.is_fp8 and not layer.fp8]
     if unserved:
@@ -207,7 +209,7 @@ def gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def mark_weights_changed(module: nn.Module) -> None:
-    """Let the next pass take new scales for the weights, in compiled code too: an optimizer's step
-    says that they changed, and this one finds no gradient."""
+    """Make the next pass compute new scales for the weights, also in compiled code: an optimizer
+    step without gradients marks them as changed."""
     module.zero_grad(set_to_none=True)
     torch.optim.SGD(module.parameters(), lr=1.0).step()

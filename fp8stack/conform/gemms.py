@@ -1,8 +1,8 @@
-"""GEMMs of each backend and recipe, forward and backward, against exact operands.
+"""Checks GEMMs of each backend and recipe, forward and backward, against exact operands.
 
-The reference multiplies in float64 what `oracles.quantize` makes of the operands, so what is left
-is rounding. A sum of K products in float32, in any order, is off by at most K 2^-24 of the sum of
-their magnitudes, and the output is rounded once more, twice with a bias. Tensor cores add FP8
+The reference multiplies in float64 what `oracles.quantize` makes of the operands, so the remaining
+error is rounding. A float32 sum of K products, in any order, is off by at most K 2^-24 of the sum
+of their magnitudes, and the output is rounded once more, with a bias twice. Tensor cores add FP8
 products with fewer bits: see `_ACCUMULATION`.
 """
 
@@ -40,9 +40,9 @@ RECIPES = (
     *("delayed", "current", "block", "mxfp8", "rowwise"),
     *("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"),
 )
-QUANTIZED_DB = 15.0  # where operands are quantized behind a norm: a wrong scale is below 10 dB
+QUANTIZED_DB = 15.0  # for operands quantized after a norm; a wrong scale gives less than 10 dB
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# Of the sum of magnitudes, per step of 32 products in Hopper's FP8 tensor cores, which keep 13
+# As a share of the sum of magnitudes, per 32 products in Hopper's FP8 tensor cores, which keep 13
 # bits behind the point. With slow accumulation each four steps are added up in float32. Believed,
 # not measured: no GPU has run this.
 _ACCUMULATION = 2.0**-13
@@ -72,14 +72,15 @@ QUICK = (Shape(48, 128, 256, True),)
 SHAPES = (
     *QUICK,
     Shape(384, 512, 768, False),
-    Shape(200, 256, 128, True),  # rows that no FP8 GEMM takes: padded
-    Shape(33, 50, 70, True),  # features that none takes
+    Shape(200, 256, 128, True),  # rows that no FP8 GEMM takes, so they are padded
+    Shape(33, 50, 70, True),  # features that no FP8 GEMM takes
 )
 FUSED = GPTConfig(vocabulary=256, context=128, layers=1, width=256, heads=4)
 
 
 def gemms(context: Context) -> Iterator[Check]:
-    """Products of long rows, slowly and fast accumulated; linears by each backend and recipe."""
+    """Check products of long rows, with slow and fast accumulation, and linears by backend and
+    recipe."""
     for recipe, (kind, other) in LONG.items():
         name = f"scales {kind.value} x {other.value}"
         if kind is not Scales.PER_TENSOR:
@@ -109,8 +110,8 @@ def gemms(context: Context) -> Iterator[Check]:
 
 
 def within(found: dict[str, Tensor], expected: dict[str, tuple[Tensor, Tensor]]) -> Facts:
-    """Whether each tensor is within its bound: `{name: (value, bound)}`, float64. `worst` is the
-    largest error as a part of its bound."""
+    """Check that tensors are within their bounds: `{name: (value, bound)}`, float64. `worst` is the
+    largest error as a share of its bound."""
     worst = {}
     for name, (value, bound) in expected.items():
         made = found[name].detach().double().cpu()
@@ -126,8 +127,8 @@ def within(found: dict[str, Tensor], expected: dict[str, tuple[Tensor, Tensor]])
 
 
 def long_rows(context: Context, recipe: str, format: str, fast: bool) -> Facts:
-    """Positive operands, whose sums grow long: what accumulation loses cannot cancel. Scaled as
-    those of a recipe's weight gradient, or of its forward pass: see `LONG`."""
+    """Check products of positive operands with long sums, in which accumulation errors cannot
+    cancel, scaled as in a recipe's weight gradient or forward pass: see `LONG`."""
     plan_of(load_recipe(recipe.split()[0]), context, "torch")
     K, size = (1024 if context.quick else 8192), 128
     generator = np.random.default_rng(context.seed)
@@ -163,7 +164,7 @@ def _long(generator: Any, rows: int, columns: int, format: str) -> tuple[Any, An
 
 
 def _long_scales(generator: Any, rows: int, columns: int, kind: Scales) -> Any:
-    """E8M0 codes from 2^-3 to 2^3, one for each block; no two neighbours need be alike."""
+    """E8M0 codes from 2^-3 to 2^3, one for each block, independent of each other."""
     shapes: dict[Scales, tuple[int, ...]] = {
         Scales.PER_TENSOR: (),
         Scales.PER_ROW: (rows, 1),
@@ -184,10 +185,10 @@ def _bound(
     fast: bool,
     fp8_cores: bool = True,
 ) -> Tensor:
-    """How far a result may be from `value`, whose products' magnitudes sum up to `magnitudes`."""
+    """The error bound of a result `value`, whose products' magnitudes sum up to `magnitudes`."""
     part = (reduced + 8) * 2.0**-24
     if context.device == "cuda":
-        part *= 4  # tensor cores may cut off where they should round
+        part *= 4  # tensor cores may truncate
         if fp8_cores:
             part += _ACCUMULATION * (reduced / _STEP if fast else _PROMOTED)
     return part * magnitudes + roundings * ROUNDOFF[dtype] * 1.01 * value.abs()
@@ -199,7 +200,7 @@ def _bound(
 def linear(
     context: Context, recipe: str, backend: str, shape: Shape, compiled: bool = False
 ) -> Facts:
-    """y, dx, dw and db of a linear in FP8, FP6 or FP4, or in bf16, which FP8 stands beside."""
+    """Check y, dx, dw and db of a linear in FP8, FP6, FP4 or, for comparison, bf16."""
     chosen = load_recipe(recipe)
     if backend == "te" and chosen.quantizers and chosen.quantizers.stochastic:
         chosen = load_recipe(recipe, {"rounding": "nearest"})  # by bits that only TE knows
@@ -224,9 +225,9 @@ def linear(
 
 @lru_cache(maxsize=8)
 def _operands(shape: Shape, seed: int, wide: bool) -> dict[str, Tensor]:
-    """x, dy, weight and bias: whole numbers of eight bits times powers of two; columns of x and dy
-    differ in magnitude: by 2^28 if `wide`, so that it shows which way blocks lie, by 2^6 else, so
-    that the sums of a Hadamard transform are exact."""
+    """x, dy, weight and bias: eight-bit integers times powers of two. Columns of x and dy differ in
+    magnitude: by 2^28 if `wide`, to reveal the direction of blocks, else by 2^6, which keeps the
+    sums of a Hadamard transform exact."""
     generator = torch.Generator().manual_seed(seed + 5)
     sizes = {
         "input": (shape.rows, shape.inputs),
@@ -266,7 +267,7 @@ def _expected(
     results: dict[str, Tensor],
     backend: str,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """y, dx, dw and db in float64, each with its bound."""
+    """y, dx, dw and db in float64, each with its error bound."""
     x, w, dy = (
         [_quantized(recipe, given[name], name, across, draws) for across in (False, True)]
         for name in OPERANDS
@@ -282,7 +283,7 @@ def _expected(
         value, magnitudes = a @ b, a.abs() @ b.abs()
         if name == "y":
             value, magnitudes = value + bias, magnitudes + bias.abs()
-        # TE's and torch's own linears give dw in bfloat16 to whoever asks for float32.
+        # TE's and torch's linears round dw to bfloat16, also if it is float32.
         dtype = results[name].dtype if backend in ("emulate", "torch") else torch.bfloat16
         bound = _bound(
             context, value, magnitudes, reduced, dtype, 1, name == "y", backend in ("te", "torch")
@@ -299,7 +300,7 @@ def _expected(
 
 
 def _quantized(recipe: Recipe, x: Tensor, name: Operand, across: bool, draws: Any) -> Tensor:
-    """What a GEMM multiplies of an operand, in float64."""
+    """The values of an operand that a GEMM multiplies, in float64."""
     table = recipe.quantizers or Quantizers()
     chosen, dim = (table.across(name), 0) if across else (table.along(name), 1)
     if chosen == "forward":
@@ -334,17 +335,17 @@ class Norms(nn.Module):
         backend.attach(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The linear's output and the MLP's."""
+        """The outputs of the linear and of the MLP."""
         qkv = self.backend.norm_linear(x, self.first, self.qkv)
         return qkv, self.backend.norm_mlp(x, self.second, self.mlp)
 
 
 def fused(context: Context, recipe: str, backend: str, config: GPTConfig, rows: int) -> Facts:
-    """Outputs and gradients of the fused modules against unquantized float64."""
+    """Check outputs and gradients of the fused modules against unquantized float64."""
     chosen = load_recipe(recipe)
     plan = plan_of(chosen, context, backend)
     shapes = {k: v for k, v in config.linear_shapes().items() if "qkv" in k or "mlp" in k}
-    backend_for(plan, shapes)  # skips where a layer would not be in FP8
+    backend_for(plan, shapes)  # skips if a layer would not be in FP8
     model = Norms(build_backend(plan.for_layers(config.linear_shapes())), config)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():

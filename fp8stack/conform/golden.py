@@ -1,8 +1,8 @@
-"""The golden corpus: what others computed, committed, to hold this machine to.
+"""Checks against the golden corpus, committed results of other implementations.
 
-`golden/*.safetensors` holds inputs and results, and in its metadata, as JSON, `made_by` and how
-each case came about. Files that name TE's Python references were made on a CPU by
-`python -m bench golden --references`; a file that was captured from a GPU names that GPU.
+`golden/*.safetensors` holds inputs and results. Its metadata holds, as JSON, `made_by` and how each
+case was made. Files of TE's Python references were made on a CPU by `python -m bench golden
+--references`; a file captured from a GPU names that GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def load(path: Path) -> tuple[dict[str, Any], Tensors]:
 
 
 def golden(context: Context) -> Iterator[Check]:
-    """What Transformer Engine's Python references, and GPUs if any was captured, computed."""
+    """Check against Transformer Engine's Python references, and results captured from GPUs, if
+    any."""
     for path in sorted(FOLDER.glob("*.safetensors")):
         description, tensors = load(path)
         for case in description["cases"]:
@@ -49,7 +50,7 @@ def golden(context: Context) -> Iterator[Check]:
 
 
 def compared(case: Case, tensors: Tensors, device: str = "cpu") -> Facts:
-    """One case computed here, against what the file has: bytes, scales and histories."""
+    """Compare one case, computed here, with the file: bytes, scales and histories."""
     prefix = f"{case['name']}/"
     fields = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
     if not fields:
@@ -95,7 +96,7 @@ def _history(case: Case, fields: Tensors, given: Tensors) -> Facts:
 
 
 def _quantizer(case: Case, fields: Tensors, given: Tensors) -> Facts:
-    """`along` and, where the file has it, `across`: bytes and scales of any quantizer."""
+    """`along` and, if the file has it, `across`: bytes and scales of a quantizer."""
     fixed: dict[str, Any] = {
         key: tuple(v) if isinstance(v, list) else v for key, v in case["quantizer"].items()
     }

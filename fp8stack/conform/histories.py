@@ -1,7 +1,7 @@
-"""Delayed scaling, step by step: who keeps an amax history, against one in plain Python.
+"""Checks delayed scaling step by step: every implementation of amax histories against plain Python.
 
-The model's operands are given layer by layer, so that no GEMM's rounding reaches another cast. TE's
-own history means its modules, recipe and update of the scales, with nothing of ours in between.
+The model's operands are given layer by layer, so that the rounding of a GEMM does not affect
+another cast. TE's own history is that of its modules, recipe and update, without our code.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from fp8stack.numerics import AmaxHistory
 from fp8stack.precision import load_recipe
 
 STEPS = 50
-# Windows that spikes leave, one that they never leave, and the shortest.
+# Windows that spikes leave, one that they never leave, and the shortest possible.
 LENGTHS = (1, 4, 16, 1024)
 ALGORITHMS: tuple[AmaxAlgorithm, ...] = ("max", "most_recent")
 FORMATS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 SHAPES = {"layers.0": (64, 32), "layers.1": (32, 48), "layers.2": (128, 16)}
 ROWS = 32
 WINDOW = 6  # of the models' histories
-# An amax at each step, and the scale and the window after it, by hand: E4M3, margin 1, three long.
+# By hand: an amax at each step, the scale and the window after it. E4M3, margin 1, length 3.
 BY_HAND = (
     (2.0, 112.0, (0, 0, 2)),
     (56.0, 4.0, (0, 2, 56)),
-    (0.0, 4.0, (0, 2, 56)),  # nothing was seen: nothing moves
+    (0.0, 4.0, (0, 2, 56)),  # no amax: nothing changes
     (torch.nan, 4.0, (0, 2, 56)),
     (1.0, 4.0, (0, 56, 1)),
-    (0.5, 4.0, (0, 1, 0.5)),  # 56 still counts: it leaves the window in this very update
+    (0.5, 4.0, (0, 1, 0.5)),  # 56 still counts: it leaves the window in this update
     (torch.inf, 4.0, (0, 0.5, torch.inf)),  # a window with inf keeps its scale
     (0.25, 4.0, (0, torch.inf, 0.25)),
     (0.25, 4.0, (0, 0.25, 0.25)),
@@ -56,7 +56,7 @@ State = dict[str, Tensor]
 
 
 def histories(context: Context) -> Iterator[Check]:
-    """Windows of amaxes and their scales after every step: ours, each backend's, and TE's."""
+    """Check windows of amaxes and their scales after every step: ours, each backend's, and TE's."""
     yield Check("a trace by hand", partial(by_hand, context))
     for how in ("eager",) if context.quick else ("eager", "compiled"):
         yield Check(f"updates, {how}", partial(updates, context, how == "compiled"))
@@ -74,7 +74,7 @@ def histories(context: Context) -> Iterator[Check]:
 
 
 def by_hand(context: Context) -> Facts:
-    """`BY_HAND`, against our history and against the reference of the other checks."""
+    """Check `BY_HAND` against our history and against the reference of the other checks."""
     ours = AmaxHistory({"x": "e4m3"}, length=3, margin=1, device=context.device)
     slot, pairs = oracles.Slot("e4m3", 3, 1), {}
     for step, (largest, scale, window) in enumerate(BY_HAND):
@@ -106,7 +106,7 @@ def _advance(history: AmaxHistory, recorded: Tensor) -> None:
 
 
 def updates(context: Context, compiled: bool) -> Facts:
-    """Windows and scales of four slots after each of 40 updates."""
+    """Check windows and scales of four slots after each of 40 updates."""
     advance, parts = context.compiled(_advance) if compiled else _advance, {}
     recorded = amaxes(context.seed)[: 40 * 4].view(40, 4)
     names = {"a": "e4m3", "b": "e5m2", "c": "e4m3", "d": "e5m2"}
@@ -124,7 +124,7 @@ def updates(context: Context, compiled: bool) -> Facts:
 
 
 def _same(found: State, slots: dict[str, oracles.Slot]) -> Facts:
-    """The scales and windows of `fp8_state` against those of slots."""
+    """Compare the scales and windows of `fp8_state` with those of slots."""
     pairs = {}
     for name, slot in slots.items():
         scale, window = _state(slot)
@@ -156,7 +156,7 @@ def te_history(context: Context, length: int, algorithm: AmaxAlgorithm, margin: 
 
 
 def te_step(layer: nn.Module, recipe: Any, operands: Operands, device: str) -> dict[str, Tensor]:
-    """One pass of a TE linear with the weight set to the step's."""
+    """One pass of a TE linear, with the weight set to the step's."""
     x, w, dy = (operand.to(device) for operand in operands)
     with torch.no_grad():
         layer.get_parameter("weight").copy_(w)
@@ -171,7 +171,7 @@ def feed(slots: dict[str, oracles.Slot], operands: Operands) -> None:
 
 
 class Separate(nn.Module):
-    """Linears side by side, each with an input of its own."""
+    """Independent linears, each with an input of its own."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -185,7 +185,8 @@ class Separate(nn.Module):
 
 
 def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compiled: bool) -> Facts:
-    """`fp8_state` after each step of a model; some have two micro-batches, some an evaluation."""
+    """`fp8_state` after each step of a model. Some steps have two micro-batches, some an
+    evaluation."""
     recipe = load_recipe("delayed", {"history_length": WINDOW, "amax_algorithm": algorithm})
     model = Separate(backend_for(plan_of(recipe, context, backend), SHAPES)).to(context.device)
     called = context.compiled(model) if compiled else model
@@ -195,7 +196,7 @@ def our_history(context: Context, backend: str, algorithm: AmaxAlgorithm, compil
         for operand, format in FORMATS.items()
     }
     parts = {}
-    steps = 26 if context.quick else STEPS  # each kind of step comes once
+    steps = 26 if context.quick else STEPS  # each kind of step occurs once
     for step, layers in enumerate(zip(*_series(steps, context.seed), strict=True)):
         with torch.no_grad():
             for layer, operands in zip(model.layers, layers, strict=True):

@@ -1,4 +1,4 @@
-"""What is checked, and on what: quantizers of every kind; all values, ties, ends, specials; steps
+"""The inputs of checks: quantizers of every kind; values, ties, limits and special values; steps
 with spikes."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MATRICES = ("ordinary", "special")
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 MXFP4 = replace(MXFP8, format="e2m1")
 NVFP4 = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
-# Rounded to the nearest, no Hadamard transform.
+# Rounding to nearest, no Hadamard transform.
 PLAIN = {
     "tensor": Quantizer(),
     "tensor e5m2": Quantizer(format="e5m2", scale="power_of_two", eps=3.0),
@@ -65,7 +65,7 @@ EVERY = PLAIN | HADAMARD | STOCHASTIC
 
 
 def families() -> dict[str, dict[str, Quantizer]]:
-    """All of them by kind: per tensor, rowwise, blocks, mxfp8, mxfp6, mxfp4, nvfp4."""
+    """Quantizers by kind: per tensor, rowwise, blocks, mxfp8, mxfp6, mxfp4, nvfp4."""
     found: dict[str, dict[str, Quantizer]] = {}
     for name, quantizer in EVERY.items():
         found.setdefault(_family(quantizer), {})[name] = quantizer
@@ -81,7 +81,7 @@ def _family(quantizer: Quantizer) -> str:
 
 
 class Operands(NamedTuple):
-    """What a linear multiplies in one step: x [rows, in], w [out, in], dy [rows, out]."""
+    """The operands of a linear in one step: x [rows, in], w [out, in], dy [rows, out]."""
 
     x: Tensor
     w: Tensor
@@ -95,7 +95,7 @@ def bf16_values() -> Tensor:
 
 
 def fp32_values(seed: int = 0) -> Tensor:
-    """Ties of both formats and their neighbours, subnormals, ends, specials, random bits:
+    """Ties of both formats and their neighbours, subnormals, limits, special values, random bits:
     float32 [256, 256]."""
     parts = [torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])]
     parts.append(torch.tensor([3.4028234663852886e38, 1.1754943508222875e-38, 1e-45]))
@@ -119,12 +119,13 @@ def _of_random_bits(first: int, end: int, count: int, generator: torch.Generator
 
 
 def values_of(dtype: str, seed: int = 0) -> Tensor:
-    """The values that casts are tested on."""
+    """The values to test casts with."""
     return bf16_values() if dtype == "bf16" else fp32_values(seed)
 
 
 def matrix(kind: str, dtype: str, seed: int = 1) -> Tensor:
-    """[192, 320], its blocks of all magnitudes; "special" has zeros, ends, infinities and NaN."""
+    """[192, 320], with blocks of all magnitudes; "special" has zeros, limits, infinities and
+    NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(192, 320, generator=generator)
     x *= 2.0 ** torch.randint(-12, 13, (192, 1), generator=generator)
@@ -165,7 +166,7 @@ def with_specials(x: Tensor) -> Tensor:
 
 
 def extreme(seed: int = 0) -> Tensor:
-    """Every magnitude of float32, a block of its like beside the other; float32 bits at random."""
+    """All magnitudes of float32, sorted into blocks; and random float32 bits."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2**23, (70, 300), generator=generator, dtype=torch.int32)
     exponents = (
@@ -176,15 +177,16 @@ def extreme(seed: int = 0) -> Tensor:
 
 
 def ties(rows: int, columns: int, seed: int = 1) -> Tensor:
-    """Values on half steps, ties in every format: small multiples of 2^-8, whose sums are exact."""
+    """Values halfway between codes of every format: small multiples of 2^-8, whose sums are
+    exact."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-64, 64, (rows, columns), generator=generator)
     return x / 16 * 2.0 ** torch.randint(-4, 4, (rows, 1), generator=generator)
 
 
 def spiky_steps(steps: int, rows: int, inputs: int, outputs: int, seed: int = 3) -> list[Operands]:
-    """Operands whose amaxes make a delayed scale do everything it can, bfloat16: each of the three
-    has steps with a spike, zeros, infinities, NaN, and numbers next to nothing."""
+    """bfloat16 operands that exercise all cases of a delayed scale: each operand has steps with a
+    spike, zeros, infinities, NaN, and tiny values."""
     shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
     series = [_spiky(steps, shape, seed + place, 2 * place) for place, shape in enumerate(shapes)]
     return [Operands(*operands) for operands in zip(*series, strict=True)]

@@ -1,4 +1,4 @@
-"""Scales as GEMMs read them, element by element as cuBLAS documents their places.
+"""Checks scales in the layouts that GEMMs read, element by element as cuBLAS documents them.
 
 Source: cuBLAS, "Block scaling factors layouts".
 """
@@ -13,17 +13,18 @@ import torch
 from fp8stack.conform.checks import Check, Context, Facts, same_bits
 from fp8stack.ops.scaled_gemm import Scales, pack_scales
 
-SIZES = ((128, 4), (256, 8), (130, 5), (1, 1), (384, 3))  # whole tiles, and parts of them
+SIZES = ((128, 4), (256, 8), (130, 5), (1, 1), (384, 3))  # whole and partial tiles
 
 
 def layouts(context: Context) -> Iterator[Check]:
-    """`pack_scales`: tiles of 128 x 4 for MX, columns together for 1x128, rows for 128x128."""
+    """Check `pack_scales`: tiles of 128 x 4 for MX, contiguous columns for 1x128, rows for
+    128x128."""
     for kind in (Scales.MX, Scales.ROWS, Scales.SQUARES):
         yield Check(f"scales {kind.value}", partial(layout, context, kind))
 
 
 def layout(context: Context, kind: Scales) -> Facts:
-    """Scales that are all different, as far as there are codes."""
+    """Check a layout with scales that differ as far as there are codes."""
     pairs = {}
     for rows, columns in SIZES:
         numbers = torch.arange(rows * columns).view(rows, columns)
@@ -49,8 +50,8 @@ def layout(context: Context, kind: Scales) -> Facts:
 
 
 def _tiles(codes: torch.Tensor) -> torch.Tensor:
-    """Tiles of 128 rows and 4 columns, one after another; in a tile the scale of row r and column c
-    is at 16 (r % 32) + 4 (r // 32) + c."""
+    """Consecutive tiles of 128 rows and 4 columns; within a tile the scale of row r and column c is
+    at 16 (r % 32) + 4 (r // 32) + c."""
     rows, columns = codes.shape
     across = -(-columns // 4)
     made = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""What the formats and recipes say, in numpy: it shares no code with what is checked.
+"""The rules of formats and recipes in numpy, sharing no code with what is checked.
 
-Values of a format are enumerated from its definition, and a number is rounded by looking for its
+Values of a format are enumerated from its definition, and a number is rounded by searching for its
 neighbours among them; all comparisons are exact in float64. Sources: OCP Microscaling 1.0, "FP8
 formats for deep learning" (arXiv 2209.05433), Transformer Engine 2.20's kernels, Random123.
 """
@@ -42,10 +42,11 @@ def grid(name: str) -> Array:
 
 
 def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
-    """The codes of float32 numbers, saturated: uint8. NaN is 0x7F in FP8, the largest value else.
+    """The codes of float32 numbers, saturated: uint8. NaN becomes 0x7F in FP8, else the largest
+    value.
 
-    To the nearest, ties to the even code; with `bits`, to the neighbour farther from zero where
-    they are below the place between both neighbours times 2^32, rounded up.
+    Rounds to nearest, ties to the even code. With `bits`, rounds away from zero if they are below
+    the position between both neighbours times 2^32, rounded up.
     """
     values = grid(name)
     size = np.minimum(np.abs(np.nan_to_num(scaled, nan=0.0, posinf=FLT_MAX)), values[-1])
@@ -65,7 +66,7 @@ def encode(scaled: Array, name: str, bits: Array | None = None) -> Array:
 
 
 def decode(codes: Array, name: str) -> Array:
-    """The values of codes: float32, NaN where there is none."""
+    """The values of codes: float32; NaN for codes without a value."""
     sign = 1 << sum(_FORMATS[name][:2])
     table = np.full(sign, np.nan)
     table[: len(grid(name))] = grid(name)
@@ -99,14 +100,14 @@ def scale_of(
 
 
 def e8m0_code(largest: Array, name: str, rounding: str) -> Array:
-    """The E8M0 code of a block's scale by one of the three rules."""
+    """The E8M0 code of a block's scale, by one of the three rules."""
     _, mantissa, _, limit = _FORMATS[name]
     if rounding == "rceil":
         with np.errstate(all="ignore"):
             ratio = largest * f32(1 / limit)
         return np.searchsorted(_POWERS_OF_TWO[:255], ratio).clip(max=254)
     fraction, exponent = np.frexp(np.where(np.isinf(largest), 0, largest).astype(np.float64))
-    exponent = np.maximum(exponent - 1, -127)  # float32's subnormals count as its least exponent
+    exponent = np.maximum(exponent - 1, -127)  # subnormals count as float32's least exponent
     if rounding == "even":
         carry = np.floor(fraction * 2 ** (mantissa + 1) + 0.5) == 2 ** (mantissa + 1)
         exponent = exponent + (carry & (exponent > -127))
@@ -115,15 +116,15 @@ def e8m0_code(largest: Array, name: str, rounding: str) -> Array:
 
 
 class Quantized(NamedTuple):
-    """A matrix as a quantizer makes it.
+    """A quantized matrix.
 
     Attributes:
-        codes: one to an element, uint8.
-        stored: the scales as they are kept, one to a block: E8M0 codes, or float32.
-        values: what a GEMM multiplies: float32, with the scales of its blocks if it has blocks.
-        factor: what the GEMM's output is multiplied by then: float32, broadcasts to `values`.
-        into: what the elements were multiplied by, one to an element: float32.
-        out: what their codes' values are multiplied by, likewise; of two levels the lower one.
+        codes: one per element, uint8.
+        stored: the scales as stored, one per block: E8M0 codes, or float32.
+        values: what a GEMM multiplies: float32, including the scales of blocks.
+        factor: the factor of the GEMM's output: float32, broadcasts to `values`.
+        into: the factor of each element before the cast: float32.
+        out: the factor of each code's value, likewise; with two levels of scales, the lower one.
     """
 
     codes: Array
@@ -148,11 +149,11 @@ def quantize(
     bits: Callable[[int, int], Array] | None = None,
     scale: float | None = None,
 ) -> Quantized:
-    """A float32 matrix through a quantizer, for a GEMM that reduces over `dim`.
+    """Quantize a float32 matrix, for a GEMM that reduces over `dim`.
 
-    `overflow` is what a block's scale beyond float32 becomes: the largest value of the dtype that
-    the matrix came in. `bits(rows, columns)` gives those of stochastic rounding, `scale` that of
-    delayed scaling.
+    `overflow` replaces a block's scale beyond float32's range: the largest value of the matrix's
+    original dtype. `bits(rows, columns)` returns the bits of stochastic rounding, `scale` is that
+    of delayed scaling.
     """
     name, kind = quantizer.format, quantizer.scale
     if quantizer.hadamard:
@@ -203,7 +204,7 @@ def _block(quantizer: Quantizer, shape: tuple[int, ...], dim: int) -> tuple[int,
 
 
 def _split(x: Array, block: tuple[int, int]) -> tuple[Array, Any]:
-    """[n0, b0, n1, b1], padded with zeros, and the way back."""
+    """The matrix as [n0, b0, n1, b1], padded with zeros, and the inverse function."""
     (rows, columns), (tall, wide) = x.shape, block
     padded = np.pad(x, ((0, -rows % tall), (0, -columns % wide)))
     blocks = padded.reshape(padded.shape[0] // tall, tall, padded.shape[1] // wide, wide)
@@ -212,7 +213,7 @@ def _split(x: Array, block: tuple[int, int]) -> tuple[Array, Any]:
 
 def hadamard(x: Array, size: int, dim: int) -> Array:
     """Each block of `size` along `dim` times `diag(signs) H / sqrt(size)`, rounded to bfloat16.
-    The sums are taken in float64: exact where the elements are small multiples of one number."""
+    Sums in float64 are exact if the elements are small multiples of one number."""
     rows = np.moveaxis(x, dim, -1)
     rows = to_bf16(np.pad(rows, ((0, 0), (0, -rows.shape[-1] % size))))
     matrix = np.ones((1, 1))
@@ -225,7 +226,7 @@ def hadamard(x: Array, size: int, dim: int) -> Array:
 
 
 def to_bf16(x: Array) -> Array:
-    """float32 rounded to the nearest bfloat16, ties to even; in float32."""
+    """float32 rounded to the nearest bfloat16, ties to even, as float32."""
     exponent = np.maximum(np.frexp(x)[1], -125) - 8
     whole: Array = np.rint(np.ldexp(x.astype(np.float64), -exponent))
     made: Array = np.ldexp(whole, exponent).astype(f32)
@@ -235,8 +236,9 @@ def to_bf16(x: Array) -> Array:
 def philox(
     seed: int, stream: int, counter: int, rows: int, columns: int, first_row: int = 0
 ) -> Array:
-    """The bits of each element of a matrix by Philox4x32-10: int64 [rows, columns]. Its counter is
-    the group of four columns, the row, and the pass in two words; its key the seed and stream."""
+    """The Philox4x32-10 bits of each element of a matrix: int64 [rows, columns]. The counter is the
+    group of four columns, the row, and the pass in two words; the key is the seed and the
+    stream."""
     word, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     lanes = np.arange(-(-columns // 4), dtype=np.uint64)
     lines = np.arange(first_row, first_row + rows, dtype=np.uint64)
@@ -252,21 +254,21 @@ def philox(
 
 
 class Slot:
-    """One slot of delayed scaling as Transformer Engine has it: a list of past amaxes."""
+    """One slot of delayed scaling as in Transformer Engine: a list of past amaxes."""
 
     def __init__(self, name: str, length: int, margin: int = 0, algorithm: str = "max") -> None:
         self.target = f32(MAX[name] * 2.0**-margin)
-        self.window = [0.0] * length  # its first place is what is being recorded
+        self.window = [0.0] * length  # the first element is the amax being recorded
         self.algorithm = algorithm
         self.scale = 1.0
 
     def record(self, largest: float) -> None:
-        """Note the amax of a cast; NaN is ignored."""
+        """Record the amax of a cast; NaN is ignored."""
         if largest > self.window[0]:
             self.window[0] = largest
 
     def update(self) -> None:
-        """Move what was recorded into the window and take the next scale."""
+        """Move the recorded amax into the window and compute the next scale."""
         last = self.window[0]
         if last == 0.0:
             return

@@ -1,4 +1,4 @@
-"""All checks by group, run one after another, and what they found: for people and as JSON."""
+"""Runs the checks by group, and reports the results as text and JSON."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ VERDICTS = ("pass", "FAIL", "skipped")
 
 
 def checks(context: Context, only: str | None = None) -> list[tuple[str, Check]]:
-    """The checks and their groups; with `only`, those whose "group: name" has that text in it, or
-    matches it as a pattern with * and ?.
+    """The checks and their groups. `only` selects those whose "group: name" contains it, or matches
+    it as a pattern with * and ?.
 
     Raises:
         UserError: no check matches.
@@ -57,14 +57,14 @@ def run(context: Context, only: str | None = None, tell: Callable[[str], object]
     """Run the checks.
 
     Args:
-        context: where, and on what.
+        context: where and how to run.
         only: see `checks`.
-        tell: is called with the name of each check before it is run.
+        tell: called with the name of each check before it runs.
 
     Returns:
-        The report, JSON data: `machine`, `quick`, `seed`, `rows`, `counts` by verdict, and
-        `holds`, whether none failed. A row has `group`, `check`, `verdict`, `seconds`, `why`
-        where it did not pass, and what the check found.
+        The report as JSON data: `machine`, `quick`, `seed`, `rows`, `counts` by verdict, and
+            `holds`, whether none failed. A row has `group`, `check`, `verdict`, `seconds`, `why` if
+            it did not pass, and the check's facts.
     """
     rows = []
     for group, check in checks(context, only):
@@ -84,7 +84,7 @@ def run(context: Context, only: str | None = None, tell: Callable[[str], object]
 
 
 def facts(context: Context) -> dict[str, Any]:
-    """What was judged: the machine, its driver, and the versions of all that computes on it."""
+    """What was checked: the machine, its driver, and the versions of the libraries that compute."""
     packages = ("numba", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13")
     known = machine(*packages, device=context.device)
     hardware = context.hardware
@@ -94,10 +94,10 @@ def facts(context: Context) -> dict[str, Any]:
 
 
 def file_for(out: str | None) -> Path | None:
-    """The file to write a report to, before anything is run.
+    """The file for the report, checked before anything runs.
 
     Raises:
-        UserError: its folder is not there, or it is a folder.
+        UserError: its folder does not exist, or it is a folder.
     """
     if out is None:
         return None
@@ -113,12 +113,12 @@ def write(report: Facts, path: Path) -> None:
 
 
 def as_text(report: Facts) -> list[str]:
-    """The report as lines: what was judged, a line for each check that ran, why others
-    were skipped, what failed, and the counts."""
-    told = ", ".join(
+    """The report as lines: the machine, each check, why checks were skipped, what failed, and
+    counts."""
+    versions = ", ".join(
         f"{k} {v}" for k, v in report["machine"].items() if k not in ("machine", "slug")
     )
-    lines = [f"machine: {report['machine']['machine']}", told, ""]
+    lines = [f"machine: {report['machine']['machine']}", versions, ""]
     rows, skipped, failed = [("group", "check", "verdict", "s")], Counter[str](), []
     for row in report["rows"]:
         group, check, verdict, why = (row[key] for key in ("group", "check", "verdict", "why"))

@@ -1,7 +1,7 @@
-"""Transformer Engine 2.20 as it is, past our own backend: what a GPU's results are compared with.
+"""Transformer Engine 2.20 without our backend, for comparison with a GPU's results.
 
-Everything is checked against the source of TE 2.20.2. Results come in fp8stack's layouts: padding
-is trimmed, columnwise data is transposed back. Each function needs a TE that can be imported.
+Written for the source of TE 2.20.2. Results have fp8stack's layouts: padding is trimmed, columnwise
+data is transposed back. Each function needs an importable TE.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
 class Quantized(NamedTuple):
-    """Bytes (uint8, of the input's shape; of FP4 half as many) and what multiplies them out, each
-    way of blocking.
+    """Bytes (uint8, in the input's shape; FP4 half as many) and inverse scales, both directions.
 
-    `across` and its scales are of the copy that reduces over rows; None where TE made no other.
+    `across` and its scales are those of the copy that reduces over rows; None if TE made none.
     """
 
     along: Tensor
@@ -37,7 +36,8 @@ def dtype_of(format: str) -> Any:
 
 @torch.no_grad()
 def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[Quantized, Tensor]:
-    """`Float8Quantizer`: `x` cast with a given scale, as delayed scaling does; and its amax."""
+    """`Float8Quantizer`: cast `x` with a given scale, as in delayed scaling; also returns the
+    amax."""
     import transformer_engine.pytorch as te
 
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
@@ -49,7 +49,7 @@ def cast(x: Tensor, scale: Tensor, format: str, transpose: bool) -> tuple[Quanti
 
 @torch.no_grad()
 def current(x: Tensor, format: str, power_of_two: bool, eps: float) -> Quantized:
-    """`Float8CurrentScalingQuantizer`: `x` cast with the scale of its own amax."""
+    """`Float8CurrentScalingQuantizer`: cast `x` with the scale of its own amax."""
     import transformer_engine.pytorch as te
 
     quantizer = te.Float8CurrentScalingQuantizer(
@@ -64,7 +64,7 @@ def current(x: Tensor, format: str, power_of_two: bool, eps: float) -> Quantized
 
 
 def _per_tensor(made: Any) -> Quantized:
-    transposed = made._transpose  # None where GEMMs need none (10.x), or none was asked for
+    transposed = made._transpose  # None if GEMMs need none (10.x), or none was requested
     across = None if transposed is None else transposed.t()
     return Quantized(made._data, made._scale_inv.reshape(()), across, None)
 
@@ -132,7 +132,7 @@ def serves(scaling: str) -> str:
 
 
 def recipe(scaling: str, **options: Any) -> Any:
-    """TE's own recipe with TE's defaults, `options` apart."""
+    """TE's own recipe with TE's defaults, except for `options`."""
     from transformer_engine.common import recipe as recipes
 
     if scaling == "delayed":
@@ -195,8 +195,8 @@ def scales_and_histories(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def forget() -> None:
-    """Drop TE's global state: recipes that differ in the amax algorithm alone share their buffers,
-    since TE tells them apart by a text that leaves it out."""
+    """Clear TE's global state: recipes that differ only in the amax algorithm share buffers,
+    because TE's key for them omits it."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()

@@ -58,8 +58,8 @@ def encode_all(
         yield from _in_order(pool, items, (WAITING_EACH + 1) * workers)
     except BrokenProcessPool:
         raise RankLost(
-            "A process that tokenizes died; the system may have run out of memory. What is done "
-            "is kept: the same command goes on with it, with fewer --workers if need be."
+            "A process that tokenizes died; the system may have run out of memory. Progress is "
+            "saved: the same command continues, with fewer --workers if necessary."
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

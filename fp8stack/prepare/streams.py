@@ -81,7 +81,7 @@ class ByteStream:
         except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
                 f"{quoted(str(self.path))} is cut short or damaged after {self.offset} bytes "
-                f"unpacked ({error}). Get it anew; the same command then goes on with it."
+                f"unpacked ({error}). Download it again; the same command then continues."
             ) from error
         except OSError as error:
             raise self._unreadable(str(error.strerror or error)) from error

@@ -28,7 +28,7 @@ def parquet_rows(
 ) -> Iterator[Rows]:
     """Yield the column `key` of a parquet file from row `start` on, about `size` bytes at a time.
     Raises a UserError if the file cannot be read or has no such text column."""
-    remedy = "Get it anew; the same command then goes on with it."
+    remedy = "Download it again; the same command then continues."
     with open_parquet(Path(path), remedy) as file:
         schema = file.schema_arrow
         if key not in schema.names:
@@ -114,7 +114,7 @@ def dataset_rows(
     except Exception as error:  # any error of the network, the Hub or a file format
         raise UserError(
             f"Cannot read {quoted(path)}: {quoted(' '.join(str(error).split()) or repr(error))}. "
-            "Check its name and the network; the same command goes on with it."
+            "Check its name and the network; the same command continues."
         ) from error
 
 

@@ -125,7 +125,7 @@ def alive(process: int) -> bool:
     ("asked", "code", "told"),
     [
         (signal.SIGKILL, -signal.SIGKILL, ""),
-        (signal.SIGTERM, 75, "Stopped. What is done is kept; the same command goes on with it.\n"),
+        (signal.SIGTERM, 75, "Stopped. Progress is saved; the same command continues.\n"),
     ],
 )
 def test_a_command_that_is_killed_goes_on_and_leaves_no_process(
