@@ -49,13 +49,9 @@ _BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
 def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
     """TE's form of a table of quantizers that one of its recipes has."""
     made: te_recipes.Recipe
-    x, w, dy = quantizers.input, quantizers.weight, quantizers.grad_output
-    dy_across = quantizers.grad_output_wgrad
     assert kernel_of(quantizers) is not None
-    assert x is not None
-    assert w is not None
-    assert dy is not None
-    assert dy_across is not None
+    each = quantizers.each
+    x, dy = each["input"], each["grad_output"]
     formats = te_recipes.Format.HYBRID if dy.format == "e5m2" else te_recipes.Format.E4M3
     if x.delayed:
         # One row: TE records into it. The window, and what follows from it, is in `AmaxHistory`.
@@ -75,9 +71,9 @@ def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
         made = te_recipes.MXFP8BlockScaling(backward_override=None)
     elif x.scale == "e4m3":
         made = te_recipes.NVFP4BlockScaling(
-            disable_rht=not dy_across.hadamard,
+            disable_rht=not each["grad_output.wgrad"].hadamard,
             disable_stochastic_rounding=not dy.stochastic,
-            disable_2d_quantization=not w.turns,
+            disable_2d_quantization=not each["weight"].turns,
             row_scaled_activation=False,
             nvfp4_4over6="none",
             backward_override=None,

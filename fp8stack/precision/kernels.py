@@ -82,15 +82,10 @@ def kernel_of(quantizers: Quantizers) -> str | None:
     """The name in `KERNELS` of what multiplies these operands, None if nothing does."""
     if _is_nvfp4(quantizers):
         return "nvfp4"
-    found = [(quantizers.along(o), quantizers.across(o)) for o in OPERANDS]
-    if any(not isinstance(q, Quantizer) for pair in found for q in pair):
+    each = quantizers.each
+    if any(name not in each or quantizers.across(name) != each[name] for name in OPERANDS):
         return None
-    if any(along != across for along, across in found):
-        return None
-    x, w, dy = (along for along, _ in found)
-    assert x is not None
-    assert w is not None
-    assert dy is not None
+    x, w, dy = (each[name] for name in OPERANDS)
     if any(q.stochastic or q.hadamard or q.format not in ("e4m3", "e5m2") for q in (x, w, dy)):
         return None
     if all(q.per_tensor for q in (x, w, dy)):
@@ -111,13 +106,15 @@ def kernel_of(quantizers: Quantizers) -> str | None:
 def _is_nvfp4(quantizers: Quantizers) -> bool:
     """Whether these are what some setting of TE's `NVFP4BlockScaling` has: gradients are drawn or
     not, both operands of dw are transformed or not, weights have squares or rows."""
-    rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
-    weight, dy = quantizers.weight, quantizers.grad_output
-    dy_across = quantizers.grad_output_wgrad
-    if weight not in (rows, replace(rows, block=(16, 16))) or dy is None or dy_across is None:
+    each = quantizers.each
+    if len(each) < 2 * len(OPERANDS):
         return False
-    drawn, hadamard = replace(rows, rounding=dy.rounding), dy_across.hadamard
-    return hadamard != 32 and quantizers == Quantizers(
+    rows = Quantizer(format="e2m1", block=(1, 16), scale="e4m3")
+    drawn = replace(rows, rounding=each["grad_output"].rounding)
+    weight, hadamard = each["weight"], each["grad_output.wgrad"].hadamard
+    if hadamard == 32 or weight not in (rows, replace(rows, block=(16, 16))):
+        return False
+    return quantizers == Quantizers(
         input=rows,
         input_wgrad=replace(rows, hadamard=hadamard),
         weight=weight,
