@@ -204,7 +204,8 @@ def trained(model: GPT, see: Callable[..., None] | None) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "again"),
-    [*((*way, None) for way in (*WAYS, ("nvfp4", "te"))), *(("delayed", "emulate", again) for again in (False, True)),
+    [*((*way, None) for way in (*WAYS, ("nvfp4", "te"))),
+     *(("delayed", "emulate", again) for again in (False, True)),
      ("mxfp8", "emulate", False), ("current", "emulate", True)],
 )  # fmt: skip
 def test_a_run_is_the_same_to_the_bit(
