@@ -12,6 +12,7 @@ activation checkpointing runs again in the backward pass.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.observe import Observer
 from fp8stack.backends.operands import Draws, LayerOperands
-from fp8stack.formats import Quantizers
+from fp8stack.formats import FORMATS, Quantizers
 from fp8stack.ops.activations import TRANSFORMER_ENGINES
 from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -233,6 +234,8 @@ class TELinear(LowPrecisionLinear):
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`; rows are padded to what TE takes."""
         backend, rows = self.backend, len(x)
+        if backend.hides_nan:
+            x = _ShowNaN.apply(x)  # type: ignore[no-untyped-call]
         missing = -rows % backend.row_multiple
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
@@ -271,6 +274,7 @@ class TEBackend(Backend):
         self.row_multiple = feature_multiple(quantizers, "te")
         self.te_recipe = te_recipe(quantizers)
         self.input = quantizers.input  # all layers that TE runs have this quantizer
+        self.hides_nan = FORMATS[self.input.format].dtype is None
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
 
     def delayed_scaling(self) -> DelayedScaling:
@@ -358,11 +362,30 @@ class TEBackend(Backend):
 
     def _before_backward(
         self, core: StatelessTEModule, gemms: int, records: bool, dy: Tensor
-    ) -> None:
+    ) -> Tensor | None:
         self.count_gemms(gemms)
         core.expect(_BWD, records)
         if records and self.delayed is not None:
             self.delayed.backward_ran()
+        return _with_infinities(dy) if self.hides_nan else None
+
+
+def _with_infinities(x: Tensor) -> Tensor:
+    """`x` with infinities in place of NaN. FP4 has codes for neither. TE leaves a NaN out of the
+    amax of the tensor; an infinity makes all of its product infinite or NaN, so that it shows."""
+    return x.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+class _ShowNaN(torch.autograd.Function):
+    """`_with_infinities`, which keeps nothing for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _with_infinities(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
 
 
 class _LayerNorm(te.LayerNorm):  # type: ignore[misc]

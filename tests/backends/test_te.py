@@ -531,6 +531,43 @@ def test_gradients_are_drawn_by_torchs_generator_and_anew_in_each_backward_pass(
     assert {int(v) for v in fp8_state(model).values()} == {0}  # the emulator's, which are kept
 
 
+@pytest.mark.parametrize("where", ["attention", "its gradient", "an input", "a gradient"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_nan_that_transformer_engine_would_hide_in_fp4_shows(te, monkeypatch, where, hidden):
+    model = gpt("nvfp4", model={"bias": False, "norm": "rmsnorm"})
+    backend, alone = model.backend, layers("nvfp4")
+    if hidden:
+        for each in (backend, alone.backend):
+            monkeypatch.setattr(each, "hides_nan", False)
+    put = torch.tensor(torch.nan)
+
+    def gradient(dy):
+        return torch.where(torch.arange(dy.shape[-1]) == 3, put, dy)
+
+    def attention(q, k, v, **options):
+        if where == "its gradient":
+            q.register_hook(gradient)
+        y = type(backend).attention(backend, q, k, v, **options)
+        return gradient(y) if where == "attention" else y
+
+    if where in ("attention", "its gradient"):
+        monkeypatch.setattr(backend, "attention", attention)
+        loss = loss_of(model, 1)
+        loss.backward()
+        found = [loss, *gradients(model).values()]
+    else:
+        xs = [normal(32, n, seed=n) for n, _ in Layers.SHAPES.values()]
+        if where == "an input":
+            xs[0] = gradient(xs[0])
+        xs = [x.requires_grad_() for x in xs]
+        ys = alone(xs)
+        if where == "a gradient":
+            ys[0].register_hook(gradient)
+        torch.autograd.backward(ys, [normal(*y.shape, seed=9).bfloat16() for y in ys])
+        found = [*ys, *(x.grad for x in xs), alone.a.weight.grad]
+    assert all(x.isfinite().all() for x in found) == hidden
+
+
 # When weights are quantized
 
 

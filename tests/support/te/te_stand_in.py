@@ -250,8 +250,10 @@ class Quantizer:
         return numerics.dequantize_blocks(*quantized, self.block)
 
     def _fp4(self, x: Tensor) -> Operand:
-        """By TE's reference, with stochastic rounding, which that has not, by torch's generator."""
+        """By TE's reference, with stochastic rounding, which that has not, by torch's generator. A
+        NaN is hidden, as by TE's kernels: `__hmax` leaves it out of the amax."""
         made_by, options = nvfp4_of_te(), self.options
+        x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         if options.random_hadamard_transform and x.dtype != torch.bfloat16:
             raise RuntimeError("RHT is only supported for bfloat16 input")
         quantizer = made_by.NVFP4QuantizerRef(
