@@ -81,7 +81,7 @@ def tune(
     chosen = list(tune.CANDIDATES) if recipes is None else options.words(recipes)
     request = forecasts.Request(recipes=tune.candidates(chosen), **flags)
     with _measuring() as tell:
-        forecast = forecasts.forecast(request, tell, must_tell=True)
+        forecast = forecasts.forecast(request, tell, require_covered=True)
     choices = tune.Choices(forecast, plain=tune.PLAIN in chosen)
     found = tune.tuned(choices, forecast, target)
     tune.write(found, forecast, target)

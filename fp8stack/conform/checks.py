@@ -84,9 +84,9 @@ def run_check(check: Check) -> Facts:
     except Skipped as reason:
         facts = {"skipped": str(reason)}
     except Exception as error:
-        said = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0]
         trace = traceback.format_exc()[-3000:]
-        facts = {"failed": f"{type(error).__name__}: {said[:300]}", "traceback": trace}
+        facts = {"failed": f"{type(error).__name__}: {text[:300]}", "traceback": trace}
     return {"check": check.name, "seconds": round(time.perf_counter() - start, 3), **facts}
 
 

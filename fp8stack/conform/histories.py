@@ -85,8 +85,8 @@ def by_hand(context: Context) -> Facts:
         state = ours.state_dict()
         expected = torch.tensor(scale), torch.tensor(window, dtype=torch.float32)
         found = {"ours": (state["x.scale"], state["x.amax_history"]), "reference": _state(slot)}
-        for who, told in found.items():
-            for what, one, other in zip(("scale", "window"), told, expected, strict=True):
+        for who, values in found.items():
+            for what, one, other in zip(("scale", "window"), values, expected, strict=True):
                 pairs[f"{who}, step {step}: {what}"] = one, other
     return same_bits(pairs)
 

@@ -103,7 +103,7 @@ def file_for(out: str | None) -> Path | None:
         return None
     path = Path(out)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"--out {quoted(out)} is no file in a folder that is there. Name another.")
+        raise UserError(f"--out {quoted(out)} is not a file in an existing folder. Give another.")
     return path
 
 

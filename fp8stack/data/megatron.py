@@ -101,7 +101,7 @@ def part(path: Path) -> Part:
     if not (whole and ascends(found)):
         raise UserError(
             f"{index.index.path}: its documents do not go from the first to the last of its "
-            f"{index.sequences} sequences. Make the index anew."
+            f"{index.sequences} sequences. Make the index again."
         )
     if size != tokens * index.width:
         raise UserError(
@@ -117,13 +117,13 @@ def _read_index(path: Path) -> tuple[Index, str]:
     if not head.startswith(MAGIC):
         raise UserError(
             f"{path} is not an index of Megatron-LM: it does not begin with MMIDIDX. Make both "
-            "files anew with a Megatron-LM of 2019 or later, or remove it."
+            "files again with a Megatron-LM of 2019 or later, or remove it."
         )
     if size < HEADER.size:
         raise UserError(f"{path} ends within its header. Copy it again.")
     _, version, code, sequences, documents = HEADER.unpack(head[: HEADER.size])
     if version != 1:
-        raise UserError(f"{path} is of version {version}, and only 1 is known. Make it anew.")
+        raise UserError(f"{path} is of version {version}, and only 1 is known. Make it again.")
     if code not in DTYPES:
         kind = FLOATS.get(code, "an unknown type")
         raise UserError(f"{path} says that its tokens are {kind} (code {code}). Use whole numbers.")
@@ -135,7 +135,7 @@ def _read_index(path: Path) -> tuple[Index, str]:
     if size != needed:
         raise UserError(
             f"{path} should have {needed} bytes for its {sequences} sequences and {documents} "
-            f"document indices, and has {size}. Copy it again, or make it anew."
+            f"document indices, and has {size}. Copy it again, or make it again."
         )
     content, width = map_tokens(path, "|u1"), np.dtype(DTYPES[code]).itemsize
     part = Part(path=path, tokens=content)
@@ -155,7 +155,7 @@ def _require_sequence_after_sequence(index: Index) -> int:
         if wrong.any():
             raise UserError(
                 f"{index.index.path}: sequence {at + int(wrong.argmax())} does not begin where "
-                "the one before it ends. Make the index anew."
+                "the one before it ends. Make the index again."
             )
         end = int(ends[-1])
     return end // index.width

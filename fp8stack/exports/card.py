@@ -38,7 +38,11 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
     lines += [f"- {json.dumps(tag)}" for tag in dict.fromkeys(tags)]  # a JSON string is YAML
     lines += ["---", MARK, "", f"# {repository.split('/')[1] if repository else 'Model card'}", ""]
     lines += ["Pretrained with fp8stack, in low precision where its recipe says so.", ""]
-    lines += ["| | |", "|---|---|", *(f"| {key} | {said} |" for key, said in _facts(source, title))]
+    lines += [
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in _facts(source, title)),
+    ]
     lines += ["", *(f"{gap}\n" for gap in _gaps(source, recipe))]
     lines += ["## Use", "", "```python", *_loading(name), "```", ""]
     if format == "hf":

@@ -122,14 +122,17 @@ def load_trained(request: Request) -> Trained:
 
 
 def forecast(
-    request: Request, tell: Callable[[str], None] = lambda line: None, *, must_tell: bool = False
+    request: Request,
+    tell: Callable[[str], None] = lambda line: None,
+    *,
+    require_covered: bool = False,
 ) -> Forecast:
     """Predict the loss gap of each requested recipe.
 
     Args:
         request: the model, the recipes and the data.
         tell: called with the name of each recipe once it is measured.
-        must_tell: raise an error, before measuring, if the law does not cover the model.
+        require_covered: raise an error, before measuring, if the law does not cover the model.
 
     Raises:
         UserError: such a model, and what `load_trained` and `load_recipe` raise.
@@ -142,7 +145,7 @@ def forecast(
         raise UserError(f"{', '.join(without)}: nothing is quantized. Name other --recipes.")
     trained = load_trained(request)
     law = fitted()
-    if must_tell and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):
+    if require_covered and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):
         raise UserError(f"No recipe can be tuned for {quoted(trained.name)}: {why}.")
     measured: dict[str, Sensitivity] = {}
     windows = trained.windows.tokens

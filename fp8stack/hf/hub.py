@@ -221,5 +221,5 @@ def _refused(hub: Any, repository: Repository, error: Exception) -> UserError:
 
 def _why(error: Exception) -> str:
     """An error and its causes in one line."""
-    said = " ".join(str(error.__context__ or error).split()) or type(error).__name__
-    return quoted(said).rstrip(".")
+    text = " ".join(str(error.__context__ or error).split()) or type(error).__name__
+    return quoted(text).rstrip(".")

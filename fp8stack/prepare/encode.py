@@ -210,8 +210,8 @@ def _parsed_lines(item: Item, key: str) -> Iterator[tuple[int, object, int]]:
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", type(error).__name__)
             raise UserError(
-                f"{where} is not JSON ({reason}). Mend the line or take it out; the same command "
-                "then goes on from there."
+                f"{where} is not JSON ({reason}). Correct or remove the line; the same command "
+                "then continues from there."
             ) from error
         if not isinstance(row, dict):
             raise UserError(

@@ -160,13 +160,14 @@ class Folder:
         one."""
         output = settings.of_output()
         # A trained tokenizer has no name: show its size.
-        for key, asked in sorted(output.items(), key=lambda item: item[0] == "tokenizer"):
-            if found.get(key) != asked:
+        for key, value in sorted(output.items(), key=lambda item: item[0] == "tokenizer"):
+            if found.get(key) != value:
                 flag = "the inputs" if key == "inputs" else "--" + key.replace("_", "-")
-                there, now = _shown(found.get(key)), _shown(asked)
+                there, now = _shown(found.get(key)), _shown(value)
                 raise UserError(
-                    f"{quoted(str(self.path))} was prepared otherwise: {flag} there {there}, now "
-                    f"{now}. Give the same command to go on, another --out, or --overwrite."
+                    f"{quoted(str(self.path))} was prepared with other settings: {flag} was "
+                    f"{there}, now {now}. Give the same command to continue, another --out, or "
+                    "--overwrite."
                 )
 
     def require_empty(self) -> None:
@@ -188,14 +189,14 @@ class Folder:
                 if not file.is_file() or file.stat().st_size != size:
                     raise UserError(
                         f"{quoted(str(file))} is missing or has another size than {MANIFEST} says. "
-                        "Begin anew with --overwrite."
+                        "Start over with --overwrite."
                     )
 
 
 def _broken(path: Path, why: object) -> UserError:
     reason = quoted(" ".join(str(why).split()))
     return UserError(
-        f"{quoted(str(path))} cannot be read ({reason}). Begin anew with --overwrite, or give "
+        f"{quoted(str(path))} cannot be read ({reason}). Start over with --overwrite, or give "
         "another --out."
     )
 

@@ -181,17 +181,17 @@ def _kind(path: Path) -> Kind:
         return "parquet"
     if name.endswith(TABLES):
         raise UserError(
-            f"{quoted(str(path))} is a table in {name.rpartition('.')[2].upper()}, whose documents "
-            "are not seen. Make JSON lines or parquet of it, give it the name .txt to have it as "
-            f"one text, or leave it out by --exclude '*{Path(name).suffix + packed}'."
+            f"{quoted(str(path))} is a {name.rpartition('.')[2].upper()} table, which is not "
+            "supported. Convert it to JSON lines or parquet, rename it to .txt to read it as one "
+            f"text, or leave it out by --exclude '*{Path(name).suffix + packed}'."
         )
     if name.endswith(".json"):
         head = _head(path)
         if b"".join(head.split()).startswith(b"[{"):
             raise UserError(
-                f"{quoted(str(path))} is an array of JSON objects, whose documents are not seen. "
-                "Make JSON lines of it, such as by `jq -c '.[]'`, give it the name .txt to have it "
-                "as one text, or leave it out by --exclude."
+                f"{quoted(str(path))} is an array of JSON objects, which is not supported. "
+                "Convert it to JSON lines, as by `jq -c '.[]'`, rename it to .txt to read it as "
+                "one text, or leave it out by --exclude."
             )
         # It holds JSON lines if the first line, as far as it was read, is an object.
         first, newline, _ = head.lstrip().partition(b"\n")

@@ -190,7 +190,7 @@ def _read_rows(source: Source, position: Position, how: Reading) -> Items:
         if before is None or _row_check(before.content[0]) != position.check:
             raise UserError(
                 f"{quoted(source.path)} has changed where it was read already, before row "
-                f"{position.offset + 1}. Put it back as it was, or begin anew with --overwrite."
+                f"{position.offset + 1}. Put it back as it was, or start over with --overwrite."
             )
     for rows in read(source.path, position.offset, position.state, how.text_key, how.item_bytes):
         first = position.offset

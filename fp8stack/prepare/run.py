@@ -79,7 +79,7 @@ def _require_same(
     if manifest["inputs"] != describe_inputs(settings.inputs, sources):
         raise UserError(
             f"The inputs have changed since {name} was prepared. Give another --out, or prepare "
-            "them anew with --overwrite."
+            "them again with --overwrite."
         )
     folder.require_shards(manifest)
     read_from_file = settings.train_bpe is None and settings.tokenizer not in NAMED
@@ -87,7 +87,7 @@ def _require_same(
     if read_from_file and load_tokenizer(settings.tokenizer).sha256 != made_with:
         raise UserError(
             f"{name} was prepared with another tokenizer of that name. Give another --out, or "
-            "prepare it anew with --overwrite."
+            "prepare it again with --overwrite."
         )
 
 
@@ -116,7 +116,7 @@ def _begin(
     elif journal.tokenizer != tokenizer.sha256:
         raise UserError(
             f"{quoted(str(folder.path))} was begun with another tokenizer of that name. Give "
-            "another --out, or begin anew with --overwrite."
+            "another --out, or start over with --overwrite."
         )
     write_atomically(folder.tokenizer_path, tokenizer.to_json().encode())
     if trained_on is not None:
@@ -131,11 +131,11 @@ def _train(settings: Settings, sources: Sequence[Source], size: int) -> tuple[To
     say(f"training a tokenizer of {size} tokens")
     reading = Reading(text_key=settings.text_key)
     with closing(Display("read", total, 0)) as display:
-        trained, seen = train_bpe(sources, size, reading, display.update)
+        trained, read_bytes = train_bpe(sources, size, reading, display.update)
     if trained.vocabulary < size:
         fewer = trained.vocabulary
         say(f"note: the text gives {fewer} tokens and no more; give more text for {size}")
-    return trained, seen
+    return trained, read_bytes
 
 
 def _streams(sources: Sequence[Source]) -> bool:
@@ -161,7 +161,7 @@ class _Preparation:
         if len(done) < self.position.source or listing_of(done) != journal.read:
             raise UserError(
                 f"Inputs that were read already have changed since {quoted(str(folder.path))} was "
-                "begun. Put them back as they were, or begin anew with --overwrite."
+                "begun. Put them back as they were, or start over with --overwrite."
             )
         self.writers = {
             name: SplitWriter(folder.path, name, tokenizer.dtype, settings.shard_tokens, state)

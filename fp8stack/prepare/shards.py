@@ -149,5 +149,5 @@ def _require_bytes(path: Path, size: int) -> None:
     """Raise a UserError unless the file exists and is at least that large."""
     if not path.is_file() or path.stat().st_size < size:
         raise UserError(
-            f"{quoted(str(path))} is missing or shorter than it was. Begin anew with --overwrite."
+            f"{quoted(str(path))} is missing or shorter than it was. Start over with --overwrite."
         )

@@ -71,7 +71,7 @@ class ByteStream:
         if check_of(tail) != check or self.offset != offset:
             raise UserError(
                 f"{quoted(str(self.path))} has changed where it was read already, before byte "
-                f"{offset}. Put it back as it was, or begin anew with --overwrite."
+                f"{offset}. Put it back as it was, or start over with --overwrite."
             )
         return tail
 

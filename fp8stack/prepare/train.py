@@ -41,25 +41,25 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    seen = 0
+    read_bytes = 0
 
     def texts() -> Iterator[list[str]]:
-        nonlocal seen
+        nonlocal read_bytes
         done = 0
         for source, budget in sample_of(sources):
-            begun = seen
+            begun = read_bytes
             for some, on_disk in _beginning(source, budget, how):
                 yield some
-                seen += sum(map(bytes_of, some))
-                part = min(1.0, (seen - begun) / budget)
+                read_bytes += sum(map(bytes_of, some))
+                part = min(1.0, (read_bytes - begun) / budget)
                 report(done + max(on_disk, round(source.size * part)))
             done += source.size
 
     library.train_from_iterator(texts(), trainer=trainer)
-    if seen == 0:
+    if read_bytes == 0:
         raise UserError("There is no text in the inputs to train a tokenizer on. Give other files.")
     name = f"bpe-{library.get_vocab_size()}"
-    return tokenizer_from_json(library.to_str(pretty=True) + "\n", name), seen
+    return tokenizer_from_json(library.to_str(pretty=True) + "\n", name), read_bytes
 
 
 def sample_of(sources: Sequence[Source]) -> list[tuple[Source, int]]:

@@ -24,7 +24,7 @@ from fp8stack.presets import read_toml
 KINDS = ("input", "weight", "grad_output")  # the operands of a linear's three GEMMs
 FIGURES = ("amax", "scale", "headroom_bits", "saturated", "underflow", "nonfinite", "sqnr_db")
 """The figures of an operand in telemetry."""
-FLOW = ("norm", "ratio", "zeros")  # the figures of a gradient
+GRADIENT_FIGURES = ("norm", "ratio", "zeros")  # the figures of a gradient
 
 LONGEST_LINE = 2**24  # characters: a longer line of JSON is no row of a run
 LARGEST_BYTES = 2**24  # larger files are not read whole
@@ -58,7 +58,7 @@ class Operand(Series):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient(Series):
-    """The gradient of one part of the model, with each of `FLOW`."""
+    """The gradient of one part of the model, with each of `GRADIENT_FIGURES`."""
 
     part: str
 
@@ -253,7 +253,7 @@ def _session(began: dict[str, Any], ended: dict[str, Any]) -> Session:
 
 def _read_telemetry(path: Path, run: Run) -> None:
     series: dict[tuple[str, str, str], _Rows] = {}
-    flows: dict[str, _Rows] = {}
+    by_part: dict[str, _Rows] = {}
     models: dict[int, dict[str, Any]] = {}
     newest = -1
     for row in _lines(path, run.notes):
@@ -263,12 +263,12 @@ def _read_telemetry(path: Path, run: Run) -> None:
         if step is None:
             continue
         if "gradient" in row:
-            flows.setdefault(str(row["gradient"]), _Rows(FLOW)).add(step, row)
+            by_part.setdefault(str(row["gradient"]), _Rows(GRADIENT_FIGURES)).add(step, row)
             continue
         if "operand" not in row:
             if step <= newest:  # rolled back: these samples are taken again
                 models = {at: kept for at, kept in models.items() if at < step}
-                for kept in (*series.values(), *flows.values()):
+                for kept in (*series.values(), *by_part.values()):
                     kept.forget_from(step)
             newest = step
             models[step] = row
@@ -277,7 +277,7 @@ def _read_telemetry(path: Path, run: Run) -> None:
         key = (tried, str(row.get("layer")), str(row["operand"]))
         series.setdefault(key, _Rows(FIGURES)).add(step, row)
     run.models = [models[step] for step in sorted(models)]
-    run.gradients = [Gradient(part=part, **of.arrays()) for part, of in flows.items() if of.rows]
+    run.gradients = [Gradient(part=part, **of.arrays()) for part, of in by_part.items() if of.rows]
     order = {str(table(layer).get("name")): at for at, layer in enumerate(layers(run.plan))}
     for key in sorted(series, key=lambda key: order.get(key[1], len(order))):
         if (found := series[key]).rows:

@@ -53,7 +53,10 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
     [
         (["--only", "nonsense"], "No check matches --only 'nonsense'. Groups: casts, scales, "),
         (["--device", "tpu"], "No device 'tpu'. Known: auto, cpu, cuda."),
-        (["--out", "missing/report.json"], "--out missing/report.json is no file in a folder that"),
+        (
+            ["--out", "missing/report.json"],
+            "--out missing/report.json is not a file in an existing folder",
+        ),
         (["--out", "."], "Name another."),
         (["--seed", "-1"], "--seed"),
     ],

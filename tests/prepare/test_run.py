@@ -173,7 +173,7 @@ def test_a_trained_bpe_has_its_size_is_the_library_s_and_the_same_each_time(corp
     again = prepared(corpus, out=tmp_path / "again", train_bpe=300)
     assert manifest["tokenizer"]["sha256"] == mine.sha256 == again["tokenizer"]["sha256"]
     # Asked for no more, it is named by its flag.
-    assert "--train-bpe there 300, now none" in refusal(corpus, out=out)
+    assert "--train-bpe was 300, now none" in refusal(corpus, out=out)
     # Given as a file, it is used and kept.
     given = out / "tokenizer.json"
     manifest = prepared(corpus, out=tmp_path / "given", tokenizer=str(given))
@@ -399,7 +399,7 @@ def test_files_of_a_folder_are_chosen_by_patterns(changes, texts, mixed_folder, 
     prepared(mixed_folder, out=out, held_out=0.0, **changes)
     require(out, texts, share=0.0)
     message = refusal(mixed_folder, out=out, held_out=0.0, include=("a.md",))
-    assert "was prepared otherwise: --" in message
+    assert "was prepared with other settings: --" in message
 
 
 def test_a_table_in_a_folder_is_left_out_where_it_is_excluded(tmp_path, out):
@@ -487,7 +487,7 @@ BAD_FILES = {
     "cut.jsonl.zst": (zstandard.ZstdCompressor().compress(JSON_LINES)[:-5], "cut short or damaged"),
     "no.txt.zst": (b"plain text", "damaged after 0 bytes"),
     "no.parquet": (b"PAR1" + bytes(99), "as parquet"),
-    "table.csv": (b"n,text\n1,one\n", "is a table in CSV"),
+    "table.csv": (b"n,text\n1,one\n", "is a CSV table"),
     "array.json.gz": (gzip.compress(b'[\n {"text": "one"}\n]'), "is an array of JSON objects"),
     "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "looks binary: byte 8"),
     "empty.txt": (b"", "is empty"),
@@ -624,7 +624,7 @@ def test_a_finished_folder_is_left_as_it_is_and_must_be_of_the_same_inputs_and_t
 def test_another_command_is_refused_unless_it_may_overwrite(changes, corpus, out):
     prepared(corpus, out=out)
     message = refusal(corpus, out=out, **changes)
-    assert "was prepared otherwise" in message
+    assert "was prepared with other settings" in message
     assert "--overwrite" in message
     if changes != {"text_key": "n"}:
         written(out / "notes.md", b"mine")
