@@ -57,7 +57,7 @@ def test_something_wrong_ends_in_exit_code_1_and_is_named(command, capsys, monke
             ["--out", "missing/report.json"],
             "--out missing/report.json is not a file in an existing folder",
         ),
-        (["--out", "."], "Name another."),
+        (["--out", "."], "Give another."),
         (["--seed", "-1"], "--seed"),
     ],
 )
