@@ -1,6 +1,9 @@
-"""Whether torch.compile has what it needs here."""
+"""Whether torch.compile has what it needs here, and how inductor is to choose."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, Plan
@@ -94,3 +97,38 @@ def _require_cpp_compiler(what: str, instead: str) -> None:
             f"{what} needs a C++ compiler and none was found. Install g++, name one by the "
             f"environment's CXX, or {instead}."
         ) from error
+
+
+@cache
+def fuse_norms_with_their_own_gradients() -> None:
+    """Have inductor compute the gradient of a norm's weight in the kernel that computes that of the
+    norm's input, for all code that this process compiles for GPUs.
+
+    torch 2.13 fuses the weight gradients of a block's two norms with each other first, as both read
+    the residual stream, in a kernel that reads one norm's operands a second time (pytorch pull
+    request 168209 says how it chooses). So sums over rows that a GEMM separates are not fused. To
+    be deleted when torch does without.
+    """
+    from torch._inductor import scheduler as inductor
+    from torch._inductor.choices import InductorChoices
+
+    mixed: Any = getattr(inductor, "MixOrderReduction", None)  # torch 2.10 may lack it
+    if mixed is None:
+        return
+    plain: Any = InductorChoices.can_fuse_horizontal
+
+    def can_fuse(scheduler: Any, node: Any, other: Any, shared: int) -> bool:
+        pair = (node, other)
+        if all(one.is_gpu() and one.is_reduction() for one in pair):
+            first, last = sorted(one.min_order for one in pair)
+            apart = any(
+                isinstance(one, inductor.ExternKernelSchedulerNode) and first < one.min_order < last
+                for one in scheduler.nodes
+            )
+            if apart and not any(map(mixed.is_contiguous_node, pair)):
+                return False
+        found: bool = plain(scheduler, node, other, shared)
+        return found
+
+    choices: Any = InductorChoices
+    choices.can_fuse_horizontal = staticmethod(can_fuse)

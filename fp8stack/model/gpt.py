@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activation_checkpoint import contexts
-from fp8stack.backends.compiler import SELECTIVE_COMPILED
+from fp8stack.backends.compiler import SELECTIVE_COMPILED, fuse_norms_with_their_own_gradients
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
@@ -307,6 +307,8 @@ class GPT(nn.Module):
             # Outputs of a compiled block's operators may lie in memory that it reuses.
             raise UserError(SELECTIVE_COMPILED)
         allow_many_compilations()
+        if backend == "inductor":
+            fuse_norms_with_their_own_gradients()
         for part in self.modules():
             if isinstance(part, Compilable):
                 part.compile_forward(backend, mode)

@@ -89,6 +89,15 @@ def test_a_cast_is_written_once_beside_its_transpose():
     assert first["bytes"] == pytest.approx(8192 * 4096 * (4 + 1), rel=0.01)
 
 
+def test_the_gradient_of_a_norms_weight_is_summed_where_that_of_its_input_is():
+    """By hand: the first norm's backward pass reads the stream and the gradient of what follows it,
+    and writes their sum, in float32; what the linear after it gives is in bf16."""
+    block = [one for one in kernels_of("llama-8b", "delayed", "9.0") if one["part"] == "block"]
+    generated = [one for one in block if one["backward"] and one["kind"] == "generated"]
+    last = [one["bytes"] for one in generated if one["bytes"] > 2**20][-1]
+    assert last == pytest.approx(8192 * 4096 * (4 + 4 + 4 + 2), rel=0.01)
+
+
 @pytest.mark.slow
 def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own():
     """Inductor writes columns byte by byte in a kernel that sums over rows."""
