@@ -162,6 +162,7 @@ def _hub(wanted_by: str) -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.errors
+        import huggingface_hub.utils
     except ImportError:
         hint = "Install it: pip install huggingface_hub."
         raise UserError(f"{quoted(wanted_by)} needs huggingface_hub. {hint}") from None

@@ -3,6 +3,7 @@ Hub on this machine."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -115,6 +116,12 @@ def test_without_huggingface_hub_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     told = "hf:a/b needs huggingface_hub. Install it: pip install huggingface_hub."
     assert refusal(find_source, "hf:a/b") == told
+
+
+def test_a_process_that_has_not_used_huggingface_hub_before_may_push():
+    code = "from fp8stack.hf import hub; hub.require_pushable('a/b')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_records_the_commit_and_is_resumed_from_there(hub: Hub, files, command, capsys):
