@@ -92,10 +92,13 @@ class Compilable(nn.Module):
     """A module whose forward pass can be compiled; copies of it are not compiled."""
 
     def compile_forward(self, backend: str | Callable[..., Any], mode: str = "default") -> None:
-        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
+        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside. Inductor
+        rounds as often as eager code does, so that casts to FP8 have the same operands."""
         options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
-        if mode != "default":  # backends but inductor take none
-            options["mode"] = mode
+        if backend == "inductor":  # others take no options
+            from torch._inductor import list_mode_options
+
+            options["options"] = list_mode_options(mode) | {"emulate_precision_casts": True}
         self.forward = torch.compile(self.forward, **options)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fp8stack.backends.compiler import is_compiled
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.config import RunConfig
 from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.model.gpt import GPT
+from fp8stack.model.gpt import GPT, Compilable
 from fp8stack.precision import Hardware
 from fp8stack.training.setup import build
 from fp8stack.training.setup.variants import plan_recipe
@@ -254,19 +254,32 @@ def test_a_model_compiled_by_inductor_learns_as_in_eager_mode(recipe, backend):
 
 
 def test_the_mode_of_a_run_is_that_of_torch_compile(monkeypatch, tmp_path):
-    modes = []
+    tunes = []
 
     def compiling(forward, **options):
-        modes.append(options.get("mode"))
+        tunes.append(options["options"].get("max_autotune", False))
         return forward
 
     monkeypatch.setattr(torch, "compile", compiling)
     monkeypatch.setattr(build, "require_compiler", lambda *_: None)
     monkeypatch.setattr(build, "_be_deterministic", lambda: None)
     for place, mode in enumerate(("default", "max-autotune-no-cudagraphs")):
-        modes.clear()
+        tunes.clear()
         SmallLoop(tmp_path / str(place), "fp32", compile=True, compile_mode=mode)
-        assert modes == [None if mode == "default" else mode] * 2  # a block, and the loss
+        assert tunes == [mode != "default"] * 2  # a block, and the loss
+
+
+class Products(Compilable):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x * y) + x) * y
+
+
+def test_compiled_code_rounds_to_bfloat16_as_often_as_eager_code():
+    x, y = normal(64, 256).bfloat16(), normal(64, 256, seed=1).bfloat16()
+    fast = Products()
+    fast.compile_forward("inductor")
+    assert torch.equal(fast(x, y), Products()(x, y))
+    assert not torch.equal(torch.compile(Products())(x, y), Products()(x, y))
 
 
 H200 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
