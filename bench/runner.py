@@ -221,7 +221,8 @@ def check(words: Sequence[str]) -> int:
 
 def _has_ratios(folder: Path, name: str) -> bool:
     path = folder / f"{name}.json"
-    return path.exists() and any("ratio" in row for row in json.loads(path.read_text())["results"])
+    results = json.loads(path.read_text()).get("results", []) if path.exists() else []
+    return any("ratio" in row for row in results)
 
 
 def regressions(committed: Report, found: Report, tolerance: float) -> list[str]:

@@ -58,6 +58,12 @@ def committed(tmp_path, monkeypatch) -> list[str]:
     return ["grid", "--results", str(tmp_path)]
 
 
+def test_by_default_the_gate_checks_all_results_that_have_ratios(committed, tmp_path, capsys):
+    (tmp_path / "study.json").write_text('{"cells": []}')
+    assert runner.check(committed[1:]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("grid: 0 worse")
+
+
 def test_an_injected_slowdown_fails_the_gate_and_is_named(committed, monkeypatch, capsys):
     assert runner.check(committed) == 0
     _grid_at(monkeypatch, 1.5, (1.0, 1.05))
