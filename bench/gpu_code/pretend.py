@@ -135,7 +135,6 @@ def _compile_without_running() -> None:
     patterns: Any
     for patterns, name in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init")):
         setattr(patterns, name, lambda *args: None)
-    config.emulate_precision_casts = True  # as `Compilable.compile_forward` does
     config.force_disable_caches = True
     config.use_static_triton_launcher = False  # keeps no PTX
     config.joint_graph_constant_folding = False  # would compute on the device

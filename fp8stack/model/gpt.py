@@ -98,6 +98,7 @@ class Compilable(nn.Module):
         if backend == "inductor":  # others take no options
             from torch._inductor import list_mode_options
 
+            fuse_norms_with_their_own_gradients()
             options["options"] = list_mode_options(mode) | {"emulate_precision_casts": True}
         self.forward = torch.compile(self.forward, **options)
 
@@ -310,8 +311,6 @@ class GPT(nn.Module):
             # Outputs of a compiled block's operators may lie in memory that it reuses.
             raise UserError(SELECTIVE_COMPILED)
         allow_many_compilations()
-        if backend == "inductor":
-            fuse_norms_with_their_own_gradients()
         for part in self.modules():
             if isinstance(part, Compilable):
                 part.compile_forward(backend, mode)

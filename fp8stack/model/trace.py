@@ -13,8 +13,7 @@ and Transformer Engine:
 - the mask of dropout is as wide as its values on a CPU, and takes one byte each on a GPU;
 - a quantizer returns its values and scales from one operator, as on a CPU;
 - Transformer Engine saves the operands of its linears as torch's scaled GEMMs do, NVFP4's in half
-  the bytes. A norm fused
-  with the linears after it saves its input in the compute dtype.
+  the bytes. A norm fused with the linears after it saves its input in the compute dtype.
 """
 
 from __future__ import annotations
