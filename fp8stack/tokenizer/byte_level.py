@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,13 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """See `Tokenizer.to_json`."""
-        vocabulary = {written(bytes([byte])): byte for byte in range(BYTES_END_OF_TEXT)}
-        return bpe_json(vocabulary, [], BYTES_END_OF_TEXT, words=False)
+        return _json_of_bytes()
 
     def _bytes_of_tokens(self) -> Sequence[bytes]:
         return [*(bytes([byte]) for byte in range(BYTES_END_OF_TEXT)), b""]
+
+
+@cache
+def _json_of_bytes() -> str:
+    vocabulary = {written(bytes([byte])): byte for byte in range(BYTES_END_OF_TEXT)}
+    return bpe_json(vocabulary, [], BYTES_END_OF_TEXT, words=False)

@@ -1,6 +1,7 @@
 """Runs without what takes longer than the training of a tiny one."""
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,13 @@ _library: dict[int, Corpus] = {}
 @contextmanager
 def quick_runs() -> Iterator[None]:
     """Within, the losses of a run and of a comparison are listed and not drawn, a CPU's peak,
-    which is measured once a process, is measured in a moment, and the standard library's source is
-    read and the command's options are parsed once a process."""
+    which is measured once a process, is measured in a moment, no file waits for the disk, and the
+    standard library's source is read and the command's options are parsed once a process."""
     with (
         patch.object(finalize, "loss_plot", _listed),
         patch.object(comparison, "comparison_plot", _compared),
         patch.object(throughput, "BURSTS_S", 0.0),
+        patch.object(os, "fsync", lambda descriptor: None),
         patch.object(_Loader, "splits", _read_once),
         patch.object(Corpus, "fingerprint", _summed_once),
         patch.object(typer.main, "get_command", cache(typer.main.get_command)),
