@@ -229,7 +229,7 @@ _OF_RUNS: dict[str, tuple[Damage, str]] = {
     "metrics of digits": (_line_added('{"step": 1' + "0" * 5000 + "}"), ""),
     "metrics of NaN": (_line_added('{"step": 2, "loss": NaN}'), ""),
 }
-_EACH: dict[str, Callable[[bytes], bytes]] = {
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[:-1],
     "flipped": _flipped,
     "empty": lambda content: b"",
@@ -238,7 +238,7 @@ CORRUPTIONS = (
     {
         f"{file} {how}": Corruption(damage=_edited(file, change), named=f"{NEWEST}/{file}"[12:])
         for file in FILES
-        for how, change in _EACH.items()
+        for how, change in DAMAGES.items()
     }
     | {
         f"{file} missing": Corruption(damage=lambda f, n=file: (f / n).unlink(), named=file)  # type: ignore[misc]

@@ -18,6 +18,8 @@ from tests.faults.bounded import command as in_child
 from tests.faults.inputs import input_data, input_fuzz
 from tests.faults.inputs.input_corruptions import (
     CORRUPTIONS,
+    DAMAGES,
+    FILES,
     NEWEST,
     OLDER,
     problem,
@@ -36,7 +38,17 @@ def run(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("what", CORRUPTIONS)
+# Each file, and each way in which any file is damaged; the manifest in each way.
+OTHER_FILES = {f"{file} {how}" for file in FILES[:4] for how in (*DAMAGES, "missing")} - {
+    "model.safetensors flipped", "optimizer.safetensors empty", "rng.safetensors missing",
+    "fp8.safetensors cut",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(w, marks=pytest.mark.slow if w in OTHER_FILES else []) for w in CORRUPTIONS],
+)
 def test_the_file_is_named_and_the_last_good_checkpoint_used(what, pristine, tmp_path):
     assert problem(pristine, tmp_path / "copy", CORRUPTIONS[what]) == ""
 
