@@ -104,32 +104,23 @@ def way(request):
         yield
 
 
-@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", EVERY)
-def test_the_values_are_those_of_the_bytes(name, dim, way):
+def test_the_values_are_those_of_the_bytes(name):
     quantizer, generator = EVERY[name], generator_of(EVERY[name])
     x = uneven(75, 140)
-    for matrix in (with_specials(x), extreme(), extreme() * 2.0**-126, numbers(x).T, x[::2, 3:]):
-        before = matrix.clone()
-        ours = round_to(matrix, quantizer, dim, generator)
-        assert_same(ours, wanted(matrix, quantizer, dim))
+    matrices = (with_specials(x), extreme(), extreme() * 2.0**-126, numbers(x).T, x[::2, 3:])
+    for matrix, dim in itertools.product(matrices, (0, 1)):
+        before, known = matrix.clone(), wanted(matrix, quantizer, dim)
+        for way in WAYS:
+            with cast_by(way):
+                assert_same(round_to(matrix, quantizer, dim, generator), known)
+                counted_back = round_to(matrix, quantizer, dim - 2, generator)
+            assert_same(counted_back, known)
         np.testing.assert_array_equal(to_numpy(matrix), to_numpy(before))
-    counted_back = round_to(x, quantizer, dim - 2, generator)
-    assert torch.equal(counted_back.values, round_to(x, quantizer, dim, generator).values)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", EVERY)
-def test_the_values_of_other_dtypes_are_those_of_the_bytes(name, dtype):
-    quantizer, generator = EVERY[name], generator_of(EVERY[name])
-    for x in (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128)):
-        ours = round_to(x.to(dtype), quantizer, 1, generator)
-        assert_same(ours, wanted(x.to(dtype), quantizer, 1))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_small_and_empty_matrices(name):
-    quantizer, generator = EVERY[name], generator_of(EVERY[name])
+    halves = itertools.product((torch.bfloat16, torch.float16), (x, with_specials(x), x[:64, :128]))
+    for dtype, matrix in halves:
+        half = matrix.to(dtype)
+        assert_same(round_to(half, quantizer, 1, generator), wanted(half, quantizer, 1))
     for shape, dim in itertools.product([(0, 32), (32, 0), (1, 1), (0, 0)], (0, 1)):
         x = torch.full(shape, -3.3)
         ours = round_to(x, quantizer, dim, generator)
@@ -168,15 +159,16 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_both_directions_equal_one_after_the_other(pair, way):
+def test_both_directions_equal_one_after_the_other(pair):
     along, across = (EVERY[name] for name in pair)
     generators = (DRAWN, replace(DRAWN, stream=9))
-    for x in (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16()):
-        for ours, quantizer, dim in zip(
-            round_both(x, along, across, generators), (along, across), (1, 0), strict=True
-        ):
-            one = round_to(x, quantizer, dim, generators[1 - dim])
-            assert_same(ours, (one.values.numpy(), one.factor))
+    matrices = (uneven(75, 140), with_specials(uneven(75, 140)), uneven(64, 128).bfloat16())
+    for x, way in itertools.product(matrices, WAYS):
+        with cast_by(way):
+            both = round_both(x, along, across, generators)
+            for ours, quantizer, dim in zip(both, (along, across), (1, 0), strict=True):
+                one = round_to(x, quantizer, dim, generators[1 - dim])
+                assert_same(ours, (one.values.numpy(), one.factor))
 
 
 def test_alike_quantizers_share_their_passes_and_turned_ones_their_values(monkeypatch):
@@ -294,10 +286,13 @@ def test_any_matrix_rounds_to_the_values_of_its_bytes(x, name, dim, way):
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 448 / 3, 2.0**-20, 3e7, 2.0**127])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-def test_every_16_bit_value_and_every_tie_rounds_as_ml_dtypes_casts(format, scale, way):
+def test_every_16_bit_value_and_every_tie_rounds_as_ml_dtypes_casts(format, scale):
     for x in (every_value(torch.bfloat16), every_value(torch.float16), fp32_values()):
         expected = decoded(format)[fp8_codes(to_numpy(x), scale, format)]
-        np.testing.assert_array_equal(round_to_fp8(x, torch.tensor(scale), format), expected)
+        for way in WAYS:
+            with cast_by(way):
+                ours = round_to_fp8(x, torch.tensor(scale), format)
+            np.testing.assert_array_equal(ours, expected)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (13, 29), (2, 3, 4, 5)], ids=str)
@@ -309,24 +304,29 @@ def test_a_tensor_of_any_shape_rounds_to_fp8(shape, way):
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_the_functions_for_one_recipe_give_the_values_of_the_bytes(name, dtype, way):
+def test_the_functions_for_one_recipe_give_the_values_of_the_bytes(name, dtype):
     quantizer = RULES[name]
     for x in (with_specials(uneven(75, 140)).to(dtype), extreme().to(dtype)):
         known = {dim: wanted(x, quantizer, dim) for dim in (0, 1)}
-        if quantizer.scale == "e8m0":
-            rule = quantizer.format, quantizer.scale_rounding
-            made = [
-                (dim % 2, values)
-                for dims in ((1, 0), (0,), (-1,))
-                for dim, values in zip(dims, round_to_mxfp8(x, dims, *rule), strict=True)
-            ]
-        else:
-            blocks, power_of_two = quantizer.blocks, quantizer.scale == "power_of_two"
-            turned = [blocks, blocks[::-1]] * 2
-            found = round_to_blocks(x, turned, quantizer.format, power_of_two)
-            made = list(zip((1, 0, 1, 0), found, strict=True))
-        for dim, values in made:
-            assert_same(Rounded(values, None), known[dim])
+        for way in WAYS:
+            with cast_by(way):
+                made = by_functions(x, quantizer)
+            for dim, values in made:
+                assert_same(Rounded(values, None), known[dim])
+
+
+def by_functions(x: Tensor, quantizer: Quantizer) -> list[tuple[int, Tensor]]:
+    """Values for GEMMs over dimensions, of which one may come twice."""
+    if quantizer.scale == "e8m0":
+        rule = quantizer.format, quantizer.scale_rounding
+        return [
+            (dim % 2, values)
+            for dims in ((1, 0), (0,), (-1,))
+            for dim, values in zip(dims, round_to_mxfp8(x, dims, *rule), strict=True)
+        ]
+    blocks, power_of_two = quantizer.blocks, quantizer.scale == "power_of_two"
+    found = round_to_blocks(x, [blocks, blocks[::-1]] * 2, quantizer.format, power_of_two)
+    return list(zip((1, 0, 1, 0), found, strict=True))
 
 
 def test_an_unknown_format_or_rounding_is_refused():
