@@ -246,9 +246,9 @@ def relied_on() -> Iterator[tuple[str, str]]:
 FACTS = list(relied_on())
 
 
-@pytest.mark.parametrize(("where", "piece"), FACTS, ids=[f"{w} {p}" for w, p in FACTS])
-def test_transformer_engine_still_has_what_the_backend_relies_on(where, piece):
-    assert SOURCE.says(where, piece)
+def test_transformer_engine_still_has_what_the_backend_relies_on():
+    assert len(FACTS) > 50
+    assert [fact for fact in FACTS if not SOURCE.says(*fact)] == []
 
 
 def test_operands_have_the_places_that_transformer_engine_gives_them(te):

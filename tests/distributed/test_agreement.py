@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -120,12 +121,12 @@ def test_an_error_within_two_agreements_is_told_once():
         raise UserError("once")
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("backend", ["auto", "torch", "emulate", "reference"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "delayed", "block", "mxfp8"])
-def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe, backend, parallel):
-    config = RunConfig(parallel=parallel, compile=True, recipe=recipe, backend=backend)
-    for hardware in (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True)):
+def test_whatever_can_be_compiled_may_be_in_several_ranks(recipe):
+    backends = ("auto", "torch", "emulate", "reference")
+    machines = (Hardware("cpu"), Hardware("cuda", (10, 0), has_te=True))
+    for hardware, backend, parallel in product(machines, backends, ("ddp", "fsdp")):
+        config = RunConfig(parallel=parallel, compile=True, recipe=recipe, backend=backend)
         plan = plan_recipe(recipe, config, load_config("gpt-nano"), hardware, 1024)
         require_possible(plan, config, 2)
         require_compilable(plan)

@@ -20,7 +20,7 @@ from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
 from fp8stack.ops.weights import KeptWeights
 from tests.ops.test_kernels import SCALES, inputs
 from tests.support.oracles import block_amax, blocked, codes, fp8_codes, scale_of, to_numpy
-from tests.support.triton_code import interpreted, ptx_of
+from tests.support.triton_code import ptx_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -135,14 +135,6 @@ def compared(
 
 def few_differences() -> list[str]:
     return differences(every=False)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "which", ["few_differences", pytest.param("differences", marks=pytest.mark.slow)]
-)
-def test_the_interpreted_kernel_is_numpys_to_the_bit(which: str) -> None:
-    assert interpreted("tests.ops.test_weights", which) == []
 
 
 @pytest.fixture

@@ -10,13 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_WORK = """
+import json, sys, torch
+from multiprocessing import get_context
+from pkgutil import resolve_name
 
-def interpreted(module: str, function: str) -> Any:
-    """What a function without arguments of a test module gives, as JSON data, where Triton
-    interprets its kernels: where `TRITON_INTERPRET` was set before Triton came in."""
-    code = f"import json; from {module} import {function} as work; print(json.dumps(work()))"
+def work(name):
+    return resolve_name(name)()
+
+with get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # none changes a module for another
+    print(json.dumps(dict(zip(sys.argv[1:], pool.map(work, sys.argv[1:], 1)))))
+"""
+
+
+def interpreted(*functions: str) -> Any:
+    """What functions without arguments of test modules give, by `module:name`, as JSON data, where
+    Triton interprets its kernels: where `TRITON_INTERPRET` was set before Triton came in."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", _WORK, *functions],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

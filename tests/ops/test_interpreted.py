@@ -1,0 +1,23 @@
+"""Kernels in Triton's interpreter, in one process for all, which takes seconds to start: what each
+test module finds to differ from numpy, or from computing layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.triton_code import interpreted
+
+pytest.importorskip("triton")
+
+WORK = (
+    "tests.ops.test_kernels:interpreted_differences",
+    "tests.ops.test_fused_casts:interpreted_differences",
+    "tests.ops.test_weights:few_differences",
+    "tests.backends.test_kept_weights:interpreted_differences",
+)
+WEIGHTS = ("tests.ops.test_weights:differences",)
+
+
+@pytest.mark.parametrize("work", [WORK, pytest.param(WEIGHTS, marks=pytest.mark.slow)])
+def test_the_interpreted_kernels_differ_in_nothing(work):
+    assert interpreted(*work) == {one: [] for one in work}
