@@ -44,9 +44,9 @@ def make_run(folder: Path) -> Path:
     return run.folder.path
 
 
-def problem(pristine: Path, place: Path, corruption: Corruption) -> str:
-    """What is wrong with what becomes of a corrupted copy, in `place`, of the run `pristine`; an
-    empty string if nothing is."""
+def problem(pristine: Path, place: Path, corruption: Corruption, all_bad: bool = True) -> str:
+    """What is wrong with what becomes of a corrupted copy, in `place`, of the run `pristine`, and
+    of one with `all_bad` checkpoints; an empty string if nothing is."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(pristine, place)
     good = place / "checkpoints" / (NEWEST if corruption.of_run else OLDER)
@@ -59,7 +59,7 @@ def problem(pristine: Path, place: Path, corruption: Corruption) -> str:
         return f"not resumed from {good.name}: exit {ended.code}, {said}"
     if corruption.named not in ended.stdout:
         return f"{corruption.named} is not named: {ended.stdout}"
-    if corruption.of_run:
+    if corruption.of_run or not all_bad:
         return ""
     shutil.rmtree(place / "checkpoints")
     for name in (OLDER, NEWEST):
