@@ -120,7 +120,7 @@ FORMATS: dict[str, Format] = {
         Format("fp16", 5, 10, "ieee", "float16", "7.0+"),
         Format("e4m3", 4, 3, "fn", "float8_e4m3fn", "8.9+"),
         Format("e5m2", 5, 2, "ieee", "float8_e5m2", "8.9+"),
-        Format("e2m1", 2, 1, "finite", None, "10.x"),
+        Format("e2m1", 2, 1, "finite", None, "10.x, 12.x"),
         Format("e2m3", 2, 3, "finite", None, "10.x"),
         Format("e3m2", 3, 2, "finite", None, "10.x"),
         Format("e8m0", 8, 0, "e8m0", "float8_e8m0fnu", "10.x", sign_bits=0),

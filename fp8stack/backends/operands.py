@@ -199,9 +199,17 @@ class LayerOperands:
             dtype = FORMATS[across.format].dtype
             assert dtype is not None
             return Saved(rounded.values.to(dtype), rounded.factor)
-        scale, _ = self.scale(x, name, False, True)
-        made = numerics.quantize(x, across, 0, self._bits(across, name, True, x), scale=scale)
+        made = self.quantize(x, name, True)
         return Saved(made.data, made.scales, made.amax, made.has_nan)
+
+    def quantize(self, x: Tensor, name: Operand, across: bool) -> Quantized:
+        """The bytes and scales of `x` [rows, columns] for the GEMM that reduces over its columns
+        or, `across`, for the one that reduces over its rows."""
+        quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
+        assert isinstance(quantizer, Quantizer)
+        scale, _ = self.scale(x, name, False, across)
+        bits = self._bits(quantizer, name, across, x)
+        return numerics.quantize(x, quantizer, 0 if across else 1, bits, scale=scale)
 
     def unpack(self, saved: Saved, name: Operand, shape: torch.Size) -> Rounded:
         """What `pack` packed of an operand of this shape, as `round` gives it."""

@@ -52,8 +52,13 @@ class _Ran(NamedTuple):
     has_bias: bool
 
 
-_Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The data and inverse scales of x and of w, for the GEMMs that reduce over their rows."""
+_Saved = tuple[Tensor | None, ...]
+"""The data and inverse scales of x and of w, for the GEMMs that reduce over their rows, as
+`_tensors` gives them."""
+
+
+def _tensors(copy: Scaled | None) -> _Saved:
+    return (None,) * 3 if copy is None else (copy.data, copy.inv_scale, copy.whole)
 
 
 def _forward(
@@ -74,9 +79,8 @@ def _forward(
     layer.backend.count_gemms(1)
     dtype = x.dtype if isinstance(x, Tensor) else x.x.dtype
     y = scaled_gemm(x_along, w_along, dtype, bias=bias, fast_accumulation=True)
-    x_saved = (None, None) if x_across is None else (x_across.data, x_across.inv_scale)
-    w_saved = (None, None) if w_across is None else (w_across.data, w_across.inv_scale)
-    return y, (*x_saved, *w_saved), _Ran(layer, record, gathers, weight.dtype, bias is not None)
+    saved = (*_tensors(x_across), *_tensors(w_across))
+    return y, saved, _Ran(layer, record, gathers, weight.dtype, bias is not None)
 
 
 def _backward(
@@ -84,7 +88,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, w and b."""
     layer = ran.layer
-    x_data, x_scale, w_data, w_scale = saved
+    x_data, x_scale, x_whole, w_data, w_scale, w_whole = saved
     dx = dw = db = None
     apart = apart or ran.has_bias  # whose sum over rows is a reduction, too
     along, across, db = layer.quantize(
@@ -93,7 +97,7 @@ def _backward(
     if ran.gathers:
         _, w_across = layer.quantized_weight(layer.weight, False, True)
     elif w_data is not None and w_scale is not None:
-        w_across = Scaled(w_data, w_scale, layer.kind("weight"))
+        w_across = Scaled(w_data, w_scale, layer.kind("weight"), w_whole)
     else:
         w_across = None
     if w_across is not None:
@@ -101,11 +105,13 @@ def _backward(
     if across is not None:
         assert x_data is not None
         assert x_scale is not None
-        x_across = Scaled(x_data, x_scale, layer.kind("input"))
+        x_across = Scaled(x_data, x_scale, layer.kind("input"), x_whole)
         dw = scaled_gemm(across, x_across, torch.float32).to(ran.weight_dtype)
     if db is not None:
         db = db.to(ran.weight_dtype)
     layer.backend.count_gemms((dx is not None) + (dw is not None))
+    if layer.operands.draws is not None:
+        layer.operands.draws.counter.add_(1)
     if ran.record and layer.delayed is not None:
         layer.delayed.backward_ran()
     return dx, dw, db
@@ -170,10 +176,10 @@ class _MultiplyTwice(torch.autograd.Function):
         hidden, *saved = ctx.saved_tensors
         of_up: Any = (None, None, None)
         with no_autocast(dy.device.type):
-            inner, *of_down = _backward(ctx.down, dy, tuple(saved[4:]))
+            inner, *of_down = _backward(ctx.down, dy, tuple(saved[6:]))
             if inner is not None:
                 gradient = Product(ctx.activation, hidden, inner)
-                of_up = _backward(ctx.up, gradient, tuple(saved[:4]))
+                of_up = _backward(ctx.up, gradient, tuple(saved[:6]))
         return *of_up, *of_down, None, None, None, None, None
 
 
@@ -252,8 +258,8 @@ class ScaledLinear(LowPrecisionLinear):
         quantizer = self.quantizer(name)
         if quantizer.blocks is None:
             return Scales.PER_TENSOR if quantizer.per_tensor else Scales.PER_ROW
-        if quantizer.scale_bytes == 1:  # E4M3 in traces alone, of what Transformer Engine runs
-            return Scales.MX
+        if quantizer.scale_bytes == 1:
+            return Scales.MX if quantizer.scale == "e8m0" else Scales.NV
         return Scales.SQUARES if quantizer.blocks[0] > 1 else Scales.ROWS
 
     def quantize(
@@ -280,6 +286,9 @@ class ScaledLinear(LowPrecisionLinear):
             data, transposed, scale = self._cast(x, name, record, across, apart)
             along = Scaled(data, numerics.inverse(scale), kind)
             return along, None if transposed is None else along._replace(data=transposed), total
+        if kind is Scales.NV:
+            turned = self._packed(x, name, True) if across else None
+            return self._packed(x, name, False), turned, total
         quantizer = self.quantizer(name)
         data, inv_scale = numerics.quantize(x.contiguous(), quantizer)[:2]
         along = Scaled(data, pack_scales(inv_scale, kind), kind)
@@ -294,6 +303,18 @@ class ScaledLinear(LowPrecisionLinear):
         else:  # one copy is not the transpose of the other
             data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
         return along, Scaled(data, pack_scales(inv_scale, kind), kind), total
+
+    def _packed(self, x: Tensor, name: Operand, across: bool) -> Scaled:
+        """`x` in NVFP4 for one of its GEMMs. The bits of stochastic rounding go by the place in
+        `x`, so that its second copy is turned after it is made."""
+        made = self.operands.quantize(x.contiguous(), name, across)
+        data, scales = made.data, made.scales.view(torch.uint8)
+        if across:
+            data, scales = transpose_bytes(data), scales.t()
+        if (height := (made.quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
+            scales = scales.repeat_interleave(height, 0)
+        inv_scale = pack_scales(scales.view(made.scales.dtype), Scales.NV)
+        return Scaled(data, inv_scale, Scales.NV, numerics.upper_scale(made))
 
     def _made(
         self, product: Product, name: Operand, record: bool, across: bool, sums: bool

@@ -30,7 +30,7 @@ from fp8stack.conform.checks import (
     plan_of,
     sqnr_db,
 )
-from fp8stack.formats import OPERANDS, Operand, Quantizer, Quantizers
+from fp8stack.formats import FORMATS, OPERANDS, Operand, Quantizer, Quantizers
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import MLP
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
@@ -65,6 +65,7 @@ LONG = {
     "current": (Scales.PER_TENSOR, Scales.PER_TENSOR),
     "rowwise": (Scales.PER_ROW, Scales.PER_ROW),
     "mxfp8": (Scales.MX, Scales.MX),
+    "nvfp4": (Scales.NV, Scales.NV),
     "block": (Scales.ROWS, Scales.ROWS),
     "block forward": (Scales.ROWS, Scales.SQUARES),
 }
@@ -84,7 +85,9 @@ def gemms(context: Context) -> Iterator[Check]:
     for recipe, (kind, other) in LONG.items():
         name = f"scales {kind.value} x {other.value}"
         if kind is not Scales.PER_TENSOR:
-            yield Check(f"e4m3 x e4m3, {name}", partial(long_rows, context, recipe, "e4m3", False))
+            format = "e2m1" if kind is Scales.NV else "e4m3"
+            check = partial(long_rows, context, recipe, format, False)
+            yield Check(f"{format} x {format}, {name}", check)
             continue
         for format in ("e4m3", "e5m2"):
             for fast in (False, True):
@@ -133,7 +136,8 @@ def long_rows(context: Context, recipe: str, format: str, fast: bool) -> Facts:
     K, size = (1024 if context.quick else 8192), 128
     generator = np.random.default_rng(context.seed)
     given, exact = [], []
-    for name, kind in zip((format, "e4m3"), LONG[recipe], strict=True):
+    formats = (format, "e4m3" if format == "e5m2" else format)
+    for name, kind in zip(formats, LONG[recipe], strict=True):
         codes, values = _long(generator, size, K, name)
         powers = _long_scales(generator, size, K, kind)
         out = np.asarray(2.0 ** (powers.astype(np.float64) - 127))
@@ -141,14 +145,22 @@ def long_rows(context: Context, recipe: str, format: str, fast: bool) -> Facts:
         if kind is Scales.PER_TENSOR:
             packed = torch.from_numpy(out).float().to(context.device)
         else:
-            mx = held.view(torch.float8_e8m0fnu)
-            scales = mx if kind is Scales.MX else torch.from_numpy(out).float()
+            scales = torch.from_numpy(out).float()
+            if kind is Scales.MX:
+                scales = held.view(torch.float8_e8m0fnu)
+            elif kind is Scales.NV:
+                scales = scales.to(torch.float8_e4m3fn)  # powers of two from 2^-3 to 2^3: exact
             packed = pack_scales(scales.to(context.device), kind)
             out = out.repeat(size // len(out), 0).repeat(K // out.shape[1], 1)
         exact.append(torch.from_numpy(values.astype(np.float64) * out))
-        dtype = torch.float8_e5m2 if name == "e5m2" else torch.float8_e4m3fn
+        whole = None
+        if kind is Scales.NV:
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+            whole = torch.tensor(0.75).to(context.device)
+            exact[-1] *= 0.75
+        dtype = FORMATS[name].dtype or torch.uint8
         data = torch.from_numpy(codes).view(dtype).to(context.device)
-        given.append(Scaled(data, packed, kind))
+        given.append(Scaled(data, packed, kind, whole))
     dtype = torch.float32 if LONG[recipe][0] is Scales.PER_TENSOR else torch.bfloat16
     found = scaled_gemm(given[0], given[1], dtype, fast_accumulation=fast)
     value = exact[0] @ exact[1].t()
@@ -169,6 +181,7 @@ def _long_scales(generator: Any, rows: int, columns: int, kind: Scales) -> Any:
         Scales.PER_TENSOR: (),
         Scales.PER_ROW: (rows, 1),
         Scales.MX: (rows, columns // 32),
+        Scales.NV: (rows, columns // 16),
         Scales.ROWS: (rows, columns // 128),
         Scales.SQUARES: (rows // 128, columns // 128),
     }

@@ -16,10 +16,13 @@ from fp8stack.ops.scaled_gemm import Scales, pack_scales
 SIZES = ((128, 4), (256, 8), (130, 5), (1, 1), (384, 3))  # whole and partial tiles
 
 
+_TILED = {Scales.MX: torch.float8_e8m0fnu, Scales.NV: torch.float8_e4m3fn}
+
+
 def layouts(context: Context) -> Iterator[Check]:
-    """Check `pack_scales`: tiles of 128 x 4 for MX, contiguous columns for 1x128, rows for
-    128x128."""
-    for kind in (Scales.MX, Scales.ROWS, Scales.SQUARES):
+    """Check `pack_scales`: tiles of 128 x 4 for MX and NVFP4, contiguous columns for 1x128, rows
+    for 128x128."""
+    for kind in (Scales.MX, Scales.NV, Scales.ROWS, Scales.SQUARES):
         yield Check(f"scales {kind.value}", partial(layout, context, kind))
 
 
@@ -28,15 +31,15 @@ def layout(context: Context, kind: Scales) -> Facts:
     pairs = {}
     for rows, columns in SIZES:
         numbers = torch.arange(rows * columns).view(rows, columns)
-        if kind is Scales.MX:
+        if kind in _TILED:
             codes = (numbers * 37 % 251 + 1).to(torch.uint8)
-            given, expected = codes.view(torch.float8_e8m0fnu), _tiles(codes)
+            given, expected = codes.view(_TILED[kind]), _tiles(codes)
         else:
             given = numbers.float()
             expected = given.t().reshape(-1)
         packed = pack_scales(given.to(context.device), kind)
         name = f"{rows} x {columns}"
-        if kind is Scales.MX:
+        if kind in _TILED:
             found = packed.view(torch.uint8).reshape(-1)
         elif kind is Scales.ROWS:
             found = packed.t().reshape(-1) if packed.stride(0) == 1 or rows == 1 else packed

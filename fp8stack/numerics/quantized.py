@@ -128,11 +128,17 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
     else:
         values = values * _spread(scales, quantized, values)
         if quantizer.scale == "e4m3":
-            factor = quantized.amax * _OUT_OF_TWO_LEVELS
+            return values, upper_scale(quantized)
     if FORMATS[quantizer.format].dtype is None:
         one = torch.ones_like(quantized.amax) if factor is None else factor
         factor = torch.where(quantized.has_nan, torch.nan, one)
     return values, factor
+
+
+def upper_scale(quantized: Quantized) -> Tensor:
+    """Of two levels of scales the upper one, which multiplies out: float32, 0-dim; NaN if there was
+    a NaN, which FP4 has no code for."""
+    return torch.where(quantized.has_nan, torch.nan, quantized.amax * _OUT_OF_TWO_LEVELS)
 
 
 def _elements(quantized: Quantized) -> Tensor:

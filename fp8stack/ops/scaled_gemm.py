@@ -10,7 +10,7 @@ Sources: torch._scaled_mm, torch.nn.functional.scaled_mm; cuBLAS, "Block scaling
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ class Scales(Enum):
     PER_TENSOR = "one"
     PER_ROW = "row"
     MX = "1x32"
+    NV = "1x16"
     ROWS = "1x128"
     SQUARES = "128x128"
 
@@ -34,6 +35,7 @@ MULTIPLES = {
     Scales.PER_TENSOR: 16,
     Scales.PER_ROW: 16,
     Scales.MX: 32,
+    Scales.NV: 32,  # 16 bytes of K, which cuBLAS wants; torch's check in C++ is 16 elements
     Scales.ROWS: 128,
     Scales.SQUARES: 128,
 }
@@ -46,26 +48,29 @@ _TORCHS_NAMES = {
 class Scaled(NamedTuple):
     """An FP8 matrix with its inverse scales in the layout that its GEMM wants.
 
-    `data` is float8 [rows, K], row-major. `inv_scale` is float32 and 0-dim, or as `pack_scales`
-    gives it.
+    `data` is float8 [rows, K], row-major, of NV uint8 [rows, K / 2]: two FP4 codes to a byte, the
+    even element in the low half. `inv_scale` is float32 and 0-dim, or as `pack_scales` gives it.
+    `whole` is what NV's scales stand below: float32, 0-dim.
     """
 
     data: Tensor
     inv_scale: Tensor
     kind: Scales
+    whole: Tensor | None = None
 
 
 def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
     """Scales in the order of their blocks -> scales as the hardware reads them.
 
     Args:
-        inv_scales: float8_e8m0fnu [rows, K / 32] for MX, float32 [rows, K / 128] for
-            ROWS, float32 [rows / 128, K / 128] for SQUARES, float32 [rows, 1] for PER_ROW.
+        inv_scales: float8_e8m0fnu [rows, K / 32] for MX, float8_e4m3fn [rows, K / 16] for NV,
+            float32 [rows, K / 128] for ROWS, float32 [rows / 128, K / 128] for SQUARES, float32
+            [rows, 1] for PER_ROW.
         kind: how the operand is scaled.
     """
     if kind is Scales.PER_ROW:
         return inv_scales
-    if kind is Scales.MX:
+    if kind in (Scales.MX, Scales.NV):
         return _swizzled(inv_scales)
     if kind is Scales.ROWS:
         return inv_scales.t().contiguous().t()  # the rows of a column lie together
@@ -75,12 +80,12 @@ def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
 
 
 def _swizzled(codes: Tensor) -> Tensor:
-    """E8M0 scales [rows, columns] in tiles of 128 x 4: 32 lines of four rows' four scales each."""
+    """Scales of a byte [rows, columns] in tiles of 128 x 4: 32 lines of four rows' four each."""
     rows, columns = codes.shape
     # as bytes: not every operation knows float8_e8m0fnu
     padded = F.pad(codes.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = rearrange(padded, "(R q r) (C c) -> (R C r q c)", q=4, r=32, c=4)
-    return tiles.contiguous().view(torch.float8_e8m0fnu)
+    return tiles.contiguous().view(codes.dtype)
 
 
 def scaled_gemm(
@@ -96,7 +101,7 @@ def scaled_gemm(
     Args:
         a: the first operand.
         b: the second; one of the two at most is E5M2.
-        out_dtype: bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32; of NV bfloat16 or float32.
         bias: added before the one rounding where scales are per tensor or per row, after it else.
         fast_accumulation: let Hopper and Ada add in fewer bits; for the forward pass.
 
@@ -120,8 +125,8 @@ def scaled_gemm(
             use_fast_accum=fast_accumulation,
         )
         return y
-    if a.kind is Scales.MX:
-        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype)
+    if a.kind in (Scales.MX, Scales.NV):
+        y = _mx_gemm(a.data, b.data, a.inv_scale, b.inv_scale, out_dtype, a.whole, b.whole)
     else:
         y = F.scaled_mm(
             a.data,
@@ -150,26 +155,40 @@ def _rows_in_float32(data: Tensor) -> bool:
 # not ("does not yet support non-trivial swizzles").
 @torch.library.custom_op("fp8stack::mx_gemm", mutates_args=())
 def _mx_gemm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    whole_a: Tensor | None = None,
+    whole_b: Tensor | None = None,
 ) -> Tensor:
-    """Float8 [M, K] times the transpose of [N, K], scales as `pack_scales` gives them: [M, N]."""
-    kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    """[M, K] times the transpose of [N, K], see `Scaled` for MX and, with `whole`, NV: [M, N]."""
+    kinds, swizzles = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
+    scales: tuple[list[Tensor], list[Tensor]] = ([scale_a], [scale_b])
+    if whole_a is not None and whole_b is not None:
+        # torch multiplies the two in float32 and hands them to cuBLAS as alpha: the product is
+        # multiplied by it before the one rounding to `out_dtype`.
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+        kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        swizzles.append(SwizzleType.NO_SWIZZLE)  # torch counts one for each level
+        scales = [scale_a, whole_a], [scale_b, whole_b]
     return F.scaled_mm(
         a,
         b.t(),
-        scale_a,
-        kind,
-        scale_b,
-        kind,
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
+        scales[0],
+        kinds,
+        scales[1],
+        kinds,
+        swizzle_a=swizzles,
+        swizzle_b=swizzles,
         output_dtype=out_dtype,
     )
 
 
-_mx_gemm.register_fake(
-    lambda a, b, scale_a, scale_b, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-)
+@_mx_gemm.register_fake
+def _(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, out_dtype: torch.dtype, *whole: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _check(a: Scaled, b: Scaled) -> None:
@@ -183,7 +202,8 @@ def _check(a: Scaled, b: Scaled) -> None:
             f"An FP8 GEMM over {a.data.shape[1]} and {b.data.shape[1]}: reductions differ."
         )
     multiple = MULTIPLES[b.kind]
-    for what, size in (("reduction", a.data.shape[1]), ("output", b.data.shape[0])):
+    packed = 2 if b.kind is Scales.NV else 1
+    for what, size in (("reduction", a.data.shape[1] * packed), ("output", b.data.shape[0])):
         if size % multiple:
             raise ValueError(
                 f"An FP8 GEMM whose {what} has {size} elements: not divisible by {multiple}."

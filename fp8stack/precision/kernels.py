@@ -62,13 +62,12 @@ KERNELS = {
             feature_multiple=32,
         ),
         Kernel(name="rowwise", needs="compute capability 9.0", least=(9, 0)),
-        # TE's check takes 12.x too, where its casts at random gave gradients of 0 and its Hadamard
-        # transforms fail (TransformerEngine issue 3062, pull request 3281).
+        # torch asks for 8.9 alone and leaves the rest to cuBLAS, which has FP4 from 12.8 on.
         Kernel(
             name="nvfp4",
-            needs="compute capability 10.x",
+            needs="compute capability 10.x or 12.x",
             least=(10, 0),
-            majors=(10,),
+            majors=(10, 12),
             cuda=(12, 8),
             feature_multiple=32,
         ),

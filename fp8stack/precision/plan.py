@@ -268,7 +268,7 @@ class Plan:
         how = {
             "reference": "plain torch",
             "emulate": f"emulated by {self.compute_dtype} GEMMs on the exact operands",
-            "torch": "FP8 GEMMs by torch's scaled_mm",
+            "torch": f"FP{bits} GEMMs by torch's scaled_mm",
             "te": f"FP{bits} GEMMs by Transformer Engine",
         }[self.backend]
         if self.is_fp8 and not self.runs_fp8:

@@ -266,6 +266,10 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
     if backend == "te":
         if kernel == "rowwise":
             return "Transformer Engine has no scale per row"
+        if kernel == "nvfp4" and not _is_blackwell(hardware):
+            # TE's check takes 12.x too, where its casts at random gave gradients of 0 and its
+            # Hadamard transforms fail (TransformerEngine issue 3062, pull request 3281).
+            return "Transformer Engine's NVFP4 works on 10.x alone"
         if not hardware.has_te:
             return hardware.te_problem or f"Transformer Engine is not installed ({TE_REMEDY})"
         if kernel == "mxfp8" and x.scale_rounding != "rceil":
@@ -275,8 +279,6 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
         if kernel in ("delayed", "current") and not _as_te_has_it(quantizers):
             return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
-    if kernel == "nvfp4":
-        return "the torch backend has no NVFP4"
     if not _has_torch(hardware, TORCH_MINIMUM):
         return _old_torch(hardware)
     if kernel == "block" and _is_blackwell(hardware):

@@ -24,6 +24,7 @@ CONFIG = GPTConfig(vocabulary=256, context=128, layers=1, width=128, heads=2)
 H200 = Hardware("cuda", (9, 0), cuda_version=(13, 0))
 B200 = Hardware("cuda", (10, 0), cuda_version=(13, 0))
 ARMS = [("reference", "bf16", H200), ("emulate", "mxfp8", H200), ("torch", "mxfp8", B200)]
+ARMS += [("torch", "nvfp4", B200)]
 ARMS += [(who, r, H200) for who in ("torch", "emulate") for r in ("delayed", "current", "block")]
 
 

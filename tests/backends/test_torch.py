@@ -8,8 +8,12 @@ layouts as cuBLAS documents them gives the numbers.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,16 +25,21 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
+from fp8stack.backends import torch as torch_backend
+from fp8stack.backends.operands import LayerOperands
 from fp8stack.backends.torch import ScaledLinear
+from fp8stack.conform import gemms
+from fp8stack.conform.checks import Context, run_check
 from fp8stack.ops import scaled_gemm as scaled_gemms
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.precision import Hardware, resolve
-from tests.support.backend_models import CPU, PER_TENSOR, gpt, linear, loss_of, same
+from tests.support.backend_models import CPU, PER_TENSOR, gpt, linear, loss_of, same, train
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
 FLOATS = (torch.bfloat16, torch.float32)
-H100, B200 = Hardware("cuda", (9, 0)), Hardware("cuda", (10, 0))
+H100, B200, RTX = (Hardware("cuda", (major, 0)) for major in (9, 10, 12))
 MACHINES = {"delayed": H100, "current": H100, "block": H100, "mxfp8": B200, "rowwise": H100}
+MACHINES["nvfp4"] = RTX
 ON_CPUS = [*PER_TENSOR, "rowwise"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,17 +51,30 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
     """What an operand [rows, K] stands for, in float64; written element by element."""
     rows, columns = data.shape
-    values = data.double()
+    if kind is Scales.NV:
+        steps = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        value_of = torch.tensor([*steps, *(-value for value in steps)], dtype=torch.float64)
+        values = torch.empty(rows, columns := 2 * columns, dtype=torch.float64)
+        for odd in (0, 1):  # the even element is in the low half
+            codes = data.contiguous().view(torch.uint8) // 16**odd % 16
+            values[:, odd::2] = value_of[codes.int()]
+    else:
+        values = data.double()
     if kind in (Scales.PER_TENSOR, Scales.PER_ROW):
         return values * scales.double()
-    if kind is Scales.MX:
+    if kind in (Scales.MX, Scales.NV):
+        size = 32 if kind is Scales.MX else 16
         codes = scales.flatten().view(torch.uint8)
-        column_tiles = math.ceil(math.ceil(columns / 32) / 4)
+        if kind is Scales.MX:
+            factors = [2.0 ** (code - 127) for code in range(256)]
+        else:
+            factors = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).tolist()
+        column_tiles = math.ceil(math.ceil(columns / size) / 4)
         for r in range(rows):
-            for c in range(columns // 32):
+            for c in range(columns // size):
                 tile = (r // 128) * column_tiles + c // 4
                 at = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
-                values[r, 32 * c : 32 * c + 32] *= 2.0 ** (int(codes[at]) - 127)
+                values[r, size * c : size * c + size] *= factors[codes[at]]
         return values
     for r in range(0, rows, 1 if kind is Scales.ROWS else 128):
         for c in range(columns // 128):
@@ -65,6 +87,7 @@ def blocked_values(data: Tensor, scales: Tensor, kind: Scales) -> Tensor:
 
 KINDS = {
     ScalingType.BlockWise1x32: Scales.MX,
+    ScalingType.BlockWise1x16: Scales.NV,
     ScalingType.BlockWise1x128: Scales.ROWS,
     ScalingType.BlockWise128x128: Scales.SQUARES,
 }
@@ -83,8 +106,9 @@ def cuda_gemm(monkeypatch):
             assert tensor is None or tensor.stride() == copy.stride()
         return moved
 
-    def product(a, b, scales, kinds, dtype, checked, bias=None):
+    def product(a, b, scales, kinds, dtype, checked, bias=None, alpha=1.0):
         y = blocked_values(a, scales[0], kinds[0]) @ blocked_values(b.t(), scales[1], kinds[1]).t()
+        y = alpha * y
         y = (y if bias is None else y + bias.double()).to(dtype)
         assert (y.shape, y.dtype) == (checked.shape, checked.dtype)
         return y
@@ -99,12 +123,27 @@ def cuda_gemm(monkeypatch):
         return product(a, b, (scale_a, scale_b.t()), kinds, out_dtype, checked, bias)
 
     def fake_blocked(a, b, scale_a, kind_a, scale_b, kind_b, *, output_dtype, **swizzles):
-        calls.append({"formats": (a.dtype, b.dtype), "fast": False, **swizzles})
-        left, right, one, other = on_meta([a, b, scale_a, scale_b])
+        first = {name: one[0] if isinstance(one, list) else one for name, one in swizzles.items()}
+        calls.append({"formats": (a.dtype, b.dtype), "fast": False, **first})
+        levels = [one if isinstance(one, list) else [one] for one in (scale_a, scale_b)]
+        left, right = on_meta([a, b])
         options = {"output_dtype": output_dtype, **swizzles}
-        checked = blocked(left, right, one, kind_a, other, kind_b, **options)
-        kinds = (KINDS[kind_a], KINDS[kind_b])
-        return product(a, b, (scale_a, scale_b), kinds, output_dtype, checked)
+        checked = blocked(
+            left, right, on_meta(levels[0]), kind_a, on_meta(levels[1]), kind_b, **options
+        )
+        firsts = [one[0] if isinstance(one, list) else one for one in (kind_a, kind_b)]
+        kinds = (KINDS[firsts[0]], KINDS[firsts[1]])
+        alpha = 1.0
+        if kinds[0] is Scales.NV:  # what torch asks in C++ (ATen/native/cuda/ScaledBlas.cpp)
+            assert a.dtype == b.dtype == torch.float4_e2m1fn_x2
+            assert kind_a == kind_b == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+            swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+            assert swizzles == {"swizzle_a": swizzle, "swizzle_b": swizzle}
+            assert all(one[0].is_contiguous() for one in levels)
+            assert output_dtype in (torch.bfloat16, torch.float32)  # cuBLAS has no more
+            alpha = (levels[0][1] * levels[1][1]).double()
+        scales = (levels[0][0], levels[1][0])
+        return product(a, b, scales, kinds, output_dtype, checked, alpha=alpha)
 
     monkeypatch.setattr(torch, "_scaled_mm", fake_scaled_mm)
     monkeypatch.setattr(F, "scaled_mm", fake_blocked)
@@ -129,7 +168,9 @@ def test_a_linears_gemms_equal_the_oracle(cuda_gemm, recipe, rows, inputs, outpu
     layer, _ = linear(recipe, inputs, outputs, bias, hardware=MACHINES[recipe], backend="torch")
     x = normal(*rows, inputs, seed=1).bfloat16()
     dy = normal(*rows, outputs, seed=2, std=1e-3).bfloat16()
-    assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy), tolerance=2**-7)
+    found = run(layer, x, dy)
+    expected = oracle(recipe, layer, x, dy, draws=layer.operands.draws)
+    assert_all_close(found, expected, tolerance=2**-7)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +202,11 @@ def test_accumulation_is_fast_in_the_forward_pass_alone_and_formats_are_the_reci
     run(layer, normal(128, 128).bfloat16(), normal(128, 128).bfloat16())
     per_tensor = recipe in PER_TENSOR
     assert [call["fast"] for call in cuda_gemm] == [recipe in ON_CPUS, False, False]
-    e4m3, gradient = torch.float8_e4m3fn, torch.float8_e5m2 if per_tensor else torch.float8_e4m3fn
-    assert [call["formats"] for call in cuda_gemm] == [(e4m3, e4m3)] + [(gradient, e4m3)] * 2
+    forward = torch.float4_e2m1fn_x2 if recipe == "nvfp4" else torch.float8_e4m3fn
+    gradient = torch.float8_e5m2 if per_tensor else forward
+    assert [call["formats"] for call in cuda_gemm] == [(forward,) * 2] + [(gradient, forward)] * 2
     if recipe not in ON_CPUS:
-        swizzle = SwizzleType.SWIZZLE_32_4_4 if recipe == "mxfp8" else SwizzleType.NO_SWIZZLE
+        swizzle = SwizzleType.SWIZZLE_32_4_4 if recipe != "block" else SwizzleType.NO_SWIZZLE
         swizzles = {(call["swizzle_a"], call["swizzle_b"]) for call in cuda_gemm}
         assert swizzles == {(swizzle, swizzle)}
 
@@ -265,6 +307,33 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
             assert torch.equal(ours, spread)
 
 
+@pytest.mark.parametrize("hardware", [B200, RTX])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
+def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware):
+    ours, theirs = (
+        linear(recipe, 96, 64, hardware=hardware, backend=backend)[0]
+        for backend in ("torch", "emulate")
+    )
+    for step in range(3):  # each draws other bits, and 40 rows are padded
+        x = normal(40, 96, seed=step).bfloat16()
+        dy = normal(40, 64, seed=9 + step).bfloat16()
+        found, expected = run(ours, x, dy), run(theirs, x, dy)
+        assert_all_close(found[:2], expected[:2], tolerance=2**-7)
+        assert_all_close([found[2]], [expected[2]], tolerance=2**-20)
+        assert same(fp8_state(ours), fp8_state(theirs))
+    assert len(cuda_gemm) == 9
+
+
+def test_in_nvfp4_a_nan_shows_in_all_of_the_product(cuda_gemm):
+    layer, _ = linear("nvfp4", 64, 32, hardware=RTX, backend="torch")
+    x, dy = normal(32, 64).bfloat16(), normal(32, 32).bfloat16()
+    x[3, 5] = math.nan
+    y, dx, dw, _ = run(layer, x, dy)
+    assert y.isnan().all()
+    assert dw.isnan().all()
+    assert dx.isfinite().all()
+
+
 def test_weight_gradients_are_float32_where_a_gemm_of_rows_gives_bf16_alone(monkeypatch):
     layer, _ = linear("rowwise", 64, 32, hardware=H100, backend="torch")
     x, dy = normal(16, 64, seed=1).bfloat16(), normal(16, 32, seed=2).bfloat16()
@@ -321,6 +390,16 @@ def test_x_and_w_are_saved_as_fp8(recipe):
     assert {t.dtype for t in large} == {torch.float8_e4m3fn}
 
 
+def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm):
+    layer, _ = linear("nvfp4", 128, 256, hardware=RTX, backend="torch")
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(normal(256, 128).requires_grad_())
+    codes = 256 * 128 // 2
+    expected = [codes, codes, codes // 8, codes // 8, 4, 4]
+    assert sorted((t.nbytes for t in saved if t is not None), reverse=True) == expected
+
+
 # Whole models
 
 
@@ -345,19 +424,65 @@ def test_a_model_compiles_without_a_graph_break_and_trains_as_in_eager_mode():
         assert same(fp8_state(plain), fp8_state(fast))
 
 
+def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step(
+    cuda_gemm, monkeypatch
+):
+    ours, theirs = (gpt("nvfp4", who, {"layers": 1}, hardware=RTX) for who in ("torch", "emulate"))
+    casts, quantize = [], LayerOperands.quantize
+
+    def counted(self, x, name, across):
+        casts.append(name)
+        return quantize(self, x, name, across)
+
+    monkeypatch.setattr(LayerOperands, "quantize", counted)
+    losses = [train(model, range(2), accumulate=2) for model in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    # Both copies of 4 linears: in each of 2 micro-batches of 2 steps, but of weights once a step.
+    assert Counter(casts) == {"input": 32, "grad_output": 32, "weight": 16}
+    assert same(fp8_state(ours), fp8_state(theirs))
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        left, right = (loss_of(model.eval(), 7).item() for model in (ours, theirs))
+    assert left == pytest.approx(right, rel=1e-3)
+
+
+def test_conform_checks_the_gemms_of_nvfp4_by_torch(cuda_gemm, monkeypatch):
+    def plan_of(recipe, context, backend):
+        return replace(resolve(recipe, RTX, backend), device="cpu")
+
+    monkeypatch.setattr(gemms, "plan_of", plan_of)
+    context = Context(Hardware("cpu"), quick=True, compiler="eager")
+    checks = [check for check in gemms.gemms(context) if "1x16" in check.name]
+    checks += [check for check in gemms.gemms(context) if "nvfp4 by torch" in check.name]
+    assert [run_check(check)["holds"] for check in checks] == [True, True]
+    packed = scaled_gemms.pack_scales
+
+    def turned(scales, kind):
+        return packed(scales.view(torch.uint8).flip(1).view(scales.dtype), kind)
+
+    for where in (gemms, torch_backend):
+        monkeypatch.setattr(where, "pack_scales", turned)
+    assert [run_check(check)["holds"] for check in checks] == [False, False]
+
+
 # torch 2.13's C++ for some of these loops ends in an assertion of its own (`try_loop_split`).
 BY_CPP = [pytest.mark.slow, pytest.mark.xfail(raises=InductorError, strict=False)]
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=BY_CPP)])
-def test_mxfp8_compiles_though_inductor_cannot_take_its_gemm(cuda_gemm, monkeypatch, mode):
+def test_swizzled_scales_compile_though_inductor_cannot_take_them(
+    cuda_gemm, monkeypatch, mode, recipe
+):
     torch._dynamo.reset()
     gemm = torch.compiler.disable(F.scaled_mm)  # a graph that meets it breaks
     monkeypatch.setattr(F, "scaled_mm", gemm)
-    ours, _ = linear("mxfp8", 64, 32, hardware=B200, backend="torch")
+    ours, made = linear(recipe, 64, 32, hardware=B200, backend="torch")
     forward = compiled(ours, mode)
     x, dy = normal(32, 64).bfloat16(), normal(32, 32, seed=1).bfloat16()
     expected = run(ours, x, dy)
+    for layer in made.draws.layers.values():  # the same bits again
+        layer.counter.zero_()
     assert same(dict(enumerate(run(ours, x, dy, forward))), dict(enumerate(expected)))
     assert len(cuda_gemm) == 6
 

@@ -49,11 +49,17 @@ def test_hopper_has_block_scaling_and_no_mxfp8() -> None:
 
 
 @pytest.mark.skipif(not HARDWARE.has_te, reason="there is no Transformer Engine")
-def test_nvfp4_is_native_on_blackwell_for_data_centres_if_transformer_engine_has_it() -> None:
+def test_transformer_engine_runs_nvfp4_on_blackwell_for_data_centres_if_it_has_it() -> None:
     import transformer_engine.pytorch as te
 
     whole = HARDWARE.capability[0] == 10  # elsewhere TE's check passes, and casts fail
-    assert resolve("nvfp4", HARDWARE).native == (whole and te.is_nvfp4_available())
+    runs = resolve("nvfp4", HARDWARE).backend == "te"
+    assert runs == (whole and te.is_nvfp4_available())
+
+
+def test_nvfp4_is_native_on_blackwell() -> None:
+    has_cuda = (HARDWARE.cuda_version or (13, 0)) >= (12, 8)
+    assert resolve("nvfp4", HARDWARE).native == (HARDWARE.capability[0] in (10, 12) and has_cuda)
 
 
 @pytest.mark.skipif(HARDWARE.has_te, reason="Transformer Engine can be used")

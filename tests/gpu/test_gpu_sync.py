@@ -16,7 +16,7 @@ from tests.support.small_loop import SmallLoop, changed
 pytestmark = pytest.mark.gpu
 
 ARMS = [("reference", "bf16"), ("reference", "fp16")]
-ARMS += [("torch", recipe) for recipe in ("delayed", "current", "block", "mxfp8")]
+ARMS += [("torch", recipe) for recipe in ("delayed", "current", "block", "mxfp8", "nvfp4")]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -26,7 +26,7 @@ RECIPES = ("delayed", "current", "block", "mxfp8")
 ARMS = [("reference", "bf16"), ("reference", "tf32")] + [
     (backend, recipe) for backend in ("te", "torch", "emulate") for recipe in RECIPES
 ]
-ARMS += [(backend, "nvfp4") for backend in ("te", "emulate")]
+ARMS += [(backend, "nvfp4") for backend in ("te", "torch", "emulate")]
 # Sizes that every FP8 GEMM takes, 128 x 128 blocks included. 320 tokens are several tiles of
 # attention, whose gradients are added up in any order by kernels that do not repeat.
 FLAGS = [

@@ -109,7 +109,7 @@ current  em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  fp8          fp8    
 block    em32! em32!     fp32!  fp16!  fp16!  bf16!  bf16!  bf16!        fp8          te         bf16!
 mxfp8    em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        em16!
 rowwise  em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        torch        torch      torch
-nvfp4*   em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        te         em16!
+nvfp4*   em32! em32!     fp32!  fp16!  fp16!  em16!  em16!  em16!        em16!        fp8        torch
 bf16     bf16? bf16      fp32!  fp16!  fp16!  bf16   bf16   bf16         bf16         bf16       bf16
 fp16     fp16? fp16?     fp16   fp16   fp16   fp16   fp16   fp16         fp16         fp16       fp16
 fp32     fp32  fp32      fp32   fp32   fp32   fp32   fp32   fp32         fp32         fp32       fp32
@@ -377,7 +377,7 @@ def test_an_fp8_backend_for_a_plain_recipe_is_replaced_by_reference(asked, backe
         (L4, "block", "te", "reference", "8.9"),
         (RTX5090, "block", "torch", "reference", "12.0"),
         (RTX5090, "mxfp8", "te", "emulate", "12.0"),
-        (RTX5090, "nvfp4", "te", "emulate", "nvfp4 needs compute capability 10.x"),
+        (H100, "nvfp4", "te", "emulate", "nvfp4 needs compute capability 10.x or 12.x"),
     ],
 )
 def test_a_backend_that_cannot_serve_is_replaced_and_said(machine, asked, backend, runs, said):
@@ -454,6 +454,7 @@ def check(asked, backend: str, here: Hardware, runs: str, said: tuple[str, ...],
         ("mxfp8", (10, 0), (12, 8)),
         ("nvfp4", (10, 3), (12, 8)),
         ("nvfp4_nearest", (10, 0), (12, 8)),
+        ("nvfp4", (12, 1), (12, 8)),
         ("delayed", (9, 0), (0, 0)),
         ("current", (9, 0), (0, 0)),
     ],
@@ -480,7 +481,7 @@ OLD = (
     "(pip install --upgrade 'torch>=2.10')"
 )
 NO_BLOCK = "the torch backend has no block scaling on 10.x"
-NO_NVFP4 = "the torch backend has no NVFP4"
+NO_NVFP4 = "Transformer Engine's NVFP4 works on 10.x alone"
 
 # What is asked, of which backend, where, with which software: who runs it, and what is said.
 #   !  who runs it is a substitution
@@ -523,9 +524,12 @@ SOFTWARE_CASES = [
     ("mxfp8", "te", B200, "neither", "emulate!", (NO_TE, f"{OLD}: emulated by bf16 GEMMs")),
     ("nvfp4", "te", B200, "te", "te", ()),
     ("nvfp4_last_bf16", "auto", B200, "te, old torch", "te", ()),
-    ("nvfp4", "torch", B200, "te", "te!", (f"{NO_NVFP4}; te runs instead",)),
-    ("nvfp4", "auto", B200, "no te", "emulate!", (NO_TE, f"{NO_NVFP4}: emulated by bf16 GEMMs")),
-    ("nvfp4", "te", B200, "old te", "emulate!", (TOO_OLD, f"{NO_NVFP4}: emulated")),
+    ("nvfp4", "torch", B200, "te", "torch", ()),
+    ("nvfp4", "auto", B200, "no te", "torch", ()),
+    ("nvfp4", "te", B200, "old te", "torch!", (f"{TOO_OLD}; torch runs instead",)),
+    ("nvfp4", "te", RTX5090, "te", "torch!", (f"{NO_NVFP4}; torch runs instead",)),
+    ("nvfp4", "auto", RTX5090, "broken te", "torch", ()),
+    ("nvfp4", "auto", RTX5090, "te, old torch", "emulate!", (NO_NVFP4, f"{OLD}: emulated")),
     ("nvfp4", "torch", H100, "te", "emulate!", ("nvfp4 needs compute capability 10.x", "9.0:")),
 ]
 
@@ -587,7 +591,7 @@ NOT_COMPILED = {"te": "TE cannot be compiled"}
         ("delayed", "te", H100, "te", "te", ()),
         ("block", "auto", B200, "te", "bf16!", ("TE cannot be compiled", f"{NO_BLOCK}: bf16")),
         ("delayed", "auto", H100, "te, old torch", "bf16!", ("TE cannot", f"{OLD}: bf16")),
-        ("nvfp4", "auto", B200, "te", "emulate!", ("TE cannot", f"{NO_NVFP4}: emulated")),
+        ("nvfp4", "auto", B200, "te", "torch", ("TE cannot be compiled: torch runs",)),
         ("nvfp4", "te", B200, "te", "te", ()),
         ("bf16", "auto", H100, "te", "bf16", ()),
         ("mxfp8", "auto", CPU, "te", "emulate!", ("this is a CPU",)),
@@ -1203,6 +1207,7 @@ def test_the_summary_counts_fp8_layers_and_says_why_the_head_is_not(machine):
     [
         ("delayed", H100, "auto", "delayed, FP8 GEMMs by Transformer Engine, on cuda"),
         ("delayed", H100, "torch", "delayed, FP8 GEMMs by torch's scaled_mm, on cuda"),
+        ("nvfp4", RTX5090, "auto", "nvfp4, FP4 GEMMs by torch's scaled_mm, on cuda"),
         ("delayed", CPU, "torch", "delayed, FP8 GEMMs by torch's scaled_mm, on cpu"),
         ("auto", H100, "auto", "auto -> delayed, FP8 GEMMs by Transformer Engine, on cuda"),
         ("auto", CPU, "auto", "auto -> fp32, plain torch, on cpu"),
