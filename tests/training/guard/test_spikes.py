@@ -16,7 +16,9 @@ from tests.faults.numeric.numeric_rows import clean, falsely_skipped, spiked, sp
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", ["fp32", "delayed", pytest.param("current", marks=pytest.mark.slow)]
+)
 def test_all_of_twenty_tenfold_losses_are_caught_and_no_clean_step_is(recipe, tmp_path):
     outcome = spiked(tmp_path, recipe, SPIKES, steps=160)
     assert (outcome.injected, outcome.survived, outcome.lost) == (20, 20, ())
