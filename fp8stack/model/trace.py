@@ -552,8 +552,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fp8_weights, kept = 0, defaultdict[str, Kept](Kept)
         for path, layer in self._model.named_modules():
             if isinstance(layer, ScaledLinear) and layer._kept is not None:
-                held = [x for copy in layer._kept.copies for x in copy]
-                tensors = [x for x in held if isinstance(x, Tensor)]
+                both = layer._kept.copies
+                known.update(_storage(copy.whole) for copy in both if copy.whole is not None)
+                tensors = [x for copy in both for x in (copy.data, copy.inv_scale)]
                 memories = {_storage(x): x.untyped_storage().nbytes() for x in tensors}
                 fp8_weights += sum(memories.values()) * counts.get(_part_of(path), 1)
                 known.update(memories)
