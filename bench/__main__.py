@@ -19,9 +19,13 @@ def main() -> int:
         description=f"{__doc__}\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("scenario", choices=[*runner.SCENARIOS, "check"])
+    names = [*runner.SCENARIOS, "check"]
+    parser.add_argument("scenario", choices=names, nargs="?", metavar="SCENARIO")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see SCENARIO --help")
     chosen = parser.parse_args()
+    if chosen.scenario is None:
+        parser.print_help()
+        return 0
     try:
         with adapting():
             if chosen.scenario == "check":

@@ -41,6 +41,7 @@ NOT_RUN = {
     "wandb login": "needs a network and an account",
     "wandb sync ": "needs a network and an account",
     "fp8stack tune ": "refuses a model as small as the tests'; tests/forecast runs it",
+    "python -m bench law": "reads the models of a study of hours; tests/bench fits a law",
     "vllm serve ": "needs a GPU; not installed by the extras",
     "lm_eval ": "downloads its tasks; not installed by the extras",
 }

@@ -196,8 +196,9 @@ def test_a_command_that_takes_longer_runs_too(command, sessions, monkeypatch):
     named = command.block is None and words[0] == "fp8stack"
     if named and runner.check_name(words[1:], _invoke):
         return
-    if words[3:4] == ["golden"] and not torch.cuda.is_available():
-        pytest.skip("captures a GPU's results")
+    on_a_gpu = words[3:4] in (["golden"], ["gpu"]) and "--dry-run" not in words
+    if on_a_gpu and not torch.cuda.is_available():
+        pytest.skip("measures a GPU")
     if _kills(command):
         _be_killed(words[3:], folder)
         return
@@ -205,7 +206,7 @@ def test_a_command_that_takes_longer_runs_too(command, sessions, monkeypatch):
         words = [sys.executable, "-m", "fp8stack", *runner.scaled(words[1:])]
     elif words[0] in _LAUNCHERS:
         words = runner.on_two_ranks(words)
-    elif words[3:4] != ["check"] and "--short" not in words:
+    elif words[3:4] not in ([], ["check"]) and "--short" not in words:
         words = [sys.executable, *words[1:], *_short(words[3:])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
@@ -311,6 +312,7 @@ def test_a_command_that_fails_is_noticed(sessions, monkeypatch):
 def _short(words: list[str]) -> list[str]:
     """The options of a scenario's quick form."""
     made = {"reliability": ["--short"], "gpu": ["--quick"], "startup": ["--rounds=2"]}
+    made["gpu-code"] = ["--models=gpt2-124m", "--recipes=delayed", "--capabilities=9.0"]
     timed = ("emulation", "step", "grid", "scaling", "operations", "telemetry")
     few = ["--rounds=6", "--budget=1"] if words[0] in timed else []
     return [*made.get(words[0], ["--tiny", *few]), "--out", "measured"]
