@@ -138,6 +138,7 @@ class Visit:
     """One part under way."""
 
     def __init__(self, number: int, out: Path, dry: bool) -> None:
+        out = out.resolve()  # its tasks run elsewhere
         self.part, self.out, self.dry = PARTS[number], out, dry
         self.log, self.summary = out / f"part-{number}.log", out / f"part-{number}.json"
         self.report: dict[str, Any] = {

@@ -121,7 +121,7 @@ class Backend:
             [B, H, T, E] in the dtype of `v`.
         """
         options: Any = {"mask": mask, "dropout": dropout}
-        if self.plan.recipe.attention == "compute":
+        if self.plan.recipe.attention != "fp32":
             return attend(q.to(v.dtype), k.to(v.dtype), v, **options)
         with no_autocast(v.device.type):
             return attend(q.float(), k.float(), v.float(), **options).to(v.dtype)

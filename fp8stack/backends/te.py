@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
+from einops import rearrange
 from torch import Tensor, nn
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
@@ -32,11 +33,15 @@ from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast
 from fp8stack.backends.observe import Observer
 from fp8stack.backends.operands import Draws, LayerOperands
+from fp8stack.errors import UserError
 from fp8stack.formats import FORMATS, Quantizers
 from fp8stack.ops.activations import TRANSFORMER_ENGINES
+from fp8stack.ops.attention import Mask
 from fp8stack.precision.kernels import feature_multiple, kernel_of
 from fp8stack.precision.plan import LayerPlan, Plan
 
+_LEAST_CUDNN = 92100
+_BAD_CUDNN = (92300, 92301)  # known errors in MXFP8 attention, says TE 2.20
 _FWD, _BWD = "scaling_fwd", "scaling_bwd"  # TE's names of a module's two states
 
 # Where a module of one or two GEMMs keeps its operands' scales and amaxes.
@@ -45,6 +50,9 @@ _FORWARD = [
     {"input": FP8FwdTensorIdx.GEMM2_INPUT, "weight": FP8FwdTensorIdx.GEMM2_WEIGHT},
 ]
 _BACKWARD = [FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2]
+
+
+_ATTENTION_RECIPE = te_recipes.MXFP8BlockScaling(fp8_dpa=True, backward_override=None)
 
 
 def te_recipe(quantizers: Quantizers) -> te_recipes.Recipe:
@@ -276,6 +284,14 @@ class TEBackend(Backend):
         self.input = quantizers.input  # all layers that TE runs have this quantizer
         self.hides_nan = FORMATS[self.input.format].dtype is None
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
+        self._attention: dict[tuple[int, int, int], nn.Module] = {}  # by heads, groups and width
+        cudnn = torch.backends.cudnn.version() or _LEAST_CUDNN
+        unable = cudnn < _LEAST_CUDNN or cudnn in _BAD_CUDNN
+        if plan.recipe.attention == "mxfp8" and unable:
+            raise UserError(
+                "attention = 'mxfp8' needs cuDNN 9.21 or later, not 9.23.0 or 9.23.1. This is "
+                f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}."
+            )
 
     def delayed_scaling(self) -> DelayedScaling:
         """See `Backend.delayed_scaling`."""
@@ -328,6 +344,26 @@ class TEBackend(Backend):
             normed = self._normed(x, norm)
             self.observer.fused_mlp(up, down, str(mlp.activation), normed, y, inner)
         return y
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, mask: Mask | None = None
+    ) -> Tensor:
+        """See `Backend.attention`. In MXFP8, if the recipe says so, by TE's DotProductAttention,
+        which takes whole sequences of a multiple of 128 tokens; else, as while generating, in the
+        compute dtype."""
+        whole = q.shape[2] == k.shape[2] and q.shape[2] % 128 == 0 and mask is None
+        if self.plan.recipe.attention != "mxfp8" or not whole:
+            return super().attention(q, k, v, dropout=dropout, mask=mask)
+        key = q.shape[1], k.shape[1], q.shape[3]
+        if key not in self._attention:
+            heads, groups, width = key
+            options = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
+            self._attention[key] = te.DotProductAttention(heads, width, **options)
+        module = self._attention[key].train(torch.is_grad_enabled())
+        rows = [part.to(v.dtype).transpose(1, 2).contiguous() for part in (q, k, v)]
+        with no_autocast(v.device.type), te.autocast(enabled=True, recipe=_ATTENTION_RECIPE):
+            y = module(*rows)
+        return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """What a norm hands to the cast within a fused module, computed once more."""

@@ -23,7 +23,7 @@ from fp8stack.errors import NoUsableCheckpoint, UserError, quoted
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.optim.optimizer import build_optimizer
-from fp8stack.precision import Hardware, Recipe, recipe_from_json
+from fp8stack.precision import Hardware, Recipe, load_recipe, recipe_from_json
 
 Check = Callable[[Checkpoint], object]
 
@@ -169,6 +169,8 @@ def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
 
 def _without_memory(config: GPTConfig, recipe: str | Recipe, left_out: Mapping[str, str]) -> GPT:
     """A model of shapes without values, to check tensors against."""
-    plan = plan_for(config, recipe, Hardware("cpu"), left_out=left_out)
+    chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    chosen = chosen.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
+    plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
     with torch.device("meta"):
         return GPT(config, build_backend(plan))

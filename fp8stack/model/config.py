@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 from fp8stack import presets
+from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, Plan, Recipe, resolve
 from fp8stack.precision.shapes import load_measured
 
@@ -149,6 +150,14 @@ def plan_for(
         vocabulary_multiple: what the vocabulary is padded to at least.
     """
     plan = resolve(recipe, hardware, backend, strict, without=without)
+    if plan.recipe.attention == "mxfp8":
+        width = config.head_width
+        if width % 32 or width > 128:
+            raise UserError(
+                f"attention = 'mxfp8' needs heads of 32, 64, 96 or 128 elements, not {width}."
+            )
+        if config.dropout:
+            raise UserError("attention = 'mxfp8' has no dropout. Set dropout = 0.")
     measured = load_measured(hardware, plan.backend, plan.kernel or "") if tokens else None
     multiple = max(plan.vocabulary_multiple, vocabulary_multiple)
     shapes = config.linear_shapes(padded_vocabulary(config, multiple))

@@ -95,8 +95,13 @@ class Plan:
 
     @property
     def attention(self) -> ComputeDtype:
-        """What queries, keys and values are multiplied in."""
+        """The dtype of the queries, keys and values that attention is given."""
         return "fp32" if self.recipe.attention == "fp32" else self.compute_dtype
+
+    @property
+    def attention_precision(self) -> str:
+        """What queries, keys and values are multiplied in."""
+        return "mxfp8" if self.recipe.attention == "mxfp8" else self.attention
 
     @property
     def loss_scaling(self) -> bool:
@@ -285,8 +290,8 @@ class Plan:
         else:
             lines += [f"  {sentence}" for sentence in why]
         lines += [f"note: {note}" for note in self.notes]
-        if self.attention != self.compute_dtype:
-            lines.append(f"attention: {self.attention}, the recipe says so")
+        if self.attention_precision != self.compute_dtype:
+            lines.append(f"attention: {self.attention_precision}, the recipe says so")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -298,7 +303,7 @@ class Plan:
             "native": self.native,
             "device": self.device,
             "compute_dtype": self.compute_dtype,
-            "attention": self.attention,
+            "attention": self.attention_precision,
             "loss_scaling": self.loss_scaling,
             "reasons": list(self.reasons),
             "notes": self.notes,

@@ -28,7 +28,7 @@ from fp8stack.formats import (
 )
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
-AttentionDtype = Literal["compute", "fp32"]
+AttentionDtype = Literal["compute", "fp32", "mxfp8"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Recipe(BaseModel):
     Attributes:
         name: its file's.
         description: in a line.
-        attention: what queries, keys and values are multiplied in: the compute dtype, or float32.
+        attention: what queries, keys and values are multiplied in: the compute dtype, float32, or
+            MXFP8, which Transformer Engine has on some GPUs.
         compute_dtype: of a recipe without quantizers, what every GEMM computes in.
         head: whether the layer that gives the logits is quantized.
         exclude: patterns of the layers that stay in the compute dtype.

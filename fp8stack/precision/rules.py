@@ -67,6 +67,12 @@ def resolve(
         substitutions = [notes[0], *substitutions]
     if strict and substitutions:
         raise UserError(f"--strict: '{asked}' does not run as asked: {substitutions[0]}.")
+    if chosen.attention == "mxfp8" and not (plan.backend == "te" and _is_blackwell(hardware)):
+        raise UserError(
+            "attention = 'mxfp8' needs Transformer Engine on compute capability 10.x. This is "
+            f"{_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give another "
+            "--recipe, or attention = 'compute' (--set recipe.attention=compute)."
+        )
     # Whatever runs instead, attention stays what was asked for.
     runs = plan.recipe.model_copy(update={"attention": chosen.attention})
     gpu = hardware.name if hardware.device == "cuda" else ""

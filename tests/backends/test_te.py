@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
+import re
 import shutil
 import sys
 from collections import Counter
@@ -19,7 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fp8stack import numerics
 from fp8stack.backends import build_backend, fp8_state
+from fp8stack.backends.base import Backend
+from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.config import plan_for as real_plan_for
 from fp8stack.model.convert import convert
@@ -30,6 +34,8 @@ from tests.conftest import TINY as FLAGS
 from tests.conftest import Command, losses, metrics
 from tests.support import backend_models
 from tests.support.backend_models import (
+    B200,
+    CPU,
     H100,
     LINEARS,
     RECIPES,
@@ -215,6 +221,17 @@ pytorch/module/layernorm_mlp.py:_get_act_func_supported_list
     'gelu': (tex.gelu,
     'srelu': (tex.srelu,
     'swiglu': (tex.swiglu,
+pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention.forward
+    'is_training': self.training
+pytorch/attention/dot_product_attention/utils.py:get_attention_backend
+    if device_compute_capability < (10, 0): logger.debug('Disabling FusedAttention for MXFP8
+    if cudnn_version < (9, 21, 0):
+    elif cudnn_version in ((9, 23, 0), (9, 23, 1)):
+    if device_compute_capability == (12, 0):
+pytorch/attention/dot_product_attention/utils.py:combine_and_quantize
+    assert s_q % 128 == 0 and s_kv % 128 == 0 and (d_qk % 32 == 0) and (d_v % 32 == 0)
+pytorch/attention/dot_product_attention/backends.py:_fused_attn_forward_impl
+    fp8_tensors = (q_fp8, k_fp8, v_fp8, None) f16_tensors = (None, None, None, out_f16)
 pytorch/quantized_tensor.py:restore_from_func_ctx
     ctx.tensor_objects = None
 pytorch/utils.py:assert_dim_for_fp8_exec
@@ -232,6 +249,7 @@ pytorch/__init__.py:
     from transformer_engine.pytorch.module import LayerNorm
     from transformer_engine.pytorch.module import RMSNorm
     from transformer_engine.pytorch.quantization import autocast
+    from transformer_engine.pytorch.attention import DotProductAttention
 """
 
 
@@ -936,6 +954,121 @@ def test_layers_that_do_not_train_leave_no_trace_in_the_state(te, quiet):
         return {k: bool((v != 0).any()) for k, v in fp8_state(model).items() if "amax" in k}
 
     assert state("te") == state("emulate")
+
+
+# Attention in MXFP8
+
+
+WIDE = {"width": 64, "heads": 2, "kv_heads": 1, "context": 128}
+
+
+def test_attention_in_mxfp8_is_transformer_engines(te):
+    model = gpt("mxfp8", model=WIDE, attention="mxfp8")
+    backend = model.backend
+    q, k, v = (normal(2, heads, 128, 32, seed=n) for n, heads in enumerate((2, 1, 1)))
+    leaves = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
+    y = backend.attention(*leaves, dropout=0.0)
+    assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
+
+    # Operands are cast in blocks of 32 along what is summed over: elements, or keys.
+    def in_mxfp8(x: Tensor) -> Tensor:
+        rows = x.bfloat16().reshape(-1, x.shape[-1])
+        values = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(rows, -1, "e4m3"))
+        return values.double().view(x.shape)
+
+    scores = in_mxfp8(q) @ in_mxfp8(k).transpose(-1, -2) / 32**0.5
+    weights = scores.masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = weights @ in_mxfp8(v.transpose(-1, -2)).transpose(-1, -2)
+    exact = Backend.attention(backend, *leaves, dropout=0.0)
+    assert distance(expected, y) < 0.005 < distance(expected, exact)
+    y.float().pow(2).sum().backward()
+    assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in leaves)
+    made = [given for name, given in te.made if name == "DotProductAttention"]
+    assert len(made) == 1  # for all layers
+    assert te.calls[-1].is_first_microbatch  # it trains
+    with torch.no_grad():
+        backend.attention(q, k, v.bfloat16(), dropout=0.0)
+    assert not te.calls[-1].is_first_microbatch
+
+
+def test_attention_of_anything_but_whole_sequences_is_in_the_compute_dtype(te):
+    backend = gpt("mxfp8", model=WIDE, attention="mxfp8").backend
+    plain = gpt("mxfp8", model=WIDE).backend
+    q, k, v = (normal(1, heads, 160, 32, seed=n).bfloat16() for n, heads in enumerate((2, 1, 1)))
+    mask = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
+    long = [part[:, :, :128] for part in (q, k, v)]
+    cases = [((q, k, v), None), ((q[:, :, -1:], k, v), None), (tuple(long), mask)]
+    for operands, given in cases:
+        found, expected = (
+            one.attention(*operands, dropout=0.0, mask=given) for one in (backend, plain)
+        )
+        assert torch.equal(found, expected)
+    assert not any(name == "DotProductAttention" for name, _ in te.made)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_nearest"])
+def test_a_model_trains_with_attention_in_mxfp8(te, recipe):
+    def trained(**options):
+        model = gpt(recipe, model=WIDE, **options)
+        optimizer = adam(model)
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, length=128)
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return found
+
+    found, expected = trained(attention="mxfp8"), trained()
+    assert found != expected
+    assert found == pytest.approx(expected, rel=0.03)
+    calls = kinds(te)
+    assert calls["DotProductAttention"] == 2 * 4
+
+
+REFUSED = [
+    ("mxfp8", CPU, {}, "needs Transformer Engine on compute capability 10.x. This is a CPU"),
+    ("delayed", H100, {}, "This is compute capability 9.0, with delayed run by te. Give another"),
+    ("rowwise", B200, {}, "with rowwise run by torch"),
+    ("bf16", B200, {}, "with bf16 run by reference"),
+    ("mxfp8", B200, {"width": 96}, "needs heads of 32, 64, 96 or 128 elements, not 48"),
+    ("mxfp8", B200, {"width": 512}, "elements, not 256"),
+    ("mxfp8", B200, {"dropout": 0.1}, "no dropout"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "hardware", "model", "why"), REFUSED)
+def test_attention_in_mxfp8_is_refused_where_it_does_not_run(recipe, hardware, model, why):
+    config = GPTConfig(**TINY | WIDE | model)
+    with pytest.raises(UserError, match=re.escape(why)):
+        real_plan_for(config, load_recipe(recipe, {"attention": "mxfp8"}), hardware)
+
+
+def test_attention_in_mxfp8_needs_a_cudnn_that_has_it(te, monkeypatch):
+    for version, good in ((92000, False), (92100, True), (92301, False), (92400, True)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        if good:
+            gpt("mxfp8", model=WIDE, attention="mxfp8")
+        else:
+            with pytest.raises(UserError, match=r"needs cuDNN 9\.21 or later"):
+                gpt("mxfp8", model=WIDE, attention="mxfp8")
+        gpt("mxfp8", model=WIDE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--context", "64"], "a --context divisible by 128, not 64"),
+        (["--context", "128", "--document-mask"], "takes no --document-mask"),
+    ],
+)
+def test_a_run_whose_sequences_attention_in_mxfp8_does_not_take_is_refused(
+    te, flags, why, command: Command, on_gpus, capsys
+):
+    own = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "recipe.attention=mxfp8"]
+    assert command("pretrain", "--recipe", "mxfp8", *FLAGS, *own, *flags) == 2
+    assert why in capsys.readouterr().err
 
 
 # Whole runs

@@ -118,6 +118,14 @@ def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(part, tmp_p
     assert log.index("\n1\n") < log.index("ZeroDivisionError") < log.index("\n2\n")
 
 
+def test_a_folder_that_is_named_from_here_is_where_its_tasks_write(monkeypatch, tmp_path):
+    task = visit.Task("one", "timeit -n 1 -r 1 'open(\"{out}/written\", \"w\")'", 60.0)
+    monkeypatch.setitem(visit.PARTS, 1, visit.Part("one task", (task,)))
+    monkeypatch.chdir(tmp_path)
+    visit.run(1, Path("here"), False)
+    assert (tmp_path / "here" / "written").exists()
+
+
 KILLED = """
 from pathlib import Path
 from bench.gpu import visit

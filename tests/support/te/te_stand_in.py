@@ -492,6 +492,48 @@ class LayerNormMLP(Module):
         return self.multiply(hidden.to(between), 2, "fc2_", first, dtype, dtype)
 
 
+class DotProductAttention(nn.Module):
+    """TE's attention, in MXFP8: operands are cast, what is between them is float32."""
+
+    REAL = "pytorch/attention/dot_product_attention/dot_product_attention.py:DotProductAttention"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.given = NOW.bind(f"{self.REAL}.__init__", self, *args, **kwargs)
+        NOW.made.append(("DotProductAttention", self.given))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """[B, T, heads, E] and twice [B, T, groups, E] -> [B, T, heads E]."""
+        given = NOW.bind(f"{self.REAL}.forward", self, *args, **kwargs)
+        q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+        NOW.calls.append(Call(self, self.training, NOW.recipe, q.dtype, tuple(q.shape), None))
+        if not (NOW.enabled and NOW.recipe.mxfp8() and NOW.recipe.fp8_dpa):
+            raise NotImplementedError("the stand-in has no attention but in MXFP8")
+        heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
+        asked = (self.given["num_attention_heads"], self.given["num_gqa_groups"])
+        if (heads, groups) != asked or self.given["kv_channels"] != width:
+            raise ValueError(f"made for other heads than {(heads, groups, width)}")
+        if q.shape[1] % 128 or k.shape[1] % 128 or width % 32 or width > 128:
+            raise AssertionError("MXFP8 quantization requires s_q % 128 == 0")
+        if not (self.given["qkv_format"], self.given["attn_mask_type"]) == ("bshd", "causal"):
+            raise NotImplementedError("the stand-in has no other form")
+        if not all(part.is_contiguous() for part in (q, k, v)):
+            raise NotImplementedError("TE would find out how they lie, or copy them")
+        q, k = (_in_mxfp8(part, -1) for part in (q, k))
+        v = _in_mxfp8(v, 1)
+        operands = [part.float().transpose(1, 2) for part in (q, k, v)]
+        y = F.scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2).to(given["query_layer"].dtype)
+
+
+def _in_mxfp8(x: Tensor, dim: int) -> Tensor:
+    """The values of a cast to MXFP8 along `dim`; the gradient is handed through."""
+    turned = x.detach().transpose(dim, -1).contiguous()
+    rows = turned.view(-1, turned.shape[-1])
+    values = numerics.dequantize_mxfp8(*numerics.quantize_mxfp8(rows, -1, "e4m3"))
+    return x + (values.view(turned.shape).transpose(dim, -1) - x.detach().float()).to(x.dtype)
+
+
 class _Norm(nn.Module):
     """TE's norms on their own, which are operations of its other kind."""
 
@@ -570,12 +612,12 @@ def installed(root: Path = ROOT) -> Iterator[StandIn]:
     name = "transformer_engine.common.recipe"
     spec: Any = importlib.util.spec_from_file_location(name, root / "common/recipe/__init__.py")
     recipe = importlib.util.module_from_spec(spec)
-    classes = (Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm, autocast)
+    classes = (Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm, DotProductAttention)
     indices = ("FP8FwdTensorIdx", "FP8BwdTensorIdx")
     contents: dict[str, dict[str, Any]] = {
         "": {},
         ".common": {"recipe": recipe},
-        ".pytorch": {each.__name__: each for each in classes},
+        ".pytorch": {each.__name__: each for each in (*classes, autocast)},
         ".pytorch.constants": {name: NOW.source.indices(name) for name in indices},
         ".pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
