@@ -285,7 +285,7 @@ class TEBackend(Backend):
         self.hides_nan = FORMATS[self.input.format].dtype is None
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
         self._attention: dict[tuple[int, int, int], nn.Module] = {}  # by heads, groups and width
-        cudnn = torch.backends.cudnn.version() or _LEAST_CUDNN
+        cudnn = torch.backends.cudnn.version() or _LEAST_CUDNN  # type: ignore[no-untyped-call]
         unable = cudnn < _LEAST_CUDNN or cudnn in _BAD_CUDNN
         if plan.recipe.attention == "mxfp8" and unable:
             raise UserError(
@@ -362,7 +362,7 @@ class TEBackend(Backend):
         module = self._attention[key].train(torch.is_grad_enabled())
         rows = [part.to(v.dtype).transpose(1, 2).contiguous() for part in (q, k, v)]
         with no_autocast(v.device.type), te.autocast(enabled=True, recipe=_ATTENTION_RECIPE):
-            y = module(*rows)
+            y: Tensor = module(*rows)
         return rearrange(y, "b t (h e) -> b h t e", h=q.shape[1])
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
