@@ -119,7 +119,7 @@ def test_a_task_that_fails_or_hangs_does_not_take_the_others_with_it(part, tmp_p
 
 
 def test_a_folder_that_is_named_from_here_is_where_its_tasks_write(monkeypatch, tmp_path):
-    task = visit.Task("one", "timeit -n 1 -r 1 'open(\"{out}/written\", \"w\")'", 60.0)
+    task = visit.Task("one", 'timeit -n 1 -r 1 \'open("{out}/written", "w")\'', 60.0)
     monkeypatch.setitem(visit.PARTS, 1, visit.Part("one task", (task,)))
     monkeypatch.chdir(tmp_path)
     visit.run(1, Path("here"), False)
