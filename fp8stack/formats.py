@@ -325,6 +325,22 @@ class Quantizers:
         return found
 
     @property
+    def casts(self) -> dict[str, Quantizer]:
+        """Those of `each` that are a cast of their own: one serves both copies of an operand that
+        are quantized alike."""
+        each = self.each
+        return {
+            place: quantizer
+            for place, quantizer in each.items()
+            if "." not in place or quantizer != each.get(place.partition(".")[0])
+        }
+
+    def turned(self, operand: Operand) -> bool:
+        """Whether the second copy of an operand is the first one's values, turned."""
+        along, across = self.along(operand), self.across(operand)
+        return across == "forward" or (along == across and (along is None or along.turns))
+
+    @property
     def bits(self) -> int:
         """The fewest that an element of any operand has."""
         return min(FORMATS[q.format].bits for q in self.each.values())

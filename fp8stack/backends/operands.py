@@ -125,9 +125,9 @@ class LayerOperands:
             along, across = quantizers.along(name), quantizers.across(name)
             if along is not None:
                 self._roundings[name, False] = rounding(along, [1])
-            if across == "forward" or (along == across and (along is None or along.turns)):
+            if quantizers.turned(name):
                 self._turned.add(name)
-            elif across is not None:
+            elif isinstance(across, Quantizer):
                 self._roundings[name, True] = rounding(across, [0])
                 at_once = None if along is None else rounding_of_both(along, across)
                 if at_once is not None:

@@ -18,8 +18,8 @@ from typing import Any
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, padded_vocabulary
-from fp8stack.model.operators import Operator, Part, Rate, Value, operators_of
-from fp8stack.model.trace import kinds_of
+from fp8stack.model.meta import kinds_of
+from fp8stack.model.trace import Operator, Part, Rate, Value, trace
 from fp8stack.precision import Hardware, Plan, load_recipe, probe, resolve
 from fp8stack.precision.gpus import Gpu, find_gpu
 from fp8stack.precision.hardware import machine_for
@@ -149,7 +149,8 @@ def traced_work(
     traces = [(1 + len(kinds) - sum(map(len, kinds)), firsts)]
     traces += [(len(kind) - 1, [*firsts, kind[0]]) for kind in kinds if len(kind) > 1]
     for times, blocks in traces:
-        for work in ideal_work(*operators_of(config, plan, tuple(blocks), batch, context)):
+        made = trace(config, plan, batch, context, blocks=tuple(blocks), backward=True)
+        for work in ideal_work(made.operators, made.values):
             yield times, work
 
 
@@ -198,9 +199,9 @@ def predict(
         seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)
     total = sum(seconds.values())
-    table = plan.recipe.quantizers if plan.runs_fp8 else None
-    fast = gpu.quantized_tflops(table.bits) if table else None
-    peak = fast or gpu.half_tflops
+    peak, peak_of = gpu.peak(plan.units)
+    if peak is None:
+        peak, peak_of = gpu.half_tflops, "half"
     return Prediction(
         precision=plan.precision,
         fp8_layers=sum(layer.fp8 for layer in plan.layers),
@@ -210,7 +211,7 @@ def predict(
         tokens_per_s=tokens / total,
         mfu=config.flops_per_token(context) * tokens / total / (peak * 1e12),
         peak_tflops=peak,
-        peak_of=f"fp{table.bits}" if table and fast else "half",
+        peak_of=peak_of,
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from fp8stack.backends.base import DTYPES
 from fp8stack.estimate.weights import (
@@ -17,7 +16,7 @@ from fp8stack.estimate.weights import (
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
-from fp8stack.model.trace import Block, Kept, Trace, trace
+from fp8stack.model.trace import Kept, trace
 from fp8stack.precision import Plan
 
 PARTS = {
@@ -141,12 +140,14 @@ def estimate(of: Setting) -> Estimate:
     whole = config.parameter_shapes(plan.layer("lm_head").out_features)
     own = sharded(whole, of.ranks) if of.shares_out else whole
     parameters = float_bytes(own)
-    asked = (config, plan, of.sequences, of.context, of.save_fp8, of.shares_out)
-    seen = _trace(_chunk(of), *asked)
-    kept = [_kept(one, of.checkpointing) * len(one.indices) for one in seen.blocks]
-    blocks = sum(kept, Kept())
-    again = max(_again(one, of.checkpointing) for one in seen.blocks)
-    first = _kept(seen.blocks[0], of.checkpointing)
+    size = of.sequences, of.context
+    seen = trace(config, plan, *size, save_fp8=of.save_fp8, gathers=of.shares_out)
+    names = [f"blocks.{place}" for place in range(len(seen.kinds))]
+    made = [(seen.kept[name], seen.given(name)) for name in names]
+    kept = [_kept(of, *one) for one in made]
+    blocks = sum((one * len(x) for one, x in zip(kept, seen.kinds, strict=True)), Kept())
+    again = max(_again(of, *one) for one in made)
+    first, loss = kept[0], seen.kept["loss"]
     block = {name: shape for name, shape in own.items() if name.startswith("blocks.0.")}
     embedding = float_bytes({"": own["embedding.weight"]})
     return Estimate(
@@ -156,9 +157,9 @@ def estimate(of: Setting) -> Estimate:
         fp8_weights=0 if of.shares_out else seen.fp8_weights,
         buffers=_buffers(config, plan),
         gathered=_gathered(of, whole) if of.shares_out else 0,
-        weight_copies=blocks.weights + seen.loss.weights,
-        activations=blocks.activations + seen.outside.activations,
-        loss=seen.loss.activations,
+        weight_copies=blocks.weights + loss.weights,
+        activations=blocks.activations + seen.kept[""].activations,
+        loss=loss.activations,
         gradients_stay=of.micro_batches > 1 or of.ranks > 1,
         head_gradient=embedding,  # of the same shape
         late_gradients=float_bytes(block) + (0 if config.tied else embedding),
@@ -168,26 +169,21 @@ def estimate(of: Setting) -> Estimate:
     )
 
 
-@lru_cache(maxsize=512)
-def _trace(chunk: int, *asked: Any) -> Trace:
-    """The trace, cached; the loss in it also depends on the size of its chunks."""
-    return trace(*asked)
-
-
-def _kept(block: Block, checkpointing: Recompute) -> Kept:
+def _kept(of: Setting, kept: Kept, given: int) -> Kept:
     """The bytes that a block saves: with checkpointing its input, and with "selective" also the
     outputs of its GEMMs and attention."""
-    if checkpointing == "none":
-        return block.kept
-    return Kept(block.input + (block.given if checkpointing == "selective" else 0))
+    if of.checkpointing == "none":
+        return kept
+    residual = 4 * of.sequences * of.context * of.config.width
+    return Kept(residual + (given if of.checkpointing == "selective" else 0))
 
 
-def _again(block: Block, checkpointing: Recompute) -> int:
+def _again(of: Setting, kept: Kept, given: int) -> int:
     """The bytes that a block recomputes with checkpointing, beyond those saved."""
-    if checkpointing == "none":
+    if of.checkpointing == "none":
         return 0
-    made = block.kept.activations + block.kept.weights
-    return max(made - (block.given if checkpointing == "selective" else 0), 0)
+    made = kept.activations + kept.weights
+    return max(made - (given if of.checkpointing == "selective" else 0), 0)
 
 
 def _chunk(of: Setting) -> int:
@@ -219,9 +215,7 @@ def _block_workspace(of: Setting) -> int:
     gradients = c * (wide + plan.layer("blocks.0.mlp.down").in_features)
     for layer in plan.layers:
         if layer.quantizers is not None and plan.runs(layer) == "emulate":
-            along = layer.quantizers.along("grad_output")
-            across = layer.quantizers.across("grad_output")
-            copies = 1 if along == across and (along is None or along.turns) else 3
+            copies = 1 if layer.quantizers.turned("grad_output") else 3
             gradients = max(gradients, 4 * copies * wide)
     return of.sequences * of.context * (gradients + 2 * 4 * of.config.width)
 
@@ -234,10 +228,9 @@ def _buffers(config: GPTConfig, plan: Plan) -> int:
     total, lengths = 0, []
     for layer in plan.layers:
         if layer.quantizers is not None:
-            each = layer.quantizers.each
             total += 8 * layer.quantizers.stochastic
-            copies = {(place.partition(".")[0], q) for place, q in each.items() if q.delayed}
-            lengths += [q.history_length for _, q in copies]
+            casts = layer.quantizers.casts.values()
+            lengths += [q.history_length for q in casts if q.delayed]
     if lengths:
         total += len(lengths) * (4 * (max(lengths) + 4) + 1 + 2 * 8) + 2
     if config.positions == "rope":

@@ -7,14 +7,14 @@ count, nor do those inside Transformer Engine's modules, except its casts to FP8
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Literal, get_args
 
-from fp8stack.formats import OPERANDS, FormatName, Quantizer
+from fp8stack.formats import FormatName
 from fp8stack.model.config import GPTConfig
-from fp8stack.model.trace import Moved, Step
+from fp8stack.model.trace import Step
 from fp8stack.planner.operations import held, name_of, trace_of
 from fp8stack.precision import Plan
 
@@ -42,10 +42,10 @@ class Cast:
 def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
     """All casts of a training step without activation checkpointing, module by module."""
     made: list[Cast] = []
-    for path, events in groupby(trace_of(config, plan).all_events(), key=attrgetter("path")):
-        here = list(events)
-        found = [cast for one in here if isinstance(one, Moved) for cast in _there_and_back(one)]
-        if any(isinstance(one, Step) and one.name == "linear" for one in here):
+    for path, steps in groupby(trace_of(config, plan).all_steps(), key=attrgetter("path")):
+        here = list(steps)
+        found = [cast for one in here if one.name == "cast" for cast in _there_and_back(one)]
+        if any(one.name == "linear" for one in here):
             found += _quantized(plan, path)
             if plan.layer(path).fp8:  # the bias is cast after the operands
                 found.sort(
@@ -55,35 +55,27 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
     return made
 
 
-def _there_and_back(one: Moved) -> Iterator[Cast]:
-    there = Cast(path=one.path, what=one.what, source=one.source, target=one.target)
-    yield there
+def _there_and_back(one: Step) -> Iterator[Cast]:
+    (source,), target = one.operands, one.output
+    yield Cast(path=one.path, what=one.what, source=source, target=target)
     if one.back:
-        what, source, target = one.what + GRADIENT, one.target, one.source
-        yield replace(there, what=what, source=source, target=target, runs="backward")
+        what = one.what + GRADIENT
+        yield Cast(path=one.path, what=what, source=target, target=source, runs="backward")
 
 
 def _quantized(plan: Plan, path: str) -> Iterator[Cast]:
     """The casts of a linear to FP8, FP6 or FP4."""
     layer, dtype = plan.layer(path), held(plan.compute_dtype)
-    quantizers = layer.quantizers
-    for operand in OPERANDS if quantizers is not None else ():
-        assert quantizers is not None
+    for place, quantizer in layer.quantizers.casts.items() if layer.quantizers else ():
+        operand, _, gemm = place.partition(".")
         what = operand.replace("grad_output", "output gradient")
-        along, across = quantizers.along(operand), quantizers.across(operand)
-        copies: dict[str, Quantizer | None] = {what: along}
-        if across != "forward" and across != along:
-            copies[f"{what} for {'dgrad' if operand == 'weight' else 'wgrad'}"] = across
-        for copy, quantizer in copies.items():
-            if quantizer is not None:
-                yield Cast(
-                    path=path,
-                    what=copy,
-                    source="fp32" if operand == "weight" else dtype,
-                    target=name_of(plan, layer, quantizer, dtype),
-                    runs="backward" if operand == "grad_output" else "forward",
-                    # te and torch keep a quantized weight until an optimizer changes it.
-                    per="step"
-                    if operand == "weight" and plan.runs(layer) != "emulate"
-                    else "micro-batch",
-                )
+        is_weight = operand == "weight"
+        yield Cast(
+            path=path,
+            what=f"{what} for {gemm}" if gemm else what,
+            source="fp32" if is_weight else dtype,
+            target=name_of(plan, layer, quantizer, dtype),
+            runs="backward" if operand == "grad_output" else "forward",
+            # te and torch keep a quantized weight until an optimizer changes it.
+            per="step" if is_weight and plan.runs(layer) != "emulate" else "micro-batch",
+        )

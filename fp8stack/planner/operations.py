@@ -7,8 +7,8 @@ rounds to TF32; "e4m3 in fp32" are values of FP8 held in float32, the emulator's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fp8stack.formats import Quantizer
 from fp8stack.model.config import GPTConfig
@@ -87,60 +87,40 @@ def operations_of(
         optimizer: the run's optimizer, by name.
         grad_compression: of the run.
     """
-    events = trace_of(config, plan).all_events()
-    made = [one for x in events if isinstance(x, Step) for one in _operations(x, plan)]
+    steps = trace_of(config, plan).all_steps()
+    made = [one for step in steps for one in _operations(step, config, plan)]
     return [*made, *_step(plan, optimizer, grad_compression)]
 
 
-@lru_cache(maxsize=64)
 def trace_of(config: GPTConfig, plan: Plan) -> Trace:
     """The trace of a pass of 128 rows, which every quantizer's blocks divide."""
     context = 2 ** min(config.context.bit_length() - 1, 7)
     return trace(config, plan, sequences=128 // context, context=context)
 
 
-def _operations(step: Step, plan: Plan) -> Iterator[Operation]:
+def _operations(step: Step, config: GPTConfig, plan: Plan) -> Iterator[Operation]:
     """Yield the operations of a traced step."""
-    path, name = step.path, step.name
+    path, name, operands, output = step.path, step.name, step.operands, step.output
+    why = IN_FP32.get(name, "")
     if name == "linear":
-        yield from _linear(plan, path, step.bias)
-    elif name == "attention":
+        yield from _linear(plan, path, config.bias and path != "lm_head")
+    if name in ("linear", "cast"):
+        return
+    if name == "attention":
+        operands, output = (plan.attention,) * 3, held(plan.attention)
         why = "the recipe says attention = fp32" if plan.attention != plan.compute_dtype else ""
-        yield Operation(
-            path=path,
-            name=name,
-            operands=(plan.attention,) * 3,
-            adds_in="fp32",
-            output=held(plan.attention),
-            why=why,
-        )
     elif name == "fused norm":
-        yield _fused_norm(path, plan)
-    else:
-        yield Operation(
-            path=path,
-            name=name,
-            operands=step.operands,
-            adds_in="fp32" if name in IN_FP32 else "",
-            output=step.output,
-            why=IN_FP32.get(name, ""),
-        )
-
-
-def _fused_norm(path: str, plan: Plan) -> Operation:
-    """A norm that Transformer Engine runs together with the FP8 linears after it."""
-    dtype, quantizers = held(plan.compute_dtype), plan.recipe.quantizers
-    assert quantizers is not None
-    assert quantizers.input is not None  # of all layers that it runs
-    gives = quantizers.input
-    return Operation(
-        path=path,
-        name="norm",
-        operands=(dtype,),
-        adds_in="fp32",
+        dtype, quantizers = held(plan.compute_dtype), plan.recipe.quantizers
+        assert quantizers is not None
+        assert quantizers.input is not None  # of all layers that Transformer Engine runs
+        gives = quantizers.input
+        name, operands = "norm", (dtype,)
         # Where it fuses norm and cast, nothing is rounded in between: no amax of all is needed.
-        output=gives.format if gives.delayed or gives.scale == "e8m0" else dtype,
-        why="within Transformer Engine's module, which rounds its input",
+        output = gives.format if gives.delayed or gives.scale == "e8m0" else dtype
+        why = "within Transformer Engine's module, which rounds its input"
+    adds_in = "fp32" if name == "attention" or name in IN_FP32 else ""
+    yield Operation(
+        path=path, name=name, operands=operands, adds_in=adds_in, output=output, why=why
     )
 
 
@@ -198,7 +178,7 @@ def _adds_in(plan: Plan, layer: LayerPlan, gemm: str) -> str:
 
 
 def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operation]:
-    yield _in_fp32("step", "gradient accumulation")
+    yield _in_fp32("gradient accumulation")
     if grad_compression != "none":
         yield Operation(
             path="step",
@@ -209,27 +189,16 @@ def _step(plan: Plan, optimizer: str, grad_compression: str) -> Iterator[Operati
             why=f"the run says grad_compression = {grad_compression}",
         )
     if plan.loss_scaling:
-        yield _in_fp32("step", "loss scaling")
-    yield _in_fp32("step", "clipping")
+        yield _in_fp32("loss scaling")
+    yield _in_fp32("clipping")
     dtype, why = OPTIMIZERS[optimizer]
-    yield Operation(
-        path="step",
-        name="optimizer",
-        operands=("fp32",) if dtype == "fp32" else ("fp32", dtype),
-        adds_in="fp32",
-        output="fp32",
-        why=why or IN_FP32["optimizer"],
-    )
+    operands = ("fp32",) if dtype == "fp32" else ("fp32", dtype)
+    own = _in_fp32("optimizer")
+    yield replace(own, operands=operands, why=why or own.why)
     if plan.delayed and plan.runs_fp8:
-        yield _in_fp32("step", "amax history")
+        yield _in_fp32("amax history")
 
 
-def _in_fp32(path: str, name: str) -> Operation:
-    return Operation(
-        path=path,
-        name=name,
-        operands=("fp32",),
-        adds_in="fp32",
-        output="fp32",
-        why=IN_FP32[name],
-    )
+def _in_fp32(name: str) -> Operation:
+    fp32: Any = {"operands": ("fp32",), "adds_in": "fp32", "output": "fp32"}
+    return Operation(path="step", name=name, why=IN_FP32[name], **fp32)

@@ -31,9 +31,12 @@ class Gpu:
     source: str
     fp4_tflops: float | None = None
 
-    def quantized_tflops(self, bits: int) -> float | None:
-        """The rate of GEMMs on operands of 8 bits, or of 4; None without units for them."""
-        return self.fp4_tflops if bits == 4 else self.fp8_tflops
+    def peak(self, units: str) -> tuple[float | None, str]:
+        """The peak rate of GEMMs on operands of a dtype ("fp32", "tf32", "bf16", "fp16") or a width
+        ("fp8", "fp4"), None without units for them, and the name of that rate."""
+        rates = {"fp32": self.fp32_tflops, "tf32": self.tf32_tflops}
+        rates |= {"fp8": self.fp8_tflops, "fp4": self.fp4_tflops}
+        return (rates[units], units) if units in rates else (self.half_tflops, "half")
 
 
 _ADA = "NVIDIA Ada GPU architecture white paper"

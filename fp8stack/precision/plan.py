@@ -121,6 +121,13 @@ class Plan:
         return f"{self.recipe.name}-emulated" if self.backend == "emulate" else self.recipe.name
 
     @property
+    def units(self) -> str:
+        """What its GEMMs take, as `Gpu.peak` has it: "fp8" or "fp4" where layers run natively in
+        FP8 or FP4, else the compute dtype."""
+        table = self.recipe.quantizers if self.runs_fp8 and self.native else None
+        return f"fp{table.bits}" if table else self.compute_dtype
+
+    @property
     def vocabulary_multiple(self) -> int:
         """What the vocabulary is padded to a multiple of, so that the head's GEMM is aligned."""
         if self.recipe.quantizers is not None:

@@ -64,7 +64,7 @@ def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
     """
     along, across = quantizers.along(operand), quantizers.across(operand)
     copies = [q for q in (along, across) if isinstance(q, Quantizer)]
-    passes = copies[:1] if copies and along == across and copies[0].turns else copies
+    passes = copies[:1] if quantizers.turned(operand) else copies
     source = 4 if operand == "weight" else 2
     amaxes = sum(q.scale == "e4m3" or (q.per_tensor and not q.delayed) for q in passes)
     written = sum(q.element_bits / 8 for q in copies)

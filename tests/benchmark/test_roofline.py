@@ -14,7 +14,7 @@ from fp8stack.benchmark import roofline
 from fp8stack.benchmark.roofline import PARTS, Prediction, Work, ideal_work, predict
 from fp8stack.benchmark.step import FP8
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
-from fp8stack.model.operators import Operator, Part, Value, operators_of
+from fp8stack.model.trace import Operator, Part, Value, trace
 from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
 from fp8stack.precision.profit import Efficiency, Rates, achievable, cast_bytes
@@ -214,7 +214,8 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
     chosen = load_recipe("delayed", {"exclude": ("blocks.0.*", "blocks.3.mlp.up")})
     made = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
     got = predict(WIDE, made, H200, batch=2, context=64, rates=BYTES).parts_ms
-    every = list(ideal_work(*operators_of(WIDE, made, (0, 1, 2, 3), 2, 64)))
+    whole = trace(WIDE, made, 2, 64, blocks=(0, 1, 2, 3), backward=True)
+    every = list(ideal_work(whole.operators, whole.values))
     for part in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
         found = sum(one.moved for one in every if one.part == part)
         assert 1000 * found == pytest.approx(got[part], rel=1e-4)

@@ -19,7 +19,9 @@ from fp8stack.backends import build_backend
 from fp8stack.backends.base import DTYPES
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.model.trace import Event, Watch
+from fp8stack.model.trace import Recorder as Tracer
+from fp8stack.model.trace import Step as TracedStep
+from fp8stack.model.trace import steps_of
 from fp8stack.planner import Operation, casts_of, operations_of
 from fp8stack.planner.operations import trace_of
 from fp8stack.precision import Hardware, Plan, load_recipe
@@ -65,8 +67,8 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
-def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Event]]:
-    """The passes of a real model of the plan, forward and backward; and the events of one more."""
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[TracedStep]]:
+    """The passes of a real model of the plan, forward and backward; and the steps of one more."""
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
     tokens = torch.randint(config.vocabulary, (B, T + 1))
@@ -74,10 +76,10 @@ def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, li
     with recorder.recording():
         for _ in range(passes):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
-    watch = Watch(model, plan, composed=True)
-    with watch.watching():
+    tracer = Tracer(model, plan, composed=True)
+    with tracer.recording():
         model(tokens[:, :-1], tokens[:, 1:])
-    return recorder, list(watch.events.values())
+    return recorder, steps_of(tracer.operators)
 
 
 def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
@@ -94,8 +96,8 @@ def gemms_of(operations: list[Operation], passes: int = 1) -> Counter[Any]:
 def check(config: GPTConfig, plan: Plan, passes: int = 1) -> list[Operation]:
     """Compare the GEMMs, casts and quantized operands of real passes of one optimizer step, and
     what its modules do, with the plan's; the operations."""
-    recorder, events = record(config, plan, passes)
-    assert events == list(trace_of(config, plan).all_events())
+    recorder, steps = record(config, plan, passes)
+    assert steps == list(trace_of(config, plan).all_steps())
     operations = operations_of(config, plan)
     assert recorder.gemms == gemms_of(operations, passes)
     casts, quantized = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()

@@ -52,12 +52,8 @@ def peak_rate(hardware: Hardware, plan: Plan) -> Peak:
         return Peak(tflops=fastest, name=name, measured=True)
     gpu = find_gpu(hardware.name)
     if gpu is not None:
-        table = plan.recipe.quantizers if plan.runs_fp8 and plan.native else None
-        units = f"fp{table.bits}" if table else plan.compute_dtype
-        peaks = {"fp32": gpu.fp32_tflops, "tf32": gpu.tf32_tflops}
-        peaks |= {f"fp{bits}": gpu.quantized_tflops(bits) for bits in (8, 4)}
-        if rate := peaks.get(units, gpu.half_tflops):
-            name = units if units in peaks else "half"
+        rate, name = gpu.peak(plan.units)
+        if rate is not None:
             return Peak(tflops=rate, name=f"{rate:g} TFLOP/s {name}")
     return Peak(tflops=None, name=f"no peak known for {plan.compute_dtype} on {hardware.name}")
 
