@@ -17,10 +17,10 @@ from typing import Any
 
 from fp8stack import presets
 from fp8stack.errors import UserError, quoted
-from fp8stack.model.config import GPTConfig, padded_vocabulary
+from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.meta import kinds_of
 from fp8stack.model.trace import Operator, Part, Rate, Value, trace
-from fp8stack.precision import Hardware, Plan, load_recipe, probe, resolve
+from fp8stack.precision import Hardware, Plan, load_recipe, probe
 from fp8stack.precision.gpus import Gpu, find_gpu
 from fp8stack.precision.hardware import machine_for
 from fp8stack.precision.profit import Efficiency, Rates, achievable
@@ -266,10 +266,11 @@ def predict_all(
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     predictions, left_out = [], {}
     fp8 = [name for name in presets.names("recipes") if load_recipe(name).is_fp8]
+    sizes: dict[str, Any] = {"batch": batch, "context": context}
     for name in ["bf16", *fp8]:
-        plan = _plan(config, name, hardware, ceiling)
+        recipe = load_recipe(name, {"head": True} if ceiling and name != "bf16" else {})
+        plan = plan_for(config, recipe, hardware)
         if plan.is_fp8 == (name != "bf16") and (plan.native or name == "bf16"):
-            sizes: dict[str, Any] = {"batch": batch, "context": context}
             predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))
         else:
             left_out[name] = plan.reasons[0]
@@ -278,23 +279,13 @@ def predict_all(
     return Roofline(
         model=model,
         gpu=gpu,
-        batch=batch,
-        context=context,
+        **sizes,
         ceiling=ceiling,
         predictions=predictions,
         left_out=left_out,
         measured_ms=own,
         measured_in=path if own else "",
     )
-
-
-def _plan(config: GPTConfig, name: str, hardware: Hardware, ceiling: bool) -> Plan:
-    recipe = load_recipe(name)
-    if ceiling and recipe.is_fp8:
-        recipe = recipe.model_copy(update={"head": True})
-    plan = resolve(recipe, hardware)
-    shapes = config.linear_shapes(padded_vocabulary(config, plan.vocabulary_multiple))
-    return plan.for_layers(shapes)
 
 
 def find_results(gpu: Gpu) -> Path | None:

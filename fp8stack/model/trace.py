@@ -231,18 +231,18 @@ def _traced(
     composed = not backward and meta.composes_attention(config, plan)
     with meta.without_memory(plan), meta.patched(losses, "chunk_rows", lambda vocabulary: chunk):
         model = gpt.GPT(small, meta.backend_of(planned, save_fp8=save_fp8))
-        recorder = Recorder(model, planned, composed=composed)
+        tracer = Tracer(model, planned, composed=composed)
         if gathers:
             meta.gather_weights(model.backend)
         tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
-        with recorder.recording():
+        with tracer.recording():
             loss = model(tokens[:, :-1], tokens[:, 1:])
             assert loss.requires_grad
-            made = recorder.trace([list(kind) for kind in kinds])
+            made = tracer.trace([list(kind) for kind in kinds])
             if backward:
                 loss.backward()
         for parameter in model.parameters():
-            recorder.keep(parameter.grad)
+            tracer.keep(parameter.grad)
     return made
 
 
@@ -264,7 +264,7 @@ class _Packed:
         self.tensor = tensor.detach()  # else outputs would never be freed
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a model's passes, and what its parts save for the backward pass.
 
     Args:

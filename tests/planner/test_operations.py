@@ -19,9 +19,7 @@ from fp8stack.backends import build_backend
 from fp8stack.backends.base import DTYPES
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.model.trace import Recorder as Tracer
-from fp8stack.model.trace import Step as TracedStep
-from fp8stack.model.trace import steps_of
+from fp8stack.model.trace import Step, Tracer, steps_of
 from fp8stack.planner import Operation, casts_of, operations_of
 from fp8stack.planner.operations import trace_of
 from fp8stack.precision import Hardware, Plan, load_recipe
@@ -67,7 +65,7 @@ def plan_of(config: GPTConfig, recipe: str, backend: str, dtype: Any, **keys: An
     return replace(plan, compute_dtype=dtype, layers=tuple(layers))
 
 
-def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[TracedStep]]:
+def record(config: GPTConfig, plan: Plan, passes: int = 1) -> tuple[Recorder, list[Step]]:
     """The passes of a real model of the plan, forward and backward; and the steps of one more."""
     model = GPT(config, build_backend(plan))
     model._rotation(torch.device("cpu"))  # the tables of RoPE are made once
@@ -193,7 +191,7 @@ def test_a_gemm_adds_in_float32(recipe, backend, dtype):
     torch.testing.assert_close(y.float(), torch.full((32, 128), 4096.0), rtol=1e-6, atol=0)
 
 
-class Step(TorchDispatchMode):
+class StepDtypes(TorchDispatchMode):
     """The floating-point dtypes of what an optimizer step does, by operator."""
 
     def __init__(self) -> None:
@@ -215,7 +213,7 @@ class Step(TorchDispatchMode):
 def test_gradients_clipping_and_the_optimizer_are_float32(tmp_path, recipe):
     small = SmallLoop(tmp_path, recipe, accumulate=2, clip=1e-3, telemetry_every=0)
     step = small.next_step()
-    recorded = Step()
+    recorded = StepDtypes()
     with recorded:
         step()
     run = small.run
