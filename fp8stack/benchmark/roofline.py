@@ -199,7 +199,7 @@ def predict(
         seconds["casts"] = 0.0
     seconds["optimizer"] = optimizer_s(config, rates)
     total = sum(seconds.values())
-    peak, peak_of = gpu.peak(plan.units)
+    peak, peak_of = gpu.peak(plan.units if plan.runs_fp8 else "half")
     if peak is None:
         peak, peak_of = gpu.half_tflops, "half"
     return Prediction(

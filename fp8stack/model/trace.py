@@ -82,7 +82,8 @@ class Operator:
         reads: the parts of values that it reads.
         writes: the numbers of its outputs.
         step: the step of its module's forward pass that it is part of; None in the backward pass,
-            and for what hooks on the model do with weights and scales.
+            for what hooks on the model do with weights and scales, and for casts within a GEMM or
+            Transformer Engine.
         element_bytes: of its first output.
         rate: of GEMMs and attention; else None.
         flops: likewise; causal attention needs half of them.
