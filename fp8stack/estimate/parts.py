@@ -186,24 +186,20 @@ def _again(of: Setting, kept: Kept, given: int) -> int:
     return max(made - (given if of.checkpointing == "selective" else 0), 0)
 
 
-def _chunk(of: Setting) -> int:
-    """The rows in a chunk of the loss."""
-    return losses.chunk_rows(of.config.vocabulary)
-
-
 def _loss_workspace(of: Setting) -> int:
     """What the loss needs for a while beside what it keeps: logits on the way there, and on the way
     back the gradients of the log-probabilities and of the logits, float32, of a chunk at most."""
     layer, rows = of.plan.layer("lm_head"), of.sequences * of.context
+    chunk = losses.chunk_rows(of.config.vocabulary)
     c = DTYPES[of.plan.compute_dtype].itemsize
     vocabulary, padded = of.config.vocabulary, layer.out_features
-    if rows <= _chunk(of):
+    if rows <= chunk:
         forth = c * padded + (4 * padded if c < 4 else 0)
         forth += 4 * vocabulary if padded > vocabulary else 0
         return rows * max(forth, 2 * 4 * vocabulary)
     # One chunk's log-probabilities besides, and where the head ran over all rows, their logits.
     whole = 0 if c == 4 or (layer.fp8 and of.plan.runs(layer) == "emulate") else c * rows * padded
-    return whole + 3 * 4 * _chunk(of) * vocabulary
+    return whole + 3 * 4 * chunk * vocabulary
 
 
 def _block_workspace(of: Setting) -> int:

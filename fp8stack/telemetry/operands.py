@@ -231,11 +231,9 @@ def _recipes_to_try(names: Sequence[str]) -> tuple[Recipe, ...]:
 def _copies(table: Quantizers, operand: Operand) -> Iterator[tuple[str, Quantizer, int]]:
     """The quantizers of an operand by their places, each with the dimension that its GEMM reduces:
     that of its first copy, and of the second if that is quantized by other rules."""
-    along, across = table.along(operand), table.across(operand)
-    if along is not None:
-        yield operand, along, 1
-    if isinstance(across, Quantizer) and across != along:
-        yield f"{operand}.{'dgrad' if operand == 'weight' else 'wgrad'}", across, 0
+    for place, quantizer in table.casts.items():
+        if place.partition(".")[0] == operand:
+            yield place, quantizer, int("." not in place)
 
 
 def _error(x: Tensor, quantizer: Quantizer, scale: Tensor | None, dim: int) -> Tensor:
