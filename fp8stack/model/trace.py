@@ -283,6 +283,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside: list[tuple[nn.Module, int]] = [(model, 0)]
         self._ran: list[tuple[int, int, str]] = []  # range of autograd's numbers, by module
         self._one = ""  # what all that runs is a step of
+        self._by_te = {"fused norm"}  # steps of which Transformer Engine saves something else
+        if plan.attention_precision == "mxfp8":
+            self._by_te.add("attention")
         self._alive: list[Any] = []  # or another storage could take a freed one's address
         self._values_of: dict[int, tuple[int, ...]] = {}  # by storage
         self._rows: set[int] = set()  # gradients of embeddings
@@ -371,6 +374,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run = _scaled_dot_product_attention if self._composed else meta.fused_attention
         with meta.patched(self, "_one", "attention"):
             y = run(q, k, v, **options)
+        if "attention" in self._by_te:  # two copies in MXFP8, the output, and statistics
+            values = sum(x.numel() for x in (q, k, v))
+            self._kept[self._part] += Kept(2 * values * 33 // 32 + y.nbytes + 4 * q[..., 0].numel())
         self._labels[_place(y)] = "output"
         return y
 
@@ -407,7 +413,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> _Packed:
         one = _Packed(tensor, self._part)
-        if self._one != "fused norm":
+        if self._one not in self._by_te:
             self._packed.append(weakref.ref(one))
         return one
 

@@ -51,8 +51,19 @@ def casts_of(config: GPTConfig, plan: Plan) -> list[Cast]:
                 found.sort(
                     key=lambda one: (one.to_fp8 and one.runs == "backward", one.what == "bias")
                 )
+        elif plan.attention_precision == "mxfp8" and any(one.name == "attention" for one in here):
+            found += _of_attention(path, plan)
         made += found
     return made
+
+
+def _of_attention(path: str, plan: Plan) -> Iterator[Cast]:
+    """The casts of attention in MXFP8, in blocks along a head's elements and along tokens."""
+    source, target = plan.attention, "e4m3"
+    for what in ("queries", "keys", "values", f"output{GRADIENT}"):
+        runs: Literal["forward", "backward"] = "backward" if GRADIENT in what else "forward"
+        for name in (what, f"{what}, along tokens"):
+            yield Cast(path=path, what=name, source=source, target=target, runs=runs)
 
 
 def _there_and_back(one: Step) -> Iterator[Cast]:

@@ -107,8 +107,12 @@ def _operations(step: Step, config: GPTConfig, plan: Plan) -> Iterator[Operation
     if name in ("linear", "cast"):
         return
     if name == "attention":
+        multiplied = plan.attention_precision
         operands, output = (plan.attention,) * 3, held(plan.attention)
-        why = "the recipe says attention = fp32" if plan.attention != plan.compute_dtype else ""
+        if multiplied == "mxfp8":
+            operands = ("e4m3",) * 3
+        elsewhere = multiplied != plan.compute_dtype
+        why = f"the recipe says attention = {multiplied}" if elsewhere else ""
     elif name == "fused norm":
         dtype, quantizers = held(plan.compute_dtype), plan.recipe.quantizers
         assert quantizers is not None

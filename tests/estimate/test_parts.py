@@ -487,3 +487,25 @@ def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_o
     less = told["mxfp8"].saved - told["nvfp4"].saved
     assert less == pytest.approx(saved * (1 + 1 / 32 - 1 / 2 - 1 / 16), abs=1024)
     assert told["nvfp4_nearest"].saved == told["nvfp4"].saved
+
+
+def test_attention_in_mxfp8_keeps_two_copies_of_its_operands():
+    sizes = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
+    config = GPTConfig(**sizes, context=128)
+    gpu = Hardware("cuda", (10, 0), has_te=True)
+    found = [
+        estimate(
+            Setting(
+                config=config,
+                plan=plan_for(config, load_recipe("mxfp8", {"attention": asked}), gpu),
+                sequences=2,
+                context=128,
+            )
+        )
+        for asked in ("compute", "mxfp8")
+    ]
+    # 33 bytes for 32 elements, twice, in place of bf16; per token and block 4 + 2 + 2 heads of 32.
+    more = config.layers * 2 * 128 * 8 * 32 * (2 * 33 / 32 - 2)
+    assert found[1].activations - found[0].activations == more
+    same = [replace(one, activations=0, first_block=0) for one in found]
+    assert same[0] == same[1]

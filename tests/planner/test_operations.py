@@ -354,3 +354,26 @@ def test_float32_attention_gives_the_same_compiled_and_eager():
         loss.backward()
     found = [model.blocks[0].attention.qkv.weight.grad for model in (eager, compiled)]
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+def test_attention_in_mxfp8_is_in_the_plan_and_in_the_casts():
+    gpu = Hardware("cuda", (10, 0), has_te=True)
+    config = LLAMA.model_copy(update={"width": 128, "heads": 4, "kv_heads": 2, "layers": 1})
+    plans = [
+        plan_for(config, load_recipe("mxfp8", {"attention": asked}), gpu)
+        for asked in ("compute", "mxfp8")
+    ]
+    plain, low = ([x for x in operations_of(config, p) if x.name == "attention"] for p in plans)
+    assert [one.operands for one in (*plain, *low)] == [("bf16",) * 3, ("e4m3",) * 3]
+    assert low == [replace(plain[0], operands=("e4m3",) * 3, why=low[0].why)]
+    assert low[0].why == "the recipe says attention = mxfp8"
+    assert plans[1].summary()[-1] == "attention: mxfp8, the recipe says so"
+    assert plans[1].to_json()["attention"] == "mxfp8"
+    before, after = (casts_of(config, plan) for plan in plans)
+    added = [one for one in after if one not in before]
+    assert [one for one in after if one not in added] == before
+    # Queries, keys, values and the gradient of the output, each along elements and along tokens.
+    assert {(one.path, one.source, one.target) for one in added} == {
+        ("blocks.0.attention", "bf16", "e4m3")
+    }
+    assert [one.runs for one in added] == ["forward"] * 6 + ["backward"] * 2
