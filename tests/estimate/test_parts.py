@@ -490,7 +490,7 @@ def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_o
 
 
 def test_attention_in_mxfp8_keeps_two_copies_of_its_operands():
-    sizes = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
+    sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
     config = GPTConfig(**sizes, context=128)
     gpu = Hardware("cuda", (10, 0), has_te=True)
     found = [
