@@ -27,6 +27,7 @@ from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import Version, WeightChanges, own_weight, version_of
 from fp8stack.formats import Operand, Quantizer, fp8_format
 from fp8stack.numerics.cast import codes_of_cast
+from fp8stack.numerics.quantized import upper_scale
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
 from fp8stack.ops.kernels import cast_transpose, has_kernel, transpose_bytes
 from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
@@ -314,7 +315,7 @@ class ScaledLinear(LowPrecisionLinear):
         if (height := (made.quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
             scales = scales.repeat_interleave(height, 0)
         inv_scale = pack_scales(scales.view(made.scales.dtype), Scales.NV)
-        return Scaled(data, inv_scale, Scales.NV, numerics.upper_scale(made))
+        return Scaled(data, inv_scale, Scales.NV, upper_scale(made))
 
     def _made(
         self, product: Product, name: Operand, record: bool, across: bool, sums: bool

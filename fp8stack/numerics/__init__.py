@@ -12,14 +12,7 @@ from fp8stack.numerics.blocks import (
     quantize_mxfp8,
 )
 from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
-from fp8stack.numerics.quantized import (
-    Quantized,
-    current_scale,
-    dequantize,
-    quantize,
-    unpack,
-    upper_scale,
-)
+from fp8stack.numerics.quantized import Quantized, current_scale, dequantize, quantize, unpack
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding import (
     Rounded,
@@ -55,5 +48,4 @@ __all__ = [
     "round_to_mxfp8",
     "tensor_scale",
     "unpack",
-    "upper_scale",
 ]

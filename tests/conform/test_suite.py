@@ -33,7 +33,7 @@ def test_its_json_has_a_row_for_each_check_on_the_terminal_and_in_a_file(command
     report = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert (report["quick"], report["seed"], report["holds"]) == (True, 7, True)
-    assert report["counts"] == {"pass": 3, "FAIL": 0, "skipped": 0}
+    assert report["counts"] == {"pass": 4, "FAIL": 0, "skipped": 0}
     assert {row["group"] for row in report["rows"]} == {"layouts"}
     assert {"check", "verdict", "why", "seconds", "checked"} <= report["rows"][0].keys()
     assert {"machine", "torch", "fp8stack", "threads"} <= report["machine"].keys()
