@@ -421,7 +421,9 @@ def table(capability="9.0", model="gpt2-1.5b", **options) -> roofline.Roofline:
         ("8.9", ["bf16", "current", "delayed"]),
         ("9.0", ["bf16", "block", "current", "delayed", "rowwise"]),
         ("10.0", ["bf16", "block", "current", "delayed", "mxfp8", *NVFP4, "rowwise"]),
-        ("12.0", ["bf16", "current", "delayed", *NVFP4, "rowwise"]),
+        pytest.param(
+            "12.0", ["bf16", "current", "delayed", *NVFP4, "rowwise"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_recipe_that_runs_natively_is_predicted_and_of_the_others_it_is_said_why(

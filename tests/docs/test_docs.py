@@ -184,10 +184,7 @@ def test_every_file_of_the_repository_that_a_page_or_a_docstring_names_is_there(
 
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param(name, marks=[] if name in ("gpt2-1.5b", "llama-8b") else pytest.mark.slow)
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=[] if name == "gpt2-1.5b" else pytest.mark.slow) for name in MODELS],
 )
 def test_the_predicted_speeds_are_those_that_the_command_prints(model, command, capsys):
     sizes = ["1", "8192"] if model == "llama-8b" else ["8", "1024"]
