@@ -53,7 +53,7 @@ def is_compiled(
         why = "activation_checkpointing selective would not choose what compiled code keeps"
     if why:
         return False, f"training is not compiled: {why}"
-    return True, "training is compiled (torch.compile); --no-compile refuses that"
+    return True, "training is compiled (torch.compile); --no-compile turns that off"
 
 
 def require_compilable(plan: Plan, recompute: str = "none") -> None:

@@ -278,13 +278,13 @@ NO_TRITON = Hardware("cuda", (9, 0), compiler_problem="triton is not installed: 
 @pytest.mark.parametrize(
     ("hardware", "recipe", "recompute", "asked", "expected", "note"),
     [
-        (H200, "delayed", "none", None, True, "--no-compile refuses that"),
-        (H200, "bf16", "block", None, True, "--no-compile refuses that"),
+        (H200, "delayed", "none", None, True, "--no-compile turns that off"),
+        (H200, "bf16", "block", None, True, "--no-compile turns that off"),
         (H200, "delayed", "none", False, False, ""),
         (H200, "delayed", "none", True, True, ""),
         (H200, "delayed", "selective", None, False, "not compiled: activation_checkpointing"),
         (H200_WITH_TE, "delayed", "none", None, False, "not compiled: Transformer Engine"),
-        (H200_WITH_TE, "bf16", "none", None, True, "--no-compile refuses that"),
+        (H200_WITH_TE, "bf16", "none", None, True, "--no-compile turns that off"),
         (NO_TRITON, "delayed", "none", None, False, "not compiled: triton is not installed"),
         (CPU, "delayed", "none", None, False, ""),
         (CPU, "delayed", "none", True, True, ""),
