@@ -54,4 +54,5 @@ for name, value in fp8stack.fp8_state(model).items():
     assert torch.equal(first, value), name
 if rank == 0:
     print("ranks have the same FP8 state")
+del parallel  # before its process group: the other way round, torch may wait for ever
 dist.destroy_process_group()
