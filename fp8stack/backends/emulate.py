@@ -172,8 +172,7 @@ class _Multiply(torch.autograd.Function):
                 dw = layer.gemm(dy_across, x_across, ctx.weight_dtype, turn="a")
             if ctx.has_bias:
                 db = dy.sum(0, dtype=ctx.weight_dtype)
-        if layer.operands.draws is not None:
-            layer.operands.draws.counter.add_(1)
+        layer.operands.backward_ran()
         if record and layer.delayed is not None:
             layer.delayed.backward_ran()
         return dx, dw, db, None, None, None

@@ -211,6 +211,11 @@ class LayerOperands:
         bits = self._bits(quantizer, name, across, x)
         return numerics.quantize(x, quantizer, 0 if across else 1, bits, scale=scale)
 
+    def backward_ran(self) -> None:
+        """Note the end of a backward pass: the next one draws other bits."""
+        if self.draws is not None:
+            self.draws.counter.add_(1)
+
     def unpack(self, saved: Saved, name: Operand, shape: torch.Size) -> Rounded:
         """What `pack` packed of an operand of this shape, as `round` gives it."""
         across = self.quantizers.across(name)

@@ -285,13 +285,8 @@ class TEBackend(Backend):
         self.hides_nan = FORMATS[self.input.format].dtype is None
         self.observer: Observer | None = None  # whoever looks at what is cast, see `observing`
         self._attention: dict[tuple[int, int, int], nn.Module] = {}  # by heads, groups and width
-        cudnn = torch.backends.cudnn.version() or _LEAST_CUDNN  # type: ignore[no-untyped-call]
-        unable = cudnn < _LEAST_CUDNN or cudnn in _BAD_CUDNN
-        if plan.recipe.attention == "mxfp8" and unable:
-            raise UserError(
-                "attention = 'mxfp8' needs cuDNN 9.21 or later, not 9.23.0 or 9.23.1. This is "
-                f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}."
-            )
+        if plan.recipe.attention == "mxfp8":
+            _require_cudnn()
 
     def delayed_scaling(self) -> DelayedScaling:
         """See `Backend.delayed_scaling`."""
@@ -404,6 +399,16 @@ class TEBackend(Backend):
         if records and self.delayed is not None:
             self.delayed.backward_ran()
         return _with_infinities(dy) if self.hides_nan else None
+
+
+def _require_cudnn() -> None:
+    """Raise a UserError if cuDNN has no attention in MXFP8."""
+    found = torch.backends.cudnn.version() or _LEAST_CUDNN  # type: ignore[no-untyped-call]
+    if found < _LEAST_CUDNN or found in _BAD_CUDNN:
+        raise UserError(
+            "attention = 'mxfp8' needs cuDNN 9.21 or later, not 9.23.0 or 9.23.1. This is "
+            f"{found // 10000}.{found // 100 % 100}.{found % 100}."
+        )
 
 
 def _with_infinities(x: Tensor) -> Tensor:

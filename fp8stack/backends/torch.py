@@ -111,8 +111,7 @@ def _backward(
     if db is not None:
         db = db.to(ran.weight_dtype)
     layer.backend.count_gemms((dx is not None) + (dw is not None))
-    if layer.operands.draws is not None:
-        layer.operands.draws.counter.add_(1)
+    layer.operands.backward_ran()
     if ran.record and layer.delayed is not None:
         layer.delayed.backward_ran()
     return dx, dw, db
