@@ -666,6 +666,18 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
     convert(model, plan())  # nothing had been changed
 
 
+@pytest.mark.parametrize(
+    ("attention", "hardware", "backend"),
+    [("fp32", CPU, "emulate"), ("mxfp8", Hardware("cuda", (10, 0), has_te=True), "te")],
+)
+def test_a_recipe_with_a_dtype_for_attention_is_refused(attention, hardware, backend):
+    chosen, model = plan("mxfp8", backend, hardware, attention=attention), MLP()
+    assert chosen.attention_precision == attention
+    with pytest.raises(UserError, match=rf"attention = '{attention}'. Set it to 'compute'"):
+        convert(model, chosen)
+    assert replaced(model) == []
+
+
 def test_a_shape_that_the_hardware_cannot_serve_stays_and_says_so():
     def model():
         return nn.Sequential(nn.Linear(128, 256), nn.Linear(48, 10))
