@@ -79,8 +79,8 @@ def convert(
         raise UserError("convert needs a recipe or a plan, such as convert(model, 'delayed').")
     if plan.recipe.attention != "compute":
         raise UserError(
-            f"convert leaves attention to the model, but recipe '{plan.recipe.name}' has attention = "
-            f"'{plan.recipe.attention}'. Set it to 'compute' in the recipe."
+            f"convert leaves attention to the model, but recipe '{plan.recipe.name}' has attention "
+            f"= '{plan.recipe.attention}'. Set it to 'compute' in the recipe."
         )
     also = (also,) if isinstance(also, type) else tuple(also)
     linears = _linears(module, also)
