@@ -27,6 +27,7 @@ def test_there_are_faults_of_every_group() -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only, put = FAULTS[name]
+    fused._plan.cache_clear()
     put(monkeypatch)
     try:
         report = suite.run(CONTEXT, only)
