@@ -44,7 +44,10 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
         *(f"| {key} | {value} |" for key, value in _facts(source, title)),
     ]
     lines += ["", *(f"{gap}\n" for gap in _gaps(source, recipe))]
-    lines += ["## Use", "", "```python", *_loading(name), "```", ""]
+    lines += ["## Use", "", "```python"]
+    lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f'model = AutoModelForCausalLM.from_pretrained("{name}")']
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")', "```", ""]
     if format == "hf":
         lines += ["To train it further:", "", "```"]
         lines += [f"fp8stack pretrain --init-from hf:{name} --data DATA", "```", ""]
@@ -52,15 +55,6 @@ def model_card(source: Source, format: str, title: str, repository: str | None) 
         lines += ["transformers needs `compressed-tensors` for it; vLLM:", "", "```"]
         lines += [f"vllm serve {name}", "```", ""]
     return "\n".join(lines)
-
-
-def _loading(name: str) -> list[str]:
-    return [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-    ]
 
 
 def _facts(source: Source, title: str) -> Iterator[tuple[str, str]]:

@@ -80,10 +80,11 @@ def fetch(repository: Repository) -> Snapshot:
     hub = _hub(str(repository))
     name, revision = repository.name, repository.revision
     patterns: dict[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
+    refusals = hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError
     try:
         try:
             info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
-        except (hub.errors.HFValidationError, *_refusals(hub)):
+        except (hub.errors.HFValidationError, *refusals):
             raise
         except Exception:  # without a network, use the cache
             path = hub.snapshot_download(name, revision=revision, local_files_only=True, **patterns)
@@ -187,15 +188,6 @@ def _require_files(repository: Repository, there: Iterable[str], wanted: Sequenc
             f"{repository} has no config.json, so its model is unknown. Give a repository that "
             "transformers' save_pretrained wrote."
         )
-
-
-def _refusals(hub: Any) -> tuple[type[Exception], ...]:
-    """The errors by which the Hub refuses a request."""
-    kinds: tuple[type[Exception], ...] = (
-        hub.errors.RepositoryNotFoundError,  # including GatedRepoError
-        hub.errors.RevisionNotFoundError,
-    )
-    return kinds
 
 
 def _refused(hub: Any, repository: Repository, error: Exception) -> UserError:

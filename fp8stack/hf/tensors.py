@@ -86,29 +86,34 @@ def _others(config: GPTConfig, layout: Layout) -> Iterator[tuple[str, str]]:
             yield f"{ours}.attention.key_norm", f"{theirs}.self_attn.k_norm"
 
 
+def _modules(
+    config: GPTConfig, layout: Layout
+) -> Iterator[tuple[str, tuple[Part, ...], bool, bool]]:
+    """Each module with parameters of its own: our name, its parts, and whether their weights are
+    transposed, as in GPT-2's Conv1D, and have biases, which GPT-2's always have."""
+    gpt2 = layout.model_type == "gpt2"
+    shapes = config.parameter_shapes()
+    for ours, theirs in _others(config, layout):
+        whole = Part(module=theirs, start=0, rows=shapes[f"{ours}.weight"][0])
+        yield ours, (whole,), False, gpt2 and "norm" in ours
+    for ours, parts in parts_of(config, layout).items():
+        inner = ours != "lm_head"
+        if inner or not config.tied:
+            yield ours, parts, gpt2 and inner, inner and (gpt2 or config.bias)
+
+
 def to_hf(config: GPTConfig, layout: Layout, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights, all parameters with the vocabulary not padded, as a transformers `state_dict` of
     the same dtype; tied weights appear once."""
     made: dict[str, Tensor] = {}
-    gpt2 = layout.model_type == "gpt2"
-    for ours, theirs in _others(config, layout):
-        made[f"{theirs}.weight"] = weights[f"{ours}.weight"].contiguous().clone()
-        if gpt2 and "norm" in ours:
-            zeros = torch.zeros_like(weights[f"{ours}.weight"])
-            made[f"{theirs}.bias"] = weights.get(f"{ours}.bias", zeros).clone()
-    for ours, parts in parts_of(config, layout).items():
-        if ours == "lm_head" and config.tied:
-            continue
+    for ours, parts, turned, biased in _modules(config, layout):
         weight = weights[f"{ours}.weight"]
+        bias = weights.get(f"{ours}.bias", weight.new_zeros(len(weight)))
         for part in parts:
             own = part.of(weight)
-            # GPT-2's Conv1D has [in, out].
-            turned = gpt2 and ours != "lm_head"
             made[f"{part.module}.weight"] = own.t().contiguous() if turned else own
-            if f"{ours}.bias" in weights:
-                made[f"{part.module}.bias"] = part.of(weights[f"{ours}.bias"])
-            elif turned:  # GPT-2 always has biases
-                made[f"{part.module}.bias"] = own.new_zeros(part.rows)
+            if biased:
+                made[f"{part.module}.bias"] = part.of(bias)
     return made
 
 
@@ -120,32 +125,14 @@ def from_hf(
     float16. Raises a UserError if one is missing, left over, of another shape or dtype, or not
     finite."""
     source = _Source(layout, tensors, where)
-    gpt2 = layout.model_type == "gpt2"
     shapes = config.parameter_shapes()
     made: dict[str, Tensor] = {}
-
-    def keep_bias(name: str, bias: Tensor) -> None:
-        """Keep a bias, or see that a model without has zeros in its place."""
-        if config.bias:
-            made[name] = bias
-        elif bias.any():
-            raise UserError(f"{where}: the config says bias = false, and '{name}' is not zero.")
-
-    for ours, theirs in _others(config, layout):
-        made[f"{ours}.weight"] = source.take(f"{theirs}.weight", shapes[f"{ours}.weight"])
-        if gpt2 and "norm" in ours:
-            keep_bias(f"{ours}.bias", source.take(f"{theirs}.bias", (config.width,)))
-    for ours, parts in parts_of(config, layout).items():
-        if ours == "lm_head" and config.tied:
-            source.require_tied(made["embedding.weight"])
-            continue
-        outputs, inputs = shapes[f"{ours}.weight"]
-        turned = gpt2 and ours != "lm_head"
-        biased = turned or (config.bias and ours != "lm_head")
-        weight, bias = torch.empty(outputs, inputs), torch.zeros(outputs)
+    for ours, parts, turned, biased in _modules(config, layout):
+        outputs, *inputs = shapes[f"{ours}.weight"]
+        weight, bias = torch.empty(outputs, *inputs), torch.zeros(outputs)
         for number, part in enumerate(parts):
             rows = slice(part.start, part.start + part.rows)
-            shape = (inputs, part.rows) if turned else (part.rows, inputs)
+            shape = (*inputs, part.rows) if turned else (part.rows, *inputs)
             own = source.take(f"{part.module}.weight", shape)
             own = own.t() if turned else own
             own_bias = source.take(f"{part.module}.bias", (part.rows,)) if biased else bias[rows]
@@ -157,8 +144,14 @@ def from_hf(
                 )
             weight[rows], bias[rows] = own, own_bias
         made[f"{ours}.weight"] = weight
-        if biased:
-            keep_bias(f"{ours}.bias", bias)
+        if biased and config.bias:
+            made[f"{ours}.bias"] = bias
+        elif bias.any():
+            raise UserError(
+                f"{where}: the config says bias = false, and '{ours}.bias' is not zero."
+            )
+    if config.tied:
+        source.require_tied(made["embedding.weight"])
     source.require_all_taken()
     return made
 

@@ -3,7 +3,7 @@ heads, E head width, V vocabulary."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -186,20 +186,6 @@ class GPT(nn.Module):
         initialize(self, seed)
         backend.attach(self)
         backend.set_matmul_precision(self)
-
-    @overload
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        targets_BT: None = None,
-        documents_BT: Tensor | None = None,
-        *,
-        cache: KVCache | None = None,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
-    ) -> Tensor: ...
 
     def forward(
         self,

@@ -302,16 +302,6 @@ def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     assert estimate(setting).fp8_weights == sum(kept_weights(model).values())
 
 
-def test_amax_histories_are_estimated_to_the_byte():
-    model, setting = made("gpt2", "delayed", "emulate", recipe_overrides={"history_length": 16})
-    delayed: Any = model.delayed_scaling
-    history = delayed.history
-    tensors = [history.history, history.scales, *history._rules, *history.all_recorded]
-    tensors += [delayed.first_scales, delayed.first, delayed.weights.flag]
-    tensors += [slot._column for slot in delayed._slots]
-    assert estimate(setting).buffers == sum(tensor.nbytes for tensor in tensors)
-
-
 def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_random_bits():
     gradients = {"amax": "current", "block": "tensor", "rounding": "stochastic"}
     changes: dict[str, Any] = {"quantizer": {"history_length": 8}, "grad_output": gradients}

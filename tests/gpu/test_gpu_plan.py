@@ -33,21 +33,6 @@ def test_a_backend_runs_or_the_plan_says_why_not(backend: str, recipe: str) -> N
     build_backend(plan.for_layers({"layer": (128, 128)}))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_native_does_not_depend_on_the_backend_that_runs_it(recipe: str) -> None:
-    plan = resolve(recipe, HARDWARE)
-    assert plan.native == (plan.backend in ("te", "torch"))
-    assert plan.native or plan.reasons
-
-
-@pytest.mark.skipif(HARDWARE.capability != (9, 0), reason="this is no Hopper")
-def test_hopper_has_block_scaling_and_no_mxfp8() -> None:
-    block, mxfp8 = resolve("block", HARDWARE), resolve("mxfp8", HARDWARE)
-    assert block.native == ((HARDWARE.cuda_version or (13, 0)) >= (12, 9))
-    assert (mxfp8.backend, mxfp8.native) == ("emulate", False)
-    assert "mxfp8 needs compute capability 10.x" in mxfp8.reasons[0]
-
-
 @pytest.mark.skipif(not HARDWARE.has_te, reason="there is no Transformer Engine")
 def test_transformer_engine_runs_nvfp4_on_blackwell_for_data_centres_if_it_has_it() -> None:
     import transformer_engine.pytorch as te
@@ -55,18 +40,3 @@ def test_transformer_engine_runs_nvfp4_on_blackwell_for_data_centres_if_it_has_i
     whole = HARDWARE.capability[0] == 10  # elsewhere TE's check passes, and casts fail
     runs = resolve("nvfp4", HARDWARE).backend == "te"
     assert runs == (whole and te.is_nvfp4_available())
-
-
-def test_nvfp4_is_native_on_blackwell() -> None:
-    has_cuda = (HARDWARE.cuda_version or (13, 0)) >= (12, 8)
-    assert resolve("nvfp4", HARDWARE).native == (HARDWARE.capability[0] in (10, 12) and has_cuda)
-
-
-@pytest.mark.skipif(HARDWARE.has_te, reason="Transformer Engine can be used")
-def test_without_transformer_engine_torch_runs_and_says_so_if_te_was_asked_for() -> None:
-    if not resolve("delayed", HARDWARE).native:
-        pytest.skip("this GPU has no FP8")
-    assert resolve("delayed", HARDWARE).backend == "torch"
-    asked = resolve("delayed", HARDWARE, "te")
-    assert asked.backend == "torch"
-    assert "Transformer Engine" in asked.reasons[0]

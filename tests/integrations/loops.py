@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,12 +48,24 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+def language_loss(model: nn.Module, step: int) -> Tensor:
+    """That of a step's batch, by a model of transformers."""
+    loss: Tensor = model(input_ids=tokens(step), labels=tokens(step)).loss
+    return loss
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+    loss_of: Callable[[nn.Module, int], Tensor] = language_loss,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> list[float]:
     """A plain loop: the loss of each step."""
     losses = []
     for step in steps:
-        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
-        loss.backward()
+        loss = loss_of(model, step)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

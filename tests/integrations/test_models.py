@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack import fp8_state, load_fp8_state
-from tests.integrations.loops import CONTEXT, RECIPES, adamw, converted, gpt2, tokens
+from tests.integrations.loops import CONTEXT, RECIPES, adamw, converted, gpt2, tokens, train
 from tests.support.backend_models import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,17 +60,10 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
 }
 
 
-def losses(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    found = []
-    for step in steps:
-        ids = tokens(step)
-        y = model(input_ids=ids).logits if hasattr(model, "peft_config") else model(ids)
-        loss: Tensor = F.cross_entropy(y[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    ids = tokens(step)
+    y = model(input_ids=ids).logits if hasattr(model, "peft_config") else model(ids)
+    return F.cross_entropy(y[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -81,7 +74,7 @@ def test_a_model_trains_and_resumes_to_the_bit(library, recipe):
     state = fp8_state(model)
     assert len({name.rpartition(".draws")[0] or name.rsplit(".", 2)[0] for name in state}) == layers
     optimizer = adamw(model)
-    losses(model, optimizer, range(3))
+    train(model, optimizer, range(3), loss_of)
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fp8, moments = fp8_state(model), copy.deepcopy(optimizer.state_dict())
     assert not same(fp8, state)
@@ -90,7 +83,8 @@ def test_a_model_trains_and_resumes_to_the_bit(library, recipe):
     again.load_state_dict(saved)
     load_fp8_state(again, fp8)
     resumed.load_state_dict(moments)
-    assert losses(again, resumed, range(3, 6)) == losses(model, optimizer, range(3, 6))
+    later = range(3, 6), loss_of
+    assert train(again, resumed, *later) == train(model, optimizer, *later)
     assert same(again.state_dict(), model.state_dict())
     assert same(fp8_state(again), fp8_state(model))
 
@@ -99,7 +93,8 @@ def test_adapters_train_on_a_frozen_base_in_fp8_whichever_comes_first():
     first, other = peft_lora("delayed"), peft_lora("delayed", first="peft")
     other.load_state_dict(first.state_dict())
     base = {n: p.clone() for n, p in first.named_parameters() if not p.requires_grad}
-    assert losses(first, adamw(first), range(3)) == losses(other, adamw(other), range(3))
+    one, two = (train(each, adamw(each), range(3), loss_of) for each in (first, other))
+    assert one == two
     assert all("lora_" in n for n, p in first.named_parameters() if p.requires_grad)
     assert same(base, {n: p for n, p in first.named_parameters() if not p.requires_grad})
     assert len(fp8_state(first)) == len(fp8_state(other)) == 24

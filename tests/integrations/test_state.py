@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fp8stack import UserError, fp8_state
 from fp8stack.integrations import FP8State
-from tests.integrations.loops import RECIPES, adamw, gpt2, tokens, train
+from tests.integrations.loops import RECIPES, adamw, gpt2, train
 from tests.support.backend_models import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,28 +38,17 @@ def prepared(recipe: str, seed: int, register: bool = True) -> tuple[Accelerator
     return accelerator, *accelerator.prepare(model, adamw(model))
 
 
-def accelerated(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: range) -> list:
-    losses = []
-    for step in steps:
-        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_accelerate_resumes_to_the_bit(recipe, tmp_path):
-    straight = prepared(recipe, seed=0)
-    accelerated(*straight, range(3))
-    straight[0].save_state(str(tmp_path / "with"))
-    losses = accelerated(*straight, range(3, 6))
-    resumed = prepared(recipe, seed=1)
-    resumed[0].load_state(str(tmp_path / "with"))
-    assert accelerated(*resumed, range(3, 6)) == losses
-    assert same(resumed[1].state_dict(), straight[1].state_dict())
-    assert same(fp8_state(resumed[1]), fp8_state(straight[1]))
+    accelerator, *straight = prepared(recipe, seed=0)
+    train(*straight, range(3), backward=accelerator.backward)
+    accelerator.save_state(str(tmp_path))
+    losses = train(*straight, range(3, 6), backward=accelerator.backward)
+    accelerator, *resumed = prepared(recipe, seed=1)
+    accelerator.load_state(str(tmp_path))
+    assert train(*resumed, range(3, 6), backward=accelerator.backward) == losses
+    assert same(resumed[0].state_dict(), straight[0].state_dict())
+    assert same(fp8_state(resumed[0]), fp8_state(straight[0]))
 
 
 def test_accelerate_refuses_a_checkpoint_without_the_state(tmp_path):

@@ -266,7 +266,8 @@ def test_states_without_scales_are_empty_and_others_are_refused():
     odd: list[Any] = [
         17, torch.zeros(3), blob(tensors(scale_fwd=torch.ones(3).double())), b"\x80\x04.", b"junk",
         blob(tensors(scale_bwd=[1.0, 1.0])), blob(tensors(scale_fwd=torch.ones(2, 3))),
-        blob({"scale_fwd": torch.ones(3)}), blob(OrderedDict(scale_fwd=1)), blob(tensors(x=slice(1))),
+        blob({"scale_fwd": torch.ones(3)}), blob(OrderedDict(scale_fwd=1)),
+        blob(tensors(x=slice(1))),
     ]  # fmt: skip
     for entry in odd:
         with pytest.raises(UserError, match="_extra_state: "):

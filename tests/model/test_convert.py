@@ -706,10 +706,11 @@ def test_a_gpu_without_fp8_multiplies_in_bf16():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_gpu_without_bf16_leaves_the_model_as_it_is():
-    plain, model = gpt2(), convert(gpt2(), plan("delayed", hardware=TURING, backend="auto"))
+@pytest.mark.parametrize("recipe", ["delayed", "fp16"])
+def test_a_gpu_without_bf16_leaves_the_model_as_it_is_and_says_how_fp16_is_had(recipe):
+    plain, model = gpt2(), convert(gpt2(), plan(recipe, hardware=TURING, backend="auto"))
     assert replaced(model) == in_fp8(model) == []
-    assert "scaled loss" in reason(model, "transformer.h.0.attn.c_attn")
+    assert "pass scaled_loss=True" in reason(model, "transformer.h.0.attn.c_attn")
     assert train(model, range(2)) == train(plain, range(2))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -402,7 +401,7 @@ def test_an_input_of_no_floats_is_refused_as_nn_linear_refuses_it(recipe, x):
     assert str(found.value) == str(expected.value)
 
 
-# fp16, and what accelerate saves
+# fp16
 
 
 def test_under_a_scaled_loss_layers_compute_in_fp16():
@@ -428,36 +427,3 @@ def test_under_a_scaled_loss_layers_compute_in_fp16():
     assert losses[:10] == pytest.approx(losses[10:], rel=1e-2)
     seen = scaler.statistics()
     assert (seen.steps, seen.overflows) == (10, 0)
-
-
-def test_without_a_scaled_loss_the_plan_says_how_fp16_is_had():
-    model = convert(MLP(), plan("fp16", "auto", TURING))
-    assert replaced(model) == []
-    assert "pass scaled_loss=True" in reason(model, "up")
-
-
-def test_accelerate_saves_and_loads_the_scales(tmp_path):
-    def prepared() -> tuple[Accelerator, nn.Module, Any]:
-        torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True)
-        model = convert(Blocks(1), plan())
-        accelerator.register_for_checkpointing(model.delayed_scaling)
-        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-
-    def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: range) -> list:
-        losses = []
-        for step in steps:
-            losses.append(model(normal(8, 32, seed=step)).square().mean())
-            accelerator.backward(losses[-1])
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.item() for loss in losses]
-
-    straight = prepared()
-    losses = train(*straight, range(3))
-    straight[0].save_state(str(tmp_path))
-    losses += train(*straight, range(3, 6))
-    resumed = prepared()
-    resumed[0].load_state(str(tmp_path))
-    assert train(*resumed, range(3, 6)) == losses[3:]
-    assert same(fp8_state(resumed[1]), fp8_state(straight[1]))

@@ -1,15 +1,13 @@
-"""What a quantized linear must compute: float64 GEMMs on the bytes that the casts give."""
+"""What a quantized linear must compute: float64 GEMMs on what `conform`'s oracle quantizes."""
 
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp8stack import numerics
 from fp8stack.conform import oracles
+from fp8stack.formats import Quantizer
 from fp8stack.precision import load_recipe
-from tests.support.oracles import scale_of
 
 
 def normal(*shape, seed=0, std=1.0):
@@ -27,52 +25,38 @@ def run(layer, x, dy, forward=None):
     return y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad
 
 
-# The oracle: bytes from the casts, decoded and multiplied in float64.
-
-
-def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One scale per block -> one per element, float64."""
-    rows, columns = (torch.arange(n) // size for n, size in zip(shape, block, strict=True))
-    return scales.double()[rows][:, columns]
-
-
-def per_tensor(x: Tensor, format: str, scale: float) -> Tensor:
-    inverse = np.float32(1) / np.float32(scale)
-    return numerics.cast_to_fp8(x, float(scale), format).double() * float(inverse)
-
-
-def quantized(recipe: str, x: Tensor, name: str, reduced: int, **options) -> Tensor:
+def quantized(recipe: str, x: Tensor, name: str, reduced: int, draws=None, **options) -> Tensor:
     """What a GEMM that reduces `x` [rows, columns] over dimension `reduced` multiplies."""
-    if recipe in ("delayed", "current"):
-        which = "backward" if name == "grad_output" else "forward"
-        hybrid = {"forward_format": "e4m3", "backward_format": "e5m2"}
-        format = options.get(f"{which}_format", hybrid[f"{which}_format"])
-        amax = max(float(x.abs().max()), options.get("eps", 0.0))
-        scale = scale_of(amax, format, options.get("power_of_two", False))
-        return per_tensor(x, format, 1.0 if recipe == "delayed" else scale)
-    if recipe == "mxfp8":
+    gradient = name == "grad_output"
+    direction = "backward" if gradient else "forward"
+    if recipe in ("delayed", "current"):  # delayed: before the first update
+        format = options.get(f"{direction}_format", "e5m2" if gradient else "e4m3")
+        power = "power_of_two" if options.get("power_of_two") else "float32"
+        quantizer = Quantizer(format=format, scale=power, eps=options.get("eps", 0.0))
+    elif recipe == "mxfp8":
         rounding = options.get("scale_rounding", "rceil")
-        data, codes = numerics.quantize_mxfp8(x, reduced, "e4m3", rounding)
-        block = (1, 32) if reduced == 1 else (32, 1)
-        return data.double() * spread(codes.float(), block, x.shape)
-    if recipe == "nvfp4":  # both Hadamard transforms of dw cancel, so the order of sums is not seen
+        quantizer = Quantizer(block=(1, 32), scale="e8m0", scale_rounding=rounding)
+    elif recipe == "block":
+        power = "power_of_two" if options.get("power_of_two", True) else "float32"
+        quantizer = Quantizer(block=(128 if name == "weight" else 1, 128), scale=power)
+    elif recipe == "rowwise":
+        quantizer = Quantizer(block="row", scale="power_of_two")
+    else:  # both Hadamard transforms of dw cancel, so the order of sums is not seen
         table = load_recipe(recipe).quantizers
-        across = reduced == 0
-        quantizer = table.across(name) if across else table.along(name)
-        bits = None
-        if quantizer.stochastic:
-            drawn = options["draws"].bits(name, across, len(x))
-            bits = partial(oracles.philox, drawn.seed, drawn.stream, 0)
-        made = oracles.quantize(x.float().numpy(), quantizer, reduced, overflow=0.0, bits=bits)
-        return torch.from_numpy(made.exact)
-    if recipe == "rowwise":
-        largest = x.abs().amax(reduced, keepdim=True).double().clamp_min(1e-12)
-        scale = torch.exp2(torch.floor(torch.log2(448 / largest)))
-        data = (x.double() * scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
-        return data.double() / scale
-    block = (128, 128) if name == "weight" else (1, 128) if reduced == 1 else (128, 1)
-    data, inverse = numerics.quantize_blocks(x, block, "e4m3", options.get("power_of_two", True))
-    return data.double() * spread(inverse, block, x.shape)
+        quantizer = table.along(name) if reduced else table.across(name)
+    bits = None
+    if quantizer.stochastic:
+        drawn = draws.bits(name, not reduced, len(x))
+        bits = partial(oracles.philox, drawn.seed, drawn.stream, 0)
+    made = oracles.quantize(
+        x.float().numpy(),
+        quantizer,
+        reduced,
+        overflow=torch.finfo(x.dtype).max,
+        bits=bits,
+        scale=1.0 if recipe == "delayed" else None,
+    )
+    return torch.from_numpy(made.exact)
 
 
 def oracle(recipe: str, layer: nn.Linear, x: Tensor, dy: Tensor, **options) -> list[Tensor | None]:
