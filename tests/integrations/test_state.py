@@ -40,15 +40,15 @@ def prepared(recipe: str, seed: int, register: bool = True) -> tuple[Accelerator
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_accelerate_resumes_to_the_bit(recipe, tmp_path):
-    accelerator, *straight = prepared(recipe, seed=0)
-    train(*straight, range(3), backward=accelerator.backward)
+    accelerator, model, optimizer = prepared(recipe, seed=0)
+    train(model, optimizer, range(3), backward=accelerator.backward)
     accelerator.save_state(str(tmp_path))
-    losses = train(*straight, range(3, 6), backward=accelerator.backward)
-    accelerator, *resumed = prepared(recipe, seed=1)
+    losses = train(model, optimizer, range(3, 6), backward=accelerator.backward)
+    accelerator, resumed, optimizer = prepared(recipe, seed=1)
     accelerator.load_state(str(tmp_path))
-    assert train(*resumed, range(3, 6), backward=accelerator.backward) == losses
-    assert same(resumed[0].state_dict(), straight[0].state_dict())
-    assert same(fp8_state(resumed[0]), fp8_state(straight[0]))
+    assert train(resumed, optimizer, range(3, 6), backward=accelerator.backward) == losses
+    assert same(resumed.state_dict(), model.state_dict())
+    assert same(fp8_state(resumed), fp8_state(model))
 
 
 def test_accelerate_refuses_a_checkpoint_without_the_state(tmp_path):
