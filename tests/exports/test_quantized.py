@@ -16,9 +16,11 @@ import fp8stack
 from fp8stack import GPT, GPTConfig, UserError, cli, numerics, plan_for
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.state import restore_weights
+from fp8stack.conform import oracles
 from fp8stack.exports.files import Source
 from fp8stack.exports.quantized import quantized_files
 from fp8stack.exports.writing import replace_folder
+from fp8stack.formats import Quantizer
 from fp8stack.hf import layout_of, parts_of
 from fp8stack.precision import Hardware, load_recipe
 from tests.support.hf_models import (
@@ -67,25 +69,20 @@ def exported(folder: Path, source: Source) -> Path:
 def dequantized(
     model: GPT, source: Source, recipe: str, power_of_two: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The weights that the model's recipe multiplies, made by our numerics from whole layers."""
+    """The weights that the model's recipe multiplies, from whole layers; by row in other recipes
+    than these."""
+    quantizer = {
+        "delayed": Quantizer(),
+        "current": Quantizer(scale="power_of_two" if power_of_two else "float32"),
+        "block": Quantizer(block=(128, 128), scale="power_of_two"),
+    }.get(recipe, Quantizer(block="row"))
     made = weights_of(model)
     for layer in model.config.linear_shapes():
         name = f"{layer}.weight"
-        if layer == "lm_head":
-            continue
-        weight = made[name]
-        if recipe == "delayed":
-            scale = source.fp8[f"{layer}.weight.scale"]
-            made[name] = numerics.cast_to_fp8(weight, scale).float() * numerics.inverse(scale)
-        elif recipe == "current":
-            scale = numerics.tensor_scale(weight.abs().max(), power_of_two=power_of_two)
-            made[name] = numerics.cast_to_fp8(weight, scale).float() * numerics.inverse(scale)
-        elif recipe == "block":
-            data, inverse = numerics.quantize_blocks(weight, (128, 128))
-            made[name] = numerics.dequantize_blocks(data, inverse, (128, 128))
-        else:
-            scale = torch.stack([numerics.tensor_scale(row.abs().max()) for row in weight])[:, None]
-            made[name] = numerics.cast_to_fp8(weight, scale).float() * numerics.inverse(scale)
+        if layer != "lm_head":
+            scale = float(source.fp8[f"{name}.scale"]) if recipe == "delayed" else None
+            found = oracles.quantize(made[name].numpy(), quantizer, 1, scale=scale)
+            made[name] = torch.from_numpy(found.values * found.factor)
     return made
 
 

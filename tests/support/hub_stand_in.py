@@ -24,7 +24,6 @@ class Stored:
     private: bool = False
     gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
 
     @property
     def main(self) -> str:
@@ -34,7 +33,6 @@ class Stored:
         told = [message, str(len(self.commits)), *sorted(files)]
         sha = hashlib.sha1("\n".join(told).encode()).hexdigest()
         self.commits[sha] = files
-        self.messages.append(message)
         return sha
 
 
