@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -79,39 +78,6 @@ def loss_of(model: GPT, setting: Setting) -> Tensor:
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
-def kept_weights(model: GPT) -> dict[int, int]:
-    """The storages of FP8 weights that layers keep, with their bytes."""
-    kept = [kept for module in model.modules() if (kept := getattr(module, "_kept", None))]
-    copies = [copy for one in kept for copy in one.copies]
-    storages = [t.untyped_storage() for s in copies for t in (s.data, s.inv_scale)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def saved_bytes(model: GPT, setting: Setting) -> int:
-    """The storages that autograd keeps, without parameters, kept weights and RoPE's tables."""
-
-    class Packed:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-
-    packed: list[weakref.ref[Packed]] = []
-
-    def pack(tensor: Tensor) -> Packed:
-        one = Packed(tensor)
-        packed.append(weakref.ref(one))
-        return one
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
-        loss = loss_of(model, setting)
-    storages = [one.tensor.untyped_storage() for ref in packed if (one := ref()) is not None]
-    found = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    tables = [table for pair in model._rotations.values() for table in pair]
-    for tensor in (*model.parameters(), *tables):
-        found.pop(tensor.untyped_storage().data_ptr(), None)
-    assert loss.requires_grad
-    return sum(size for place, size in found.items() if place not in kept_weights(model))
-
-
 class Live(TorchDispatchMode):
     """The bytes of storages that operators made and that still live; the most at one time."""
 
@@ -137,6 +103,14 @@ class Live(TorchDispatchMode):
 
 def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def saved_bytes(model: GPT, setting: Setting) -> int:
+    """What lives after a forward pass and did not before, but for the loss."""
+    loss_of(model, setting).backward()  # RoPE's tables and kept weights are made in the first pass
+    with Live() as live:
+        loss = loss_of(model, setting)
+        return live.now() - loss.nbytes
 
 
 # Every run in the shape with the most kinds of layers; the other shapes in a few.
@@ -194,11 +168,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, r
 )
 def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(shape, recipe, backend):
     model, setting = made(shape, recipe, backend, checkpointing="selective")
-    loss_of(model, setting)  # RoPE's tables are made in the first pass
-    with Live() as live:
-        loss = loss_of(model, setting)
-        held = live.now()
-    assert held == estimate(setting).saved + loss.nbytes
+    assert estimate(setting).saved == saved_bytes(model, setting)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +269,10 @@ def test_moments_of_a_byte_are_estimated_to_the_byte():
 def test_fp8_weights_that_layers_keep_are_estimated_to_the_byte(recipe):
     model, setting = made("llama", recipe, "torch")
     loss_of(model, setting)
-    assert estimate(setting).fp8_weights == sum(kept_weights(model).values())
+    kept: list[Any] = [one for part in model.modules() if (one := getattr(part, "_kept", None))]
+    tensors = [x for one in kept for copy in one.copies for x in (copy.data, copy.inv_scale)]
+    storages = {id_of(x): x.untyped_storage().nbytes() for x in tensors}
+    assert estimate(setting).fp8_weights == sum(storages.values())
 
 
 def test_the_history_is_as_long_as_the_longest_window_and_layers_count_their_random_bits():
