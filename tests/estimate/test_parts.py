@@ -25,7 +25,7 @@ from fp8stack.model.gpt import GPT
 from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.optim.optimizer import build_optimizer
 from fp8stack.planner import casts_of, operations_of
-from fp8stack.precision import Hardware, Plan, assumed, load_recipe
+from fp8stack.precision import Hardware, assumed, load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Hardware("cpu")
@@ -420,29 +420,28 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, why, refused):
     assert why in refused("estimate", *arguments.split())
 
 
+def on(gpu: Hardware, config: GPTConfig, recipe: str, tokens: int, **keys: Any) -> Setting:
+    """One sequence of a micro-batch on a GPU."""
+    plan = plan_for(config, load_recipe(recipe, keys), gpu, tokens=tokens)
+    return Setting(config=config, plan=plan, sequences=1, context=tokens)
+
+
 def test_fp8_weights_of_a_gpu_are_two_bytes_per_element_and_scales():
-    config = load_config("llama-1b")
-    plans: dict[str, Plan] = {
-        name: plan_for(config, name, assumed("10.0", has_te=False), tokens=8192)
-        for name in ("delayed", "mxfp8")
-    }
-    elements = sum(la.in_features * la.out_features for la in plans["mxfp8"].layers if la.fp8)
-    made = {
-        name: estimate(Setting(config=config, plan=plan, sequences=1, context=8192)).fp8_weights
-        for name, plan in plans.items()
-    }
-    assert made["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
-    assert 2 * elements < made["delayed"] < 2.001 * elements
+    gpu, config = assumed("10.0", has_te=False), load_config("llama-1b")
+    made = {name: on(gpu, config, name, 8192) for name in ("delayed", "mxfp8")}
+    layers = made["mxfp8"].plan.layers
+    elements = sum(la.in_features * la.out_features for la in layers if la.fp8)
+    found = {name: estimate(setting).fp8_weights for name, setting in made.items()}
+    assert found["mxfp8"] == 2 * elements * (1 + 1 / 32)  # a byte of scale for 32 elements
+    assert 2 * elements < found["delayed"] < 2.001 * elements
 
 
 def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_of_16():
-    config = load_config("llama-1b")
-    told = {}
-    for name in ("mxfp8", "nvfp4", "nvfp4_nearest"):
-        plan = plan_for(config, name, assumed("10.0"))
-        assert plan.backend == "te"
-        told[name] = estimate(Setting(config=config, plan=plan, sequences=1, context=1024))
-    layers = [layer for layer in plan.layers if layer.fp8]
+    gpu, config = assumed("10.0"), load_config("llama-1b")
+    made = {name: on(gpu, config, name, 1024) for name in ("mxfp8", "nvfp4", "nvfp4_nearest")}
+    assert {setting.plan.backend for setting in made.values()} == {"te"}
+    told = {name: estimate(setting) for name, setting in made.items()}
+    layers = [layer for layer in made["nvfp4_nearest"].plan.layers if layer.fp8]
     assert told["nvfp4"].fp8_weights == sum(
         2 * la.in_features * la.out_features * (1 / 2 + 1 / 16) for la in layers
     )
@@ -454,21 +453,12 @@ def test_nvfp4_by_transformer_engine_keeps_half_a_byte_per_element_and_a_scale_o
 
 def test_attention_in_mxfp8_keeps_two_copies_of_its_operands():
     sizes: dict[str, Any] = {"vocabulary": 64, "layers": 2, "width": 128, "heads": 4, "kv_heads": 2}
-    config = GPTConfig(**sizes, context=128)
-    gpu = Hardware("cuda", (10, 0), has_te=True)
-    found = [
-        estimate(
-            Setting(
-                config=config,
-                plan=plan_for(config, load_recipe("mxfp8", {"attention": asked}), gpu),
-                sequences=2,
-                context=128,
-            )
-        )
-        for asked in ("compute", "mxfp8")
-    ]
+    config, gpu = GPTConfig(**sizes, context=128), Hardware("cuda", (10, 0), has_te=True)
+    plain, low = (
+        estimate(on(gpu, config, "mxfp8", 128, attention=asked)) for asked in ("compute", "mxfp8")
+    )
     # 33 bytes for 32 elements, twice, in place of bf16; per token and block 4 + 2 + 2 heads of 32.
-    more = config.layers * 2 * 128 * 8 * 32 * (2 * 33 / 32 - 2)
-    assert found[1].activations - found[0].activations == more
-    same = [replace(one, activations=0, first_block=0) for one in found]
+    more = config.layers * 128 * 8 * 32 * (2 * 33 / 32 - 2)
+    assert low.activations - plain.activations == more
+    same = [replace(one, activations=0, first_block=0) for one in (plain, low)]
     assert same[0] == same[1]
