@@ -14,7 +14,6 @@ from fp8stack.formats import FORMATS, Quantizer
 
 FORMAT_NAMES = ("e4m3", "e5m2")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MATRICES = ("ordinary", "special")
 
 MXFP8 = Quantizer(block=(1, 32), scale="e8m0")
 MXFP4 = replace(MXFP8, format="e2m1")
