@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -70,29 +71,18 @@ def _blocks(plan: Plan) -> dict[int, list[LayerPlan]]:
 
 
 @contextmanager
-def patched(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Set an attribute to `value` within the context."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def without_memory(plan: Plan) -> Iterator[None]:
     """Within, new tensors have no memory, and code takes the paths of the plan's device."""
     on_cpu = plan.device == "cpu"
     where: AbstractContextManager[Any] = FakeTensorMode() if on_cpu else torch.device("meta")
     with ExitStack() as stack:
-        stack.enter_context(patched(gpt, "initialize", lambda model, seed: None))
-        stack.enter_context(patched(fused, "serves", lambda x: x.numel() > 0))
+        stack.enter_context(patch.object(gpt, "initialize", lambda model, seed: None))
+        stack.enter_context(patch.object(fused, "serves", lambda x: x.numel() > 0))
         if plan.backend == "te":
-            stack.enter_context(patched(torch_backend, "scaled_gemm", _any_gemm))
+            stack.enter_context(patch.object(torch_backend, "scaled_gemm", _any_gemm))
         if not on_cpu:
-            stack.enter_context(patched(F, "dropout", _fused_dropout))
-            stack.enter_context(patched(F, "rms_norm", _fused_rms_norm))
+            stack.enter_context(patch.object(F, "dropout", _fused_dropout))
+            stack.enter_context(patch.object(F, "rms_norm", _fused_rms_norm))
         stack.enter_context(where)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -230,7 +231,7 @@ def _traced(
     planned = meta.blocks_like(plan, [first for first, *_ in kinds])
     small = config.model_copy(update={"layers": len(kinds), "context": context})
     composed = not backward and meta.composes_attention(config, plan)
-    with meta.without_memory(plan), meta.patched(losses, "chunk_rows", lambda vocabulary: chunk):
+    with meta.without_memory(plan), patch.object(losses, "chunk_rows", lambda vocabulary: chunk):
         model = gpt.GPT(small, meta.backend_of(planned, save_fp8=save_fp8))
         tracer = Tracer(model, planned, composed=composed)
         if gathers:
@@ -310,8 +311,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in self._model.modules():
                 stack.enter_context(part.register_forward_pre_hook(self._enter))
                 stack.enter_context(part.register_forward_hook(self._leave))
-            stack.enter_context(meta.patched(gpt, "head_loss", self._loss))
-            stack.enter_context(meta.patched(F, "scaled_dot_product_attention", self._attention))
+            stack.enter_context(patch.object(gpt, "head_loss", self._loss))
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", self._attention))
             saves = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one.tensor)
             with saves, self:
                 yield
@@ -372,7 +373,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Replaces `scaled_dot_product_attention`."""
         run = _scaled_dot_product_attention if self._composed else meta.fused_attention
-        with meta.patched(self, "_one", "attention"):
+        with patch.object(self, "_one", "attention"):
             y = run(q, k, v, **options)
         if "attention" in self._by_te:  # two copies in MXFP8, the output, and statistics
             values = sum(x.numel() for x in (q, k, v))
@@ -391,7 +392,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         statistics = 2 if isinstance(norm, nn.LayerNorm) else 1
         size = x.numel() * self._model.backend.compute_dtype.itemsize + 4 * statistics * rows
         self._kept[self._part] += Kept(size)
-        with meta.patched(self, "_one", "fused norm"):
+        with patch.object(self, "_one", "fused norm"):
             y = norm(x)
         return y
 

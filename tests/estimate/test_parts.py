@@ -404,14 +404,12 @@ def test_phases_are_estimated_each_and_the_peak_is_that_of_the_worst(told, comma
     ("arguments", "why"),
     [
         ("--recipe fp9", "No recipe 'fp9'"),
-        ("--batch 9 --accumulate 2", "batch 9 is not divisible by accumulate 2"),
         ("--batch 9 --ranks 2", "cannot be shared equally by 2 ranks"),
         (
             "--ranks 2 --parallel fsdp --capability 9.0 --recipe delayed --backend te",
             "--parallel fsdp cannot share out Transformer Engine's layers",
         ),
         ("--context 4096", "--context 4096 is more than the 128"),
-        ("--memory -3", "--memory -3 is no memory"),
         ("--phases defualt", "Did you mean 'default'?"),
         ("--capability hopper", "is no compute capability"),
     ],
