@@ -217,7 +217,6 @@ _KEEPERS: dict[str, type[DelayedScaling | Draws]] = {
     "stochastic_rounding": Draws,
 }
 """The attribute of a model that holds each kind of them."""
-_OF_LAYERS = {"delayed_scaling": "delayed", "stochastic_rounding": ""}
 
 
 def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Draws]:
@@ -225,17 +224,13 @@ def _keepers(module: nn.Module, attribute: str) -> dict[str, DelayedScaling | Dr
     found: dict[str, DelayedScaling | Draws] = {}
     for path, part in module.named_modules():
         keeper: Any = getattr(part, attribute, None)
-        known = any(keeper is other for other in found.values())  # a wrapper may pass it on
-        if isinstance(keeper, _KEEPERS[attribute]) and not known:
+        passed_on = any(keeper is other for other in found.values())  # by a wrapper
+        if isinstance(keeper, _KEEPERS[attribute]) and not passed_on:
             found[f"{path}." if path else ""] = keeper
     if len(found) > 1:
         return found
-    if found:
-        (whole,) = found.values()
-        return {"": whole}
-    # A part of a model has the state of the whole.
-    for part in module.modules():
-        keeper = getattr(part, _OF_LAYERS[attribute], None) if _OF_LAYERS[attribute] else None
-        if isinstance(keeper, _KEEPERS[attribute]):
-            return {"": keeper}
-    return {}
+    known = list(found.values())
+    if not known and attribute == "delayed_scaling":  # a part of a model has the state of the whole
+        layers = (getattr(part, "delayed", None) for part in module.modules())
+        known = [layer for layer in layers if isinstance(layer, DelayedScaling)]
+    return {"": known[0]} if known else {}

@@ -17,15 +17,10 @@ TE_COMPILED = "--compile: Transformer Engine's layers cannot be compiled into on
 
 
 def require_compiler(plan: Plan, recompute: str = "none") -> None:
-    """See that a model with this plan can be compiled, before anything is built or written.
-
-    Args:
-        plan: what is to run.
-        recompute: its activation checkpointing, see `GPT`.
+    """See that a model with this plan, and this activation checkpointing, can be compiled.
 
     Raises:
-        UserError: the backend or the checkpointing cannot be compiled, or a compiler or its headers
-            are missing.
+        UserError: it cannot, or a compiler or its headers are missing.
     """
     require_compilable(plan, recompute)
     require_tools(plan.device, "--compile", "leave --compile out")
@@ -34,15 +29,8 @@ def require_compiler(plan: Plan, recompute: str = "none") -> None:
 def is_compiled(
     asked: bool | None, plan: Plan, hardware: Hardware, recompute: str = "none"
 ) -> tuple[bool, str]:
-    """Whether a model with this plan trains as compiled code, and a note on it or "".
-
-    On a GPU it does, where that works, unless it was refused; on a CPU where it was asked for.
-
-    Args:
-        asked: whether it is to be compiled; None if nothing was said.
-        plan: what is to run.
-        hardware: where.
-        recompute: its activation checkpointing, see `GPT`.
+    """Whether a model with this plan and this activation checkpointing trains as compiled code, and
+    a note on it or "". Where nothing was `asked`, it does on a GPU, if that works.
     """
     if asked is not None or hardware.device != "cuda":
         return bool(asked), ""
@@ -69,34 +57,26 @@ def require_compilable(plan: Plan, recompute: str = "none") -> None:
 
 
 def require_tools(device: str, what: str, instead: str) -> None:
-    """See that torch.compile works for `device`, "cpu" or "cuda", before anything is built.
-
-    Args:
-        device: where the compiled code is to run.
-        what: needs it, and
-        instead: what to do without it, for the error.
+    """See that torch.compile works for `device`, "cpu" or "cuda".
 
     Raises:
-        UserError: a compiler or its headers are missing.
+        UserError: a compiler or its headers are missing, which `what` needs; it says what to do
+            `instead`.
     """
     if device != "cuda":
-        _require_cpp_compiler(what, instead)
+        # Private, and the only way to ask for the compiler that torch.compile will call (2.13).
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise UserError(
+                f"{what} needs a C++ compiler and none was found. Install g++, name one by the "
+                f"environment's CXX, or {instead}."
+            ) from error
     # Both build Python extensions.
     if problem := find_compiler_problem() if device == "cuda" else missing_headers():
         raise UserError(f"{what}: {problem}, or {instead}.")
-
-
-def _require_cpp_compiler(what: str, instead: str) -> None:
-    # Private, and the only way to ask for the compiler that torch.compile will call (torch 2.13).
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except RuntimeError as error:
-        raise UserError(
-            f"{what} needs a C++ compiler and none was found. Install g++, name one by the "
-            f"environment's CXX, or {instead}."
-        ) from error
 
 
 @cache

@@ -23,47 +23,6 @@ from fp8stack.ops.matmul_precision import exact_matmul
 from fp8stack.precision.plan import LayerPlan, Plan
 
 
-class Gemm:
-    """Multiplies operands in one dtype."""
-
-    def __init__(self, dtype: torch.dtype, backend: EmulateBackend) -> None:
-        self.dtype = dtype
-        self.backend = backend
-
-    def __call__(
-        self,
-        a: Rounded,
-        b: Rounded,
-        out_dtype: torch.dtype,
-        *,
-        turn: Literal["neither", "a", "b"] = "neither",
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """`a` [M, K] times `b` [K, N], scaled in float32, plus `bias` [N]: [M, N]; the operand to
-        `turn` is given as its transpose."""
-        self.backend.count_gemms(1)
-        left, right = a.values, b.values
-        whole, rows, columns = _factors(a.factor, b.factor)
-        with exact_matmul():  # TF32 would round the operands
-            if left.is_cpu:
-                bias = None if bias is None else bias.float()
-                multiply = _cpu_gemm if seen(left) else _gemm
-                if rows is None and columns is None:
-                    return multiply(left, right, turn, whole, bias).to(out_dtype)
-                y = multiply(left, right, turn, whole, None)
-                return _finished(y, [], rows, columns, bias).to(out_dtype)
-            left, right = _turned(left, right, turn)
-            if self.dtype == torch.float32:
-                y = left @ right
-            else:
-                y = torch.mm(left, right, out_dtype=torch.float32)
-        return _finished(y, whole, rows, columns, bias).to(out_dtype)
-
-    def dtype_on(self, device: torch.device) -> torch.dtype:
-        """The dtype of its operands: on a CPU float32, which is the fastest there."""
-        return torch.float32 if device.type == "cpu" else self.dtype
-
-
 def _factors(
     a: Tensor | None, b: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
@@ -185,9 +144,11 @@ class EmulatedLinear(LowPrecisionLinear):
         self, size: Size, backend: EmulateBackend, operands: LayerOperands, save_fp8: bool
     ) -> None:
         super().__init__(size, backend.compute_dtype, backend.delayed)
-        self.gemm = backend.gemm(operands.quantizers.exact_in_bf16)
+        self.backend = backend
         self.operands = operands
         self.save_fp8 = save_fp8
+        exact = operands.quantizers.exact_in_bf16
+        self._bf16 = exact and backend.compute_dtype == torch.bfloat16
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`."""
@@ -196,19 +157,46 @@ class EmulatedLinear(LowPrecisionLinear):
         )
         return y
 
+    def gemm(
+        self,
+        a: Rounded,
+        b: Rounded,
+        out_dtype: torch.dtype,
+        *,
+        turn: Literal["neither", "a", "b"] = "neither",
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """`a` [M, K] times `b` [K, N], scaled in float32, plus `bias` [N]: [M, N]; the operand to
+        `turn` is given as its transpose."""
+        self.backend.count_gemms(1)
+        left, right = a.values, b.values
+        whole, rows, columns = _factors(a.factor, b.factor)
+        with exact_matmul():  # TF32 would round the operands
+            if left.is_cpu:
+                bias = None if bias is None else bias.float()
+                multiply = _cpu_gemm if seen(left) else _gemm
+                if rows is None and columns is None:
+                    return multiply(left, right, turn, whole, bias).to(out_dtype)
+                y = multiply(left, right, turn, whole, None)
+                return _finished(y, [], rows, columns, bias).to(out_dtype)
+            left, right = _turned(left, right, turn)
+            y = torch.mm(left, right, out_dtype=torch.float32) if self._bf16 else left @ right
+        return _finished(y, whole, rows, columns, bias).to(out_dtype)
+
     def round(
         self, x: Tensor, name: Operand, record: bool, both: bool
     ) -> tuple[Rounded, Rounded | None]:
-        """See `LayerOperands.round`; the values have the dtype of the GEMM."""
-        bf16 = not x.is_cpu and self.gemm.dtype == torch.bfloat16
-        return self.operands.round(x, name, record, both, bf16)
+        """See `LayerOperands.round`; the values have the dtype of the GEMM: on a CPU float32, which
+        is the fastest there."""
+        return self.operands.round(x, name, record, both, self._bf16 and not x.is_cpu)
 
     def saved(self, saved: Saved, name: Operand, shape: torch.Size) -> Rounded:
         """An operand of this shape that was saved for the backward pass."""
         if not self.save_fp8:
             return Rounded(*saved[:2])
-        rounded = self.operands.unpack(saved, name, shape)
-        return rounded._replace(values=rounded.values.to(self.gemm.dtype_on(rounded.values.device)))
+        values, factor = self.operands.unpack(saved, name, shape)
+        bf16 = self._bf16 and not values.is_cpu
+        return Rounded(values.to(torch.bfloat16 if bf16 else torch.float32), factor)
 
 
 class EmulateBackend(Backend):
@@ -217,10 +205,6 @@ class EmulateBackend(Backend):
     def __init__(self, plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> None:
         super().__init__(plan, draws=draws)
         self._save_fp8 = save_fp8
-
-    def gemm(self, exact: bool) -> Gemm:
-        """What multiplies the operands of a layer; `exact`: all are exact in bfloat16."""
-        return Gemm(self.compute_dtype if exact else torch.float32, self)
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> EmulatedLinear:
         """See `Backend.fp8_linear`."""

@@ -11,28 +11,16 @@ docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8stack.formats import FORMATS, FormatName
+from fp8stack.formats import fp8_format
 
-
-class Caster(Protocol):
-    """Who casts a weight: its layer.
-
-    Attributes:
-        in_fp8: whether it is to be gathered as FP8 bytes; else it is as float32.
-    """
-
-    in_fp8: bool
-
-    def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The FP8 bytes of some rows, and the scale of the whole: float8 [rows, columns], float32
-        0-dim."""
-        ...
+if TYPE_CHECKING:
+    from fp8stack.backends.torch import ScaledLinear
 
 
 class _Wrapper(Tensor):
@@ -96,18 +84,12 @@ _KEEPS = {
 
 
 class ShardedWeight(_Wrapper):
-    """The float32 rows of a weight that are on this rank.
+    """The float32 rows `held` of a layer's weight that are on this rank. They are gathered as FP8
+    bytes where the layer is `in_fp8`, else as float32."""
 
-    Args:
-        held: the rows, float32.
-        caster: the weight's layer.
-        format: of the bytes.
-    """
-
-    def __init__(self, held: Tensor, caster: Caster, format: FormatName) -> None:
+    def __init__(self, held: Tensor, layer: ScaledLinear) -> None:
         self._held = held
-        self._caster = caster
-        self._format: FormatName = format
+        self._layer = layer
 
     def plain(self) -> Tensor:
         """The rows, as a plain tensor."""
@@ -115,7 +97,7 @@ class ShardedWeight(_Wrapper):
 
     def like(self, tensor: Tensor) -> Tensor:
         """Those rows of the same weight that `tensor` has."""
-        return ShardedWeight(tensor, self._caster, self._format)
+        return ShardedWeight(tensor, self._layer)
 
     def same(self) -> Tensor:
         """The same rows, apart from autograd."""
@@ -123,9 +105,9 @@ class ShardedWeight(_Wrapper):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor | None]]:
         """What to gather from every rank, and what stays here."""
-        if not self._caster.in_fp8:
+        if not self._layer.in_fp8:
             return (self._held,), (None,)
-        data, scale = self._caster.cast_rows(self._held)
+        data, scale = self._layer.cast_rows(self._held)
         return (data.view(torch.uint8),), (scale,)
 
     def fsdp_post_all_gather(
@@ -141,7 +123,7 @@ class ShardedWeight(_Wrapper):
         if out is None:
             if scale is None:
                 return data, (data,)
-            dtype8 = FORMATS[self._format].dtype
+            dtype8 = fp8_format(self._layer.quantizer("weight").format).dtype
             assert dtype8 is not None
             return FullWeight(data.view(dtype8), scale), (data,)
         # The second time, FSDP2 has gathered into the same memory.
@@ -153,12 +135,8 @@ class ShardedWeight(_Wrapper):
 
 
 class FullWeight(_Wrapper):
-    """A whole weight in FP8, as gathered.
-
-    Attributes:
-        data8: its bytes, float8 [out, in].
-        scale: they were cast with, float32 0-dim.
-    """
+    """A whole weight in FP8, as gathered: `data8` is float8 [out, in], cast with the 0-dim float32
+    `scale`."""
 
     def __init__(self, data8: Tensor, scale: Tensor) -> None:
         self.data8 = data8

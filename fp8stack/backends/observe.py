@@ -90,12 +90,8 @@ def scale_of(
     """The scale that an operand is cast with in the pass under way, if it has one scale: float32,
     0-dim. In delayed scaling a view, which an update changes in place.
 
-    Args:
-        path: the layer's module path in the model that was built or converted.
-        layer: a linear of any backend.
-        place: which of its operands, as `Quantizers.each` names them.
-        x: the operand.
-        quantizer: the operand's.
+    `path` is the layer's in the model that was built or converted, `place` that of an operand in
+    `Quantizers.each`, `x` the operand.
     """
     if quantizer.delayed:
         delayed: Any = getattr(layer, "delayed", None)
@@ -105,13 +101,8 @@ def scale_of(
 
 
 class Observer:
-    """Shows the operands of some linears; a backend that runs several modules as one asks it to.
-
-    Args:
-        see: whom to show them.
-        layers: the linears, by path.
-        outputs: whether outputs and grad_inputs are shown too.
-    """
+    """Shows the operands of some linears, by path; a backend that runs several modules as one asks
+    it to. See `observing`."""
 
     def __init__(self, see: See, layers: Mapping[str, nn.Linear], outputs: bool) -> None:
         self.active = True
@@ -123,17 +114,12 @@ class Observer:
         """Put hooks on a linear, and return their handles."""
         return [
             layer.register_forward_pre_hook(self._before, with_kwargs=True),
-            layer.register_forward_hook(self._after, with_kwargs=True),
+            layer.register_forward_hook(lambda layer, args, output: self._follow(layer, output)),
         ]
 
     def fused(self, linear: nn.Linear, x: Tensor, y: Tensor) -> None:
-        """Show a linear that ran together with what stands before it.
-
-        Args:
-            linear: the linear.
-            x: its input, [..., in], in the dtype that is cast.
-            y: its output, [..., out].
-        """
+        """Show a linear that ran together with what stands before it: its input `x` [..., in], in
+        the dtype that is cast, and its output `y` [..., out]."""
         if not _recomputes():
             self._show(linear, "input", x)
             self._show(linear, "weight", _matrix(linear))
@@ -148,16 +134,9 @@ class Observer:
         y: Tensor,
         inner_dtype: torch.dtype,
     ) -> None:
-        """Show an MLP that ran together with the norm before it; what is inside is recomputed.
-
-        Args:
-            up: its first linear.
-            down: its second.
-            activation: the name of what is between them, see `ACTIVATIONS`.
-            x: the input of `up`, [..., in], in the dtype that is cast.
-            y: the output of `down`, [..., out].
-            inner_dtype: the dtype in which the activation's values are cast.
-        """
+        """Show an MLP that ran together with the norm before it; what is inside is recomputed. `x`
+        [..., in] is the input of `up` in the dtype that is cast, `y` the output of `down`; the
+        values of the activation between them are cast in `inner_dtype`."""
         dtype = y.dtype
         with torch.no_grad(), no_autocast(x.device.type):
             bias = None if up.bias is None else up.bias.to(dtype)
@@ -202,11 +181,6 @@ class Observer:
             partial(self._show_cast, layer, "grad_input")
         )
         return ((own, *args[1:]), kwargs) if args else ((), {**kwargs, "input": own})
-
-    def _after(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        self._follow(layer, output)
 
     def _follow(self, layer: nn.Module, output: Tensor) -> None:
         if self._outputs and not _recomputes():

@@ -237,7 +237,8 @@ class ScaledLinear(LowPrecisionLinear):
         return self.quantize(weight, "weight", record, across)[:2]
 
     def cast_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See `fsdp.Caster`: delayed scaling knows the scale; current scaling was told."""
+        """The FP8 bytes of some rows of the weight [rows, in], and the scale of the whole weight:
+        delayed scaling knows it; current scaling was told."""
         slot = self.operands.slots.get(("weight", False))
         scale = self.shared_scale if slot is None else slot.scale()
         record = self.delayed is not None and self.delayed.is_recording
@@ -456,8 +457,7 @@ class TorchBackend(Backend):
             quantizer = layer.quantizer("weight")
             equal = layer.weight.shape[0] % dist.get_world_size() == 0
             if layer in within and equal and quantizer.per_tensor:
-                rows = ShardedWeight(layer.weight.data, layer, quantizer.format)
-                layer.weight = nn.Parameter(rows)
+                layer.weight = nn.Parameter(ShardedWeight(layer.weight.data, layer))
                 self._shared.append(layer)
 
     def before_gathering(self) -> None:

@@ -27,7 +27,8 @@ class AmaxHistory:
     last row is the newest, row 1 the oldest.
 
     Slots may have windows of different lengths: `history` is as long as the longest, and a shorter
-    window is the last rows of its column.
+    window is the last rows of its column. `scales` and `all_recorded`, what was recorded for every
+    slot since the last update, are float32 [slots] and changed in place.
 
     Args:
         slots: by name the format of each slot, "e4m3" or "e5m2", or its quantizer, whose own
@@ -61,8 +62,8 @@ class AmaxHistory:
         self._column: dict[str, int] = {}
         self._quantizers: list[Quantizer] = []
         self.history = torch.zeros(length, 0, dtype=torch.float32, device=device)
-        self._all_recorded, self._recorded = _cells(self.history.new_zeros(0))
-        self._scale = torch.ones(0, dtype=torch.float32, device=device)
+        self.all_recorded, self._recorded = _cells(self.history.new_zeros(0))
+        self.scales = torch.ones(0, dtype=torch.float32, device=device)
         self.extend(slots or {})
 
     @property
@@ -88,40 +89,30 @@ class AmaxHistory:
             self._column[slot] = len(self._column)
             self._quantizers.append(told)
         new = self.history.new_zeros(len(self._column) - len(self._recorded))
-        self._all_recorded, self._recorded = _cells(torch.cat([self._all_recorded, new]))
+        self.all_recorded, self._recorded = _cells(torch.cat([self.all_recorded, new]))
         length = max((q.history_length for q in self._quantizers), default=len(self.history))
         history = self.history.new_zeros(length, len(self._column))
         rows, columns = min(length, len(self.history)), self.history.shape[1]
         history[length - rows :, :columns] = self.history[len(self.history) - rows :]
         self.history = history
-        self._scale = torch.cat([self._scale, self._scale.new_ones(len(slots))])
+        self.scales = torch.cat([self.scales, self.scales.new_ones(len(slots))])
         self._rules = _Rules.of(self._quantizers, history)
         self._chosen: dict[tuple[str, ...], Tensor] = {}  # what `_flags` gave
 
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to `device`; in place, like `nn.Module.to`."""
         self.history = self.history.to(device)
-        self._all_recorded, self._recorded = _cells(self._all_recorded.to(device))
-        self._scale = self._scale.to(device)
+        self.all_recorded, self._recorded = _cells(self.all_recorded.to(device))
+        self.scales = self.scales.to(device)
         self._rules = _Rules.of(self._quantizers, self.history)
         self._chosen.clear()
         return self
 
     @property
-    def scales(self) -> Tensor:
-        """The scale of every slot: float32 [slots], which `update` changes in place."""
-        return self._scale
-
-    @property
-    def all_recorded(self) -> Tensor:
-        """What was recorded for every slot since the last update: float32 [slots]."""
-        return self._all_recorded
-
-    @property
     def to_update(self) -> list[Tensor]:
         """`all_recorded` as an operator is to be given it: compiled code, whose casts write to the
         slots' own tensors, must not see one more in the same memory."""
-        return self._recorded if torch.compiler.is_compiling() else [self._all_recorded]
+        return self._recorded if torch.compiler.is_compiling() else [self.all_recorded]
 
     def column(self, slot: str) -> int:
         """Where `slot` is in `history` and `scales`."""
@@ -132,7 +123,7 @@ class AmaxHistory:
 
     def scale(self, slot: str) -> Tensor:
         """The scale to cast `slot` with now: float32, 0-dim, a view that `update` changes."""
-        return self._scale[self.column(slot)]
+        return self.scales[self.column(slot)]
 
     def recorded(self, slot: str) -> Tensor:
         """What was recorded for `slot` since the last update: float32, 0-dim, written in place."""
@@ -156,7 +147,7 @@ class AmaxHistory:
         if not self._column:
             return
         chosen = None if slots is None else self._flags(tuple(slots))
-        _update(self.history, self._scale, self.to_update, *self._rules, chosen)
+        _update(self.history, self.scales, self.to_update, *self._rules, chosen)
 
     def _flags(self, slots: tuple[str, ...]) -> Tensor:
         """Whether each slot is one of `slots`: bool [slots]."""
@@ -174,15 +165,15 @@ class AmaxHistory:
         Returns:
             bool [slots]: which slots held one, on the history's device.
         """
-        recorded = self._all_recorded
+        recorded = self.all_recorded
         broken = ~torch.isfinite(self.history)
-        broken_scale = ~torch.isfinite(self._scale) | (self._scale <= 0)
+        broken_scale = ~torch.isfinite(self.scales) | (self.scales <= 0)
         slots = broken.any(dim=0) | ~torch.isfinite(recorded) | broken_scale
         self.history.masked_fill_(broken, 0.0)
         recorded.masked_fill_(~torch.isfinite(recorded), 0.0)
         decisive = decisive_amax(self.history, self._rules.most_recent)
         fresh = (self._rules.target / decisive).clamp(max=FLT_MAX)
-        self._scale.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), self._scale))
+        self.scales.copy_(torch.where(slots, torch.where(decisive > 0, fresh, 1.0), self.scales))
         return slots
 
     @property
@@ -197,7 +188,7 @@ class AmaxHistory:
             rows = self.history[self._first_row(column) :, column].clone()
             rows[0] = self._recorded[column]
             state[f"{slot}.amax_history"] = rows
-            state[f"{slot}.scale"] = self._scale[column].clone()
+            state[f"{slot}.scale"] = self.scales[column].clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -207,9 +198,8 @@ class AmaxHistory:
             UserError: a slot too many or too few, or a tensor of another shape; nothing is changed.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for slot in self._column:
-            length = self._quantizers[self._column[slot]].history_length
-            shapes |= {f"{slot}.amax_history": (length,), f"{slot}.scale": ()}
+        for slot, quantizer in zip(self._column, self._quantizers, strict=True):
+            shapes |= {f"{slot}.amax_history": (quantizer.history_length,), f"{slot}.scale": ()}
         odd = sorted(shapes.keys() ^ state.keys())
         if odd:
             where = "is missing" if odd[0] in shapes else "is not a slot of this model"
@@ -224,7 +214,7 @@ class AmaxHistory:
             rows = state[f"{slot}.amax_history"].to(self.history.device)
             self.history[self._first_row(column) + 1 :, column] = rows[1:]
             self._recorded[column].copy_(rows[0])
-            self._scale[column] = state[f"{slot}.scale"].to(self._scale.device)
+            self.scales[column] = state[f"{slot}.scale"].to(self.scales.device)
 
     def _first_row(self, column: int) -> int:
         return len(self.history) - self._quantizers[column].history_length

@@ -8,14 +8,13 @@ leaves the range. The values are those of `rounding`, which equal the bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer
+from fp8stack.formats import FORMATS, Quantizer
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
@@ -41,26 +40,8 @@ zero_blocks: the share of blocks that became all zero and were not; 0 where ther
 least_scale, largest_scale: the range of the scales that multiply into the format, of blocks that
     are not all zero if there are such; 1 without scales.
 """
-_MAXIMA = ("amax", "largest")  # of the parts of a matrix; the others are sums
-_SHARES = ("saturated", "underflow", "nonfinite")
 # In the cache of a CPU's core; on a GPU small beside what a pass keeps, in float64 too.
 _CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
-
-
-class _Cast(NamedTuple):
-    """A part of a matrix after its cast.
-
-    `values`, float32, times `factor` are what the cast left; `amax` is that of the part, `largest`
-    the largest scaled magnitude, `clipped` how many elements were, None for none, `emptied` how
-    many blocks became all zero.
-    """
-
-    values: Tensor
-    factor: Tensor | None
-    amax: Tensor
-    largest: Tensor
-    clipped: Tensor | None
-    emptied: Tensor | None = None
 
 
 def quantization_error(
@@ -100,35 +81,37 @@ def quantization_error(
     if quantizer.per_tensor:
         amaxes = amax(x.to(torch.float32))
     else:
-        found = [amaxes_of(part, block) for _, part in _parts(x, block, height)]
+        found = [amaxes_of(part, block) for _, part in _parts(x, block[1], height)]
         one_tall = height < block[0]  # a block of all rows has several parts
         amaxes = torch.stack(found).amax(0) if one_tall else torch.cat(found)
     scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
     largest = (amaxes * scales.into).max()
-
-    def cast(start: int, part: Tensor) -> _Cast:
-        rows = len(part)
-        into = _of_part(scales.into, block, start, rows)
-        out = None if scales.out is None else _of_part(scales.out, block, start, rows)
-        here = Scales(into, into, out, None)
-        clipped = _clipped(lambda: blocked(part, block) * into, largest, target)
+    last_step = 2.0 ** (math.floor(math.log2(target.max)) - target.mantissa_bits)
+    limit = target.max + last_step / 2
+    clips = largest.device.type != "cpu" or float(largest) > limit
+    sums = []
+    for start, part in _parts(x, block[1], height):
+        into = _of_part(scales.into, block, start, len(part))
+        out = None if scales.out is None else _of_part(scales.out, block, start, len(part))
         bits = None
         if quantizer.stochastic and generator is not None:
             bits = replace(generator, first_row=generator.first_row + start)
-        values = round_scaled(part, block, here, target, bits)
-        factor, emptied = scales.factor, None
+        values = round_scaled(part, block, Scales(into, into, out, None), target, bits)
+        clipped = emptied = part.new_zeros(())
+        if clips:  # a comparison with NaN is false
+            clipped = ((blocked(part, block) * into).abs() > limit).sum()
+        factor = scales.factor
         if quantizer.blocks is None:
             # One in float64, which has no error beside that of the values.
             factor = (1.0 / into.to(torch.float64)).expand(blocked(part, block).shape)
-            factor = factor.reshape(part.shape)
         else:
             left = blocked(values, block).ne(0).sum(dim=(1, 3), keepdim=True)
-            emptied = ((left == 0) & (_of_part(amaxes, block, start, rows) > 0)).sum()
-        return _Cast(values, factor, amaxes.max(), largest, clipped, emptied)
-
-    figures = _figures(x, cast, block, height)
-    shares = figures[7:] / amaxes.numel()
-    return torch.cat([figures[:7], shares, _range(scales.into, amaxes)])
+            emptied = ((left == 0) & (_of_part(amaxes, block, start, len(part)) > 0)).sum()
+        sums.append([clipped, *_losses(part, values, factor), emptied])
+    used = (amaxes > 0) | ~(amaxes > 0).any()
+    least = torch.where(used, scales.into, torch.inf).min()
+    most = torch.where(used, scales.into, 0.0).max()
+    return _figures(x, sums, amaxes.max(), largest, amaxes.numel(), least, most)
 
 
 def _block_of(x: Tensor, quantizer: Quantizer, dim: int) -> Block:
@@ -144,24 +127,18 @@ def _of_part(scales: Tensor, block: Block, start: int, rows: int) -> Tensor:
     return scales[start // block[0] : (start + rows) // block[0]]
 
 
-def _range(scales: Tensor, amaxes: Tensor) -> Tensor:
-    """The least and the largest of the scales, of blocks that are not all zero: float64 [2]."""
-    used = (amaxes > 0) | ~(amaxes > 0).any()
-    least = torch.where(used, scales, torch.inf).min()
-    return torch.stack([least, torch.where(used, scales, 0.0).max()]).to(torch.float64)
-
-
 def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The figures of `x.to(dtype)`, a float format without a scale: what overflows to inf counts as
     saturated, and its noise is infinite. `x` and the result are as in `quantization_error`."""
-
-    def cast(start: int, part: Tensor) -> _Cast:
+    if not x.numel():
+        return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
+    sums = []
+    for _, part in _parts(x, 1, 1):
         values = part.to(dtype).to(torch.float32)
-        size = amax(part)
-        return _Cast(values, None, size, size, values.isinf().sum())
-
-    found = _figures(x, cast, (1, 1), 1)
-    return torch.cat([found, found.new_full((2,), float(x.numel() > 0))])
+        sums.append([values.isinf().sum(), *_losses(part, values, None), part.new_zeros(())])
+    size = amax(x.to(torch.float32))
+    one = torch.ones_like(size)
+    return _figures(x, sums, size, size, 1, one, one)
 
 
 def sqnr_db(signal: float, noise: float) -> float | None:
@@ -179,50 +156,45 @@ def headroom_bits(largest: float, format: str) -> float | None:
     return math.log2(FORMATS[format].max) - math.log2(largest)
 
 
-def _figures(x: Tensor, cast: Callable[[int, Tensor], _Cast], block: Block, height: int) -> Tensor:
-    """The figures of a matrix, but for the range of scales, and with blocks counted; it is cast in
-    parts of a multiple of `height` rows, by their first row."""
-    parts = [_figures_of_part(part, cast(start, part)) for start, part in _parts(x, block, height)]
-    if not parts:
-        return torch.zeros(len(FIGURES) - 2, dtype=torch.float64, device=x.device)
-    whole = []
-    for name, found in zip(FIGURES[:-2], zip(*parts, strict=True), strict=True):
-        known = [value for value in found if value is not None]
-        column = torch.stack(known) if known else torch.zeros(1, device=x.device)
-        column = column.to(torch.float64)
-        value = column.max() if name in _MAXIMA else column.sum()
-        whole.append(value / x.numel() if name in _SHARES else value)
-    return torch.stack(whole)
+def _figures(
+    x: Tensor, sums: list[list[Tensor]], size: Tensor, largest: Tensor, blocks: int, *ends: Tensor
+) -> Tensor:
+    """`FIGURES` from the sums of the parts of `x`: of clipped elements, what `_losses` gives, and
+    blocks that became all zero."""
+    columns = zip(*sums, strict=True)
+    whole = [torch.stack([one.double() for one in column]).sum() for column in columns]
+    clipped, lost, nonfinite, signal, noise, emptied = whole
+    shares = [count / x.numel() for count in (clipped, lost, nonfinite)]
+    found = [size, *shares, signal, noise, largest, emptied / blocks, *ends]
+    return torch.stack([figure.to(torch.float64) for figure in found])
 
 
-def _parts(x: Tensor, block: Block, height: int) -> Iterator[tuple[int, Tensor]]:
-    """The matrix `x` in parts of rows, each with its first row: float32, contiguous, with zeros up
-    to whole blocks, which change no figure."""
-    if not x.numel():
-        return
+def _parts(x: Tensor, width: int, height: int) -> Iterator[tuple[int, Tensor]]:
+    """The matrix `x` in parts of a multiple of `height` rows, each with its first row: float32,
+    contiguous, with zeros up to whole blocks, which change no figure."""
     rows, columns = x.shape
     chunk = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // columns // height) * height
     for start in range(0, rows, step):
-        yield start, padded(x[start : start + step], height, block[1])
+        yield start, padded(x[start : start + step], height, width)
 
 
-def _figures_of_part(part: Tensor, after: _Cast) -> tuple[Tensor | None, ...]:
-    """`FIGURES` without the scales, with counts in place of shares; None is a count of 0."""
-    exact, decoded = (t.reshape(-1).to(torch.float64) for t in (part, after.values))
-    factor = decoded.new_ones(()) if after.factor is None else after.factor
+def _losses(part: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:
+    """How many elements of a part became zero and are not finite; the sums of the squares of the
+    others and of their errors, in float64. `values` times `factor` are what the cast left."""
+    exact, decoded = (t.reshape(-1).to(torch.float64) for t in (part, values))
+    factor = decoded.new_ones(()) if factor is None else factor
     error = torch.addcmul(exact, decoded, factor.reshape(-1) if factor.ndim else factor, value=-1)
-    lost = _nonzeros(part) - _nonzeros(after.values)
+    lost = _nonzeros(part) - _nonzeros(values)
     signal, noise = torch.dot(exact, exact), torch.dot(error, error)
-    nonfinite = None
+    nonfinite = part.new_zeros(())
     # No finite float32 makes a sum of squares in float64 that is not finite.
     if part.device.type != "cpu" or not math.isfinite(float(signal)):
         finite = torch.isfinite(exact)
         exact, error = (torch.where(finite, t, 0.0) for t in (exact, error))
         signal, noise = torch.dot(exact, exact), torch.dot(error, error)
         nonfinite = finite.numel() - finite.sum()
-    counts = (after.clipped, lost, nonfinite, signal, noise)
-    return after.amax, *counts, after.largest, after.emptied
+    return [lost, nonfinite, signal, noise]
 
 
 def _nonzeros(x: Tensor) -> Tensor:
@@ -230,12 +202,3 @@ def _nonzeros(x: Tensor) -> Tensor:
     long where zeros are many and at random, as after a ReLU."""
     found = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     return torch.ne(x, 0, out=found).sum()
-
-
-def _clipped(scaled: Callable[[], Tensor], largest: Tensor, target: Format) -> Tensor | None:
-    """How many of the `scaled` elements, whose largest magnitude is known, saturate; None: none."""
-    last_step = 2.0 ** (math.floor(math.log2(target.max)) - target.mantissa_bits)
-    limit = target.max + last_step / 2
-    if largest.device.type == "cpu" and float(largest) <= limit:
-        return None
-    return (scaled().abs() > limit).sum()  # a comparison with NaN is false

@@ -42,13 +42,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Rule:
-    """How a matrix is rounded.
-
-    Attributes:
-        quantizer: by what.
-        blocks: for one result, or for two.
-        dim: what a Hadamard transform mixes.
-    """
+    """How a matrix is rounded, for one or for two kinds of blocks; a Hadamard transform mixes the
+    elements along `dim`."""
 
     quantizer: Quantizer
     blocks: tuple[Block, ...]
@@ -169,15 +164,12 @@ def _tile(rule: Rule, rows: int, columns: int) -> Block:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    number: int, rows: int, columns: int, dtype: torch.dtype, bf16: bool, given: bool
-) -> tuple[Work, bool, list[Shape]]:
+    number: int, rows: int, columns: int, dtype: torch.dtype, given: bool
+) -> tuple[Work, bool, list[tuple[int, ...]]]:
     """What there is to do but for its addresses, whether an amax is to be found first, and the
-    shapes and dtypes of what is made: for each block the values and, if there is one, the factor,
-    which is float32."""
+    shapes of what is made: for each block the values and, if there is one, the factor."""
     rule = _RULES[number]
-    assert len(rule.blocks) <= 2
-    shapes = _shapes(rule, rows, columns, bf16)
-    quantizer = rule.quantizer
+    shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
     kernels = _loaded()[0]
     work: Work = kernels.Work()
@@ -190,7 +182,6 @@ def _plan(
     work.tile_rows, work.tile_columns = _tile(rule, work.rows, work.columns)
     work.hadamard, work.dim = quantizer.hadamard, rule.dim
     work.minus = MINUS.get(quantizer.hadamard, 0)
-    work.source_is_bf16, work.result_is_bf16 = dtype == torch.bfloat16, bf16
     kind = quantizer.scale_rounding if scale == "e8m0" else "e4m3" if scale == "e4m3" else "float32"
     work.scale_kind = kernels.SCALES.index("given" if given else kind)
     work.power_of_two = scale == "power_of_two"
@@ -222,16 +213,11 @@ def _round(
     first_row: int,
     bf16: bool,
 ) -> list[Tensor]:
-    rule = _RULES[number]
-    if x.dtype == torch.float16:
-        source, dtype = x.to(torch.float32).contiguous(), torch.float16
-    else:
-        source, dtype = x.contiguous(), x.dtype
-    rows, columns = source.shape
-    planned, finds, shapes = _plan(number, rows, columns, dtype, bf16, scale is not None)
+    rule, source = _RULES[number], x.to(torch.float32).contiguous()
+    planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
     kernels = _loaded()[0]
     work = type(planned).from_buffer_copy(planned)
-    made = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+    made = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
     work.source, work.result = source.data_ptr(), made[0].data_ptr()
     each = len(made) // len(rule.blocks)
     if each > 1:
@@ -257,30 +243,33 @@ def _round(
         _run(kernels.find_tiles, work, threads)
         work.next = 0
         if work.hadamard:
-            work.source, work.source_is_bf16 = work.result, work.result_is_bf16
+            work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns
     _run(kernels.round_tiles, work, threads)
-    return made
+    return [part.to(_held(rule, place, bf16)) for place, part in enumerate(made)]
 
 
-Shape = tuple[tuple[int, ...], torch.dtype]
+def _held(rule: Rule, place: int, bf16: bool) -> torch.dtype:
+    """The dtype of what is made: factors are float32."""
+    is_factor = rule.has_factor and place % 2 == 1
+    return torch.bfloat16 if bf16 and not is_factor else torch.float32
 
 
-def _shapes(rule: Rule, rows: int, columns: int, bf16: bool) -> list[Shape]:
-    """Shapes and dtypes of the values and factors for each block."""
+def _shapes(rule: Rule, rows: int, columns: int) -> list[tuple[int, ...]]:
+    """Those of the values and factors for each block."""
     shape = rule.shape(rows, columns)
-    made: list[Shape] = []
+    made: list[tuple[int, ...]] = []
     for block in rule.blocks:
-        made.append((shape, torch.bfloat16 if bf16 else torch.float32))
+        made.append(shape)
         if rule.has_factor:
-            made.append((rule.factor_shape(block, *shape), torch.float32))
+            made.append(rule.factor_shape(block, *shape))
     return made
 
 
-def _fake(x: Tensor, rule: int, *others: Any) -> list[Tensor]:
-    rows, columns = x.shape
-    shapes = _shapes(_RULES[rule], rows, columns, others[-1] is True)
-    return [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+def _fake(x: Tensor, number: int, *others: Any) -> list[Tensor]:
+    rule, bf16 = _RULES[number], others[-1] is True
+    shapes = enumerate(_shapes(rule, *x.shape))
+    return [x.new_empty(shape, dtype=_held(rule, place, bf16)) for place, shape in shapes]
 
 
 _op = operator(
@@ -300,18 +289,9 @@ def round(
     bits: Bits = (None, 0, 0, 0),
     bf16: bool = False,
 ) -> list[Tensor]:
-    """`x` by a rule: for each of its blocks the values and, if `Rule.has_factor`, what multiplies
-    out, see `rounding.Rounded`.
-
-    Args:
-        x: a matrix, float32, bfloat16 or float16.
-        rule: its `Rule.number`.
-        scale: float32, 0-dim, of the whole matrix.
-        recorded: float32, 0-dim, becomes at least the amax; with `scale`.
-        counts: bool, 0-dim: whether the amax is recorded.
-        bits: the counter, seed, stream and first row of `RandomBits`.
-        bf16: whether the values are bfloat16, which must hold them exactly.
-    """
+    """`x` by the rule of a number: for each of its blocks the values and, if `Rule.has_factor`,
+    what multiplies out; see `rounding.Rounding`. `bits` are the counter, seed, stream and first row
+    of `RandomBits`."""
     run = _op if seen(x) else _round
     made: list[Tensor] = run(x, rule, scale, recorded, counts, *bits, bf16)
     return made

@@ -40,8 +40,6 @@ _INTEGERS = (
     "cell",  # room for the amax
 )
 _FLAGS = (
-    "source_is_bf16",
-    "result_is_bf16",
     "scale_kind",  # an index of SCALES
     "power_of_two",
     "carries",  # whether values are multiplied by what multiplies out
@@ -140,6 +138,12 @@ def _floats(address, length):
 @njit
 def _ints(address, length):
     return carray(_address(address), length, np.int32)
+
+
+@njit
+def _copy(target, source):
+    for i in range(len(target)):
+        target[i] = source[i]
 
 
 # The scales, one at a time: what multiplies in, and what multiplies out.
@@ -284,7 +288,7 @@ def _load(spare, w, top, left):
     matrix itself where it lies there so, else in `spare`."""
     rows, columns = w.tile_rows, w.tile_columns
     whole_rows = left == 0 and columns == w.source_columns and top + rows <= w.source_rows
-    if whole_rows and not w.source_is_bf16 and w.source != w.result:
+    if whole_rows and w.source != w.result:
         return _floats(w.source + 4 * top * columns, rows * columns)
     there = max(0, min(columns, w.source_columns - left))
     for r in range(rows):
@@ -294,26 +298,8 @@ def _load(spare, w, top, left):
             continue
         row[there:] = _ZERO
         start = (top + r) * w.source_columns + left
-        if w.source_is_bf16:
-            halves = carray(_address(w.source + 2 * start), there, np.uint16)
-            words = row.view(np.int32)
-            for c in range(there):
-                words[c] = np.int32(np.uint32(halves[c]) << np.uint32(16))
-        else:
-            values = _floats(w.source + 4 * start, there)
-            for c in range(there):
-                row[c] = values[c]
+        _copy(row[:there], _floats(w.source + 4 * start, there))
     return spare
-
-
-@njit
-def _to_bf16(bits):
-    """The upper half of float32's bits, rounded to the nearest, ties to even; NaN stays one."""
-    if (bits & _MAGNITUDE) > _EXPONENT:
-        return np.uint16((np.uint32(bits) >> np.uint32(16)) | np.uint32(0x40))
-    word = np.uint32(bits)
-    odd = (word >> np.uint32(16)) & np.uint32(1)
-    return np.uint16((word + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @njit
@@ -357,17 +343,8 @@ def _store(tile, w, result, top, left):
     columns = w.tile_columns
     length = min(columns, w.columns - left)
     for r in range(min(w.tile_rows, w.rows - top)):
-        row = tile[r * columns : r * columns + length]
         start = (top + r) * w.columns + left
-        if w.result_is_bf16:
-            words = row.view(np.int32)
-            halves = carray(_address(result + 2 * start), length, np.uint16)
-            for c in range(length):
-                halves[c] = _to_bf16(words[c])
-        else:
-            values = _floats(result + 4 * start, length)
-            for c in range(length):
-                values[c] = row[c]
+        _copy(_floats(result + 4 * start, length), tile[r * columns : r * columns + length])
 
 
 @njit
@@ -411,12 +388,6 @@ def _set_scales(largest, into, out, width, w, into_e4m3):
 
 
 @njit
-def _copy(target, source):
-    for i in range(len(target)):
-        target[i] = source[i]
-
-
-@njit
 def _set_group(tile, into, out, largest, top, left, first, height, width, w, into_e4m3):
     """The scales of a group of rows of a tile that share them, from row `first` on."""
     columns = w.tile_columns
@@ -439,37 +410,27 @@ def _set_group(tile, into, out, largest, top, left, first, height, width, w, int
 
 
 @njit
-def _mix_rows(tile, top, size, columns):
-    """The sums and differences of a Hadamard matrix of `size`, over rows."""
-    stride = 1
-    while stride < size:
-        for first in range(top, top + size, 2 * stride):
-            for r in range(first, first + stride):
-                one = tile[r * columns : (r + 1) * columns]
-                other = tile[(r + stride) * columns : (r + stride + 1) * columns]
-                for c in range(columns):
-                    a, b = one[c], other[c]
-                    one[c] = a + b
-                    other[c] = a - b
-        stride *= 2
-
-
-@njit
-def _mix_columns(row, size):
-    """The same over columns."""
-    stride = 1
-    while stride < size:
-        for first in range(0, len(row), 2 * stride):
-            for c in range(first, first + stride):
-                a, b = row[c], row[c + stride]
-                row[c] = a + b
-                row[c + stride] = a - b
+def _mix(values, unit, size):
+    """The sums and differences of a Hadamard matrix of `size`, of elements `unit` apart."""
+    stride = unit
+    while stride < unit * size:
+        for first in range(0, len(values), 2 * stride):
+            for i in range(first, first + stride):
+                a, b = values[i], values[i + stride]
+                values[i] = a + b
+                values[i + stride] = a - b
         stride *= 2
 
 
 @njit
 def _rounded_to_bf16(value):
-    return _of_bits(np.int32(np.uint32(_to_bf16(_bits(value))) << np.uint32(16)))
+    """To the nearest, ties to even; NaN stays one."""
+    bits = _bits(value)
+    if (bits & _MAGNITUDE) > _EXPONENT:
+        return value
+    word = np.uint32(bits)
+    odd = (word >> np.uint32(16)) & np.uint32(1)
+    return _of_bits(np.int32((word + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)))
 
 
 @njit
@@ -482,18 +443,9 @@ def _transform(tile, w):
         signs[i] = -_ONE if (w.minus >> (i % size)) & 1 else _ONE
     for r in range(rows):
         row = tile[r * columns : (r + 1) * columns]
-        if w.dim == 1:
-            for c in range(columns):
-                row[c] = _rounded_to_bf16(row[c]) * signs[c]
-        else:
-            sign = signs[r]
-            for c in range(columns):
-                row[c] = _rounded_to_bf16(row[c]) * sign
-    if w.dim == 1:
-        _mix_columns(tile, size)
-    else:
-        for top in range(0, rows, size):
-            _mix_rows(tile, top, size, columns)
+        for c in range(columns):
+            row[c] = _rounded_to_bf16(row[c]) * signs[c if w.dim == 1 else r]
+    _mix(tile, 1 if w.dim == 1 else columns, size)
     for i in range(rows * columns):
         tile[i] = _rounded_to_bf16(tile[i] * factor)
 
@@ -613,7 +565,7 @@ def _round_tiles(pointer):
                         _floats(factor, w.rows)[top + r] = out[r * columns]
                 elif top == 0:
                     _floats(factor + 4 * left, length)[:] = out[:length]
-            direct = columns == w.columns and not w.result_is_bf16
+            direct = columns == w.columns
             target = _floats(result + 4 * top * columns, rows * columns) if direct else line
             if w.random:
                 _round_at_random(tile, into, out, bits, target, len(target), w)

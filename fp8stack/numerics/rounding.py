@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,16 +66,13 @@ class Rounding(fused.Rule):
         *,
         fuse: bool = True,
     ) -> list[Rounded]:
-        """`x` for each of the blocks.
+        """`x`, a matrix in float32, bfloat16 or float16, for each of the blocks.
 
-        Args:
-            x: a matrix, float32, bfloat16 or float16.
-            generator: the bits for stochastic rounding, by the place in `x`.
-            scale: float32, 0-dim, of the whole matrix, if it is known.
-            recorded: float32, 0-dim, becomes at least the amax of `x`; with a scale.
-            counts: bool, 0-dim: whether that amax is recorded.
-            bf16: give bfloat16, which holds the values of `Quantizer.exact_in_bf16`.
-            fuse: in one sweep where that is possible, else by torch's operators, wherever `x` is.
+        `generator` gives the bits for stochastic rounding, by the place in `x`; `scale`, float32
+        and 0-dim, is that of the whole matrix, if it is known. `recorded`, float32 and 0-dim,
+        becomes at least the amax of `x`, if that `counts`, bool and 0-dim. `bf16` gives bfloat16,
+        which holds the values of `Quantizer.exact_in_bf16`. Without `fuse`, torch's operators
+        compute it wherever `x` is.
         """
         if fuse and fused.serves(x):
             found = fused.round(x, self.number, scale, recorded, counts, _bits(generator), bf16)
@@ -130,13 +127,8 @@ def _bits(generator: RandomBits | None) -> fused.Bits:
 def rounding(quantizer: Quantizer, dims: Sequence[int]) -> Rounding:
     """How `quantizer` rounds for GEMMs that reduce over each of `dims`: 1 the columns, 0 the
     rows."""
-    blocks = []
-    for dim in dims:
-        if quantizer.per_tensor:
-            blocks.append((0, 0))
-        else:
-            across, along = quantizer.blocks or (1, 0)
-            blocks.append((across, along) if dim == 1 else (along, across))
+    across, along = (0, 0) if quantizer.per_tensor else quantizer.blocks or (1, 0)
+    blocks = [(across, along) if dim == 1 else (along, across) for dim in dims]
     return Rounding(quantizer, tuple(blocks), dims[0])
 
 
@@ -202,13 +194,8 @@ def round_both(
 
 
 def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
-    """The values of `cast_to_fp8(x, scale, format)`, still multiplied by `scale`: float32.
-
-    Args:
-        x: any shape, float32, bfloat16 or float16.
-        scale: float32, 0-dim; multiplies into the format.
-        format: "e4m3" or "e5m2".
-    """
+    """The values of `cast_to_fp8(x, scale, format)` with a 0-dim scale, still multiplied by it:
+    float32, of the shape of `x`."""
     quantizer = Quantizer(format=fp8_format(format).name)  # type: ignore[arg-type]
     return round_to(x.reshape(1, -1), quantizer, 1, scale=scale).values.view(x.shape)
 
@@ -216,39 +203,22 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
 def round_to_mxfp8(
     x: Tensor, dims: Sequence[int], format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
 ) -> list[Tensor]:
-    """The values of `quantize_mxfp8(x, dim)` for each of `dims`: float32, of the shape of `x`.
-
-    Args:
-        x: a matrix, float32, bfloat16 or float16.
-        dims: 0 and 1, or one of them; both at once cost less than one after the other.
-        format: "e4m3" or "e5m2".
-        scale_rounding: see `quantize_mxfp8`.
-    """
+    """The values of `quantize_mxfp8(x, dim, format, scale_rounding)` for each of `dims`, of a
+    matrix: float32, of the shape of `x`. Both at once cost less than one after the other."""
     name = fp8_format(format).name
-    quantizer = Quantizer(
-        format=name,  # type: ignore[arg-type]
-        block=(1, MX_BLOCK),
-        scale="e8m0",
-        scale_rounding=scale_rounding,
-    )
+    rules: Any = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
+    quantizer = Quantizer(format=name, **rules)  # type: ignore[arg-type]
     return [each.values for each in rounding(quantizer, [dim % 2 for dim in dims])(x)]
 
 
 def round_to_blocks(
     x: Tensor, blocks: Sequence[Block], format: str = "e4m3", power_of_two: bool = True
 ) -> list[Tensor]:
-    """The values of `quantize_blocks(x, block)` for each of `blocks`: float32, the shape of `x`.
-
-    Args:
-        x: a matrix, float32, bfloat16 or float16.
-        blocks: such as (1, 128) and (128, 1), together or alone.
-        format: "e4m3" or "e5m2".
-        power_of_two: see `quantize_blocks`.
-    """
+    """The values of `quantize_blocks(x, block, format, power_of_two)` for each of `blocks`, such as
+    (1, 128) and (128, 1), of a matrix: float32, of the shape of `x`."""
     name, scale = fp8_format(format).name, "power_of_two" if power_of_two else "float32"
     quantizer = Quantizer(format=name, block=(1, 128), scale=scale)  # type: ignore[arg-type]
-    pairs = [tuple(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
-    return [each.values for pair in pairs for each in Rounding(quantizer, pair)(x)]
+    return [Rounding(quantizer, (block,))(x)[0].values for block in blocks]
 
 
 def _round(scaled: Tensor, target: Format) -> Tensor:
