@@ -51,27 +51,22 @@ class Slot:
         self._delayed = delayed
         self._is_weight = is_weight
         self._column = torch.zeros(1, dtype=torch.int64)
-        self._at = 0
+        self.column = 0  # its place in the history
         self.recorded = torch.zeros((), dtype=torch.float32)
 
     def bind(self) -> None:
         """Find the slot's place in the history, which was made or moved to another device."""
         history = self._delayed.history
         self.recorded = history.recorded(self.name)
-        self._column = torch.tensor([history.column(self.name)], device=self.recorded.device)
-        self._at = history.column(self.name)
-
-    @property
-    def column(self) -> int:
-        """The slot's place in the history."""
-        return self._at
+        self.column = history.column(self.name)
+        self._column = torch.tensor([self.column], device=self.recorded.device)
 
     def scale(self) -> Tensor:
         """The scale to cast with now: float32, 0-dim."""
         delayed = self._delayed
         scales = delayed.first_scales if self._is_weight else delayed.history.scales
         if not torch.compiler.is_compiling():
-            return scales[self._at]
+            return scales[self.column]
         return scales.index_select(0, self._column).view(())
 
     @property
@@ -318,23 +313,19 @@ class DelayedScaling:
             self._announced = True
             if self.group is not None and several_ranks():
                 self._announce()
-        self._follow_weights()
-        self.distribute()
-        if not torch.compiler.is_compiling():
-            self._under_way.append(self._records)
-
-    def _follow_weights(self) -> None:
-        """Take new scales for weights that changed; a pass that records uses the change up."""
+        # New scales for weights that changed; a pass that records uses the change up.
         self.weights.begin_pass(self._records)
         if self._records and not torch.compiler.is_compiling():
             self._takes(self.first.device, self.first_scales.data_ptr())
         else:
             self._take_scales()
+        self.distribute()
+        if not torch.compiler.is_compiling():
+            self._under_way.append(self._records)
 
     def _take_scales(self) -> None:
-        _take_scales(
-            self.first_scales, self.first, self.weights.flag, self.history.scales, self._records
-        )
+        changing = self.first_scales, self.first, self.weights.flag
+        _take_scales(*changing, self.history.scales, self._records)
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():

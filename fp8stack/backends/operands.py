@@ -24,11 +24,7 @@ from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
 class Draws:
     """How often each layer's gradients were rounded at random: a counter per layer, of which no two
     backward passes draw the same bits. It is part of `fp8_state`, so that a resumed run draws what
-    it would have drawn.
-
-    Args:
-        seed: of the bits.
-    """
+    it would have drawn."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -66,11 +62,7 @@ class Draws:
 
 
 class LayerDraws:
-    """The random bits of one layer.
-
-    Attributes:
-        counter: how many backward passes it made: int64, 0-dim.
-    """
+    """The random bits of one layer; `counter` is how many backward passes it made: int64, 0-dim."""
 
     def __init__(self, seed: int, path: str) -> None:
         self._seed = seed
@@ -103,13 +95,8 @@ class Saved(NamedTuple):
 
 
 class LayerOperands:
-    """Quantizes the operands of one layer.
-
-    Args:
-        quantizers: what by.
-        slots: where its delayed quantizers find their scales.
-        draws: the bits of its stochastic ones.
-    """
+    """Quantizes the operands of one layer; `slots` have the scales of its delayed quantizers,
+    `draws` the bits of its stochastic ones."""
 
     def __init__(
         self, quantizers: Quantizers, slots: Slots | None = None, draws: LayerDraws | None = None
@@ -133,25 +120,19 @@ class LayerOperands:
                 if at_once is not None:
                     self._both[name] = at_once
 
-    def scale(
-        self, x: Tensor, name: Operand, record: bool, across: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The scale to cast `x` with if one serves the whole of it, and its amax if that was
-        needed; recorded if amaxes are."""
+    def scale(self, x: Tensor, name: Operand, record: bool, across: bool = False) -> Tensor | None:
+        """The scale to cast `x` with, if one serves the whole of it; its amax is recorded if amaxes
+        are."""
         quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
         assert isinstance(quantizer, Quantizer)
         slot = self.slots.get((name, across))
-        if slot is None:
-            if not quantizer.per_tensor or quantizer.hadamard:
-                return None, None
-            largest = numerics.amax(x)
-            return numerics.current_scale(largest, quantizer), largest
-        scale = slot.scale()
-        if not record:
-            return scale, None
-        largest = numerics.amax(x)
-        slot.record(largest)
-        return scale, largest
+        if slot is not None:
+            if record:
+                slot.record(numerics.amax(x))
+            return slot.scale()
+        if not quantizer.per_tensor or quantizer.hadamard:
+            return None
+        return numerics.current_scale(numerics.amax(x), quantizer)
 
     def round(
         self, x: Tensor, name: Operand, record: bool, both: bool, bf16: bool = False
@@ -173,11 +154,10 @@ class LayerOperands:
             return Rounded(x.to(torch.bfloat16 if bf16 else torch.float32), None)
         bits = self._bits(rounding.quantizer, name, across, x)
         slot = self.slots.get((name, across))
-        if slot is None:
-            return rounding(x, bits, bf16=bf16)[0]
-        if not record:
-            return rounding(x, bits, slot.scale(), bf16=bf16)[0]
-        return rounding(x, bits, slot.scale(), slot.recorded, slot.counts, bf16)[0]
+        scale = None if slot is None else slot.scale()
+        into = slot if record else None
+        recorded, counts = (None, None) if into is None else (into.recorded, into.counts)
+        return rounding(x, bits, scale, recorded, counts, bf16)[0]
 
     def _bits(
         self, quantizer: Quantizer, name: Operand, across: bool, x: Tensor
@@ -207,8 +187,8 @@ class LayerOperands:
         or, `across`, for the one that reduces over its rows."""
         quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
         assert isinstance(quantizer, Quantizer)
-        scale, _ = self.scale(x, name, False, across)
         bits = self._bits(quantizer, name, across, x)
+        scale = self.scale(x, name, False, across)
         return numerics.quantize(x, quantizer, 0 if across else 1, bits, scale=scale)
 
     def backward_ran(self) -> None:

@@ -104,13 +104,8 @@ def _set_quantization(made: Any, power_of_two: bool, eps: float) -> None:
 
 
 class StatelessTEModule:
-    """A TE module without parameters of its own, and the FP8 slots that it casts for.
-
-    Args:
-        module: a TE module made on the meta device.
-        paths: the module paths of its one or two linears, in the order of its GEMMs.
-        backend: whose recipe it casts by.
-    """
+    """A TE module, made on the meta device and without parameters of its own, and the FP8 slots it
+    casts for; `paths` are those of its one or two linears, in the order of its GEMMs."""
 
     def __init__(self, module: nn.Module, paths: list[str], backend: TEBackend) -> None:
         assert backend.delayed is None or isinstance(backend.delayed, TEDelayedScaling)
@@ -128,14 +123,9 @@ class StatelessTEModule:
     def __call__(
         self, x: Tensor, parameters: dict[str, Tensor | None], generation: int | None
     ) -> Tensor:
-        """The module's output for `x`, in the compute dtype.
-
-        Args:
-            x: [..., in], any dtype.
-            parameters: by TE's names.
-            generation: counts how often the weights changed, so that each state of them is
-                quantized once; None quantizes them for this call alone.
-        """
+        """The module's output for `x` [..., in], in the compute dtype; `parameters` are by TE's
+        names. `generation` counts how often the weights changed, so that each state of them is
+        quantized once; None quantizes them for this call alone."""
         first = None if generation is None else generation != self._weights_of
         cast = torch.autocast(x.device.type, dtype=self.compute_dtype)
         with cast, te.autocast(enabled=True, recipe=self.recipe), self._lent(parameters):

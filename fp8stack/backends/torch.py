@@ -361,7 +361,7 @@ class ScaledLinear(LowPrecisionLinear):
         kernel = across and has_kernel(x.device)
         # Compiled, a cast is fused with what made x, but not where the amax comes first.
         if torch.compiler.is_compiling() and not (kernel and slot is None):
-            scale, _ = self.operands.scale(x, name, record)
+            scale = self.operands.scale(x, name, record)
             assert scale is not None
             if kernel and apart:
                 codes, dtype = codes_of_cast(x, scale, format), fp8_format(format).dtype
@@ -370,13 +370,10 @@ class ScaledLinear(LowPrecisionLinear):
                 return codes.view(dtype), turned.view(dtype), scale
             data = numerics.cast_to_fp8(x, scale, format).contiguous()
             return data, data.t().contiguous() if across else None, scale
-        if slot is None:  # current scaling: the amax comes first
-            scale, _ = self.operands.scale(x, name, False)
-            assert scale is not None
-            return *cast_transpose(x, scale, format, across=across, record=False)[:2], scale
-        scale = slot.scale()
+        scale, record = self.operands.scale(x, name, False), record and slot is not None
+        assert scale is not None
         data, transposed, largest = cast_transpose(x, scale, format, across=across, record=record)
-        if largest is not None:
+        if largest is not None and slot is not None:
             slot.record(largest)
         return data, transposed, scale
 
@@ -415,8 +412,7 @@ class TorchBackend(Backend):
 
     def norm_mlp(self, x: Tensor, norm: nn.Module, mlp: Any) -> Tensor:
         """See `Backend.norm_mlp`; the activation is computed as it is cast where a kernel can."""
-        y = self._fused_mlp(norm(x), mlp) if self._fuses(x, mlp) else super().norm_mlp(x, norm, mlp)
-        return y
+        return self._fused_mlp(norm(x), mlp) if self._fuses(x, mlp) else mlp(norm(x))
 
     def _fuses(self, x: Tensor, mlp: Any) -> bool:
         """Whether `_fused_mlp` gives what the parts of an MLP give one after the other."""
@@ -495,8 +491,7 @@ class TorchBackend(Backend):
 def _is_plain(weight: Tensor) -> bool:
     """Whether the kernel for many weights can read it."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight._base is None
-    plain = plain and weight.is_contiguous()
-    return plain and has_kernel(weight.device)
+    return plain and weight.is_contiguous() and has_kernel(weight.device)
 
 
 class _Together:
