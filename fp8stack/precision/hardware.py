@@ -148,20 +148,13 @@ TURING = (7, 5)
 def has_kernels(
     capability: tuple[int, int], built_for: Sequence[str], cuda: tuple[int, int] | None
 ) -> bool:
-    """Whether a torch runs on GPUs of a compute capability.
-
-    Args:
-        capability: of the GPU.
-        built_for: what `torch.cuda.get_arch_list()` gives, such as "sm_90" and "compute_120": code
-            for one generation runs on later ones of the same major number, PTX on all later ones.
-        cuda: the CUDA that torch was built for, which decides where `built_for` is empty.
-    """
+    """Whether a torch runs on GPUs of a compute capability. `torch.cuda.get_arch_list()` gives what
+    it is `built_for`, such as "sm_90" and "compute_120": code for one generation runs on later ones
+    of the same major number, PTX on all later ones. Where that is empty, the `cuda` decides that
+    torch was built for."""
     if not built_for:
         return capability >= TURING or cuda is None or cuda < (13, 0)
-    for name in built_for:
-        found = re.match(r"(sm|compute)_(\d+)(\d)", name)
-        if found is None:
-            continue
+    for found in re.finditer(r"\b(sm|compute)_(\d+)(\d)", " ".join(built_for)):
         had = (int(found[2]), int(found[3]))
         if had <= capability and (found[1] == "compute" or had[0] == capability[0]):
             return True
@@ -207,13 +200,9 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
 def machine_for(
     capability: str | None, te: bool | None, device: str = "auto", gpu: str | None = None
 ) -> Hardware:
-    """The machine that a command's `--capability`, `--te/--no-te` and `--gpu` mean.
-
-    Args:
-        capability: see `assumed`; None is this machine.
-        te: whether Transformer Engine is installed on a GPU that is not here; it is if left out.
-        device: see `probe`.
-        gpu: the name of a GPU whose data sheet is known; a usual one of `capability` if left out.
+    """The machine that a command's `--capability`, `--te/--no-te` and `--gpu` mean: `probe(device)`
+    where there is none of them, else one that is `assumed`, with Transformer Engine if nothing is
+    said.
 
     Raises:
         UserError: what `probe` and `assumed` raise; `te` was given for this machine; no such GPU,

@@ -13,17 +13,9 @@ from fp8stack.formats import OPERANDS, Quantizer, Quantizers
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kind of GEMM on quantized operands that some GPUs have.
-
-    Attributes:
-        name: what plans call it.
-        needs: the GPU that it needs, in words.
-        least: the least compute capability that has it.
-        majors: if given, the only major numbers that do.
-        exact: a capability that does beside them.
-        cuda: the least CUDA that torch must be built for.
-        feature_multiple: what in and out features must be divisible by.
-    """
+    """A kind of GEMM on quantized operands that GPUs from compute capability `least` on have, of
+    the `majors` if they are given, and the one that is `exact`. It `needs`, in words, that GPU, and
+    a torch for `cuda` or later. In and out features are divisible by `feature_multiple`."""
 
     name: str
     needs: str

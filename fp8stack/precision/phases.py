@@ -115,14 +115,9 @@ def phases_of(
     warmup_steps: int,
     decay_fraction: float,
 ) -> tuple[Phase, ...]:
-    """The phases of training in order; together they are all steps. Empty ones are left out.
-
-    Args:
-        phases: as configured; none is one phase in the run's recipe.
-        recipe: the run's.
-        steps: of the run.
-        warmup_steps: while the learning rate rises; of them, those of the run's first quarter.
-        decay_fraction: the share of the steps in which it falls at the end.
+    """The phases of training in order; together they are all steps. Empty ones are left out. None
+    configured is one phase in the run's `recipe`. The learning rate rises in `warmup_steps`, and
+    falls in a `decay_fraction` of the steps at the end.
 
     Raises:
         UserError: a phase that does not say where it ends, or ends before it begins; two of one
@@ -137,12 +132,13 @@ def phases_of(
     made: list[Phase] = []
     first = 1
     for phase in trained:
-        last = round(phase.until * steps) if isinstance(phase.until, float) else phase.until
-        if last is None and phase is trained[-1]:
+        if phase.until is not None:
+            last = round(phase.until * steps) if isinstance(phase.until, float) else phase.until
+        elif phase is trained[-1]:
             last = steps
-        if last is None and phase.name in ends:
-            last = max(min(ends[phase.name], steps), first - 1)
-        if last is None:
+        elif phase.name in ends:
+            last = max(ends[phase.name], first - 1)
+        else:
             raise UserError(f"phase '{phase.name}' does not say where it ends. Give it an 'until'.")
         last = min(last, steps)
         if last < first - 1:

@@ -93,13 +93,7 @@ def doubt(
     shape: Shape, quantizers: Quantizers, gpu: Gpu | None, measured: Mapping[Shape, float]
 ) -> str:
     """Why FP8 does not seem to pay for a GEMM of this shape; "" if it does, or nothing is known.
-
-    Args:
-        shape: of the forward pass.
-        quantizers: of the layer.
-        gpu: whose rates count, for a shape that was not measured.
-        measured: bf16's time / FP8's time by shape; it decides alone.
-    """
+    What was `measured` decides alone, bf16's time / FP8's time by shape; else the `gpu`'s rates."""
     rows, inputs, outputs = shape
     what = f"{rows} x {inputs} -> {outputs}"
     if shape in measured:

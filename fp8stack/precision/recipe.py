@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -132,25 +132,20 @@ class Recipe(BaseModel):
         return any(table.delayed for table in self.tables)
 
     def for_layer(self, layer: str, block: Block | None, head: bool) -> LayerChoice:
-        """What this recipe asks for in one layer.
-
-        Args:
-            layer: its module path, such as `blocks.0.mlp.up`.
-            block: its place among the blocks, if it is in one.
-            head: whether it gives the logits.
-        """
+        """What this recipe asks for in the layer at a module path such as `blocks.0.mlp.up`: in a
+        `block` at its place among the blocks, or outside of them; a `head` gives the logits."""
         assert self.quantizers is not None
         rule = next((rule for rule in self.layers if rule.matches(layer, block, head)), None)
         if rule is None and head and not self.head:
-            why: str | None = "the recipe says head = false"
-        elif (why := self._excluded(layer, block)) is None and rule is not None:
+            why = "the recipe says head = false"
+        elif not (why := self._excluded(layer, block)) and rule is not None:
             if rule.quantizers is not None:
                 return LayerChoice(quantizers=rule.quantizers, recipe=rule.recipe)
             why = f"the recipe has '{rule.match}' in {rule.recipe}"
-        table = self.quantizers if why is None else None
-        return LayerChoice(quantizers=table, recipe=self.name, reason=why or "")
+        table = None if why else self.quantizers
+        return LayerChoice(quantizers=table, recipe=self.name, reason=why)
 
-    def _excluded(self, layer: str, block: Block | None) -> str | None:
+    def _excluded(self, layer: str, block: Block | None) -> str:
         for pattern in self.exclude:
             if fnmatch.fnmatchcase(layer, pattern):
                 return f"excluded by the pattern '{pattern}'"
@@ -159,7 +154,7 @@ class Recipe(BaseModel):
                 return f"in the first {_blocks(self.exclude_first_blocks)}"
             if block.index >= block.count - self.exclude_last_blocks:
                 return f"in the last {_blocks(self.exclude_last_blocks)}"
-        return None
+        return ""
 
     def check_layers(
         self, layers: Iterable[str], blocks: Mapping[str, Block], heads: Iterable[str]
@@ -201,22 +196,28 @@ class Recipe(BaseModel):
         return told
 
 
-class QuantizerFields(BaseModel):
-    """The keys of a quantizer that a table of a recipe's file may set."""
+class _Fields(BaseModel):
+    """The keys of a quantizer that are short forms of a recipe as well: there, each sets that field
+    of all quantizers that have it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    format: FormatName | None = None
-    block: Literal["tensor", "row"] | Annotated[tuple[int, int], Field(strict=False)] | None = None
-    scale: ScaleFormat | None = None
     scale_rounding: ScaleRounding | None = None
-    amax: Literal["current", "delayed"] | None = None
     history_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
     amax_algorithm: AmaxAlgorithm | None = None
     margin: Annotated[int, Field(ge=-64, le=64)] | None = None
     eps: Annotated[float, Field(ge=0)] | None = None
     rounding: Literal["nearest", "stochastic"] | None = None
     hadamard: Literal[0, 16, 32] | None = None
+
+
+class QuantizerFields(_Fields):
+    """The keys of a quantizer that a table of a recipe's file may set."""
+
+    format: FormatName | None = None
+    block: Literal["tensor", "row"] | Annotated[tuple[int, int], Field(strict=False)] | None = None
+    scale: ScaleFormat | None = None
+    amax: Literal["current", "delayed"] | None = None
 
     @property
     def set(self) -> dict[str, Any]:
@@ -240,11 +241,9 @@ class _GradOutput(QuantizerFields):
     wgrad: QuantizerFields | Literal["none"] | None = None
 
 
-class _Tables(BaseModel):
+class _Tables(_Fields):
     """What a recipe's file and its entries for layers have in common: tables of quantizers, and
-    short forms that set one field of all quantizers that have it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    short forms."""
 
     quantizer: QuantizerFields | None = None
     input: _Input | Literal["none"] | None = None
@@ -253,14 +252,7 @@ class _Tables(BaseModel):
     backward: Annotated[str, Field(min_length=1)] | None = None
     forward_format: FormatName | None = None
     backward_format: FormatName | None = None
-    history_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    amax_algorithm: AmaxAlgorithm | None = None
-    margin: Annotated[int, Field(ge=-64, le=64)] | None = None
     power_of_two: bool | None = None
-    eps: Annotated[float, Field(ge=0)] | None = None
-    scale_rounding: ScaleRounding | None = None
-    rounding: Literal["nearest", "stochastic"] | None = None
-    hadamard: Literal[0, 16, 32] | None = None
 
 
 class _Entry(_Tables):
@@ -292,11 +284,8 @@ class RecipeFile(_Tables):
 
 
 def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Recipe:
-    """The recipe called `name`, or the one in the TOML file at the path `name`.
-
-    Args:
-        name: a name or a path.
-        overrides: keys to change in it.
+    """The recipe called `name`, or the one in the TOML file at the path `name`, with `overrides` of
+    its keys.
 
     Raises:
         UserError: no such recipe or file, an unknown key, a value out of range.
@@ -363,11 +352,10 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[s
         raise UserError(f"{where}: 'like' and 'scaling' are the same key. Leave scaling out.")
     quantizers = _with_tables(start.quantizers, file, where, above)
     plain_keys = {"name": file.name, "description": file.description or start.description}
-    for key in ("attention", "head", "exclude", "exclude_first_blocks", "exclude_last_blocks"):
+    keys = ("attention", "compute_dtype", "head", "exclude")
+    for key in (*keys, "exclude_first_blocks", "exclude_last_blocks"):
         if (value := getattr(file, key)) is not None:
             plain_keys[key] = value
-    if file.compute_dtype is not None:
-        plain_keys["compute_dtype"] = file.compute_dtype
     made = start.model_copy(update={**plain_keys, "quantizers": quantizers})
     if file.layers:
         rules = tuple(
@@ -506,50 +494,45 @@ def _set_operand(found: dict[str, Any], name: str, table: Any, where: str) -> No
 
 _SECOND = {"wgrad", "dgrad"}
 
-_SHORT = (
-    *("forward_format", "backward_format", "history_length", "amax_algorithm", "margin"),
-    *("power_of_two", "eps", "scale_rounding", "rounding", "hadamard"),
+_Place = Callable[[str, Quantizer], bool]
+_DELAYED: tuple[str, _Place] = ("has amax = 'delayed'", lambda _, q: q.delayed)
+_FLOAT: tuple[str, _Place] = (
+    "has amax = 'current' and a scale in float32",
+    lambda _, q: not q.delayed and q.scale in ("float32", "power_of_two"),
 )
-"""The short forms, each of which sets one field of quantizers: that of its name, or of `_SETS`."""
-_SETS = {"forward_format": "format", "backward_format": "format", "power_of_two": "scale"}
+_SHORT: dict[str, tuple[str, str, _Place]] = {
+    "forward_format": (
+        *("format", "of input or weight is there"),
+        lambda field, _: not field.startswith("grad_output"),
+    ),
+    "backward_format": (
+        *("format", "of grad_output is there"),
+        lambda field, _: field.startswith("grad_output"),
+    ),
+    "history_length": ("history_length", *_DELAYED),
+    "amax_algorithm": ("amax_algorithm", *_DELAYED),
+    "margin": ("margin", *_DELAYED),
+    "power_of_two": ("scale", *_FLOAT),
+    "eps": ("eps", *_FLOAT),
+    "scale_rounding": ("scale_rounding", "has scale = 'e8m0'", lambda _, q: q.scale == "e8m0"),
+    # Gradients alone, as published: NVIDIA's recipe for NVFP4, and OCP MXFP4 training.
+    "rounding": ("rounding", "is there", lambda field, _: field.startswith("grad_output")),
+    "hadamard": ("hadamard", "has a copy for wgrad", lambda field, _: field.endswith("_wgrad")),
+}
+"""The short forms: the field that each sets, what no quantizer has where there is none to set it
+in, and whether it speaks of the quantizer at a place."""
 
 
 def _set_short(found: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set one field of all quantizers that have it."""
+    name, lacks, speaks_of = _SHORT[key]
     if key == "power_of_two":
         value = "power_of_two" if value else "float32"
-    having = [
-        field for field, q in found.items() if isinstance(q, Quantizer) and _has(key, field, q)
-    ]
+    having = [f for f, q in found.items() if isinstance(q, Quantizer) and speaks_of(f, q)]
     if not having:
-        raise UserError(f"{where}: {key} changes nothing: no quantizer {_LACKS[key]}.")
+        raise UserError(f"{where}: {key} changes nothing: no quantizer {lacks}.")
     for field in having:
-        found[field] = _replaced(found[field], {_SETS.get(key, key): value}, f"{where}: {key}")
-
-
-_LACKS = {
-    "forward_format": "of input or weight is there",
-    "backward_format": "of grad_output is there",
-    **dict.fromkeys(("history_length", "amax_algorithm", "margin"), "has amax = 'delayed'"),
-    **dict.fromkeys(("power_of_two", "eps"), "has amax = 'current' and a scale in float32"),
-    "scale_rounding": "has scale = 'e8m0'",
-    "rounding": "is there",
-    "hadamard": "has a copy for wgrad",
-}
-
-
-def _has(key: str, field: str, quantizer: Quantizer) -> bool:
-    """Whether a short form speaks of the quantizer at a place."""
-    if key in ("forward_format", "backward_format"):
-        return field.startswith("grad_output") == (key == "backward_format")
-    if key in ("history_length", "amax_algorithm", "margin"):
-        return quantizer.delayed
-    if key in ("power_of_two", "eps"):
-        return not quantizer.delayed and quantizer.scale in ("float32", "power_of_two")
-    if key == "scale_rounding":
-        return quantizer.scale == "e8m0"
-    # Gradients alone, as published: NVIDIA's recipe for NVFP4, and OCP MXFP4 training.
-    return field.startswith("grad_output") if key == "rounding" else field.endswith("_wgrad")
+        found[field] = _replaced(found[field], {name: value}, f"{where}: {key}")
 
 
 def _replaced(quantizer: Quantizer, fields: Mapping[str, Any], where: str) -> Quantizer:

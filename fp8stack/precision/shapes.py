@@ -53,16 +53,9 @@ def cache_path() -> Path:
 
 
 def load_measured(hardware: Hardware, backend: str, kernel: str) -> dict[Shape, float]:
-    """What was measured on `hardware` with its present software, for `Plan.for_layers`.
-
-    Args:
-        hardware: a machine; its GPU's name and its versions of torch and Transformer Engine count.
-        backend: who ran FP8: "te" or "torch".
-        kernel: the plan's.
-
-    Returns:
-        bf16's time / FP8's time by (tokens, in, out); empty if nothing was measured. A file that
-        cannot be read counts as empty, with a warning in the log: training can do without it.
+    """What was measured on GPUs of that name with the same torch and Transformer Engine, where
+    `backend`, "te" or "torch", ran the plan's `kernel`: bf16's time / FP8's time by (tokens, in,
+    out). Empty if nothing was, and, with a warning in the log, if the file cannot be read.
     """
     if backend not in ("te", "torch"):
         return {}
