@@ -35,14 +35,11 @@ class Backend:
     By itself it is the backend `reference`, plain torch: float32 master weights, cast to the
     compute dtype at each use; in fp32 the layers are torch's own, to the bit. Others add FP8.
 
-    Attributes:
-        compute_dtype: what linears return and, if the plan says no other, attention computes in.
-        attention_dtype: what attention computes in.
-        vocabulary_multiple: the vocabulary is padded to a multiple of this.
-        delayed: the amax history of the model that is built, if any layer has delayed scaling.
-        draws: what stochastic rounding has drawn; models that take turns in a run share it.
-        weights: what notices that weights changed.
-        keeps_weights: whether quantized weights are kept until they change.
+    Linears return the `compute_dtype`, in which attention computes as well if the plan says no
+    `attention_dtype`. The vocabulary is padded to the `vocabulary_multiple`. `delayed` is the amax
+    history of the model that is built, if any layer has delayed scaling; `draws` is what stochastic
+    rounding has drawn, which models that take turns in a run share; `weights` notices that weights
+    changed, until which quantized ones are kept if the backend `keeps_weights`.
     """
 
     keeps_weights = False
@@ -107,18 +104,12 @@ class Backend:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, mask: Mask | None = None
     ) -> Tensor:
-        """Attention in the dtype that the plan has for it; causal if there is no `mask`.
+        """Attention in the dtype that the plan has for it; causal if there is no `mask`: what
+        `attention.dense_mask` or `attention.document_mask` gave. Weights are dropped with the
+        probability `dropout`.
 
-        Args:
-            q: queries [B, H, T, E] in any dtype.
-            k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
-            v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
-            dropout: the probability for an attention weight to be dropped.
-            mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
-                then.
-
-        Returns:
-            [B, H, T, E] in the dtype of `v`.
+        Queries are [B, H, T, E] in any dtype, keys and values [B, G, S, E], where S is T, or any
+        number if there is one query or a mask. The result is [B, H, T, E] in the dtype of `v`.
         """
         options: Any = {"mask": mask, "dropout": dropout}
         if self.plan.recipe.attention != "fp32":

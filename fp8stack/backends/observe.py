@@ -50,11 +50,8 @@ def observing(
     the first are recomputed by GEMMs in the compute dtype, so they lack the noise of FP8. There is
     no grad_input of what follows a fused norm, and none of the two within a LayerNormMLP.
 
-    Args:
-        model: what passes are made with, or a part of it.
-        see: called without gradients and without autocast.
-        outputs: whether outputs and grad_inputs are shown too.
-        layers: the linears to observe by path; those in FP8 if left out.
+    `see` is called without gradients and without autocast. `layers` are the linears to observe by
+    path; those in FP8 if left out.
     """
     chosen = fp8_linears(model) if layers is None else layers
     observer = Observer(see, chosen, outputs)

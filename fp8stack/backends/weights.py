@@ -44,14 +44,12 @@ _WATCHES: weakref.WeakSet[WeightChanges] = weakref.WeakSet()
 class WeightChanges:
     """Whether the weights of some layers changed since a pass last trained with them.
 
-    Attributes:
-        generation: how many states of the weights passes have trained with.
-        first: whether the pass under way is the first to train with this state.
-        copied: whether quantized copies that were made of the weights are to be used. They serve
-            until the weights change, within training: an evaluation makes its own, so that it sees
-            values that were put into `weight.data`.
-        versions: those of the weights of the layers that are watched, at the last pass.
-        flag: "changed", for compiled code, which cannot ask Python: bool, 0-dim.
+    `generation` counts the states of the weights that passes have trained with; `first` says that
+    the pass under way is the first to train with this state, and `copied` that quantized copies of
+    the weights are to be used. Those serve until the weights change, within training: an evaluation
+    makes its own, so that it sees values that were put into `weight.data`. `versions` are those of
+    the weights that are watched, at the last pass; `flag`, bool and 0-dim, tells compiled code,
+    which cannot ask Python, that they changed.
     """
 
     def __init__(self) -> None:

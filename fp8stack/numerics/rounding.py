@@ -39,13 +39,10 @@ Block = tuple[int, int]
 class Rounded(NamedTuple):
     """A matrix as an emulated GEMM takes it.
 
-    Attributes:
-        values: of the shape of the matrix; with a Hadamard transform, the reduced dimension is
-            padded to a multiple of the transform's size. NaN where the matrix has NaN. float32, or
-            bfloat16 where that was asked for.
-        factor: float32, what the GEMM's output is multiplied by for this operand: 0-dim, or for
-            block = "row" one for each row of the operand as its GEMM reduces it; None if the values
-            carry their scales.
+    `values` have its shape, float32, or bfloat16 where that was asked for, NaN where the matrix has
+    NaN; with a Hadamard transform, the reduced dimension is padded to a multiple of its size.
+    `factor`, float32, is what the GEMM's output is multiplied by: 0-dim, or for block = "row" one
+    for each row of the operand as its GEMM reduces it; None if the values carry their scales.
     """
 
     values: Tensor
@@ -157,14 +154,8 @@ def round_to(
     *,
     scale: Tensor | None = None,
 ) -> Rounded:
-    """The values of `quantize(x, quantizer, dim)` in float32.
-
-    Args:
-        x: a matrix, float32, bfloat16 or float16.
-        quantizer: how it is quantized.
-        dim: what the GEMM reduces over: 1 the columns, 0 the rows.
-        generator: the bits for stochastic rounding, by the place in `x`.
-        scale: float32, 0-dim, for one scale per tensor: needed for delayed scaling.
+    """The values of `quantize(x, quantizer, dim, generator, scale=scale)` of a matrix, in float32.
+    `dim` is what the GEMM reduces over: 1 the columns, 0 the rows.
 
     Raises:
         ValueError: no generator or no scale where one is needed, or a scale for blocks.
