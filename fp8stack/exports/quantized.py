@@ -125,9 +125,9 @@ def _chosen(
     planned: dict[str, tuple[Quantizers | None, str]] = {}
     for layer in source.plan["layers"]:
         if name := layer["name"] if layer["fp8"] else "":
-            choice = recipe.for_layer(name, blocks.get(name), name == "lm_head")
-            if choice.quantizers is not None and choice.quantizers.weight is not None:
-                planned[name] = choice.quantizers, choice.recipe
+            quantizers, called, _ = recipe.for_layer(name, blocks.get(name), name == "lm_head")
+            if quantizers is not None and quantizers.weight is not None:
+                planned[name] = quantizers, called
     if not planned:
         notes.append("the run had no layer in FP8: the layers of all blocks are cast, by channel")
         return {name: (None, recipe.name) for name in parts if name != "lm_head"}

@@ -14,21 +14,18 @@ from fp8stack.formats import OPERANDS, Quantizer, Quantizers
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """A kind of GEMM on quantized operands that GPUs from compute capability `least` on have, of
-    the `majors` if they are given, and the one that is `exact`. It `needs`, in words, that GPU, and
-    a torch for `cuda` or later. In and out features are divisible by `feature_multiple`."""
+    the `majors` if they are given. It `needs`, in words, that GPU, and a torch for `cuda` or later.
+    In and out features are divisible by `feature_multiple`."""
 
     name: str
     needs: str
     least: tuple[int, int]
     majors: tuple[int, ...] | None = None
-    exact: tuple[int, int] | None = None
     cuda: tuple[int, int] | None = None
     feature_multiple: int = 16
 
     def served_by(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability has it."""
-        if capability == self.exact:
-            return True
         return capability >= self.least and (self.majors is None or capability[0] in self.majors)
 
 
@@ -40,9 +37,8 @@ KERNELS = {
         Kernel(
             name="block",
             needs="compute capability 9.0 or 10.x",
-            least=(10, 0),
-            majors=(10,),
-            exact=(9, 0),
+            least=(9, 0),
+            majors=(9, 10),
             cuda=(12, 9),
         ),
         Kernel(

@@ -171,8 +171,8 @@ class Plan:
             reason, doubted = (left_out or {}).get(name) or "", ""
             quantizers, called, backend, why = None, recipe.name, None, ""
             if recipe.quantizers is not None and not reason:
-                choice = recipe.for_layer(name, blocks.get(name), name in heads)
-                quantizers, called, reason = choice.quantizers, choice.recipe, choice.reason
+                place = blocks.get(name), name in heads
+                quantizers, called, reason = recipe.for_layer(name, *place)
             if quantizers is not None:
                 backend, why = self._served_by(quantizers)
                 reason = self.unserved(name, shape, quantizers)

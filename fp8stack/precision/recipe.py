@@ -75,16 +75,6 @@ class LayerRule(BaseModel):
 _IN_BLOCKS = re.compile(r"(first|last) ([1-9]\d{0,5}) blocks?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerChoice:
-    """What a recipe asks for in one layer: its quantizers and what they are called; None and the
-    reason where it is not quantized."""
-
-    quantizers: Quantizers | None
-    recipe: str
-    reason: str = ""
-
-
 class Recipe(BaseModel):
     """A recipe as it was read, with nothing left to look up.
 
@@ -131,19 +121,24 @@ class Recipe(BaseModel):
         """Whether any scale comes from the amaxes of earlier passes."""
         return any(table.delayed for table in self.tables)
 
-    def for_layer(self, layer: str, block: Block | None, head: bool) -> LayerChoice:
+    def for_layer(
+        self, layer: str, block: Block | None, head: bool
+    ) -> tuple[Quantizers | None, str, str]:
         """What this recipe asks for in the layer at a module path such as `blocks.0.mlp.up`: in a
-        `block` at its place among the blocks, or outside of them; a `head` gives the logits."""
+        `block` at its place among the blocks, or outside of them; a `head` gives the logits.
+
+        Returns:
+            Its quantizers and what they are called, and a reason if it has none.
+        """
         assert self.quantizers is not None
         rule = next((rule for rule in self.layers if rule.matches(layer, block, head)), None)
         if rule is None and head and not self.head:
             why = "the recipe says head = false"
         elif not (why := self._excluded(layer, block)) and rule is not None:
             if rule.quantizers is not None:
-                return LayerChoice(quantizers=rule.quantizers, recipe=rule.recipe)
+                return rule.quantizers, rule.recipe, ""
             why = f"the recipe has '{rule.match}' in {rule.recipe}"
-        table = None if why else self.quantizers
-        return LayerChoice(quantizers=table, recipe=self.name, reason=why)
+        return None if why else self.quantizers, self.name, why
 
     def _excluded(self, layer: str, block: Block | None) -> str:
         for pattern in self.exclude:
