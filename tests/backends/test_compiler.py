@@ -166,7 +166,7 @@ def made(recipe, backend, layers=2):
     return gpt(recipe, backend, hardware, layers)
 
 
-QUICK = [("delayed", "emulate"), ("delayed", "torch"), ("current", "torch")]
+QUICK = [("delayed", "emulate"), ("delayed", "torch"), ("current", "torch"), ("fp32", "auto")]
 REST = [pair for pair in product(RECIPES, ["emulate", "torch"]) if pair not in QUICK]
 REST += [(recipe, "emulate") for recipe in EMULATED]
 SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST]
@@ -188,30 +188,16 @@ def test_a_compiled_model_trains_as_in_eager_mode(cuda_gemm, recipe, backend):
     assert counter.frame_count == 2 * (1 + evaluate)  # a block of two, and the loss
 
 
-@pytest.mark.slow  # delayed scaling of the torch backend is in test_torch.py, and quick
-@pytest.mark.parametrize(("recipe", "backend"), [("delayed", "emulate"), *SLOW])
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("delayed", "torch"), pytest.param("delayed", "emulate", marks=pytest.mark.slow), *SLOW],
+)
 def test_a_model_compiles_as_a_whole_too(cuda_gemm, recipe, backend):
     plain, fast = made(recipe, backend, layers=1), made(recipe, backend, layers=1)
     whole = torch.compile(fast, backend="aot_eager", fullgraph=True)
-    losses = []
-    for model, call in ((plain, plain), (fast, whole)):
-        for step in range(2):
-            loss = loss_of(call, step)
-            loss.backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            losses.append(loss.item())
-    assert losses[:2] == pytest.approx(losses[2:])
+    evaluate = recipe == "delayed"
+    assert train(whole, 3, evaluate=evaluate) == pytest.approx(train(plain, 3, evaluate=evaluate))
     assert same(fp8_state(plain), fp8_state(fast))
-
-
-def test_one_compilation_serves_all_blocks():
-    """In fp32; in FP8 above."""
-    counter = CompileCounterWithBackend("eager")  # what is traced is all that counts here
-    model = gpt("fp32")
-    model.compile_blocks(backend=counter)
-    for step in range(2):
-        loss_of(model, step).backward()
-    assert counter.frame_count == 2  # a block of three, and the loss
 
 
 @pytest.mark.slow

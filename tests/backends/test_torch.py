@@ -24,10 +24,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
-from fp8stack.backends import build_backend, fp8_state
+from fp8stack.backends import fp8_state
 from fp8stack.backends import torch as torch_backend
 from fp8stack.backends.operands import LayerOperands
-from fp8stack.backends.torch import ScaledLinear
 from fp8stack.conform import gemms
 from fp8stack.conform.checks import Context, run_check
 from fp8stack.ops import scaled_gemm as scaled_gemms
@@ -403,27 +402,6 @@ def test_in_nvfp4_half_a_byte_of_an_element_is_saved_and_a_scale_of_16(cuda_gemm
 # Whole models
 
 
-def test_a_model_compiles_without_a_graph_break_and_trains_as_in_eager_mode():
-    torch._dynamo.reset()
-    plain, fast = (gpt("delayed", "torch", {"layers": 1}) for _ in range(2))
-    forward = torch.compile(fast, backend="aot_eager", fullgraph=True)
-    for step in range(4):
-        losses = []
-        for model, call in ((plain, plain), (fast, forward)):
-            loss = loss_of(call, step)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                losses.append(loss_of(call, 50).item())
-            model.train()
-        assert losses[:2] == losses[2:]
-        assert same(fp8_state(plain), fp8_state(fast))
-
-
 def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step(
     cuda_gemm, monkeypatch
 ):
@@ -496,32 +474,6 @@ def test_the_mxfp8_gemm_is_an_operator_as_torch_wants_it(cuda_gemm):
     operator = torch.ops.fp8stack.mx_gemm.default
     checks = ("test_faketensor", "test_aot_dispatch_static")  # the others would add up float8
     torch.library.opcheck(operator, (a, b, scale_a, scale_b, torch.bfloat16), test_utils=checks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", PER_TENSOR)
-def test_a_model_compiled_by_inductor_learns_as_well(recipe):
-    torch._dynamo.reset()
-    finals = []
-    for mode in ("eager", "inductor"):
-        model = gpt(recipe, "torch")
-        forward = compiled(model, mode)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(30):
-            loss = loss_of(forward, 1)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        finals.append(loss.item())
-    assert finals[1] == pytest.approx(finals[0], rel=0.02)
-
-
-def test_layers_that_the_hardware_cannot_serve_stay_out(cuda_gemm):
-    plan = resolve("block", H100).for_layers({"a": (128, 64), "b": (256, 128), "c": (130, 128)})
-    assert {layer.name: layer.fp8 for layer in plan.layers} == {"a": False, "b": True, "c": False}
-    backend = build_backend(plan)
-    kinds = [isinstance(backend.linear(n, 128, 128, True), ScaledLinear) for n in "abc"]
-    assert kinds == [False, True, False]
 
 
 # What CUDA would refuse

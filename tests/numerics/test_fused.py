@@ -1,4 +1,4 @@
-"""Casts in one sweep: the same bits from every number of threads, from forks and at once."""
+"""Casts in one sweep: the same bits from threads at once and from forks."""
 
 from __future__ import annotations
 
@@ -35,19 +35,6 @@ def assert_equal(ours: list[Rounded], theirs: list[Rounded]) -> None:
         assert (one.factor is None) == (other.factor is None)
         if one.factor is not None:
             torch.testing.assert_close(one.factor, other.factor, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_any_number_of_threads_gives_the_values_of_the_expressions(name, monkeypatch):
-    x = with_specials(uneven(210, 330))
-    with cast_by("expressions"):
-        expected = rounded(x, name)
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(fused, "_ALONE", 0)
-    for count in (1, 2, 5):
-        torch.set_num_threads(count)
-        assert_equal(rounded(x, name), expected)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", [n for n, q in EVERY.items() if alike(q, q)])

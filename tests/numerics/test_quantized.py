@@ -33,7 +33,9 @@ from fp8stack.numerics import (
     quantize,
     quantize_blocks,
     quantize_mxfp8,
+    round_to,
 )
+from fp8stack.numerics.error import quantization_error
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.quantized import encode
 from tests.support.oracles import (
@@ -270,16 +272,22 @@ def test_a_scale_may_be_given(stochastic):
         assert made.amax == x.abs().max()
 
 
-def test_what_is_missing_is_asked_for():
-    x = torch.ones(16, 16)
+@pytest.mark.parametrize("function", [quantize, round_to, quantization_error])
+def test_what_is_missing_is_asked_for(function):
+    def of(quantizer: Quantizer, **options) -> None:
+        function(torch.ones(16, 16), quantizer, dim=1, **options)
+
     with pytest.raises(ValueError, match="needs a generator"):
-        quantize(x, replace(NVFP4, rounding="stochastic"))
+        of(replace(NVFP4, rounding="stochastic"))
     with pytest.raises(ValueError, match="'delayed' needs a scale"):
-        quantize(x, Quantizer(amax="delayed"))
+        of(Quantizer(amax="delayed"))
     with pytest.raises(ValueError, match="takes no scale from outside"):
-        quantize(x, NVFP4, scale=torch.tensor(1.0))
+        of(NVFP4, scale=torch.tensor(1.0))
+
+
+def test_a_square_block_needs_a_matrix():
     with pytest.raises(ValueError, match="does not fit a tensor of one dimension"):
-        quantize(x[0], replace(NVFP4, block=(16, 16)))
+        quantize(torch.ones(16), replace(NVFP4, block=(16, 16)))
 
 
 # Stochastic rounding as a whole

@@ -114,13 +114,18 @@ def test_what_is_frozen_has_no_row_and_what_is_not_finite_is_null() -> None:
     assert gradients.look(model.requires_grad_(False)) is None
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "delayed", "fp16"])
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("fp32", "auto"), ("delayed", "emulate"), ("fp16", "auto"), ("mxfp8", "emulate"),
+     ("delayed", "torch")],
+)  # fmt: skip
 def test_the_runs_numbers_are_the_same_to_the_bit_with_and_without(
-    tmp_path: Path, recipe: str
+    tmp_path: Path, recipe: str, backend: str
 ) -> None:
     ends = []
     for every in (0, 1):
-        small = loop(tmp_path / str(every), recipe, every, accumulate=2)
+        more: dict[str, Any] = {"what_if": ["current", "bf16"]} if every else {}
+        small = loop(tmp_path / str(every), recipe, every, accumulate=2, backend=backend, **more)
         small.advance(4)
         ends.append(small.state())
     assert ends[0].keys() == ends[1].keys()
