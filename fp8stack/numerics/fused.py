@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8stack.formats import FORMATS, Quantizer
 from fp8stack.numerics.hadamard import MINUS
-from fp8stack.numerics.operators import operator, seen
+from fp8stack.numerics.operators import operator
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import Work
@@ -32,6 +32,7 @@ Block = tuple[int, int]
 _RULES: list[Rule] = []
 _NUMBERS: dict[Rule, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
+"""The counter, seed, stream and first row of `RandomBits`."""
 
 # Below so many elements a second thread costs more than it takes over.
 _ALONE = 1 << 15
@@ -201,7 +202,7 @@ def _plan(
     return work, finds, shapes
 
 
-def _round(
+def round(
     x: Tensor,
     number: int,
     scale: Tensor | None,
@@ -213,6 +214,8 @@ def _round(
     first_row: int,
     bf16: bool,
 ) -> list[Tensor]:
+    """`x` by the rule of a number: for each of its blocks the values and, if `Rule.has_factor`,
+    what multiplies out; see `rounding.Rounding`."""
     rule, source = _RULES[number], x.to(torch.float32).contiguous()
     planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
     kernels = _loaded()[0]
@@ -272,26 +275,10 @@ def _fake(x: Tensor, number: int, *others: Any) -> list[Tensor]:
     return [x.new_empty(shape, dtype=_held(rule, place, bf16)) for place, shape in shapes]
 
 
-_op = operator(
+op = operator(
     "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? counts,"
     " Tensor? counter, int seed, int stream, int first_row, bool bf16) -> Tensor[]",
-    _round,
+    round,
     _fake,
 )
-
-
-def round(
-    x: Tensor,
-    rule: int,
-    scale: Tensor | None = None,
-    recorded: Tensor | None = None,
-    counts: Tensor | None = None,
-    bits: Bits = (None, 0, 0, 0),
-    bf16: bool = False,
-) -> list[Tensor]:
-    """`x` by the rule of a number: for each of its blocks the values and, if `Rule.has_factor`,
-    what multiplies out; see `rounding.Rounding`. `bits` are the counter, seed, stream and first row
-    of `RandomBits`."""
-    run = _op if seen(x) else _round
-    made: list[Tensor] = run(x, rule, scale, recorded, counts, *bits, bf16)
-    return made
+"""`round` for what looks at operators."""

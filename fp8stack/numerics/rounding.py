@@ -28,6 +28,7 @@ from fp8stack.numerics.amax import record_amax
 from fp8stack.numerics.blocks import MX_BLOCK, block_amax, in_memory, trimmed
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
+from fp8stack.numerics.operators import seen
 from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
 from fp8stack.numerics.random import RandomBits
 
@@ -72,7 +73,8 @@ class Rounding(fused.Rule):
         compute it wherever `x` is.
         """
         if fuse and fused.serves(x):
-            found = fused.round(x, self.number, scale, recorded, counts, _bits(generator), bf16)
+            run = fused.op if seen(x) else fused.round
+            found = run(x, self.number, scale, recorded, counts, *_bits(generator), bf16)
             if self.has_factor:
                 return [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
             return [Rounded(values, None) for values in found]

@@ -296,7 +296,8 @@ def find_te(timeout_s: float = 180.0) -> tuple[str | None, str]:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         why = f"died: exit code {done.returncode}"
         if lines and done.returncode > 0:  # a signal says more than the last warning before it
-            why = f"failed ({_brief(lines[-1])})"
+            last = lines[-1] if len(lines[-1]) <= 120 else f"{lines[-1][:117]}..."
+            why = f"failed ({quoted(last)})"
     public = version.partition("+")[0]  # a build of one's own is not on PyPI
     return version, (
         f"importing Transformer Engine {version} {why}: pip install --force-reinstall "
@@ -318,11 +319,6 @@ _IMPORT_TE = "import torch, transformer_engine.pytorch as te; te.autocast, te.Li
 CPU_BF16 = "FP8STACK_CPU_BF16"
 """The environment variable that says, yes or no, whether the CPU has bf16 instructions, where its
 flags are not known (macOS) or do not count."""
-
-
-def _brief(why: str) -> str:
-    """A reason in one line that is not too long to read."""
-    return quoted(why if len(why) <= 120 else f"{why[:117]}...")
 
 
 def version_pair(version: str | None) -> tuple[int, int] | None:

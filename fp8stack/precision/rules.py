@@ -282,7 +282,10 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
             return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
         if kernel == "block" and _is_blackwell(hardware) and x.scale != "power_of_two":
             return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
-        if kernel in ("delayed", "current") and not _as_te_has_it(quantizers):
+        # The operands may differ in nothing but a gradient of E5M2.
+        alike = len({replace(each, format="e4m3") for each in quantizers.each.values()}) == 1
+        alike = alike and quantizers.weight is not None and quantizers.weight.format == x.format
+        if kernel in ("delayed", "current") and not alike:
             return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
     if not _has_torch(hardware, TORCH_MINIMUM):
@@ -291,13 +294,6 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
         # There it runs as MXFP8 with the block recipe's scales, which only TE does.
         return "the torch backend has no block scaling on 10.x"
     return ""
-
-
-def _as_te_has_it(quantizers: Quantizers) -> bool:
-    """Whether the operands differ in nothing but a gradient of E5M2."""
-    each = {replace(quantizer, format="e4m3") for quantizer in quantizers.each.values()}
-    one, other = quantizers.input, quantizers.weight
-    return len(each) == 1 and one is not None and other is not None and one.format == other.format
 
 
 def _unable_on_cpu(backend: str, quantizers: Quantizers, hardware: Hardware) -> str:

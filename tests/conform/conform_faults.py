@@ -313,10 +313,10 @@ FAULTS: dict[str, tuple[str, Put]] = {
         "quantizers: nvfp4*", lambda patch: patch.setitem(hadamard.MINUS, 16, 0)
     ),
     "the last row is lost where several threads work": (
-        "quantizers: *3 threads", after(fused, "_round", without_last_row)
+        "quantizers: *3 threads", after(fused, "round", without_last_row)
     ),
     "numba's kernel fuses the product with the sum that rounds": (
-        "quantizers: per tensor*1 thread", after(fused, "_round", some_off)
+        "quantizers: per tensor*1 thread", after(fused, "round", some_off)
     ),
     "an amax is dropped": (
         "histories: a trace*", instead(amax, "record_amax", lambda *given: None)
