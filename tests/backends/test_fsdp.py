@@ -20,6 +20,9 @@ class Layer:
     def __init__(self, scale: float) -> None:
         self.scale = torch.tensor(scale)
 
+    def quantizer(self, name: str) -> numerics.Quantizer:
+        return numerics.Quantizer()
+
     def cast_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return numerics.cast_to_fp8(rows, self.scale, "e4m3"), self.scale
 
@@ -31,7 +34,7 @@ def whole() -> torch.Tensor:
 
 @pytest.fixture
 def sharded(whole: torch.Tensor) -> ShardedWeight:
-    return ShardedWeight(whole.clone(), Layer(3.5), "e4m3")
+    return ShardedWeight(whole.clone(), Layer(3.5))
 
 
 def gathered(parts: list[ShardedWeight]) -> FullWeight:
@@ -63,7 +66,7 @@ def test_a_quarter_of_the_bytes_travels(sharded: ShardedWeight) -> None:
 def test_a_layer_out_of_fp8_gathers_the_rows_themselves(
     whole: torch.Tensor, sharded: ShardedWeight
 ) -> None:
-    sharded._caster.in_fp8 = False
+    sharded._layer.in_fp8 = False
     (data,), kept = sharded.fsdp_pre_all_gather(None)
     assert torch.equal(data, whole)
     made = sharded.fsdp_post_all_gather((data,), kept, torch.float32)
@@ -99,7 +102,7 @@ def test_a_whole_weight_stands_for_what_its_bytes_do(sharded: ShardedWeight) -> 
 
 def test_a_second_gathering_brings_its_own_scale(sharded: ShardedWeight) -> None:
     full = gathered([sharded])
-    sharded._caster.scale = torch.tensor(2.0)
+    sharded._layer.scale = torch.tensor(2.0)
     (data,), kept = sharded.fsdp_pre_all_gather(None)
     full.data8.view(torch.uint8).copy_(data)  # FSDP2 gathers into the same memory
     same = full.data8.view(torch.uint8)
