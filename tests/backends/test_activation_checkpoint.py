@@ -183,31 +183,6 @@ def test_a_run_with_telemetry_is_the_same_to_the_bit(tmp_path: Path, recipe: str
         assert all(torch.equal(end[key], ends[0][key]) for key in end)
 
 
-def test_saved_as_fp8_operands_take_a_quarter_of_float32_and_half_of_bf16() -> None:
-    """What a linear saves of its input, [256, 64]: one byte an element, and a scale."""
-    sizes = {}
-    for name, (recipe, backend, save) in {
-        "fp8": ("delayed", "emulate", True),
-        "bf16": ("bf16", "reference", False),
-        "float32": ("delayed", "emulate", False),
-    }.items():
-        layer = gpt(recipe, backend, save, activation="relu2").blocks[0].mlp.up
-        x = torch.randn(256, 128, requires_grad=True)
-        saved: list[Tensor] = []
-
-        def pack(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        layer.eval()  # outside of a pass of the model, delayed scaling would refuse
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            layer(x)
-        inputs = [one for one in saved if one.shape == (256, 128)]
-        assert len(inputs) == 1
-        sizes[name] = inputs[0].element_size()
-    assert sizes == {"fp8": 1, "bf16": 2, "float32": 4}
-
-
 def test_the_benchmarks_table_has_every_model_and_arm() -> None:
     found = {"activations": activations.rows(tiny=True)}
     text = activations.table(found)

@@ -73,8 +73,7 @@ def everything(recipe: str) -> dict[str, Tensor]:
 def blocks_only() -> dict[str, Tensor]:
     """The copies of a block recipe, whose GEMMs a CPU lacks."""
     model = gpt("block", H200, width=128)
-    for hook in model._forward_pre_hooks.values():
-        hook(model, ())
+    hooks(model)
     return kept(model)
 
 

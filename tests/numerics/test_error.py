@@ -274,14 +274,6 @@ def test_any_quantizer_by_its_bytes(name: str, dim: int) -> None:
     assert (found_["least_scale"], found_["largest_scale"]) == (min(used), max(used))
 
 
-def test_what_an_error_needs_is_asked_for() -> None:
-    x = torch.ones(4, 4)
-    with pytest.raises(ValueError, match="needs a generator"):
-        error.quantization_error(x, Quantizer(rounding="stochastic"))
-    with pytest.raises(ValueError, match="needs a scale"):
-        error.quantization_error(x, Quantizer(amax="delayed"))
-
-
 def test_a_matrix_of_zeros_and_a_cast_without_a_scale_have_ranges_too() -> None:
     for quantizer in EVERY.values():
         bits = RandomBits(1, 2, torch.tensor(3)) if quantizer.stochastic else None
