@@ -415,10 +415,11 @@ def _mix(values, unit, size):
     stride = unit
     while stride < unit * size:
         for first in range(0, len(values), 2 * stride):
-            for i in range(first, first + stride):
-                a, b = values[i], values[i + stride]
-                values[i] = a + b
-                values[i + stride] = a - b
+            one, other = values[first : first + stride], values[first + stride : first + 2 * stride]
+            for i in range(stride):
+                a, b = one[i], other[i]
+                one[i] = a + b
+                other[i] = a - b
         stride *= 2
 
 
@@ -436,7 +437,7 @@ def _rounded_to_bf16(value):
 @njit
 def _transform(tile, w):
     """See `hadamard.hadamard`."""
-    size, rows, columns = w.hadamard, w.tile_rows, w.tile_columns
+    size, rows, columns, along = w.hadamard, w.tile_rows, w.tile_columns, w.dim == 1
     factor = np.float32(size**-0.5)
     signs = np.empty(max(rows, columns), np.float32)
     for i in range(len(signs)):
@@ -444,8 +445,8 @@ def _transform(tile, w):
     for r in range(rows):
         row = tile[r * columns : (r + 1) * columns]
         for c in range(columns):
-            row[c] = _rounded_to_bf16(row[c]) * signs[c if w.dim == 1 else r]
-    _mix(tile, 1 if w.dim == 1 else columns, size)
+            row[c] = _rounded_to_bf16(row[c]) * (signs[c] if along else signs[r])
+    _mix(tile, 1 if along else columns, size)
     for i in range(rows * columns):
         tile[i] = _rounded_to_bf16(tile[i] * factor)
 
