@@ -282,11 +282,12 @@ def _unable(backend: BackendName, quantizers: Quantizers, hardware: Hardware) ->
             return f"Transformer Engine rounds MXFP8's scales by rceil, not {x.scale_rounding}"
         if kernel == "block" and _is_blackwell(hardware) and x.scale != "power_of_two":
             return "Transformer Engine's block scaling on 10.x needs power_of_two = true"
-        # The operands may differ in nothing but a gradient of E5M2.
-        alike = len({replace(each, format="e4m3") for each in quantizers.each.values()}) == 1
-        alike = alike and quantizers.weight is not None and quantizers.weight.format == x.format
-        if kernel in ("delayed", "current") and not alike:
-            return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
+        if kernel in ("delayed", "current"):
+            # The operands may differ in nothing but a gradient of E5M2.
+            settings = {replace(each, format="e4m3") for each in quantizers.each.values()}
+            w = quantizers.weight
+            if len(settings) > 1 or w is None or w.format != x.format:
+                return "Transformer Engine has one setting for all operands, E4M3 or HYBRID"
         return ""
     if not _has_torch(hardware, TORCH_MINIMUM):
         return _old_torch(hardware)
