@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import typer
 
 import fp8stack
@@ -236,7 +235,7 @@ def test_the_backend_of_the_example_computes_what_the_casts_give(recipe):
     x, dy = normal(2, 3, 130, seed=1, std=30), normal(2, 3, 33, seed=2, std=30)
     assert_all_close(run(layer, x, dy), oracle(recipe, layer, x, dy), 1e-6)
     assert backend.fp8_gemms() == 3
-    assert layer.gemm.dtype_on(torch.device("cpu")) == torch.float64
+    assert isinstance(layer, example.ExactLinear)
 
 
 def _anchors(text: str) -> set[str]:
