@@ -29,7 +29,6 @@ Arm = Callable[[], None]
 SHAPES = [(2048, 512, 512), (2048, 768, 3072), (4096, 1024, 4096)]
 COMPILED_LINEARS = ("delayed", "current", "block", "mxfp8")
 FEWER_BITS = ("mxfp6_e2m3", "mxfp4", "nvfp4")
-RECIPES = ("bf16", *FP8, *FEWER_BITS)
 STEP_COMPILED = ("delayed", "mxfp8")  # compiling a step takes one to two minutes for each
 SHORT = ["--parts", "linear", "--compiled", "", "--rounds", "8", "--warm-up", "1", "--budget", "15"]
 
@@ -148,7 +147,10 @@ def linear_arms(
     x = torch.randn(tokens, inputs, requires_grad=True)
     dy = torch.randn(tokens, outputs) * 1e-3
     layers: dict[str, Callable[[], nn.Module]] = {"fp32": partial(nn.Linear, inputs, outputs)}
-    layers |= {recipe: partial(ours, recipe, inputs, outputs) for recipe in RECIPES}
+    recipes: tuple[str, ...] = (*FP8, *FEWER_BITS)
+    if probe("cpu").cpu_bf16 or (tokens, inputs, outputs) == SHAPES[0]:
+        recipes = ("bf16", *recipes)  # without bf16 instructions, a large GEMM takes minutes
+    layers |= {recipe: partial(ours, recipe, inputs, outputs) for recipe in recipes}
     for recipe in ("tensorwise", "mxfp8"):
         layers[f"torchao {recipe}"] = partial(peers.linear, recipe, inputs, outputs, "cpu")
     also = {*compiled, "fp32", "torchao tensorwise"} if compiled else set()
