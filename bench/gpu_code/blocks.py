@@ -109,8 +109,9 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
     ):
         with CUDA:
             gpt = GPT(config, build_backend(plan))
-            x = torch.empty(TOKENS // context, context, config.width, requires_grad=True)
-            targets = torch.empty(TOKENS // context, context, dtype=torch.int64)
+            shape, stream = (TOKENS // context, context), gpt.backend.residual_dtype
+            x = torch.empty(*shape, config.width, dtype=stream, requires_grad=True)
+            targets = torch.empty(shape, dtype=torch.int64)
         rotation = None
         if config.positions != "learned":
             rotation = tuple(rows[:context, None] for rows in gpt._rotation(CUDA))

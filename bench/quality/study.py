@@ -74,9 +74,10 @@ DESIGNS: dict[str, dict[str, Any]] = {
 of a run. A share of the steps that all runs of a seed take in float32 removes that, so the study's
 tables are of `SHARED`; the others are there to say what each does to the spread of gaps."""
 DESIGN_CELL, DESIGN_RECIPES, DESIGN_PAIRS = ("0.1M", 8), ("current", "mxfp4"), 8
-TUNED = Path(__file__).parent / "tuned"
-TUNED_CELL, TUNED_SEEDS = ("0.1M", 8), range(1, 11)  # it was tuned on the model of seed 0
-"""Recipes of files: one of `fp8stack tune`, and with as many bits what is commonly done."""
+FILES = Path(__file__).parents[1] / "recipes"
+FILES_CELL, FILES_SEEDS = ("0.1M", 8), range(1, 11)  # one was tuned on the model of seed 0
+"""Recipes of files: one of `fp8stack tune`, and with as many bits what is commonly done; and some
+with the residual stream in bf16."""
 AA_CELL, AA_PAIRS = ("0.1M", 1), 40 * study_tables.AA_PAIRS
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -94,7 +95,7 @@ class Job:
     @property
     def source(self) -> str:
         """The recipe's name, or the path of its file."""
-        file = TUNED / f"{self.recipe}.toml"
+        file = FILES / f"{self.recipe}.toml"
         return str(file) if file.exists() else self.recipe
 
     @property
@@ -165,7 +166,10 @@ def _shape(size: str) -> GPTConfig:
 
 @cache
 def _recipe(source: str) -> dict[str, Any]:
-    return load_recipe(source).model_dump(mode="json", exclude={"description"})
+    recipe = load_recipe(source)
+    # Runs of before there was a choice are kept.
+    usual = {"residual"} if recipe.residual == "fp32" else set()
+    return recipe.model_dump(mode="json", exclude={"description", *usual})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,9 +192,9 @@ def jobs(sizes: Sequence[str]) -> list[Job]:
             for seed in range(PAIRS.get(size, 2)):
                 for recipe in (BASELINE, *recipes):
                     found.append(Job(size=size, ratio=ratio, recipe=recipe, seed=seed))
-            if (size, ratio) == TUNED_CELL:
-                tuned = [file.stem for file in sorted(TUNED.glob("*.toml"))]
-                every = ((recipe, seed) for seed in TUNED_SEEDS for recipe in tuned)
+            if (size, ratio) == FILES_CELL:
+                files = [file.stem for file in sorted(FILES.glob("*.toml"))]
+                every = ((recipe, seed) for seed in FILES_SEEDS for recipe in files)
                 found += [Job(size=size, ratio=ratio, recipe=r, seed=s) for r, s in every]
             if (size, ratio) == DESIGN_CELL:
                 found += _designs(size, ratio)

@@ -35,11 +35,15 @@ class Backend:
     By itself it is the backend `reference`, plain torch: float32 master weights, cast to the
     compute dtype at each use; in fp32 the layers are torch's own, to the bit. Others add FP8.
 
-    Linears return the `compute_dtype`, in which attention computes as well if the plan says no
-    `attention_dtype`. The vocabulary is padded to the `vocabulary_multiple`. `delayed` is the amax
-    history of the model that is built, if any layer has delayed scaling; `draws` is what stochastic
-    rounding has drawn, which models that take turns in a run share; `weights` notices that weights
-    changed, until which quantized ones are kept if the backend `keeps_weights`.
+    Attributes:
+        compute_dtype: what linears return and, if the plan says no other, attention computes in.
+        attention_dtype: what attention computes in.
+        residual_dtype: what the residual stream is held in.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this.
+        delayed: the amax history of the model that is built, if any layer has delayed scaling.
+        draws: what stochastic rounding has drawn; models that take turns in a run share it.
+        weights: what notices that weights changed.
+        keeps_weights: whether quantized weights are kept until they change.
     """
 
     keeps_weights = False
@@ -49,6 +53,7 @@ class Backend:
         self.draws = Draws() if draws is None else draws
         self.compute_dtype = DTYPES[plan.compute_dtype]
         self.attention_dtype = DTYPES[plan.attention]
+        self.residual_dtype = DTYPES[plan.recipe.residual]
         self.vocabulary_multiple = plan.vocabulary_multiple
         self.delayed = self.delayed_scaling() if plan.delayed else None
         self.weights = WeightChanges() if self.delayed is None else self.delayed.weights
@@ -83,7 +88,7 @@ class Backend:
         return DelayedScaling()
 
     def norm(self, kind: Norm, width: int, eps: float, bias: bool) -> nn.Module:
-        """A norm over the last dimension; it reads the residual stream, which is float32."""
+        """A norm over the last dimension; it takes float32, as it computes."""
         if kind == "rmsnorm":
             return RMSNorm(width, eps=eps)
         return nn.LayerNorm(width, eps=eps, bias=bias)

@@ -174,8 +174,13 @@ def _kept(of: Setting, kept: Kept, given: int) -> Kept:
     outputs of its GEMMs and attention."""
     if of.checkpointing == "none":
         return kept
-    residual = 4 * of.sequences * of.context * of.config.width
+    residual = _residual_bytes(of)
     return Kept(residual + (given if of.checkpointing == "selective" else 0))
+
+
+def _residual_bytes(of: Setting) -> int:
+    item = DTYPES[of.plan.recipe.residual].itemsize
+    return item * of.sequences * of.context * of.config.width
 
 
 def _again(of: Setting, kept: Kept, given: int) -> int:

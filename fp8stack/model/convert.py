@@ -69,19 +69,20 @@ def convert(
 
     Raises:
         UserError: nothing to convert, or no layer that would be in FP8; a recipe with a dtype for
-            attention; a pattern or class that matches no layer; a module that is or was converted;
-            under `strict`, a layer that the hardware cannot serve.
+            attention or the residual stream; a pattern or class that matches no layer; a module
+            that is or was converted; under `strict`, a layer that the hardware cannot serve.
     """
     if isinstance(plan, str | Recipe):
         devices = {parameter.device.type for parameter in module.parameters()}
         plan = resolve(plan, probe("cuda" if "cuda" in devices else "cpu"))
     if not isinstance(plan, Plan):
         raise UserError("convert needs a recipe or a plan, such as convert(model, 'delayed').")
-    if plan.recipe.attention != "compute":
-        raise UserError(
-            f"convert leaves attention to the model, but recipe '{plan.recipe.name}' has attention "
-            f"= '{plan.recipe.attention}'. Set it to 'compute' in the recipe."
-        )
+    for key, others in {"attention": "compute", "residual": "fp32"}.items():
+        if (asked := getattr(plan.recipe, key)) != others:
+            raise UserError(
+                f"convert changes linear layers alone, but recipe '{plan.recipe.name}' has {key} = "
+                f"'{asked}'. Set it to '{others}' in the recipe."
+            )
     also = (also,) if isinstance(also, type) else tuple(also)
     linears = _linears(module, also)
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)

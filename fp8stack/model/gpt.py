@@ -107,7 +107,8 @@ class Compilable(nn.Module):
 
 
 class Block(Compilable):
-    """Pre-norm attention and MLP on a float32 residual stream."""
+    """Pre-norm attention and MLP on a residual stream in the dtype that the recipe has for it:
+    what is added is rounded to that, and so is the sum."""
 
     def __init__(self, config: GPTConfig, backend: Backend, path: str) -> None:
         super().__init__()
@@ -126,12 +127,12 @@ class Block(Compilable):
         mask: Mask | None = None,
         cached: tuple[KVCache, int] | None = None,
     ) -> Tensor:
-        """[B, T, D] float32 -> [B, T, D] float32; for the rest see `Attention.forward`."""
-        qkv_BTF = self.backend.norm_linear(x_BTD, self.attention_norm, self.attention.qkv)
+        """[B, T, D] -> [B, T, D] in the same dtype; for the rest see `Attention.forward`."""
+        qkv_BTF = self.backend.norm_linear(x_BTD.float(), self.attention_norm, self.attention.qkv)
         mixed = self.attention(qkv_BTF, rotation, mask, cached)
-        x_BTD = x_BTD + self.dropout(mixed).float()
-        expanded = self.backend.norm_mlp(x_BTD, self.mlp_norm, self.mlp)
-        x_BTD = x_BTD + self.dropout(expanded).float()
+        x_BTD = x_BTD + self.dropout(mixed).to(x_BTD.dtype)
+        expanded = self.backend.norm_mlp(x_BTD.float(), self.mlp_norm, self.mlp)
+        x_BTD = x_BTD + self.dropout(expanded).to(x_BTD.dtype)
         return x_BTD
 
 
@@ -146,7 +147,7 @@ class Loss(Compilable):
         self, norm: nn.Module, head: nn.Module, x_BTD: Tensor, targets_BT: Tensor
     ) -> Tensor:
         """The mean cross-entropy of `head(norm(x))` in nats per token: float32, 0-dim."""
-        return head_loss(head, norm(x_BTD), targets_BT, self.vocabulary)
+        return head_loss(head, norm(x_BTD.float()), targets_BT, self.vocabulary)
 
 
 class GPT(nn.Module):
@@ -226,12 +227,12 @@ class GPT(nn.Module):
         else:
             cosine, sine = self._rotation(x_BTD.device)
             rotation = (cosine[start : start + T, None], sine[start : start + T, None])
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self.dropout(x_BTD).to(self.backend.residual_dtype)
         x_BTD = self._through_blocks(x_BTD, rotation, mask, cache)
         if targets_BT is not None:
             loss: Tensor = self.loss(self.final_norm, self.lm_head, x_BTD, targets_BT)
             return loss
-        logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD)).float()
+        logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTD.float())).float()
         return logits_BTV[..., : self.config.vocabulary]  # the padding is no token
 
     def _mask(
@@ -263,7 +264,7 @@ class GPT(nn.Module):
         mask: Mask | None,
         cache: KVCache | None,
     ) -> Tensor:
-        """Run all blocks on the residual stream: [B, T, D] float32 -> [B, T, D] float32."""
+        """Run all blocks on the residual stream: [B, T, D] -> [B, T, D] in the same dtype."""
         if cache is not None:
             for layer, block in enumerate(self.blocks):
                 x_BTD = block(x_BTD, rotation, mask, (cache, layer))

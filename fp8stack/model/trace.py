@@ -363,6 +363,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside.append((module, _AUTOGRAD._get_sequence_nr()))
         if module is self._model:
             self._made_of.update((_storage(x), "tokens") for x in args)
+        elif isinstance(module, gpt.Block):
+            self._labels[_place(args[0])] = _GIVES["embedding"]
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if label := _GIVES.get(self._path.rpartition(".")[2]):
@@ -433,6 +435,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         labels = [label] * len(outputs)
         if func is _ATEN.split_with_sizes.default and "attention" in self._path:
             labels = ["queries", "keys", "values"]
+        elif func is _ATEN.add.Tensor and _kind(self._path) == "residual":
+            labels = [f"sum with {self._labels.get(_place(inputs[-1]), '')}"]
         self._labels.update(zip(map(_place, outputs), labels, strict=True))
         inputs, outputs = _numbers(inputs), _numbers(outputs)
         name = str(func._schema.name)
@@ -573,6 +577,7 @@ def _kind(path: str) -> str:
 _KINDS = {"": "positions", "attention": "rope", "mlp": "activation"}
 _KINDS |= {name: name for name in ("embedding", "loss")}
 _GIVES = {"attention": "attention's output", "mlp": "mlp's output", "lm_head": "logits"}
+_GIVES |= {"embedding": "residual stream"}
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 

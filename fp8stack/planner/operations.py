@@ -42,7 +42,7 @@ IN_FP32 = {
     "optimizer": "updates far smaller than the weights",
     "amax history": "scales are computed of it",
 }
-"""Operations in float32 in every recipe, and why."""
+"""Operations in float32, and why; the residual stream is in bf16 if the recipe says so."""
 
 # State or arithmetic of each optimizer below float32. Weights are always float32.
 OPTIMIZERS = {
@@ -113,6 +113,8 @@ def _operations(step: Step, config: GPTConfig, plan: Plan) -> Iterator[Operation
             operands = ("e4m3",) * 3
         elsewhere = multiplied != plan.compute_dtype
         why = f"the recipe says attention = {multiplied}" if elsewhere else ""
+    elif name == "residual" and plan.recipe.residual != "fp32":
+        why = f"the recipe says residual = {plan.recipe.residual}"
     elif name == "fused norm":
         dtype, quantizers = held(plan.compute_dtype), plan.recipe.quantizers
         assert quantizers is not None

@@ -217,7 +217,7 @@ class Plan:
         layers = (replace(la, precision=dtype) for la in self.layers if la.name not in left_out)
         return replace(
             self,
-            recipe=plain(dtype, self.recipe.attention),
+            recipe=plain(dtype, self.recipe),
             backend="reference",
             native=True,
             reasons=(*self.reasons, why, *_grouped(layers)),
@@ -298,6 +298,8 @@ class Plan:
         lines += [f"note: {note}" for note in self.notes]
         if self.attention_precision != self.compute_dtype:
             lines.append(f"attention: {self.attention_precision}, the recipe says so")
+        if self.recipe.residual != "fp32":
+            lines.append(f"residual stream: {self.recipe.residual}, the recipe says so")
         return lines
 
     def to_json(self) -> dict[str, Any]:

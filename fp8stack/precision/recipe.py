@@ -29,6 +29,7 @@ from fp8stack.formats import (
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionDtype = Literal["compute", "fp32", "mxfp8"]
+ResidualDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Recipe(BaseModel):
         description: in a line.
         attention: what queries, keys and values are multiplied in: the compute dtype, float32, or
             MXFP8, which Transformer Engine has on some GPUs.
+        residual: what the residual stream and its gradient are held in; the norms that read it
+            compute in float32.
         compute_dtype: of a recipe without quantizers, what every GEMM computes in.
         head: whether the layer that gives the logits is quantized.
         exclude: patterns of the layers that stay in the compute dtype.
@@ -97,6 +100,7 @@ class Recipe(BaseModel):
     name: str
     description: str = ""
     attention: AttentionDtype = "compute"
+    residual: ResidualDtype = "fp32"
     compute_dtype: ComputeDtype | None = None
     head: bool = False
     exclude: tuple[str, ...] = ()
@@ -266,6 +270,7 @@ class RecipeFile(_Tables):
     scaling: Literal["delayed", "current", "block", "mxfp8", "none"] | None = None
     compute_dtype: ComputeDtype | None = None
     attention: AttentionDtype | None = None
+    residual: ResidualDtype | None = None
     head: bool | None = None
     exclude: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     exclude_first_blocks: Annotated[int, Field(ge=0)] | None = None
@@ -314,10 +319,11 @@ def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
     return _expanded(named, where, ())
 
 
-def plain(compute_dtype: ComputeDtype, attention: AttentionDtype = "compute") -> Recipe:
+def plain(compute_dtype: ComputeDtype, instead_of: Recipe) -> Recipe:
     """The recipe without quantizers that computes in `compute_dtype`, which ships as a preset, with
-    `attention` as another recipe asked for it."""
-    return load_recipe(compute_dtype, {"attention": attention})
+    what another recipe says of all that is no linear layer."""
+    keys = {"attention": instead_of.attention, "residual": instead_of.residual}
+    return load_recipe(compute_dtype, keys)
 
 
 _NO_RECIPE = Recipe(name="")
@@ -347,7 +353,7 @@ def _changed(start: Recipe, table: Mapping[str, Any], where: str, above: tuple[s
         raise UserError(f"{where}: 'like' and 'scaling' are the same key. Leave scaling out.")
     quantizers = _with_tables(start.quantizers, file, where, above)
     plain_keys = {"name": file.name, "description": file.description or start.description}
-    keys = ("attention", "compute_dtype", "head", "exclude")
+    keys = ("attention", "residual", "compute_dtype", "head", "exclude")
     for key in (*keys, "exclude_first_blocks", "exclude_last_blocks"):
         if (value := getattr(file, key)) is not None:
             plain_keys[key] = value

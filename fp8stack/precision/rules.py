@@ -16,7 +16,7 @@ from fp8stack.formats import FORMATS, Quantizer, Quantizers
 from fp8stack.precision.hardware import TE_REMEDY, Hardware, version_pair
 from fp8stack.precision.kernels import KERNELS, SCALED_AFTERWARDS, kernel_of
 from fp8stack.precision.plan import BackendName, Plan
-from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe, plain
+from fp8stack.precision.recipe import ComputeDtype, Recipe, load_recipe
 
 # Who runs FP8 where several can and none was named, first choice first. Source: none measured yet;
 # Transformer Engine is the longest in use. Put the figures of `python -m bench gpu` here.
@@ -73,8 +73,9 @@ def resolve(
             f"{_kind(hardware)}, with {plan.recipe.name} run by {plan.backend}. Give another "
             "--recipe, or attention = 'compute' (--set recipe.attention=compute)."
         )
-    # Whatever runs instead, attention stays what was asked for.
-    runs = plan.recipe.model_copy(update={"attention": chosen.attention})
+    # Whatever runs instead, attention and the residual stream stay what was asked for.
+    kept = {"attention": chosen.attention, "residual": chosen.residual}
+    runs = plan.recipe.model_copy(update=kept)
     gpu = hardware.name if hardware.device == "cuda" else ""
     return replace(plan, recipe=runs, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
 
@@ -134,7 +135,7 @@ def _resolve_plain(
         substitutions.append(
             f"{wanted} needs {_NEEDS[wanted]}, this is {_kind(hardware)}: {runs}{scaled}"
         )
-        recipe = plain(runs)
+        recipe = load_recipe(runs)
     if backend not in ("auto", "reference"):
         substitutions.append(f"{recipe.name} has no FP8 GEMM: the reference backend runs it")
     plan = Plan(
@@ -223,7 +224,7 @@ def _resolve_fp8(
 def _without_fp8(asked: str, reason: str, hardware: Hardware) -> tuple[Plan, list[str]]:
     dtype = best_plain_dtype(hardware)
     scaled = " with loss scaling" if dtype == "fp16" else ""
-    plan, _ = _resolve_plain(asked, plain(dtype), hardware, "auto")
+    plan, _ = _resolve_plain(asked, load_recipe(dtype), hardware, "auto")
     sentence = f"{reason}: {dtype}{scaled}"
     return replace(plan, native=False, reasons=(sentence, *plan.reasons)), [sentence]
 

@@ -160,14 +160,29 @@ def test_checkpointed_blocks_keep_their_inputs_and_the_estimate_says_so(shape, r
         for recipe in ("bf16", "fp16"):
             model, setting = made(shape, recipe, recipe_overrides={"attention": "fp32"})
             assert estimate(setting).saved == saved_bytes(model, setting)
+    changed = {"residual": "bf16"}
+    for checkpointing in ("none", "block"):
+        model, setting = made(
+            shape, recipe, checkpointing=checkpointing, recipe_overrides=changed, sequences=5
+        )
+        assert estimate(setting).saved == saved_bytes(model, setting)
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "nano", "llama"])
 @pytest.mark.parametrize(
-    ("recipe", "backend"), [("fp32", "auto"), ("bf16", "auto"), ("block", "emulate")]
-)
-def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(shape, recipe, backend):
-    model, setting = made(shape, recipe, backend, checkpointing="selective")
+    ("recipe", "backend", "residual"),
+    [
+        ("fp32", "auto", "fp32"), ("bf16", "auto", "fp32"), ("bf16", "auto", "bf16"),
+        ("block", "emulate", "fp32"),
+    ],
+)  # fmt: skip
+def test_selective_checkpointing_keeps_what_gemms_and_attention_gave(
+    shape, recipe, backend, residual
+):
+    changed = {"residual": residual}
+    model, setting = made(
+        shape, recipe, backend, checkpointing="selective", recipe_overrides=changed
+    )
     assert estimate(setting).saved == saved_bytes(model, setting)
 
 

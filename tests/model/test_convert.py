@@ -666,13 +666,18 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize(
-    ("attention", "hardware", "backend"),
-    [("fp32", CPU, "emulate"), ("mxfp8", Hardware("cuda", (10, 0), has_te=True), "te")],
+    ("key", "asked", "usual", "hardware", "backend"),
+    [
+        ("attention", "fp32", "compute", CPU, "emulate"),
+        ("attention", "mxfp8", "compute", Hardware("cuda", (10, 0), has_te=True), "te"),
+        ("residual", "bf16", "fp32", CPU, "emulate"),
+    ],
 )
-def test_a_recipe_with_a_dtype_for_attention_is_refused(attention, hardware, backend):
-    chosen, model = plan("mxfp8", backend, hardware, attention=attention), MLP()
-    assert chosen.attention_precision == attention
-    with pytest.raises(UserError, match=rf"attention = '{attention}'. Set it to 'compute'"):
+def test_a_recipe_that_speaks_of_other_than_linears_is_refused(
+    key, asked, usual, hardware, backend
+):
+    chosen, model = plan("mxfp8", backend, hardware, **{key: asked}), MLP()
+    with pytest.raises(UserError, match=rf"{key} = '{asked}'. Set it to '{usual}'"):
         convert(model, chosen)
     assert replaced(model) == []
 

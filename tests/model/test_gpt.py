@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -267,6 +271,48 @@ def test_dropout_is_active_in_training_alone(monkeypatch):
     rates.clear()
     assert torch.equal(model(tokens()), plain(tokens()))
     assert rates == [0.0] * 4
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "delayed"])
+def test_terms_and_sums_of_a_bf16_residual_stream_are_rounded(recipe):
+    """Against NumPy's sums, rounded by ml_dtypes."""
+    model = GPT(config := GPTConfig(**TINY), backend_for(config, recipe, residual="bf16"))
+    into: dict[str, torch.Tensor] = {}
+    gave: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def keep(part: nn.Module, given: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
+            into[name], gave[name] = given[0], found.detach()
+            if found.requires_grad and name.startswith("block"):
+                found.retain_grad()
+                streams.append(found)
+
+        return keep
+
+    streams: list[torch.Tensor] = []
+    model.embedding.register_forward_hook(note("embedding"))
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(note(f"block {i}"))
+        for part in ("attention", "mlp", "mlp_norm"):
+            getattr(block, part).register_forward_hook(note(f"{i} {part}"))
+    model(tokens(), tokens(seed=2)).backward()
+
+    def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    def values(x: torch.Tensor) -> npt.NDArray[np.float32]:
+        return x.detach().float().numpy()
+
+    expected = rounded(values(gave["embedding"]) + values(model.position_embedding.weight[:16]))
+    for i in range(config.layers):
+        np.testing.assert_array_equal(values(into[f"block {i}"]), expected)
+        expected = rounded(expected + rounded(values(gave[f"{i} attention"])))
+        assert into[f"{i} mlp_norm"].dtype == torch.float32
+        np.testing.assert_array_equal(values(into[f"{i} mlp_norm"]), expected)
+        expected = rounded(expected + rounded(values(gave[f"{i} mlp"])))
+        np.testing.assert_array_equal(values(gave[f"block {i}"]), expected)
+    assert len(streams) == config.layers
+    assert all(one.dtype == one.grad.dtype == torch.bfloat16 for one in streams)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

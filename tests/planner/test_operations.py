@@ -140,6 +140,17 @@ def test_attention_computes_in_float32_where_the_recipe_says_so(style, recipe):
     assert (one.operands, one.output) == (("fp32",) * 3, "fp32")
 
 
+@pytest.mark.parametrize(("recipe", "backend", "dtype"), [("bf16", "auto", None), FEW[2]])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_residual_stream_is_in_bf16_where_the_recipe_says_so(style, recipe, backend, dtype):
+    config = STYLES[style]
+    plan = plan_of(config, recipe, backend, dtype, residual="bf16")
+    found = {(one.path, one.name): one for one in check(config, plan)}
+    one = found["blocks.1", "residual"]
+    assert (one.operands, one.adds_in, one.output) == (("bf16",), "fp32", "bf16")
+    assert all("residual stream" in cast.what for cast in casts_of(config, plan) if not cast.path)
+
+
 def test_an_excluded_layer_and_the_rest_run_as_planned():
     plan = plan_of(LLAMA, "delayed", "emulate", "bf16", exclude=("*.attention.output",), head=True)
     found = {(one.path, one.name): one for one in check(LLAMA, plan)}

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.formats import Quantizer, Quantizers
-from fp8stack.precision import load_recipe, recipe_from_json
+from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
 from fp8stack.precision.recipe import Block, Recipe, plain
 from tests import conftest
 
@@ -124,8 +124,9 @@ def test_a_shipped_recipe_explains_each_of_its_lines(name):
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
 def test_every_compute_dtype_has_a_plain_recipe_of_its_name(dtype):
-    assert plain(dtype).compute_dtype == dtype
-    assert plain(dtype) == load_recipe(dtype)
+    made = plain(dtype, load_recipe("delayed"))
+    assert made.compute_dtype == dtype
+    assert made == load_recipe(dtype)
 
 
 # What older versions wrote
@@ -588,3 +589,20 @@ def up(index: int, count: int = 12) -> tuple[str, Block, bool]:
 def test_a_recipe_says_why_a_layer_stays_out(over, layer, said):
     table, _, reason = load_recipe("nvfp4").model_copy(update=over).for_layer(*layer)
     assert (table, reason) == ((None, said) if said else (NVFP4, ""))
+
+
+@pytest.mark.parametrize("asked", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("capability", [(8, 0), (7, 0), (10, 0)])
+def test_the_residual_stream_is_in_what_was_asked_whatever_runs_instead(asked, capability):
+    recipe = load_recipe(asked, {"residual": "bf16"})
+    plan = resolve(recipe, Hardware("cuda", capability))
+    assert plan.recipe.residual == "bf16"
+    assert "residual stream: bf16, the recipe says so" in plan.summary()
+    assert recipe_from_json(recipe.to_json(), "here") == recipe
+    assert recipe.to_json(words=False) != load_recipe(asked).to_json(words=False)
+
+
+def test_a_recipe_that_was_written_before_there_was_a_choice_has_its_residual_stream_in_float32():
+    told = load_recipe("delayed").to_json()
+    del told["residual"]
+    assert recipe_from_json(told, "here") == load_recipe("delayed")

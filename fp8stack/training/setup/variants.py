@@ -136,7 +136,7 @@ def in_bf16(variant: Variant) -> Variant:
     layers = (replace(one, precision=one.precision.replace("fp16", "bf16")) for one in old.layers)
     plan = replace(
         old,
-        recipe=plain("bf16", old.recipe.attention),
+        recipe=plain("bf16", old.recipe),
         compute_dtype="bf16",
         reasons=(*old.reasons, "the guard left fp16 for bf16"),
         layers=tuple(layers),
