@@ -216,9 +216,6 @@ class _Opaque:
     def __new__(cls, *args: object) -> _Opaque:
         return super().__new__(cls)
 
-    def __setstate__(self, state: object) -> None:
-        pass
-
 
 class _Reader(pickle._Unpickler):
     """Unpickles plain values and float32 tensors, and refuses all names but those in what TE
@@ -230,6 +227,12 @@ class _Reader(pickle._Unpickler):
         if known is None and not module.startswith("transformer_engine."):
             raise ValueError(f"it names {module}.{name}")
         return known or _Opaque
+
+    def load_build(self: Any) -> None:
+        """Leave the state of an object out: it is of one that is `_Opaque`."""
+        self.stack.pop()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
 
 
 def _storage(data: bytes) -> Tensor:

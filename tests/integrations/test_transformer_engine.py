@@ -250,6 +250,13 @@ def test_what_would_run_is_refused_and_does_not_run(tmp_path):
         def __reduce__(self) -> tuple[Any, ...]:
             return torch.storage._load_from_bytes, (inner.getvalue(),)
 
+    class Stated:
+        def __reduce__(self) -> tuple[Any, ...]:
+            storage = torch.storage.TypedStorage([2.0, 2.0, 2.0])
+            return torch._utils._rebuild_tensor_v2, (storage, 0, (3,), (1,), False, {}), {"a": 1}
+
+    read = read_extra_state(blob(tensors(scale_fwd=Stated())))  # a state would be a tensor's own
+    assert read["scale_fwd"].tolist() == [2, 2, 2]
     for evil in (Runs(marker), tensors(recipe=Runs(marker)), tensors(recipe=Nested())):
         entry = blob(evil)
         with pytest.raises(UserError, match="not what Transformer Engine writes"):
