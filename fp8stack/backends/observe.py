@@ -87,8 +87,8 @@ def scale_of(
     """The scale that an operand is cast with in the pass under way, if it has one scale: float32,
     0-dim. In delayed scaling a view, which an update changes in place.
 
-    `path` is the layer's in the model that was built or converted, `place` that of an operand in
-    `Quantizers.each`, `x` the operand.
+    `path` is the layer's in the model that was built or converted, `place` that of the operand `x`
+    in `Quantizers.each`.
     """
     if quantizer.delayed:
         delayed: Any = getattr(layer, "delayed", None)

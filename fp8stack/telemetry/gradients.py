@@ -21,14 +21,9 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
 class Flow(NamedTuple):
-    """The gradients of a model at one moment.
-
-    Attributes:
-        parts: module paths.
-        elements: how many numbers each part has.
-        sums: float64 [parts, 3], on the device: of the squares of the gradient, of the squares of
-            the weights, and how many entries of the gradient are zero.
-    """
+    """The gradients of a model at one moment: module paths, how many numbers each part has, and, on
+    the device, float64 [parts, 3]: the sums of the squares of the gradient and of the weights, and
+    how many entries of the gradient are zero."""
 
     parts: list[str]
     elements: list[int]

@@ -33,14 +33,9 @@ _TRACKED = ("amax", "scale", "headroom_bits", "saturated", "underflow", "sqnr_db
 
 
 class Sample(NamedTuple):
-    """The figures of one sampled step.
-
-    Attributes:
-        rows: JSON objects: one of the model, then one per operand and recipe, then one per part
-            that has a gradient.
-        numbers: the same by name, for trackers: `fp8/sqnr_db/blocks.0.mlp.up.input`,
-            `gradient/norm/blocks.0.mlp.up`.
-    """
+    """The figures of one sampled step: `rows`, one of the model, then one per operand and recipe,
+    then one per part that has a gradient; and the same by name, for trackers:
+    `fp8/sqnr_db/blocks.0.mlp.up.input`, `gradient/norm/blocks.0.mlp.up`."""
 
     rows: list[Row]
     numbers: dict[str, float]
@@ -129,13 +124,8 @@ class Telemetry:
         self._flow = gradients.look(model)
 
     def finish(self, step: int, fp8_gemms: int | None, plan: Plan | None = None) -> Sample:
-        """What the last `sampling` and `gradients` found; reads the device once.
-
-        Args:
-            step: its number.
-            fp8_gemms: how many FP8 GEMMs the step ran, None if they were not counted.
-            plan: what runs now, if it changed since the run began.
-        """
+        """What the last `sampling` and `gradients` found; reads the device once. `fp8_gemms` is how
+        many ran, None if they were not counted; `plan` what runs now, if it changed."""
         self.plan = plan or self.plan
         seen, flow, changes = self._seen, self._flow, self._changes
         found = [measured.figures for measured in seen]
