@@ -81,7 +81,12 @@ class Ranks:
 
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """The tensor `mine` of every rank, on the host and of one shape."""
-        return [mine] if self.count == 1 else list(self._gather(mine))
+        if self.count == 1:
+            return [mine]
+        found = [torch.empty_like(mine) for _ in range(self.count)]
+        with losing_ranks():
+            dist.all_gather(found, mine, group=self._group)
+        return found
 
     def require_equal(self, what: str, value: str) -> None:
         """See that `value` is the same on all ranks. Raises a UserError if it is not."""
@@ -122,27 +127,19 @@ class Ranks:
         if self.count == 1:
             return [number], [text]
         content = text.encode()
-        heads = self._gather(torch.tensor([number, len(content)], dtype=torch.int64))
-        numbers, sizes = heads.t().tolist()
+        heads = self.gather(torch.tensor([number, len(content)], dtype=torch.int64))
+        numbers, sizes = torch.stack(heads, 1).tolist()
         texts = [""] * self.count
         if longest := max(sizes):
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-            rows = self._gather(padded)
-            pairs = zip(rows, sizes, strict=True)
+            pairs = zip(self.gather(padded), sizes, strict=True)
             texts = [bytes(row[:size].tolist()).decode() for row, size in pairs]
         if _FAILED in numbers and number != _FAILED:
             index = numbers.index(_FAILED)
             said = json.loads(texts[index])
             raise ElsewhereError(f"rank {index}: {said['message']}", said["exit_code"])
         return numbers, texts
-
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """[...] -> [ranks, ...]"""
-        found = [torch.empty_like(mine) for _ in range(self.count)]
-        with losing_ranks():
-            dist.all_gather(found, mine, group=self._group)
-        return torch.stack(found)
 
 
 ALONE = Ranks()

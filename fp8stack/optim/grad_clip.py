@@ -3,7 +3,7 @@ Nothing here waits for the device."""
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,10 +49,16 @@ class Norms:
 
     def load_state(self, norms: Sequence[float]) -> None:
         """Put back what `state` gave; the newest of it, if fewer are kept now."""
-        kept = list(norms)[-len(self._window) :]
-        self._window.fill_(torch.nan)
-        if kept:
-            self._window[-len(kept) :] = self._window.new_tensor(kept)
+        keep_newest(self._window, norms, torch.nan)
+
+
+def keep_newest(window: Tensor, values: Sequence[Any], missing: float) -> None:
+    """Put the newest of `values`, which are in order, at the end of a window, and `missing` before
+    them."""
+    kept = values[-len(window) :]
+    window.fill_(missing)
+    if kept:
+        window[-len(kept) :] = window.new_tensor(kept)
 
 
 def clip_gradients(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -83,13 +82,8 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """See `Tokenizer.to_json`."""
-        return _json_of_bytes()
+        vocabulary = {written(bytes([byte])): byte for byte in range(BYTES_END_OF_TEXT)}
+        return bpe_json(vocabulary, [], BYTES_END_OF_TEXT, words=False)
 
     def _bytes_of_tokens(self) -> Sequence[bytes]:
         return [*(bytes([byte]) for byte in range(BYTES_END_OF_TEXT)), b""]
-
-
-@cache
-def _json_of_bytes() -> str:
-    vocabulary = {written(bytes([byte])): byte for byte in range(BYTES_END_OF_TEXT)}
-    return bpe_json(vocabulary, [], BYTES_END_OF_TEXT, words=False)

@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8stack import presets
 from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
+from fp8stack.config import RunConfig
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
@@ -32,7 +35,7 @@ def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
     checkpoint, path, passed_over = find_checkpoint(run_or_checkpoint)
     for reason in passed_over:
         warnings.warn(f"{path} is used, an older checkpoint. {reason}", stacklevel=2)
-    return model_in(recipe, checkpoint, path, probe())
+    return TrainedRun(path=path, checkpoint=checkpoint).model(recipe, probe())
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, list[str]]:
@@ -55,44 +58,59 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     )
 
 
-def plan_in(
-    recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
-) -> Plan:
-    """The plan that runs the model of `checkpoint`, read from `path`, in `recipe` on `hardware`,
-    whichever recipe it was trained in. Raises what `resolve` raises, and a UserError if `recipe`
-    needs scales that the checkpoint does not have."""
-    identity, ran = checkpoint.info["identity"], checkpoint.info["plan"]
-    config = model_of(checkpoint)
-    asked: str | Recipe = recipe
-    if recipe == ran["recipe"]["name"]:  # with its overrides: E5M2's scales do not fit E4M3
-        asked = recipe_from_json(ran["recipe"], f"recipe in {path / 'checkpoint.json'}")
-    plan = plan_for(config, asked, hardware, backend)
-    trained_in = recipe_from_json(identity["recipe"], f"identity.recipe in {path}")
-    if plan.recipe.quantizers == trained_in.quantizers:  # the FP8 state has these layers only
-        left_out = layers_left_out(ran)
-        plan = plan_for(config, asked, hardware, backend, left_out=left_out)
-    if plan.delayed and not any(map(_is_scale, checkpoint.tensors.get("fp8", {}))):
-        raise UserError(
-            f"{path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
-            f"in {ran['recipe']['name']}. Use recipe 'current'."
-        )
-    return plan
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedRun:
+    """A checkpoint of a run, to run its model in any recipe."""
 
+    path: Path
+    checkpoint: Checkpoint
+    notes: tuple[str, ...] = ()  # to be printed
+    tokenizer: None = None  # the run's folder has it
 
-def model_in(
-    recipe: str, checkpoint: Checkpoint, path: Path, hardware: Hardware, backend: str = "auto"
-) -> GPT:
-    """Build the model of `checkpoint` in eval mode on the device of `hardware`, for the plan that
-    `plan_in` returns. Raises what that raises."""
-    plan = plan_in(recipe, checkpoint, path, hardware, backend)
-    model = GPT(model_of(checkpoint), build_backend(plan))
-    restore_weights(model, checkpoint.tensors.get("model", {}))
-    saved = checkpoint.tensors.get("fp8", {})
-    scales = {name: tensor for name, tensor in saved.items() if plan.delayed and _is_scale(name)}
-    # Layers that did not round stochastically in the run start at their initial counters.
-    draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
-    load_fp8_state(model, scales | draws)
-    return model.to(hardware.device).eval()
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        where = f"config in {self.path / 'checkpoint.json'}"
+        config: RunConfig = presets.parse(RunConfig, self.checkpoint.info["config"], where)
+        return config
+
+    @property
+    def recipe(self) -> str:
+        """The recipe of its last training step."""
+        return str(self.checkpoint.info["plan"]["recipe"]["name"])
+
+    def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
+        """The plan that runs the model in `recipe` on `hardware`, whichever recipe it was trained
+        in. Raises what `resolve` raises, and a UserError if `recipe` needs scales that the
+        checkpoint does not have."""
+        identity, ran = self.checkpoint.info["identity"], self.checkpoint.info["plan"]
+        config = model_of(self.checkpoint)
+        asked: str | Recipe = recipe
+        if recipe == self.recipe:  # with its overrides: E5M2's scales do not fit E4M3
+            asked = recipe_from_json(ran["recipe"], f"recipe in {self.path / 'checkpoint.json'}")
+        plan = plan_for(config, asked, hardware, backend)
+        trained_in = recipe_from_json(identity["recipe"], f"identity.recipe in {self.path}")
+        if plan.recipe.quantizers == trained_in.quantizers:  # the FP8 state has these layers only
+            left_out = layers_left_out(ran)
+            plan = plan_for(config, asked, hardware, backend, left_out=left_out)
+        if plan.delayed and not any(map(_is_scale, self.checkpoint.tensors.get("fp8", {}))):
+            raise UserError(
+                f"{self.path} holds no scales for recipe '{recipe}': it is the checkpoint of a run "
+                f"in {self.recipe}. Use recipe 'current'."
+            )
+        return plan
+
+    def model(self, recipe: str, hardware: Hardware, backend: str = "auto") -> GPT:
+        """The model in eval mode, on the device of `hardware`. Raises what `plan` raises."""
+        plan = self.plan(recipe, hardware, backend)
+        model = GPT(model_of(self.checkpoint), build_backend(plan))
+        restore_weights(model, self.checkpoint.tensors.get("model", {}))
+        saved = self.checkpoint.tensors.get("fp8", {})
+        scales = {name: of for name, of in saved.items() if plan.delayed and _is_scale(name)}
+        # Layers that did not round stochastically in the run start at their initial counters.
+        draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
+        load_fp8_state(model, scales | draws)
+        return model.to(hardware.device).eval()
 
 
 def _is_scale(name: str) -> bool:

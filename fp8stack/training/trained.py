@@ -8,48 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fp8stack import presets
 from fp8stack.backends import build_backend
-from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
-from fp8stack.config import RunConfig
 from fp8stack.errors import UserError, quoted
 from fp8stack.hf import path_in
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan
-from fp8stack.training.load import find_checkpoint, model_in, plan_in
+from fp8stack.training.load import TrainedRun, find_checkpoint
 from fp8stack.training.setup.init_from import find_source
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainedRun:
-    """A checkpoint of a run."""
-
-    path: Path
-    checkpoint: Checkpoint
-    notes: tuple[str, ...]  # to be printed
-    tokenizer: None = None  # the run's folder has it
-
-    @property
-    def config(self) -> RunConfig:
-        """The run's configuration."""
-        where = f"config in {self.path / 'checkpoint.json'}"
-        config: RunConfig = presets.parse(RunConfig, self.checkpoint.info["config"], where)
-        return config
-
-    @property
-    def recipe(self) -> str:
-        """The recipe of its last training step."""
-        return str(self.checkpoint.info["plan"]["recipe"]["name"])
-
-    def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
-        """See `plan_in`."""
-        return plan_in(recipe, self.checkpoint, self.path, hardware, backend)
-
-    def model(self, recipe: str, hardware: Hardware, backend: str) -> GPT:
-        """See `model_in`."""
-        return model_in(recipe, self.checkpoint, self.path, hardware, backend)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -93,12 +93,13 @@ def test_batches_hold_tokens_and_documents(form, order, tmp_path):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_corpora_reach_workers_as_paths(form, tmp_path):
-    train, _ = load(form(tmp_path))  # type: ignore[operator]
-    pickled = pickle.dumps(train)
-    assert len(pickled) < 2500
-    again = pickle.loads(pickled)
-    assert all(part.mapped for part in again.parts)
+    train, val = load(form(tmp_path))  # type: ignore[operator]
+    pickled = pickle.dumps((train, val))
+    assert len(pickled) < 3000
+    again, held = pickle.loads(pickled)
+    assert all(part.mapped for part in (*again.parts, *held.parts))
     assert again.fingerprint() == train.fingerprint()
+    assert (held.fingerprint(), held.locate(3)) == (val.fingerprint(), val.locate(3))
     window = again.window(5, 40)
     assert window.tolist() == train.window(5, 40).tolist()
     assert again.documents(5, window).tolist() == expected(5, 40)

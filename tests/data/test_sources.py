@@ -287,18 +287,6 @@ def test_the_fingerprint_of_a_large_file_samples_pages_from_first_to_last(tmp_pa
     assert fingerprint_with(None, 1001) not in seen
 
 
-def test_a_mapped_corpus_is_pickled_as_paths_and_keeps_its_place(tmp_path):
-    path = write_bin(tmp_path / "a.bin", range(40_000))
-    _, val = load_corpora(str(path), GPT2)
-    pickled = pickle.dumps(val)
-    assert len(pickled) < 2000
-    again = pickle.loads(pickled)
-    assert again.parts[0].mapped
-    assert again.fingerprint() == val.fingerprint()
-    assert again.window(0, 10).tolist() == list(range(36_000, 36_010))
-    assert again.locate(3) == (path, 36_003)
-
-
 def test_a_file_that_is_gone_when_a_worker_opens_it_is_named(tmp_path):
     pickled = pickle.dumps(counting(tmp_path))
     (tmp_path / "train.bin").write_bytes(b"\1\2")

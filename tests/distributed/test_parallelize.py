@@ -146,10 +146,6 @@ def test_after_300_steps_the_loss_is_within_a_thousandth(recipe):
 # When it is asked for
 
 
-def test_it_is_off_by_default():
-    assert RunConfig().grad_compression == "none"
-
-
 def test_with_fsdp_it_is_refused_by_name():
     plan = resolve("fp32", Hardware("cpu"))
     config = RunConfig(grad_compression="bf16", parallel="fsdp")

@@ -139,27 +139,6 @@ def test_a_bad_key_of_the_loss_scale_is_one_line_and_exit_code_2(key, refused):
     assert key.partition("=")[0] in said
 
 
-def test_an_unclamped_scale_reaches_0_and_the_next_step_writes_nan_but_ours_does_not():
-    for scaler, end in ((torch.amp.GradScaler("cpu"), 0), (LossScaler("cpu"), 1)):
-        loop = Loop(scaler)
-        scales = [loop.step(overflows=True) for _ in range(166)]
-        assert scales[-1] == end
-        assert torch.equal(loop.weight, torch.full((3,), 2.0))
-        loop.step()
-        assert (loop.weight.isfinite() & (loop.weight != 2)).all() == bool(end)  # and it goes on
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_an_overflowing_step_leaves_weights_and_moments_bitwise_unchanged(fused):
-    loop = Loop(LossScaler("cpu"), fused)
-    loop.step()
-    before = loop.state()
-    loop.step(overflows=True)
-    assert all(map(torch.equal, loop.state(), before))
-    loop.step()
-    assert not torch.equal(loop.state()[0], before[0])
-
-
 def test_7_overflows_in_1000_steps_are_reported_as_a_rate_of_0_70_percent():
     loop = Loop(LossScaler("cpu"))
     for step in range(1000):
@@ -202,20 +181,15 @@ def test_scale_and_counts_survive_a_state_dict_and_those_of_torch_alone_are_take
     assert other.scaler.statistics() == ScaleStatistics(steps=0, overflows=0, scale=256)
 
 
-def overflow_in(small: SmallLoop, steps: set[int], weight: Tensor) -> None:
-    """Have a gradient be infinite in some steps."""
-    weight.register_hook(lambda gradient: gradient * (INF if small.run.step + 1 in steps else 1.0))
-
-
 def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_when_resumed(
     tmp_path,
 ):
     keys = {"first_loss_scale": 1024.0, "loss_scale_interval": 3, "steps": 8}
     small = SmallLoop(tmp_path / "r", "fp16", save_every=4, **keys)
-    overflow_in(small, {3}, small.run.model.final_norm.weight)
+    small.spoil("final_norm.weight", {3}, INF)
     small.advance(4)
     resumed = small.resumed()
-    overflow_in(resumed, {6}, resumed.run.model.final_norm.weight)
+    resumed.spoil("final_norm.weight", {6}, INF)
     resumed.advance(4)
     rows = metrics(tmp_path / "r")
     assert [row["overflows"] for row in rows] == [0, 0, 1, 1, 1, 2, 2, 2]
@@ -239,7 +213,7 @@ def test_a_run_in_fp16_counts_its_overflows_in_every_row_and_goes_on_counting_wh
 )
 def test_an_overflow_is_told_where_the_scale_is_static_or_low(keys, steps, event, why, tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", **keys)
-    overflow_in(small, steps, small.run.model.final_norm.weight)
+    small.spoil("final_norm.weight", steps, INF)
     small.advance(5)
     rows = metrics(tmp_path / "r")
     (told,) = [row for row in rows if "event" in row]
@@ -249,23 +223,10 @@ def test_an_overflow_is_told_where_the_scale_is_static_or_low(keys, steps, event
     assert found == ([128] * 5 if event == "skip" else [512, 256, 256, 128, 128])
 
 
-def test_four_halvings_in_a_row_raise_an_alarm_that_says_what_to_do(tmp_path):
-    small = SmallLoop(tmp_path / "r", "fp16")
-    overflow_in(small, {1, 2, 3, 4}, small.run.model.final_norm.weight)
-    small.advance(3)
-    assert [row for row in metrics(tmp_path / "r") if "event" in row] == []
-    small.advance(1)
-    (event,) = [row for row in metrics(tmp_path / "r") if "event" in row]
-    assert event["why"].startswith("4 overflows in a row. Lower --lr, clip harder")
-    assert "a larger scale is no help" in event["why"]
-    assert small.run.scaler is not None
-    assert small.run.scaler.get_scale() == 4096
-
-
 def test_where_the_hardware_has_no_bf16_fp16_that_overflows_stays_in_fp16(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp16", guard={"overflows": 5})
     small.loop.guard.run = replace(small.run, hardware=Hardware("cuda", (7, 5)))
-    overflow_in(small, {1, 2, 3, 4, 5, 6}, small.run.model.final_norm.weight)
+    small.spoil("final_norm.weight", {1, 2, 3, 4, 5, 6}, INF)
     small.advance(6)
     told = [row["event"] for row in metrics(tmp_path / "r") if "event" in row]
     assert told == ["loss_scale"]

@@ -66,17 +66,6 @@ def test_gpt2_encodes_as_tiktoken_does(gpt2):
     assert gpt2.end_of_text == encoding.eot_token
 
 
-def test_a_file_encodes_as_the_library_does(tmp_path):
-    library = trained()
-    library.save(str(tmp_path / "mine.json"))
-    mine = load_tokenizer(str(tmp_path / "mine.json"))
-    for text in CORPUS:
-        assert mine.encode(text) == library.encode(text).ids
-    assert mine.vocabulary == library.get_vocab_size()
-    assert mine.end_of_text == library.token_to_id("<|endoftext|>")
-    assert mine.name == "mine.json"
-
-
 def test_a_special_token_in_a_text_is_ordinary_and_a_batch_is_its_texts_one_by_one(tokenizer):
     for text in ("<|endoftext|>", "<s>", "</s>"):
         assert tokenizer.end_of_text not in tokenizer.encode(text)
@@ -166,6 +155,8 @@ def test_the_json_is_loaded_by_the_library_and_encodes_alike(tokenizer):
     for text in TEXTS:
         assert library.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
     assert library.get_vocab_size() == tokenizer.vocabulary
+    end = "</s>" if "Metaspace" in tokenizer.to_json() else "<|endoftext|>"
+    assert library.token_to_id(end) == tokenizer.end_of_text
     again = tokenizer_from_json(tokenizer.to_json())
     assert again.name == ("bytes" if tokenizer.name == "bytes" else "tokenizer.json")
     assert (again.sha256, again.end_of_text) == (tokenizer.sha256, tokenizer.end_of_text)

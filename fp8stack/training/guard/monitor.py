@@ -22,7 +22,7 @@ from fp8stack.checkpoint.state import largest_of_state
 from fp8stack.config import GuardConfig
 from fp8stack.ops.replay import Replayed
 from fp8stack.optim.chained import optimizers_in
-from fp8stack.optim.grad_clip import Norms
+from fp8stack.optim.grad_clip import Norms, keep_newest
 from fp8stack.training.guard.amax import Amaxes, nothing_judged
 from fp8stack.training.guard.spikes import LARGEST, spike_limit
 
@@ -324,18 +324,12 @@ class Monitor:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; only its newest part if the window is shorter now."""
-        known = state["window"][-self.config.window :]
-        self._window.fill_(torch.nan)
-        if known:
-            self._window[-len(known) :] = self._window.new_tensor(known)
+        keep_newest(self._window, state["window"], torch.nan)
         self._streak.fill_(state["streak"])
         self._overflows.fill_(state["overflows"])
         if self.norms is not None:
             self.norms.load_state(state.get("norms", []))
-        recent = state.get("recent", [])[-len(self._recent) :]  # older checkpoints have none
-        self._recent.zero_()
-        if recent:
-            self._recent[-len(recent) :] = self._recent.new_tensor(recent)
+        keep_newest(self._recent, state.get("recent", []), 0.0)  # older checkpoints have none
 
     def forgive(self) -> None:
         """Forget the last bad steps: the streak starts again at 0."""

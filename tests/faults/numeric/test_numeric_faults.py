@@ -103,7 +103,7 @@ def left_out(step: int) -> dict[str, Any]:
     [
         *((recipe, step, []) for recipe in ("fp32", "delayed") for step in (1, 4, 8)),
         ("delayed", 5, ["recipe_overrides.history_length=1"]),
-        ("nvfp4", 4, []),
+        *((recipe, 4, []) for recipe in ("block", "mxfp8", "nvfp4")),
     ],
 )
 def test_the_first_step_the_saved_one_and_the_last_are_skipped_like_any_other(

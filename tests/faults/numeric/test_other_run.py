@@ -70,9 +70,3 @@ def test_the_row_of_the_matrix_counts_what_it_tried(tmp_path, monkeypatch):
         other_runs, "set_up", lambda *_: other_runs.small_run(tmp_path, "n", "fp32")
     )
     assert numeric_rows.other_runs(tmp_path, 2).survived == 0
-
-
-def test_the_command_refuses_with_exit_code_2_and_one_line(saved, refused):
-    told = "Leave it as it was, or start a new run in another --out."
-    words = ["--resume", str(saved), "--set", "model_overrides.vocabulary=300"]
-    refused("pretrain", *words, said=told)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench import runner
 from bench.quality import guard
 from fp8stack import presets
-from fp8stack.backends import base, fp8_state
+from fp8stack.backends import base
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.errors import NumericFailure
 from fp8stack.ops import replay
@@ -199,10 +199,6 @@ def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path):
     assert "times its usual" in demoted["why"]
 
 
-def state_of(small: SmallLoop) -> dict[str, Tensor]:
-    return small.state() | fp8_state(small.run.model) | {"rng": torch.get_rng_state()}
-
-
 def spoilt(folder: Path, **keys: Any) -> SmallLoop:
     """A run whose steps 6 to 11 go wrong in a layer, so that it rolls back and takes it out of FP8
     for four steps."""
@@ -333,7 +329,9 @@ def test_fp16_with_a_document_mask_goes_on_in_bf16_masks_and_plan_included(tmp_p
     fp16 = run.active
     assert small.go() == 0
     assert small.told() == [(6, "loss_scale"), (7, "precision")]
-    assert "4 overflows in a row" in small.events()[0]["why"]
+    alarm = small.events()[0]["why"]
+    assert alarm.startswith("4 overflows in a row. Lower --lr, clip harder")
+    assert "a larger scale is no help" in alarm
     rows = [row for row in metrics(tmp_path / "r") if "event" not in row]
     assert [row["precision"] for row in rows] == ["fp16"] * 7 + ["bf16"] * 2
     assert "loss_scale" not in rows[-1]

@@ -68,8 +68,7 @@ def test_without_a_loss_scale_its_events_say_so_and_passes_repeat_by_micro_batch
 def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scale_fell(tmp_path):
     keys = {"debug_steps": 3, "first_loss_scale": 1024.0, "optimizer": "muon"}
     small = SmallLoop(tmp_path / "r", "fp16", **keys)
-    weight = small.run.model.blocks[0].mlp.up.weight
-    weight.register_hook(lambda dw: dw * (math.inf if small.run.step + 1 == 2 else 1.0))
+    small.spoil("blocks.0.mlp.up.weight", {2}, math.inf)
     small.advance(3)
     bad = of_step(tmp_path / "r", 2)
     assert list(bad) == list(ORDER)
@@ -82,7 +81,7 @@ def test_a_step_that_overflows_says_which_optimizer_skipped_it_and_that_the_scal
 
 def test_a_bad_loss_is_told_as_json_and_skips_the_step(tmp_path):
     small = SmallLoop(tmp_path / "r", "fp32", debug_steps=1)
-    small.run.model.register_forward_hook(lambda model, args, loss: loss * math.nan)
+    small.spoil("", {1})
     small.advance(1)
     one = of_step(tmp_path / "r", 1)
     assert one["forward"]["loss"] == one["judge"]["loss"] == "nan"
