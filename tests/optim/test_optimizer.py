@@ -346,6 +346,8 @@ def test_moments_that_are_damaged_are_refused_by_name_and_nothing_is_changed(
         more = groups["optimizer"] | {f"{tensor}.more": good}
         assert "a tensor too many" in refusal(restored, more)
     assert differing(before, state_of(small)) == []
+    groups["rng"] = {"cpu": groups["rng"]["cpu"].float()}
+    assert "RNG state" in refusal(restored, groups["optimizer"])
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
