@@ -16,7 +16,7 @@ from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
 from fp8stack.training.setup.datasets import tokenizer_of_run
-from tests.conftest import TINY, metrics
+from tests.conftest import TINY, losses
 from tests.support.made_tokenizers import trained
 from tests.support.small_loop import SmallLoop
 
@@ -25,11 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "box"]
 VOCABULARY = ["--set", "model_overrides.vocabulary=300"]
 SHORT = [*TINY, "--steps", "2"]
-
-
-def losses(run: Path) -> list[tuple]:
-    """Step by step, what the run's numbers came to."""
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run) if "loss" in row]
 
 
 @pytest.fixture(scope="module")
