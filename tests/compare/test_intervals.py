@@ -1,4 +1,4 @@
-"""Intervals of mean gaps, held to tables, to a root finder and to simulated comparisons."""
+"""Intervals of mean gaps, held to tables, to a mixture of likelihoods and to simulations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize
 
 from fp8stack.compare.intervals import (
     CONFIDENCE,
@@ -72,16 +71,6 @@ def test_an_always_valid_interval_ends_where_the_mixture_of_likelihoods_says(n):
     edge = found.mean + found.half_width
     level = 1 / (1 - CONFIDENCE)
     assert martingale(samples, edge) == pytest.approx(level, rel=0.01)
-
-
-@pytest.mark.parametrize("n", [3, 5, 20, 400])
-def test_the_closed_form_is_the_root_of_the_martingale(n):
-    def excess(d: float) -> float:
-        v = n - 1 + n * d * d  # of samples whose deviation is 1
-        ratio = (n + MIXTURE) * v / ((n + MIXTURE) * v - n * n * d * d)
-        return 0.5 * math.log(MIXTURE / (n + MIXTURE)) + n / 2 * math.log(ratio) - math.log(20)
-
-    assert always_valid_factor(n) == pytest.approx(optimize.brentq(excess, 1e-9, 1e3), rel=1e-6)
 
 
 def test_two_samples_are_too_few_for_an_always_valid_interval():

@@ -197,3 +197,4 @@ def test_a_check_that_raises_fails_with_what_it_said():
     row = run_check(Check("f", fail))
     assert broken(row)
     assert row["failed"] == "ValueError: a kernel is missing"
+    assert "in fail" in row["traceback"]
