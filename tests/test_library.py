@@ -1,21 +1,77 @@
-"""fp8stack as a library: in loops of others, with models of others; its names explained."""
+"""fp8stack as a library: its functions do what commands do, and its names are explained."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 
 import pytest
+import torch
+from torch import nn
 
 import fp8stack
+from fp8stack.errors import UserError
+from tests.conftest import TINY
 from tests.docs.docs_found import ROOT
 
-LIBRARY = ROOT / "docs" / "library.md"
-PAGE = LIBRARY.read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 VALUES = {"Recipe", "FORMATS"}  # not classes or functions: Python keeps no docstring for them
 
 
-# Names
+@pytest.fixture
+def run(command, capsys):
+    assert command("pretrain", *TINY, "--recipe", "current", "--steps", "2", "--out", "run") == 0
+    capsys.readouterr()
+    return "run"
+
+
+def test_generate_is_the_text_that_the_command_prints(run, command, capsys):
+    text = fp8stack.generate(run, "def ", tokens=20, seed=3, temperature=0.5)
+    assert fp8stack.generate(run, "def ", tokens=20, seed=4, temperature=0.5) != text
+    words = ["--tokens", "20", "--seed", "3", "--temperature", "0.5"]
+    assert command("generate", run, "--prompt", "def ", *words) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+    assert text.startswith("def ")
+    with pytest.raises(UserError, match="Use 1 or more"):
+        fp8stack.generate(run, tokens=0)
+
+
+def test_evaluate_gives_the_losses_of_recipes_on_the_same_windows(run):
+    own, exact = fp8stack.evaluate(run, "current", "fp32", windows=4)
+    (alone,) = fp8stack.evaluate([run], windows=4)
+    assert alone.recipe == "current"
+    assert alone.loss == own.loss
+    assert exact.difference == pytest.approx(exact.loss - own.loss)
+    assert own.perplexity == math.exp(own.loss)
+
+
+def test_export_writes_a_folder(run, tmp_path):
+    line, _ = fp8stack.export(run, "safetensors", tmp_path / "out")
+    assert "parameters" in line
+    assert list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_model_is_converted_by_a_recipes_name():
+    named, planned = (nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in "ab")
+    planned.load_state_dict(named.state_dict())
+    fp8stack.convert(named, "mxfp8")
+    hardware = fp8stack.probe("cpu")
+    fp8stack.convert(planned, fp8stack.resolve("mxfp8", hardware))
+    x = torch.randn(8, 32)
+    assert torch.equal(named(x), planned(x))
+    with pytest.raises(UserError, match="Did you mean 'mxfp8'"):
+        fp8stack.convert(nn.Sequential(nn.Linear(32, 32)), "mxpf8")
+
+
+@pytest.mark.parametrize("name", ["generate", "evaluate", "export"])
+def test_the_names_are_functions_whatever_is_imported(name):
+    import fp8stack.cli.export
+    import fp8stack.evaluation
+    import fp8stack.exports
+    import fp8stack.generation
+
+    assert callable(getattr(fp8stack, name))
 
 
 @pytest.mark.parametrize("module", [fp8stack, fp8stack.numerics], ids=lambda m: m.__name__)

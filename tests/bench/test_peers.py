@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import peers
 from bench.cost import emulation
@@ -16,6 +13,7 @@ from fp8stack.benchmark.step import Work, arms, build_step
 from fp8stack.model.config import GPTConfig, load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware
+from tests.support.clock import Operations
 from tests.support.te.te_stand_in import Source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,16 +54,6 @@ def test_a_step_of_gpt_nano_takes_fewer_operations_than_a_plain_gpts():
         counts[name] = operations.count
     assert counts["ours"] <= 850  # torch 2.13: 842
     assert counts["ours"] < counts["plain"]
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operators that torch runs."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_vocabulary_of_a_peer_is_padded_as_asked():

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import report, runner
 from bench.__main__ import main
@@ -22,7 +21,7 @@ from fp8stack.benchmark.step import PRECISIONS
 from fp8stack.benchmark.timing import Timing, interleaved, summarize
 from fp8stack.precision import Hardware
 from tests.conftest import refusal
-from tests.support.clock import timed
+from tests.support.clock import Operations, timed
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 WORDS = ["--tiny", "--device", "cpu", "--recipes", "delayed"]
@@ -105,16 +104,6 @@ def test_ratios_to_another_baseline_are_refused(kinds):
     assert said.endswith("Measure it here first: python -m bench grid")
     said = refusal(runner.regressions, {"results": []}, now, 0.1)
     assert "no arm was measured that has a committed result" in said
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations of torch: a clock that no other process moves."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):

@@ -17,13 +17,13 @@ OTHERS = ("toml", "json", "text", "mermaid", "yaml", "python")  # what a block m
 
 PROGRAMS = (
     *("fp8stack", "python", "python3", "torchrun", "accelerate", "pip", "pytest", "git", "cd"),
-    *(".", "srun", "sbatch", "tensorboard", "trackio", "wandb", "vllm", "lm_eval", "make", "just"),
+    *(".", "srun", "sbatch", "tensorboard", "trackio", "wandb", "vllm", "lm_eval", "make"),
 )
 _COMMAND = re.compile(rf"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:{'|'.join(map(re.escape, PROGRAMS))}) ")
 _WHOLE = re.compile(
     r"(?:[A-Z][A-Z0-9_]*=\S* )*"
     r"(?:fp8stack [a-z]|python -m (?:bench|fp8stack)|torchrun |accelerate launch |pip install |"
-    r"pytest -|make [a-z]|just [a-z])"
+    r"pytest -|make [a-z])"
 )
 _HERE = re.compile(r"^(?:cat > \S+|python -) <<'(\w+)'\n.*?^\1$\n?", re.M | re.S)  # here-documents
 _SCRIPT = re.compile(r"^(?:#!|for |while |if |export |srun )|[|;<]| > |\$\(", re.M)

@@ -136,8 +136,8 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         checks.check_pip(rest[1:])
     elif program == "pytest":
         checks.check_pytest(rest)
-    elif program in ("make", "just"):
-        checks.check_target(words)
+    elif program == "make":
+        checks.check_target(rest)
     elif program in _LAUNCHERS:
         _, given = runner.launched(words)
         given = given[given.index("pretrain") :]

@@ -1,7 +1,10 @@
-"""A clock that only arms move, for tests of what is timed."""
+"""Clocks that no other process moves, for tests of what is timed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, cycle, repeat
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8stack.benchmark.timing import Timing, interleaved
 
@@ -28,3 +31,13 @@ def timed(arms: Mapping[str, Sequence[float]], rounds: int = 20) -> dict[str, Ti
     clock = Clock()
     calls = {name: clock.arm(*seconds, over_and_over=True) for name, seconds in arms.items()}
     return interleaved(calls, rounds=rounds, warm_up=0, clock=clock)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
