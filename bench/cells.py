@@ -113,7 +113,6 @@ class Clocks(NamedTuple):
 
 
 def clocks() -> Clocks:
-    """The clocks now."""
     busy = math.nan
     if Path("/proc/stat").exists():
         user, nice, system, _, _, irq, softirq = Path("/proc/stat").read_text().split()[1:8]
@@ -137,7 +136,6 @@ def _others_share(begin: Clocks, end: Clocks) -> float | None:
 
 
 def left_out(case: str, arm: str, reason: str) -> Row:
-    """The row of an arm that is not measured."""
     return {"case": case, "arm": arm, "left_out": reason}
 
 
@@ -175,7 +173,6 @@ def runnable(
 
 
 def failure(case: str, arm: str, error: Exception) -> Row:
-    """The row of an arm that raised an error."""
     said = str(error).strip().partition("\n")[0][:200]
     reason = f"failed: {type(error).__name__}: {said}"
     print(f"{case}, {arm}: {reason}", file=sys.stderr, flush=True)

@@ -87,7 +87,6 @@ def paired(timing: Timing, to: Timing) -> dict[str, float]:
 
 
 def paired_cell(row: Row) -> str:
-    """The ratio within a round with its interval."""
     return f"{row['paired']:.3f} [{row['paired_low']:.3f}, {row['paired_high']:.3f}]"
 
 
@@ -108,7 +107,6 @@ def judged(bars: Iterable[Bar], rows: Sequence[Row]) -> list[Row]:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
     return "\n".join(tables.markdown(header, rows)) + "\n"
 
 
@@ -248,7 +246,6 @@ def bar_figure(
     label: str,
     errors: Sequence[float] | None = None,
 ) -> Figure:
-    """Upright bars by name, with a line at 0."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(names, values, yerr=errors, color="C0")

@@ -102,13 +102,11 @@ def timing_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def timing_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """These options as a report's settings."""
     names = {"rounds": "rounds", "warm_up": "warm_up", "budget": "budget_s"}
     return {key: getattr(arguments, name) for name, key in names.items()}
 
 
 def parse(scenario: Any, name: str, words: Sequence[str]) -> argparse.Namespace:
-    """The options of a scenario."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench {name}", description=SCENARIOS.get(name)
     )

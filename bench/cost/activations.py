@@ -55,7 +55,6 @@ class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def left(self) -> int:
-        """The bytes of those that are still there."""
         return sum([size for reference, size in self.made.values() if not reference.expired()])
 
 
@@ -103,7 +102,6 @@ def rows(tiny: bool = False) -> list[Row]:
 
 
 def table(found: Report) -> str:
-    """MiB, and the share of what is kept without running anything again."""
     first = found["activations"][0]
     title = "\nWhat a forward pass keeps for the backward pass, in MiB, on a CPU "
     title += f"({first['batch']} x {first['context']} tokens), by `activation_checkpointing`:\n\n"

@@ -131,7 +131,6 @@ def loops(count: int) -> Iterator[None]:
 
 
 def steps_of(case: str, arm: str, seconds: float) -> dict[str, float]:
-    """Steps per second beside each number of busy loops."""
     code = f"from bench.cost.busy import child; child({case!r}, {arm!r}, {seconds!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], env=_environment(ARMS[arm]), check=True, capture_output=True
@@ -254,7 +253,6 @@ def bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(found: Report) -> str:
-    """Rates, times and bars."""
     text = (
         "Steps per second, forward, backward and AdamW, with so many endless loops beside; in "
         f"brackets the share of the quiet machine's. Then the README's first command, shortened, "
@@ -292,7 +290,6 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """Steps per second over the number of busy loops."""
     rows = [
         {
             "case": row["case"],

@@ -59,7 +59,6 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def _measured(work: Work, hardware: Hardware, folder: Path, rounds: int) -> tuple[list[Row], int]:
-    """The rows, and the bytes of a checkpoint."""
     step, state = _training(work, hardware)
     savers = {
         WAITING: Saver(folder / "waiting", keep=2),
@@ -109,7 +108,6 @@ def _timed(work: Callable[[], object], hardware: Hardware) -> float:
 
 
 def table(found: Report) -> str:
-    """How long a step waits, and how long steps take meanwhile."""
     text = (
         f"A checkpoint has {found['settings']['checkpoint_gib']} GiB: weights and two moments in "
         "float32. `save` is how long a step waits for one; the first in the background allocates "

@@ -38,12 +38,10 @@ EAGER, COMPILED = "", " compiled"
 
 
 def case_of(tokens: int, inputs: int, outputs: int) -> str:
-    """The name of a linear's case."""
     return f"{tokens} x {inputs} -> {outputs}"
 
 
 def step_case(work: Work) -> str:
-    """The name of a step's case."""
     c = work.config
     return f"step: {c.layers} layers of {c.width}, {work.batch} x {work.context} tokens"
 
@@ -97,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every shape of a linear, then the step."""
     rows: list[Row] = []
     options = runner.timing_options(arguments)
     timed = arguments.cells.timed
@@ -219,7 +216,6 @@ def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], A
 
 
 def table(found: Report) -> str:
-    """The ratios by case, then the bars, then every timing."""
     rows = found["results"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     ratios = {(row["case"], row["arm"]): row["ratio"] for row in rows}

@@ -46,7 +46,6 @@ def sizes(device: str, tiny: bool) -> list[Work]:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every size: its arms in turn."""
     hardware = probe(arguments.device)
     rows: list[Row] = []
     for work in sizes(hardware.device, arguments.tiny):
@@ -55,7 +54,6 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def table(found: Report) -> str:
-    """The ratios as a grid of precisions and sizes, then every timing."""
     rows = found["results"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     cell = {(row["arm"], row["case"]): report.paired_cell(row) for row in rows}
@@ -79,7 +77,6 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """Relative times with their intervals, a panel for each size."""
     made = report.ratio_figure(found["results"], "Training steps", "paired")
     for panel in made.axes:
         rows = [row for row in found["results"] if row["case"] == panel.get_title()]

@@ -123,7 +123,6 @@ def _rows(case: str, timings: dict[str, Timing], hardware: Hardware) -> list[Row
 
 
 def table(found: Report) -> str:
-    """Every timing, relative to the best recipe without FP8."""
     text = "Forward and backward pass of one linear, tokens x in -> out. `quantization` is what a "
     text += "per-tensor recipe takes beyond its three FP8 GEMMs, as a share of these (GPUs alone)."
     extra = {

@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every model and recipe, one after the other."""
     hardware = probe(arguments.device)
     tiny = arguments.tiny
     works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
@@ -122,7 +121,6 @@ def peak_resident_gib() -> float:
 
 
 def table(found: Report) -> str:
-    """Peak, floor and what is beyond it."""
     text = "Beyond what the process had before the model. The floor is 16 bytes per parameter: "
     text += "weights, gradients and two moments in float32."
     rows = found["results"]

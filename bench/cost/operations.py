@@ -171,7 +171,6 @@ def judging(width: int, device: str) -> dict[str, Arm]:
 
 
 def table(found: Report) -> str:
-    """Every timing, relative to the first of its case."""
     text = (
         "Parts of FP8 training by themselves. The relative time is to the first arm of the case\n"
         "in the same round: the median over the rounds, and its 95 % confidence interval."

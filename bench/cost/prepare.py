@@ -136,7 +136,6 @@ def require_equal(folder: Path, cores: int) -> None:
 
 
 def table(found: Report) -> str:
-    """The median of each with its throughput and memory."""
     extra = {
         "MB/s": report.number("mb_per_s"),
         "peak MiB of one process": report.number("peak_mib", 0),

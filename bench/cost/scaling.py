@@ -61,7 +61,6 @@ def work_at(axis: str, value: int, hardware: Hardware, tiny: bool) -> Work:
 
 
 def table(found: Report) -> str:
-    """Speed at every point."""
     text = "One size changes at a time. tokens/s by the median step; relative time is to "
     text += f"{found['results'][0]['ratio_to']} at the same size."
     extra = {
@@ -73,6 +72,5 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """Tokens per second along each axis."""
     rows = [row | {"case": row["axis"]} for row in found["results"]]
     return report.line_figure(rows, "Tokens per second", "value", "tokens_per_s")

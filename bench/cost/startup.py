@@ -65,7 +65,6 @@ def modules(code: str) -> int:
 
 
 def table(found: Report) -> str:
-    """The median of each, and its modules."""
     extra = {"modules": report.number("modules", 0), f"/ {BASE}": report.number("ratio")}
     text = "Processes from their start to their end, Python's own start included."
     return report.page(found, "Start-up", text, extra)

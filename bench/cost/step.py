@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every model."""
     hardware = probe(arguments.device)
     tiny = arguments.tiny
     works = [emulation.tiny_work()] if tiny else chosen(arguments.models, hardware.device)
@@ -226,7 +225,6 @@ def profile(step: cells.Arm, name: str, work: Work, hardware: Hardware, out: Pat
 
 
 def table(found: Report) -> str:
-    """Every arm's speed, and its ratio to the baseline."""
     extra = {
         "tokens/s": report.number("tokens_per_s", 0),
         "TFLOP/s": report.number("tflops"),

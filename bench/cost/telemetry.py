@@ -74,7 +74,6 @@ def sampled_step(built: Built, telemetry: Telemetry) -> None:
 
 
 def table(found: Report) -> str:
-    """Times, ratios and shares."""
     every = found["settings"]["every"]
     text = f"The share is that of all steps' time, with a sample every {every} steps."
     cells = {"share": lambda row: f"{100 * row['share']:.2f} %"}

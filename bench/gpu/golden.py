@@ -117,14 +117,12 @@ def captured(context: Context, folder: Path) -> Facts:
 
 
 def write(path: Path, description: dict[str, Any], tensors: Tensors) -> None:
-    """The file with its description."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     save_file(kept, path, metadata={"description": json.dumps(description)})
 
 
 def captures(context: Context) -> Iterator[tuple[str, Callable[[], Captured]]]:
-    """What to capture, by name."""
     device = context.device
     for dtype in DTYPES:
         for format in FORMAT_NAMES:

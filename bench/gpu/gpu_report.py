@@ -19,8 +19,7 @@ import torch
 
 import fp8stack
 from fp8stack.benchmark.timing import version
-from fp8stack.conform import checks
-from fp8stack.conform.checks import Facts, broken
+from fp8stack.conform.checks import Facts, brief, broken
 from fp8stack.precision import Hardware
 from fp8stack.tables import markdown as table
 
@@ -82,13 +81,9 @@ def problems(report: Report) -> list[str]:
     for name, section in report["sections"].items():
         if section["problem"]:
             found.append(f"{name}: {section['problem']}")
-        found += [f"{name}: {brief(row)}" for row in section["cases"] if broken(row)]
+        bad = filter(broken, section["cases"])
+        found += [f"{name}: {row['check']}: {brief(row)}" for row in bad]
     return found
-
-
-def brief(row: Facts) -> str:
-    """What is wrong with a row, in a line."""
-    return f"{row['check']}: {checks.brief(row)}"
 
 
 def write(report: Report, folder: Path) -> None:

@@ -150,12 +150,10 @@ def _amaxes() -> Tensor:
 
 
 def _delayed(package: Path) -> Made:
-    names: tuple[str, ...] = (
+    names = (
         "_update_amax_history",
         "_default_get_amax_and_update_history",
         "_default_sf_compute",
-    )
-    names += (
         "_compute_amax_and_update_history",
         "_compute_scaling_factor",
         "_amax_and_scale_update",
@@ -263,13 +261,13 @@ def _blocks(tests: Path) -> Made:
 
 
 def _mxfp8(tests: Path) -> Made:
-    names: tuple[str, ...] = (
+    names = (
         "MXFP8_BLOCK_SIZE",
         "FP8_E4M3_MAX",
         "_float_to_e8m0",
         "_e8m0_to_scale_inv",
+        "_mxfp8_2d_quantize_reference",
     )
-    names += ("_mxfp8_2d_quantize_reference",)
     quantize = definitions(tests / "test_mxfp8_2d_quantize.py", *names)._mxfp8_2d_quantize_reference
     for x in ("ordinary bf16", "ordinary fp32"):
         fields: Tensors = {}

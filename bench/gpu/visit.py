@@ -45,7 +45,6 @@ class Task:
     instead: bool = False
 
     def command(self, out: Path, scratch: Path, dry: bool) -> list[str]:
-        """The command's words."""
         text = self.dry if dry and self.instead else f"{self.words} {self.dry if dry else ''}"
         places = {"out": str(out), "scratch": str(scratch)}
         return [sys.executable, "-m", *(word.format(**places) for word in shlex.split(text))]
@@ -87,8 +86,6 @@ def training(key: str) -> Task:
 
 @dataclass(frozen=True)
 class Part:
-    """Some tasks under one heading."""
-
     what: str
     tasks: Sequence[Task] = field(default_factory=tuple)
 
@@ -135,8 +132,6 @@ PARTS = {
 
 
 class Visit:
-    """One part under way."""
-
     def __init__(self, number: int, out: Path, dry: bool) -> None:
         out = out.resolve()  # its tasks run elsewhere
         self.part, self.out, self.dry = PARTS[number], out, dry
@@ -147,7 +142,6 @@ class Visit:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> bool:
-        """Run all tasks; whether none failed."""
         end = time.monotonic() + WHOLE
         out = self.out
         out.mkdir(parents=True, exist_ok=True)

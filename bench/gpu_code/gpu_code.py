@@ -150,7 +150,6 @@ def grown(committed: Report, found: Report) -> list[str]:
 
 
 def table(found: Report) -> str:
-    """A row for each model, recipe and capability."""
     text = (__doc__ or "").partition("\n\n")[2].strip()
     header = ["model on capability", "recipe", "block GB", "narrow stores, GB", "weights GB"]
     header += ["loss GB", "ms of a block at 4.1 TB/s", "its launches", "of the weights", "waits"]
@@ -178,7 +177,6 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """Bytes of a block of the largest model by recipe, on the first of the capabilities."""
     rows = [row for row in found["results"] if row["case"].startswith(f"{LARGEST} on 9.0")]
     rows = rows or found["results"]
     drawn = Figure(figsize=(7, 0.6 + 0.5 * len(rows)), layout="constrained")

@@ -41,7 +41,6 @@ def shape_of(config: GPTConfig, multiple: int = 1) -> Shape:
 def linear(
     recipe: str, inputs: int, outputs: int, device: str, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """torchao's linear by itself."""
     from bench.peers.torchao import with_torchao
 
     made = with_torchao(nn.Sequential(nn.Linear(inputs, outputs)), recipe, device)

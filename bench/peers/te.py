@@ -19,7 +19,6 @@ from fp8stack.conform import te as te_raw
 
 
 def layer_options(shape: Shape, number: int) -> dict[str, Any]:
-    """What a layer of this shape is called with."""
     return {
         "hidden_size": shape.width,
         "ffn_hidden_size": shape.hidden,

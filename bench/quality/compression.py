@@ -110,7 +110,6 @@ def sent(run: Path) -> list[int]:
 
 
 def parameters(run: Path) -> int:
-    """How many parameters the run's model has."""
     weights = reader.load(checkpoints(run)[-1]).tensors["model"]
     return sum(tensor.numel() for tensor in weights.values())
 
@@ -129,12 +128,10 @@ def _row(recipe: str, arm: str, run: Path, plain: Path, arguments: argparse.Name
 
 
 def last_loss(run: Path) -> float:
-    """The last validation loss of a run, in nats per token."""
     return float(next(row["val_loss"] for row in reversed(rows(run)) if "val_loss" in row))
 
 
 def table(found: Report) -> str:
-    """Losses and bytes side by side."""
     settings = found["settings"]
     text = f"Runs of {settings['ranks']} ranks over gloo, same data and first weights: a GPT of 2\n"
     text += "layers of 64. Bytes are those of the gradients that a rank gives to all_reduce. The\n"
@@ -151,7 +148,6 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """The gaps as bars."""
     rows = [row for row in found["results"] if row["arm"] == COMPRESSED]
     names, gaps = [row["case"] for row in rows], [row["gap_percent"] for row in rows]
     title = "gradients in bfloat16, against float32"

@@ -133,7 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every case, one after the other."""
     chosen = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
     rows = [measure_case(case, arguments.runs, arguments.tiny) for case in chosen]
     clean = next((row["val_loss"] for row in rows if row["case"] == "clean"), None)
@@ -144,7 +143,6 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def measure_case(case: Case, folder: Path, tiny: bool) -> Row:
-    """One run, from its beginning."""
     out = folder / case.name.replace(" ", "-")
     shutil.rmtree(out, ignore_errors=True)
     steps = min(case.steps, 100) if tiny else case.steps
@@ -173,7 +171,6 @@ def measure_case(case: Case, folder: Path, tiny: bool) -> Row:
 
 
 def table(found: Report) -> str:
-    """What happened in each case."""
     text = "Whole runs of gpt-nano with faults put into them, judged by the guard's defaults. The\n"
     text += "long runs are of a smaller model (2 layers of 64)."
     cells = (
@@ -192,7 +189,6 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """The validation losses as bars."""
     rows = [row for row in found["results"] if row["gap_percent"] is not None]
     names, losses = [row["case"] for row in rows], [row["val_loss"] for row in rows]
     label = "validation loss (nats per token)"

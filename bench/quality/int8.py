@@ -69,7 +69,6 @@ def figures(x: Tensor, given_back: Tensor) -> dict[str, float | None]:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """Every case."""
     rows: list[Row] = []
     for keys, spread in [(16, 2.0)] if arguments.tiny else CASES:
         x = probabilities(QUERIES, keys, spread, arguments.seed)
@@ -80,7 +79,6 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def table(found: Report) -> str:
-    """Zeros and signal-to-noise ratios."""
     text = (
         "Softmax over so many keys of logits from N(0, s^2), one scale for the tensor. `zeros`:\n"
         "the share of values that became exactly zero."
@@ -95,7 +93,6 @@ def table(found: Report) -> str:
 
 
 def figure(found: Report) -> Figure:
-    """The share of zeros by case."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.add_subplot()
     for arm in ARMS:

@@ -303,7 +303,6 @@ def _rows(law: laws.Law, cells: Sequence[Cell]) -> Iterator[list[str]]:
 
 
 def figure(law: laws.Law, cells: Sequence[Cell]) -> Figure:
-    """What the law says and what training found, cell by cell."""
     made = Figure(figsize=(7, 6.5), layout="constrained")
     axes = made.subplots()
     for number, (size, ratio) in enumerate(sorted({(c.size, c.ratio) for c in cells})):

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw all pictures into the folder."""
     for name, (figure, facts) in pictures().items():
         path = arguments.out / f"{name}.png"
         figure.savefig(path, dpi=110, metadata={"Description": json.dumps(facts)})

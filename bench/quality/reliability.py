@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def all_cases() -> dict[str, Case]:
-    """The rows of all themes, in order."""
     cases: dict[str, Case] = {}
     for rows in ROWS:
         cases |= import_module(f"tests.faults.{rows}").CASES
@@ -128,7 +127,6 @@ def measured(name: str, case: Case, short: bool, keep: Path | None) -> Row:
 
 @contextmanager
 def _folder(name: str, keep: Path | None) -> Iterator[Path]:
-    """An empty folder for a row's runs."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix=f"reliability-{name}-") as temporary:
             yield Path(temporary)
@@ -141,7 +139,6 @@ def _folder(name: str, keep: Path | None) -> Iterator[Path]:
 
 
 def table(found: Report, known: Mapping[str, Case]) -> str:
-    """Every row, those that were not run included, and what was lost."""
     rows = {row["case"]: row for row in found["results"]}
     text = "# Reliability\n\nFaults put into whole runs, and how many of them passed, each row by a"
     text += f" rule of its own. Measured on {_machines(found)}, torch "
@@ -177,7 +174,6 @@ def _not_run(name: str, case: Case) -> list[str]:
 
 
 def _lost(rows: Iterable[Row]) -> Iterator[str]:
-    """What was lost, row by row."""
     for row in rows:
         if row["lost"]:
             lines = [" ".join(line.split()) for line in row["lost"][:SHOWN]]
@@ -187,7 +183,6 @@ def _lost(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def figure(found: Report) -> Figure:
-    """How many faults of each row were survived, and how many lost."""
     rows = found["results"]
     names = [row["case"] for row in rows]
     survived = [row["survived"] for row in rows]

@@ -94,7 +94,6 @@ class Job:
 
     @property
     def source(self) -> str:
-        """The recipe's name, or the path of its file."""
         file = FILES / f"{self.recipe}.toml"
         return str(file) if file.exists() else self.recipe
 
@@ -121,7 +120,6 @@ class Job:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Those of the run's file."""
         steps = self.steps
         design = dict(DESIGNS[self.design])
         first = {"name": "shared", "recipe": BASELINE, "until": design.pop("shared")}
@@ -151,7 +149,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         design = "" if self.design == SHARED else f"-{self.design.replace(' ', '-')}"
         return f"{self.size}-{self.ratio}-{self.recipe}-seed{self.seed}{design}"
 
@@ -360,7 +357,6 @@ def _work(asked: Any, done: Any, runs: Path, cpu: str, parent: int) -> None:
 
 
 def _figures(job: Job, folder: Path, cpu: str, exit: int, seconds: float) -> dict[str, Any]:
-    """A line of `study.jsonl`."""
     shape = _shape(job.size)
     found = read_run(
         RunFolder(folder),

@@ -136,7 +136,6 @@ def write(rows: Rows, folder: Path) -> str:
 
 
 def page(cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any]) -> str:
-    """The page."""
     places = sorted({(cell.size, cell.ratio) for cell in cells})
     by = {(cell.recipe, cell.size, cell.ratio): cell for cell in cells}
     recipes = _order(cells)
@@ -300,7 +299,6 @@ def _errors(cell: Cell) -> str:
 
 
 def figure(cells: Sequence[Cell]) -> Figure:
-    """Gaps by recipe, gaps beside the operands' errors, and multipliers."""
     made = Figure(figsize=(17, 6), layout="constrained")
     by_recipe, by_error, sizes = made.subplots(1, 3)
     recipes = _order(cells)
