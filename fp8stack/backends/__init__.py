@@ -20,9 +20,11 @@ __all__ = ["Backend", "Draws", "build_backend", "fp8_state", "load_fp8_state"]
 def build_backend(plan: Plan, *, save_fp8: bool = False, draws: Draws | None = None) -> Backend:
     """The backend that runs `plan`, whose layers must have been decided (`plan.for_layers`).
 
-    `save_fp8` has the emulator keep x and w for the backward pass as bytes, a quarter of float32's
-    memory, and unpack them again: slower on a CPU; te and torch always do. `draws` is what
-    stochastic rounding has drawn, with its seed, if several models share it.
+    Args:
+        plan: what `resolve` gave.
+        save_fp8: keep x and w for the backward pass as bytes, a quarter of float32's memory, and
+            unpack them again: slower on a CPU. For the emulator; te and torch always do.
+        draws: what stochastic rounding has drawn, with its seed, if several models share it.
     """
     backend = _build(plan, save_fp8, draws)
     for name in dict.fromkeys(layer.backend for layer in plan.layers if layer.backend):

@@ -109,12 +109,18 @@ class Backend:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, mask: Mask | None = None
     ) -> Tensor:
-        """Attention in the dtype that the plan has for it; causal if there is no `mask`: what
-        `attention.dense_mask` or `attention.document_mask` gave. Weights are dropped with the
-        probability `dropout`.
+        """Attention in the dtype that the plan has for it; causal if there is no `mask`.
 
-        Queries are [B, H, T, E] in any dtype, keys and values [B, G, S, E], where S is T, or any
-        number if there is one query or a mask. The result is [B, H, T, E] in the dtype of `v`.
+        Args:
+            q: queries [B, H, T, E] in any dtype.
+            k: keys [B, G, S, E] in any dtype; S is T, or any number where there is one query.
+            v: values [B, G, S, E] as the linear before it gave them, or in attention's dtype.
+            dropout: the probability for an attention weight to be dropped.
+            mask: what `attention.dense_mask` or `attention.document_mask` gave; S may be any number
+                then.
+
+        Returns:
+            [B, H, T, E] in the dtype of `v`.
         """
         options: Any = {"mask": mask, "dropout": dropout}
         if self.plan.recipe.attention != "fp32":

@@ -24,7 +24,11 @@ from fp8stack.numerics.rounding import Rounding, rounding, rounding_of_both
 class Draws:
     """How often each layer's gradients were rounded at random: a counter per layer, of which no two
     backward passes draw the same bits. It is part of `fp8_state`, so that a resumed run draws what
-    it would have drawn."""
+    it would have drawn.
+
+    Args:
+        seed: of the bits.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

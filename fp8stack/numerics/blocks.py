@@ -25,10 +25,14 @@ def quantize_mxfp8(
 ) -> tuple[Tensor, Tensor]:
     """`x` in MXFP8: blocks of 32 along `dim`, each with a power-of-two scale.
 
-    A length that 32 does not divide is padded with zeros and trimmed again. `x` has at least one
-    dimension, in float32, bfloat16 or float16; `dim` is the one that its GEMM reduces over;
-    `format` is "e4m3" or "e5m2". `scale_rounding` "rceil" rounds up, so that no element saturates;
-    "floor" is the OCP rule; "even" rounds amax half up to the mantissa's bits first.
+    A length that 32 does not divide is padded with zeros and trimmed again.
+
+    Args:
+        x: at least one dimension, float32, bfloat16 or float16.
+        dim: the dimension that is blocked; the reduction dimension of the GEMM it is for.
+        format: "e4m3" or "e5m2".
+        scale_rounding: "rceil" rounds up, so that no element saturates; "floor" is the OCP rule;
+            "even" rounds amax half up to the mantissa's bits first.
 
     Returns:
         data: float8, of the shape of `x`.
@@ -61,9 +65,13 @@ def quantize_blocks(
     """`x` in FP8 with one float32 scale for each block: 1x128 for activations and gradients,
     128x128 for weights (DeepSeek-V3's layout).
 
-    A scale that overflows float32 becomes the maximum of `x`'s own dtype: float32, bfloat16 or
-    float16. `block` is its size in the last dimensions of `x`; (128, 1) blocks the columns.
-    `format` is "e4m3" or "e5m2"; `power_of_two` truncates the scales to powers of two.
+    A scale that overflows float32 becomes the maximum of `x`'s own dtype.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        block: the block's size in the last dimensions of `x`; (128, 1) blocks the columns.
+        format: "e4m3" or "e5m2".
+        power_of_two: truncate the scales to powers of two.
 
     Returns:
         data: float8, of the shape of `x`.

@@ -23,8 +23,13 @@ def cast_to_fp8(x: Tensor, scale: Tensor | float, format: str = "e4m3") -> Tenso
     Overflow and infinities become +-fp8_max (never inf, which E5M2 has), NaN becomes code 0x7F,
     -0.0 keeps its sign, subnormals are kept.
 
-    `x` is float32, bfloat16 or float16, `scale` float32 and broadcastable to it, `format` "e4m3" or
-    "e5m2"; the result is `float8_e4m3fn` or `float8_e5m2`, of the shape of `x`.
+    Args:
+        x: any shape, float32, bfloat16 or float16.
+        scale: float32, broadcastable to `x`; multiplies into FP8.
+        format: "e4m3" or "e5m2".
+
+    Returns:
+        `float8_e4m3fn` or `float8_e5m2`, of the shape of `x`.
 
     Raises:
         ValueError: an unknown format.
@@ -87,8 +92,15 @@ def tensor_scale(
     """The scale that brings `amax` to `fp8_max * 2^-margin`, element by element.
 
     An amax below `eps` counts as `eps`; an amax of 0, inf or NaN gives 1; a scale beyond float32
-    becomes `overflow`; `power_of_two` truncates the scale's mantissa. `format` is a `FormatName`,
-    `margin` headroom in bits.
+    becomes `overflow`; `power_of_two` truncates the scale's mantissa.
+
+    Args:
+        amax: float32, any shape; one per tensor or one per block.
+        format: see `FormatName`.
+        margin: headroom in bits.
+        power_of_two: round the scale down to a power of two.
+        eps: the smallest amax that is believed.
+        overflow: what an infinite scale becomes; float32's maximum.
 
     Returns:
         float32, of the shape of `amax`. `1 / scale` is the inverse; `amax / fp8_max` is not.

@@ -68,10 +68,14 @@ def quantize(
 ) -> Quantized:
     """`x` as `quantizer` says, for a GEMM that reduces over `dim`.
 
-    `x` has at least one dimension, in float32, bfloat16 or float16. `generator` gives the bits for
-    stochastic rounding, by the place in `x` as a matrix of its last dimension's rows. `scale`,
-    float32 and 0-dim, multiplies into the format: for one scale per tensor, needed for delayed
-    scaling, known to the caller or not for current scaling.
+    Args:
+        x: at least one dimension, float32, bfloat16 or float16.
+        quantizer: how.
+        dim: the dimension that the GEMM reduces over.
+        generator: the bits for stochastic rounding, by the place in `x` as a matrix of its last
+            dimension's rows.
+        scale: float32, 0-dim; multiplies into the format. For one scale per tensor: needed for
+            delayed scaling, known to the caller or not for current scaling.
 
     Raises:
         ValueError: no generator or no scale where one is needed, or a scale for blocks.

@@ -24,10 +24,12 @@ class RandomBits:
     The same place has the same bits, whatever part of the matrix is asked for: rows may be drawn in
     parts, on several devices.
 
-    `seed`, of a run, and `stream`, of a layer and an operand, are the two halves of the key, taken
-    modulo 2^32; `counter`, int64 and 0-dim on the device of the matrix, is of a pass: a tensor, so
-    that compiled code and the device serve every value. `first_row` is the row of the whole matrix
-    that row 0 is. `stream` and `first_row` are int, or int64 0-dim.
+    Attributes:
+        seed: half of the key; of a run. Taken modulo 2^32, as `stream` is.
+        stream: the other half of the key; of a layer and an operand. int, or int64 0-dim.
+        counter: int64, 0-dim, on the device of the matrix: of a pass. A tensor, so that compiled
+            code and the device serve every value.
+        first_row: the row of the whole matrix that row 0 is, int or int64 0-dim.
     """
 
     seed: int

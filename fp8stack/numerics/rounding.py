@@ -40,10 +40,13 @@ Block = tuple[int, int]
 class Rounded(NamedTuple):
     """A matrix as an emulated GEMM takes it.
 
-    `values` have its shape, float32, or bfloat16 where that was asked for, NaN where the matrix has
-    NaN; with a Hadamard transform, the reduced dimension is padded to a multiple of its size.
-    `factor`, float32, is what the GEMM's output is multiplied by: 0-dim, or for block = "row" one
-    for each row of the operand as its GEMM reduces it; None if the values carry their scales.
+    Attributes:
+        values: of the shape of the matrix; with a Hadamard transform, the reduced dimension is
+            padded to a multiple of the transform's size. NaN where the matrix has NaN. float32, or
+            bfloat16 where that was asked for.
+        factor: float32, what the GEMM's output is multiplied by for this operand: 0-dim, or for
+            block = "row" one for each row of the operand as its GEMM reduces it; None if the values
+            carry their scales.
     """
 
     values: Tensor
@@ -156,8 +159,14 @@ def round_to(
     *,
     scale: Tensor | None = None,
 ) -> Rounded:
-    """The values of `quantize(x, quantizer, dim, generator, scale=scale)` of a matrix, in float32.
-    `dim` is what the GEMM reduces over: 1 the columns, 0 the rows.
+    """The values of `quantize(x, quantizer, dim)` in float32.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        quantizer: how it is quantized.
+        dim: what the GEMM reduces over: 1 the columns, 0 the rows.
+        generator: the bits for stochastic rounding, by the place in `x`.
+        scale: float32, 0-dim, for one scale per tensor: needed for delayed scaling.
 
     Raises:
         ValueError: no generator or no scale where one is needed, or a scale for blocks.
@@ -187,8 +196,13 @@ def round_both(
 
 
 def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
-    """The values of `cast_to_fp8(x, scale, format)` with a 0-dim scale, still multiplied by it:
-    float32, of the shape of `x`."""
+    """The values of `cast_to_fp8(x, scale, format)`, still multiplied by `scale`: float32.
+
+    Args:
+        x: any shape, float32, bfloat16 or float16.
+        scale: float32, 0-dim; multiplies into the format.
+        format: "e4m3" or "e5m2".
+    """
     quantizer = Quantizer(format=fp8_format(format).name)  # type: ignore[arg-type]
     return round_to(x.reshape(1, -1), quantizer, 1, scale=scale).values.view(x.shape)
 
@@ -196,8 +210,14 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
 def round_to_mxfp8(
     x: Tensor, dims: Sequence[int], format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
 ) -> list[Tensor]:
-    """The values of `quantize_mxfp8(x, dim, format, scale_rounding)` for each of `dims`, of a
-    matrix: float32, of the shape of `x`. Both at once cost less than one after the other."""
+    """The values of `quantize_mxfp8(x, dim)` for each of `dims`: float32, of the shape of `x`.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        dims: 0 and 1, or one of them; both at once cost less than one after the other.
+        format: "e4m3" or "e5m2".
+        scale_rounding: see `quantize_mxfp8`.
+    """
     name = fp8_format(format).name
     rules: Any = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
     quantizer = Quantizer(format=name, **rules)  # type: ignore[arg-type]
@@ -207,8 +227,14 @@ def round_to_mxfp8(
 def round_to_blocks(
     x: Tensor, blocks: Sequence[Block], format: str = "e4m3", power_of_two: bool = True
 ) -> list[Tensor]:
-    """The values of `quantize_blocks(x, block, format, power_of_two)` for each of `blocks`, such as
-    (1, 128) and (128, 1), of a matrix: float32, of the shape of `x`."""
+    """The values of `quantize_blocks(x, block)` for each of `blocks`: float32, the shape of `x`.
+
+    Args:
+        x: a matrix, float32, bfloat16 or float16.
+        blocks: such as (1, 128) and (128, 1), together or alone.
+        format: "e4m3" or "e5m2".
+        power_of_two: see `quantize_blocks`.
+    """
     name, scale = fp8_format(format).name, "power_of_two" if power_of_two else "float32"
     quantizer = Quantizer(format=name, block=(1, 128), scale=scale)  # type: ignore[arg-type]
     return [Rounding(quantizer, (block,))(x)[0].values for block in blocks]

@@ -66,11 +66,13 @@ class Hardware:
 
 
 def probe(device: str = "auto") -> Hardware:
-    """What this machine is: its first CUDA GPU if there is one and `device` is not "cpu", else its
-    CPU.
+    """What this machine is: its first CUDA GPU if there is one, else its CPU.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
 
     Raises:
-        UserError: an unknown device, or "cuda" where torch finds none.
+        UserError: an unknown device, or CUDA asked for where torch finds none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"No device '{quoted(device)}'. Known: auto, cpu, cuda.")
@@ -165,7 +167,8 @@ def assumed(capability: str, has_te: bool = True) -> Hardware:
     Its GPU is a usual one of that compute capability, by whose data sheet plans go where one is
     known. GPUs before Turing get torch for CUDA 12.6, the last that is built for them.
 
-    `capability` is "9.0" for a GPU of that compute capability, "none" for a CPU.
+    Args:
+        capability: "9.0" for a GPU of that compute capability, "none" for a CPU.
 
     Raises:
         UserError: not a compute capability.

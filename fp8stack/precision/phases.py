@@ -171,9 +171,11 @@ def precision_for_phase(
 ) -> Plan:
     """What a phase runs in, for a training loop of your own; its `precision` is that in a word.
 
-    `phase` is warmup, stable, decay, evaluation, or one of `phases`, a preset's name (see `preset`)
-    or phases of your own; `recipe` is that of the run, for phases that name none. The machine is
-    this one unless `hardware` is given.
+    Args:
+        phase: its name: warmup, stable, decay, evaluation, or one of `phases`.
+        recipe: that of the run, for phases that name none.
+        phases: a preset's name (see `preset`), or phases of your own.
+        hardware: a machine; this one if left out.
 
     Raises:
         UserError: no such preset, phase or recipe.

@@ -144,19 +144,20 @@ class Plan:
         tokens: int | None = None,
         measured: Mapping[Shape, float] | None = None,
     ) -> Plan:
-        """This plan with a decision for every linear layer, `{module path: (in, out)}` in order of
-        the forward pass.
+        """This plan with a decision for every linear layer, `{module path: (in, out)}`.
 
         If "auto" chose an FP8 recipe and no layer is to run in it, the plan is the one without FP8.
 
-        `heads` are the layers that give logits; they run in FP8 only if the recipe says so.
-        `left_out` are those that stay out of it for a reason of the caller's. `otherwise` is how a
-        layer runs that is not in FP8, if not in the compute dtype.
-
-        `tokens` are the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
-        the layers in which native FP8 does not seem to pay on this GPU; where "auto" chose the
-        recipe, they are not in FP8. `measured` has bf16's time / FP8's time on this machine, by the
-        shape of the forward GEMM; what is not in it goes by the GPU's data sheet, if that is known.
+        Args:
+            shapes: the layers of a model, in the order of its forward pass.
+            heads: which of them give logits; they run in FP8 only if the recipe says so.
+            left_out: those that stay out of it for a reason of the caller's.
+            otherwise: how a layer runs that is not in FP8, if not in the compute dtype.
+            tokens: the rows of the GEMMs: tokens per micro-batch and rank. If given, `notes` names
+                the layers in which native FP8 does not seem to pay on this GPU; where "auto" chose
+                the recipe, they are not in FP8.
+            measured: bf16's time / FP8's time on this machine, by the shape of the forward GEMM;
+                what is not in it goes by the GPU's data sheet, if that is known.
 
         Raises:
             UserError: an exclusion matches no layer; under `strict`, a layer that the hardware

@@ -79,13 +79,20 @@ _IN_BLOCKS = re.compile(r"(first|last) ([1-9]\d{0,5}) blocks?")
 class Recipe(BaseModel):
     """A recipe as it was read, with nothing left to look up.
 
-    `quantizers` are those of every layer that none of the rules in `layers` names, of which the
-    first that matches holds; without, every GEMM computes in the `compute_dtype`. `head` says
-    whether the layer that gives the logits is quantized; layers that match a pattern in `exclude`,
-    and those of the first and last blocks, stay in the compute dtype. `attention` is what queries,
-    keys and values are multiplied in: the compute dtype, float32, or MXFP8, which Transformer
-    Engine has on some GPUs. `residual` is what the residual stream and its gradient are held in;
-    the norms that read it compute in float32.
+    Attributes:
+        name: its file's.
+        description: in a line.
+        attention: what queries, keys and values are multiplied in: the compute dtype, float32, or
+            MXFP8, which Transformer Engine has on some GPUs.
+        residual: what the residual stream and its gradient are held in; the norms that read it
+            compute in float32.
+        compute_dtype: of a recipe without quantizers, what every GEMM computes in.
+        head: whether the layer that gives the logits is quantized.
+        exclude: patterns of the layers that stay in the compute dtype.
+        exclude_first_blocks: how many blocks do at the start of the model.
+        exclude_last_blocks: how many at its end.
+        quantizers: of every layer that no rule names; None for a recipe without.
+        layers: rules, of which the first that matches a layer holds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -121,8 +128,12 @@ class Recipe(BaseModel):
     def for_layer(
         self, layer: str, block: Block | None, head: bool
     ) -> tuple[Quantizers | None, str, str]:
-        """What this recipe asks for in the layer at a module path such as `blocks.0.mlp.up`: in a
-        `block` at its place among the blocks, or outside of them; a `head` gives the logits.
+        """What this recipe asks for in one layer.
+
+        Args:
+            layer: its module path, such as `blocks.0.mlp.up`.
+            block: its place among the blocks, if it is in one.
+            head: whether it gives the logits.
 
         Returns:
             Its quantizers and what they are called, and a reason if it has none.
@@ -277,8 +288,11 @@ class RecipeFile(_Tables):
 
 
 def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Recipe:
-    """The recipe called `name`, or the one in the TOML file at the path `name`, with `overrides` of
-    its keys.
+    """The recipe called `name`, or the one in the TOML file at the path `name`.
+
+    Args:
+        name: a name or a path.
+        overrides: keys to change in it.
 
     Raises:
         UserError: no such recipe or file, an unknown key, a value out of range.

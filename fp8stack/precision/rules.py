@@ -35,11 +35,13 @@ def resolve(
 ) -> Plan:
     """What runs when `recipe` is asked for on `hardware`.
 
-    `recipe` is a recipe, its name or path, or "auto"; `hardware` any machine, this one being
-    `probe()`; `backend` "auto", or who is to run it: te, torch, emulate, reference. `strict`
-    refuses to run another recipe or backend than asked, instead of saying so. `without` has the
-    backends that run only where they are named, since they cannot do something else that is asked,
-    with the reason.
+    Args:
+        recipe: a recipe, its name or path, or "auto".
+        hardware: a machine, this one (`probe()`) or any other.
+        backend: "auto", or who is to run it: te, torch, emulate, reference.
+        strict: refuse to run another recipe or backend than asked, instead of saying so.
+        without: backends that run only where they are named, since they cannot do something else
+            that is asked, with the reason.
 
     Raises:
         UserError: an unknown recipe or backend; under `strict`, a substitution.
