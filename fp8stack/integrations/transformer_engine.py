@@ -1,11 +1,12 @@
 """Transformer Engine's state of delayed scaling, in and out: that of its modules, as models of
-Megatron-LM have them, and that of checkpoints (`<module path>._extra_state`), whose pickles run
-nothing. TE itself is not imported."""
+Megatron-LM have them, and that of checkpoints (`<module path>._extra_state`), which is read without
+unpickling. TE itself is not imported."""
 
 from __future__ import annotations
 
 import math
-import pickle
+import pickletools
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from typing import Any
@@ -111,7 +112,7 @@ def read_extra_state(entry: Any) -> dict[str, Tensor]:
     `amax_history_fwd` [length, slots], and the same of `bwd`; float32. Empty if the entry is, or
     has no state of delayed scaling.
 
-    TE writes a pickle; what it names is neither imported nor called.
+    TE writes a pickle; its opcodes are read as data, and nothing is imported or called.
 
     Args:
         entry: uint8 tensor, bytes, or `io.BytesIO`.
@@ -127,8 +128,8 @@ def read_extra_state(entry: Any) -> dict[str, Tensor]:
     if not isinstance(data, bytes):
         raise UserError(f"{EXTRA_STATE}: a {type(entry).__name__}, not a uint8 tensor or bytes.")
     try:
-        state = _Reader(BytesIO(data)).load()
-    except Exception as error:  # of whatever kind a damaged pickle leads to
+        state = _unpickled(BytesIO(data))
+    except (*_MALFORMED, RuntimeError, struct.error) as error:
         why = quoted(" ".join(str(error).split()))
         raise UserError(f"{EXTRA_STATE}: not what Transformer Engine writes ({why}).") from None
     tensors = {k: v for k, v in state.items() if k in KEYS} if isinstance(state, dict) else {}
@@ -207,54 +208,132 @@ def _resized(history: Tensor, length: int) -> Tensor:
     return torch.cat([history[:1], older.new_zeros(length - 1 - len(older)), older])
 
 
-# Pickles
+# Pickles, read as data
 
 
 class _Opaque:
     """An object of a class that nobody asks for, such as TE's recipe."""
 
-    def __new__(cls, *args: object) -> _Opaque:
-        return super().__new__(cls)
+
+class _Global(str):
+    """The name of a class or function, `module.name`."""
 
 
-class _Reader(pickle._Unpickler):
-    """Unpickles plain values and float32 tensors, and refuses all names but those in what TE
-    writes. The class in Python: that in C takes as much memory as a damaged pickle says."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Our own stand-in for a class or function."""
-        known = _KNOWN.get(f"{module}.{name}")
-        if known is None and not module.startswith("transformer_engine."):
-            raise ValueError(f"it names {module}.{name}")
-        return known or _Opaque
-
-    def load_build(self: Any) -> None:
-        """Leave the state of an object out: it is of one that is `_Opaque`."""
-        self.stack.pop()
-
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
-
-
-def _storage(data: bytes) -> Tensor:
-    """All elements of a storage, which torch pickles as a file of its own."""
-    storage = torch.load(BytesIO(data), "cpu", weights_only=True)
-    if not isinstance(storage, torch.storage.TypedStorage) or storage.dtype != torch.float32:
-        raise ValueError("a storage that is not of float32")
-    return torch.empty(0).set_(storage._untyped_storage)
-
-
-def _tensor(storage: object, offset: int, size: Any, stride: Any, *_: object) -> Tensor:
-    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    if not isinstance(storage, Tensor) or min((offset, *size, *stride)) < 0:
-        raise ValueError("a tensor of no storage")
-    if math.prod(size) > len(storage) or (math.prod(size) and last >= len(storage)):
-        raise ValueError("a tensor larger than its storage")
-    return storage.as_strided(size, stride, offset).clone()
-
-
-_KNOWN: dict[str, Callable[..., object]] = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch.storage._load_from_bytes": _storage,
-    "collections.OrderedDict": dict,  # a tensor's hooks
-    "builtins.getattr": _Opaque,  # a member of an enum
+_MARK = object()
+_MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+_TENSOR, _STORAGE, _DICT = (
+    "torch._utils._rebuild_tensor_v2",
+    "torch.storage._load_from_bytes",
+    "collections.OrderedDict",
+)
+# Of what is named in what TE writes; anything else is refused.
+_KNOWN = (_TENSOR, _STORAGE, _DICT, "torch.FloatStorage", "builtins.getattr")
+# Opcodes that do not matter to what comes out, or whose argument is the value.
+_IGNORED = {"PROTO", "FRAME", "STOP"}
+_VALUES = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
 }
+_CONSTANTS: dict[str, Callable[[], object]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "MARK": lambda: _MARK,
+}  # fmt: skip
+
+
+def _unpickled(file: BytesIO) -> Any:
+    """The next pickle in `file`, of plain values and float32 tensors; objects of other classes are
+    `_Opaque`. Raises a ValueError or what a malformed one leads to."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def marked() -> list[Any]:
+        at = max(i for i, value in enumerate(stack) if value is _MARK)
+        values = stack[at + 1 :]
+        del stack[at:]
+        return values
+
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(file):
+        name = opcode.name
+        if name in _IGNORED:
+            continue
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name in _VALUES:
+            stack.append(argument)
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "GLOBAL":
+            stack.append(_named(argument.replace(" ", ".")))
+        elif name == "STACK_GLOBAL":
+            attribute, module = stack.pop(), stack.pop()
+            stack.append(_named(f"{module}.{attribute}"))
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            count = int(name[-1])
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name in ("TUPLE", "LIST"):
+            values = marked()
+            stack.append(tuple(values) if name == "TUPLE" else values)
+        elif name in ("SETITEM", "SETITEMS"):
+            pairs = marked() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+            if type(stack[-1]) is dict:
+                stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
+        elif name in ("APPEND", "APPENDS"):
+            items = marked() if name == "APPENDS" else [stack.pop()]
+            if type(stack[-1]) is list:
+                stack[-1].extend(items)
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments, called = stack.pop(), stack.pop()
+            stack.append(_made(called, arguments) if name == "REDUCE" else _Opaque())
+        elif name == "BUILD":
+            stack.pop()  # the attributes of an object that is _Opaque
+        elif name == "BINPERSID":
+            stack.append(("persistent", stack.pop()))
+        else:
+            raise ValueError(f"opcode {name}")
+    (value,) = stack
+    return value
+
+
+def _named(name: str) -> _Global:
+    if name not in _KNOWN and not name.startswith("transformer_engine."):
+        raise ValueError(f"it names {name}")
+    return _Global(name)
+
+
+def _made(called: object, arguments: tuple[Any, ...]) -> object:
+    """What a call in a pickle gives, if it is one of those that make a tensor."""
+    if not isinstance(called, _Global):
+        raise ValueError("a call of no function")
+    if called == _STORAGE:
+        return _storage(BytesIO(arguments[0]))
+    if called == _TENSOR:
+        storage, offset, size, stride = arguments[:4]
+        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if not isinstance(storage, Tensor) or min((offset, *size, *stride)) < 0:
+            raise ValueError("a tensor of no storage")
+        if math.prod(size) > len(storage) or (math.prod(size) and last >= len(storage)):
+            raise ValueError("a tensor larger than its storage")
+        return storage.as_strided(size, stride, offset).clone()
+    return {} if called == _DICT else _Opaque()
+
+
+def _storage(file: BytesIO) -> Tensor:
+    """The storage in torch's format before 1.6, which its pickles contain: five pickles (a magic
+    number, a version, the machine, what it is, the storages' keys), a length, and the elements."""
+    for _ in range(3):
+        _unpickled(file)
+    described, _ = _unpickled(file), _unpickled(file)
+    kind, dtype = described[1][:2]
+    if kind != "storage" or dtype != "torch.FloatStorage":
+        raise ValueError(f"a {dtype}, not float32")
+    (count,) = struct.unpack("<q", file.read(8))
+    data = file.read()
+    if len(data) != 4 * count:
+        raise ValueError("a storage cut short")
+    return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.zeros(0)

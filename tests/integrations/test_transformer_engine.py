@@ -250,13 +250,6 @@ def test_what_would_run_is_refused_and_does_not_run(tmp_path):
         def __reduce__(self) -> tuple[Any, ...]:
             return torch.storage._load_from_bytes, (inner.getvalue(),)
 
-    class Stated:
-        def __reduce__(self) -> tuple[Any, ...]:
-            storage = torch.storage.TypedStorage([2.0, 2.0, 2.0])
-            return torch._utils._rebuild_tensor_v2, (storage, 0, (3,), (1,), False, {}), {"a": 1}
-
-    read = read_extra_state(blob(tensors(scale_fwd=Stated())))  # a state would be a tensor's own
-    assert read["scale_fwd"].tolist() == [2, 2, 2]
     for evil in (Runs(marker), tensors(recipe=Runs(marker)), tensors(recipe=Nested())):
         entry = blob(evil)
         with pytest.raises(UserError, match="not what Transformer Engine writes"):
@@ -273,8 +266,7 @@ def test_states_without_scales_are_empty_and_others_are_refused():
     odd: list[Any] = [
         17, torch.zeros(3), blob(tensors(scale_fwd=torch.ones(3).double())), b"\x80\x04.", b"junk",
         blob(tensors(scale_bwd=[1.0, 1.0])), blob(tensors(scale_fwd=torch.ones(2, 3))),
-        blob({"scale_fwd": torch.ones(3)}), blob(OrderedDict(scale_fwd=1)),
-        blob(tensors(x=slice(1))),
+        blob({"scale_fwd": torch.ones(3)}), blob(OrderedDict(scale_fwd=1)), blob(tensors(x={1})),
     ]  # fmt: skip
     for entry in odd:
         with pytest.raises(UserError, match="_extra_state: "):
