@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.backends.emulate import EmulatedLinear, Gemm
+from fp8stack.backends.emulate import EmulatedLinear
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.formats import Operand
 
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         """Watch until the end of the context."""
         with (
             mock.patch.object(F, "scaled_dot_product_attention", self._attention()),
-            mock.patch.object(Gemm, "__call__", self._gemm()),
+            mock.patch.object(EmulatedLinear, "gemm", self._gemm()),
             mock.patch.object(EmulatedLinear, "round", self._quantize(EmulatedLinear.round)),
             mock.patch.object(ScaledLinear, "quantize", self._quantize(ScaledLinear.quantize)),
             self,
@@ -73,9 +73,11 @@ class Recorder(TorchDispatchMode):
         return attention
 
     def _gemm(self) -> Any:
-        real = Gemm.__call__
+        real = EmulatedLinear.gemm
 
-        def gemm(this: Gemm, a: Any, b: Any, out_dtype: torch.dtype, **more: Any) -> Tensor:
+        def gemm(
+            this: EmulatedLinear, a: Any, b: Any, out_dtype: torch.dtype, **more: Any
+        ) -> Tensor:
             self._inside += 1
             operands = tuple(_held(x.values) for x in (a, b))
             y = real(this, a, b, out_dtype, **more)

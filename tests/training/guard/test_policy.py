@@ -76,7 +76,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
         {"history_length": 1}, {"history_length": 2}, {"margin": 2}, {"margin": -2},
         {"forward_format": "e5m2"}, {"backward_format": "e4m3"}, {"head": True},
         {"exclude": ["*.mlp.down"]}, {"exclude_first_blocks": 1}, {"exclude_last_blocks": 1},
-        {"attention": "fp32"},
+        {"attention": "fp32"}, {"residual": "bf16"},
     ],
     "current": [
         {"power_of_two": True}, {"eps": 1e-3}, {"forward_format": "e5m2"},

@@ -99,7 +99,8 @@ def test_on_a_gpu_the_time_is_the_kernels_and_no_kernel_counts_twice(monkeypatch
     ]
 
 
-def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path):
+def test_several_steps_are_one_profile_with_shapes_and_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiler, "TOP", 1000)  # which are the slowest is up to chance
     keys = {"profile": True, "profile_step": 2, "profile_steps": 3}
     plain = SmallLoop(tmp_path / "plain", "fp32", steps=6)
     plain.advance(6)
