@@ -141,6 +141,9 @@ def test_the_table_of_costs_is_that_of_the_committed_study():
             gaps = sorted(round(cell["gap"]["mean"], 2) + 0.0 for cell in found)
             least, most = f"{gaps[0]:.2f}", f"{gaps[-1]:.2f}"
             assert said == (least if least == most else f"{least} to {most}"), told
+    in_bf16 = re.findall(r"it is ([\d.]+) % for `delayed`, ([\d.]+) % for `current`", _text(COSTS))
+    means = {cell["recipe"]: f"{cell['gap']['mean']:.2f}" for cell in cells}
+    assert in_bf16 == [tuple(means[f"{name}_bf16_residual"] for name in ("delayed", "current"))]
 
 
 # Pages: predictions, examples of code, figures, links
