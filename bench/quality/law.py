@@ -269,6 +269,7 @@ def page(law: laws.Law, whole: laws.Law, cells: Sequence[Cell]) -> str:
             f"gap is resolved if its standard error is at most {RESOLVED:.0%} of it.",
             "",
             report.markdown(header, lines),
+            *_too_wide(law, halves["held out"]),
             "What `fp8stack forecast` uses is fitted to all cells afterwards, "
             f"{whole.runs} pairs of runs: {_formula(whole)} within {whole.deviation:.0%}.",
             "",
@@ -282,6 +283,20 @@ def page(law: laws.Law, whole: laws.Law, cells: Sequence[Cell]) -> str:
             "",
         ]
     )
+
+
+def _too_wide(law: laws.Law, cells: Sequence[Cell]) -> list[str]:
+    """What stands below the table where an interval of 90 % holds more than 95 % of the gaps."""
+    means = [law.mean(cell.forward, cell.backward) for cell in cells]
+    vague = sum(c.error > law.deviation * mean for c, mean in zip(cells, means, strict=True))
+    if not cells or judge(law, cells).covered <= 0.95:
+        return []
+    return [
+        f"Of {len(cells)} gaps held out, {vague} are known less well than the law says them, so "
+        "that more than 90 % lie in the interval. More pairs of runs, of the largest models above "
+        "all, would tell whether it is too wide.",
+        "",
+    ]
 
 
 def _formula(law: laws.Law) -> str:

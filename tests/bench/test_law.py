@@ -80,4 +80,8 @@ def test_the_page_tells_the_halves_apart():
     assert "| held out | 20 | 20 |" in page
     assert f"| held out, {law.LARGEST} | 20 | 20 |" in page
     assert "gap = 1.400 KL^0.900 + 0.1200 e, within 12%" in page
+    assert "are known less well than the law" not in page
+    vague = [law.Cell(**{**vars(one), "error": 10 * one.error}) for one in held_out]
+    page = law.page(TRUE, TRUE, cells(1, 30) + vague)
+    assert "Of 20 gaps held out, 20 are known less well than the law says them" in page
     assert law.figure(TRUE, cells(1, 30))
