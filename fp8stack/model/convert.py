@@ -77,11 +77,12 @@ def convert(
         plan = resolve(plan, probe("cuda" if "cuda" in devices else "cpu"))
     if not isinstance(plan, Plan):
         raise UserError("convert needs a recipe or a plan, such as convert(model, 'delayed').")
-    for key, others in {"attention": "compute", "residual": "fp32"}.items():
-        if (asked := getattr(plan.recipe, key)) != others:
+    usual = Recipe(name="").beside_linears
+    for key, asked in plan.recipe.beside_linears.items():
+        if asked != usual[key]:
             raise UserError(
                 f"convert changes linear layers alone, but recipe '{plan.recipe.name}' has {key} = "
-                f"'{asked}'. Set it to '{others}' in the recipe."
+                f"'{asked}'. Set it to '{usual[key]}' in the recipe."
             )
     also = (also,) if isinstance(also, type) else tuple(also)
     linears = _linears(module, also)

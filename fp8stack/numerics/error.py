@@ -52,11 +52,19 @@ def quantization_error(
     dim: int = 1,
     generator: RandomBits | None = None,
 ) -> Tensor:
-    """The figures of `quantize(x, quantizer, dim, generator, scale=scale)`, for a GEMM that reduces
-    over the columns of the matrix `x`, or with `dim` 0 over its rows: float64 [10], see `FIGURES`.
-    `x` is float32, bfloat16, float16, or float64, which counts as float32.
+    """The figures of `quantize(x, quantizer, dim, generator, scale=scale)`.
 
     With a Hadamard transform they are those of the transformed matrix, against itself in bfloat16.
+
+    Args:
+        x: a matrix, float32, bfloat16, float16 or float64, which counts as float32.
+        quantizer: how it is quantized.
+        scale: float32, 0-dim; multiplies into the format. See `quantize`.
+        dim: what the GEMM reduces over: 1 the columns, 0 the rows.
+        generator: the bits for stochastic rounding.
+
+    Returns:
+        float64 [10], see `FIGURES`.
 
     Raises:
         ValueError: as `quantize`.

@@ -43,8 +43,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Rule:
-    """How a matrix is rounded, for one or for two kinds of blocks; a Hadamard transform mixes the
-    elements along `dim`."""
+    """How a matrix is rounded.
+
+    Attributes:
+        quantizer: by what.
+        blocks: for one result, or for two.
+        dim: what a Hadamard transform mixes.
+    """
 
     quantizer: Quantizer
     blocks: tuple[Block, ...]

@@ -16,12 +16,19 @@ MINUS = {16: 0b1101_0111_1110_1000, 32: 0}
 
 
 def hadamard(x: Tensor, size: int, dim: int = -1) -> Tensor:
-    """`x` with each block of `size`, 16 or 32, along `dim`, which the GEMM reduces over, multiplied
-    by `diag(signs) H / sqrt(size)`; `dim` is padded with zeros to a multiple of `size`.
+    """`x` with each block of `size` along `dim` multiplied by `diag(signs) H / sqrt(size)`.
 
-    `x`, float32, bfloat16 or float16, is rounded to bfloat16, its elements get their signs,
-    Sylvester's H is applied as sums and differences in float32 over strides 1, 2, 4, ..., and the
-    product with float32(1 / sqrt(size)) is rounded to bfloat16, which the float32 result holds.
+    `x` is rounded to bfloat16, its elements get their signs, Sylvester's H is applied as sums and
+    differences in float32 over strides 1, 2, 4, ..., and the product with float32(1 / sqrt(size))
+    is rounded to bfloat16.
+
+    Args:
+        x: any shape, float32, bfloat16 or float16.
+        size: 16 or 32.
+        dim: the dimension that the GEMM reduces over; padded with zeros to a multiple of `size`.
+
+    Returns:
+        float32 that bfloat16 holds exactly, of the shape of `x`, `dim` padded.
     """
     dim %= x.ndim
     padding = [0, 0] * (x.ndim - 1 - dim) + [0, -x.shape[dim] % size]

@@ -179,9 +179,14 @@ def current_scale(largest: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 class Scales(NamedTuple):
-    """The scales of the blocks of a tensor: `into`, float32, multiplies into the format; `stored`
-    is as `Quantized` has them, e8m0 as int32 codes; `out`, float32, is what a block's values carry
-    into a GEMM, whose output is then multiplied by `factor`; None for 1."""
+    """The scales of the blocks of a tensor.
+
+    Attributes:
+        into: float32, multiplies into the format.
+        stored: as `Quantized` has them; e8m0 as int32 codes.
+        out: float32, what a block's values carry into a GEMM; None if they carry nothing.
+        factor: what the GEMM's output is then multiplied by, None for 1.
+    """
 
     into: Tensor
     stored: Tensor
@@ -241,9 +246,14 @@ def check_arguments(
 
 
 def encode(scaled: Tensor, target: Format, bits: Tensor | None) -> Tensor:
-    """The codes of float32 values, saturated, in a format of eight bits or fewer: uint8. NaN is
-    0x7F in FP8, the largest value else. `bits`, int64 of the same shape, are for stochastic
-    rounding; None rounds to the nearest, ties to even."""
+    """The codes of float32 values, saturated: uint8. NaN is 0x7F in FP8, the largest value else.
+
+    Args:
+        scaled: float32.
+        target: of eight bits or fewer.
+        bits: int64 of the shape of `scaled`, for stochastic rounding; None rounds to the nearest,
+            ties to even.
+    """
     held = scaled.abs().clamp(max=target.max)
     exponent = ((held.view(torch.int32) >> 23) - 127 + target.bias).clamp(min=1)
     step = ((exponent - target.bias - target.mantissa_bits + 127) << 23).view(torch.float32)

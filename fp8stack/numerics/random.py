@@ -57,8 +57,15 @@ class RandomBits:
 def philox4x32(
     c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int | Tensor, k1: int | Tensor
 ) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of four counter words, int64 in [0, 2^32), broadcast with each other, and two
-    key words, taken modulo 2^32: four words of the shape that the counter words broadcast to."""
+    """Philox4x32-10 of four counter words and two key words.
+
+    Args:
+        c0, c1, c2, c3: int64 in [0, 2^32), broadcast with each other.
+        k0, k1: taken modulo 2^32, int or int64 0-dim.
+
+    Returns:
+        Four words, int64 in [0, 2^32), of the shape that the counter words broadcast to.
+    """
     shape = torch.broadcast_tensors(c0, c1, c2, c3)[0].shape  # type: ignore[no-untyped-call]
     for _ in range(_ROUNDS):
         k0, k1 = k0 & _WORD, k1 & _WORD

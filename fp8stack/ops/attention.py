@@ -30,11 +30,15 @@ _LEAST_HEAD_WIDTH = 16
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None, dropout: float) -> Tensor:
-    """Scaled dot-product attention; causal if there is no `mask` of `dense_mask`, `document_mask`.
+    """Scaled dot-product attention; causal if there is no `mask`.
 
-    Queries are [B, H, T, E], keys and values [B, G, S, E], where S is T, or any number if
-    there is one query or a mask; all are of one dtype, which is the result's. Weights are dropped
-    with the probability `dropout`, which is 0 with blocks."""
+    Args:
+        q: queries [B, H, T, E].
+        k: keys [B, G, S, E]; S is T, or any number where there is one query, or a mask.
+        v: values, of the shape of `k`. All three are of one dtype, which is the result's.
+        mask: what `dense_mask` or `document_mask` gave.
+        dropout: the probability for an attention weight to be dropped; 0 with blocks.
+    """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         y: Tensor = _flex()(q, k, v, block_mask=mask, enable_gqa=grouped)
@@ -54,9 +58,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None, dropout: float
 def dense_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """The form in which all kernels take which keys a query may attend to.
 
-    `allowed` is bool [B or 1, 1, T, S], with one key or more for each query; the result is 0 or
-    minus infinity, in the `dtype` of attention. Torch would make the same of booleans in every
-    layer, and keep it for the backward pass.
+    Torch would make the same of booleans in every layer, and keep it for the backward pass.
+
+    Args:
+        allowed: bool [B or 1, 1, T, S]; every query has one key or more.
+        dtype: that attention computes in.
+
+    Returns:
+        0 or minus infinity: the shape of `allowed`, in `dtype`.
     """
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, -torch.inf)
@@ -66,9 +75,13 @@ def document_mask(documents_BT: Tensor, dtype: torch.dtype, *, head_width: int, 
     """A mask by which a token attends to itself and earlier tokens of its own document.
 
     On a GPU with a compiler, blocks of 128 x 128 scores that are masked as a whole are never
-    computed (flex attention). Elsewhere, and where `all` scores are wanted, the mask is dense: flex
-    attention neither drops weights nor keeps what its kernel gave. `documents_BT`, int64, has the
-    document that each token is of.
+    computed (flex attention). Elsewhere, and where `all` scores are wanted, the mask is dense.
+
+    Args:
+        documents_BT: int64 [B, T], the document that each token is of.
+        dtype: that attention computes in.
+        head_width: E.
+        all: attention has dropout, or keeps what its kernel gave: flex attention does neither.
     """
     if not all and head_width >= _LEAST_HEAD_WIDTH and skips_blocks(documents_BT.device):
         return document_blocks(documents_BT)

@@ -69,10 +69,13 @@ class Product(NamedTuple):
 class Copies(NamedTuple):
     """What a cast gives; None is what was not wanted. All but the scales of blocks are contiguous.
 
-    `data` is float8 [rows, columns], `transposed` float8 [columns, rows], of blocks not its
-    transpose; `amax` float32, 0-dim, NaN ignored. `inv_scale` of blocks is float32 [rows, columns /
-    128], as `scaled_gemm.pack_scales` has it, `inv_scale_across` that of `transposed`; `sums` are
-    those over rows, float32 [columns].
+    Attributes:
+        data: float8 [rows, columns].
+        transposed: float8 [columns, rows]; of blocks not the transpose of `data`.
+        amax: float32, 0-dim, NaN ignored.
+        inv_scale: of blocks, float32 [rows, columns / 128], as `scaled_gemm.pack_scales` has it.
+        inv_scale_across: of the blocks of `transposed`, [columns, rows / 128].
+        sums: over rows, float32 [columns].
     """
 
     data: Tensor
@@ -92,8 +95,16 @@ def product_amax(product: Product) -> Tensor:
 def cast_product(
     product: Product, scale: Tensor, format: str, *, across: bool, record: bool, sums: bool
 ) -> Copies:
-    """A product cast with one scale, see `kernels.cast_transpose`; and its sums over rows, if they
-    are wanted."""
+    """A product cast with one scale, see `kernels.cast_transpose`.
+
+    Args:
+        product: what is cast.
+        scale: float32, 0-dim; multiplies into FP8.
+        format: "e4m3" or "e5m2".
+        across: whether the transpose is wanted.
+        record: whether the amax is wanted.
+        sums: whether the sums over rows are wanted.
+    """
     data, transposed, amaxes, parts = _cast_op(*product, scale, format, across, record, sums)
     return Copies(
         data,

@@ -29,9 +29,18 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 def cast_transpose(
     x: Tensor, scale: Tensor, format: str = "e4m3", *, across: bool = True, record: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`cast_to_fp8(x, scale, format)` of a matrix [rows, columns], its transpose and `amax(x)`, to
-    the bit; the latter two if they are wanted, else None. All are contiguous. `scale` is float32
-    and 0-dim, on the device of `x`. Nothing waits for the device.
+    """`cast_to_fp8(x, scale, format)`, its transpose and `amax(x)`, to the bit.
+
+    Args:
+        x: [rows, columns], float32, bfloat16 or float16.
+        scale: float32, 0-dim, on the device of `x`; multiplies into FP8.
+        format: "e4m3" or "e5m2".
+        across: whether the transpose is wanted.
+        record: whether the amax is wanted.
+
+    Returns:
+        The FP8 data [rows, columns]; its transpose [columns, rows], or None; the amax of `x`,
+        float32, 0-dim, NaN ignored, or None. All contiguous. Nothing waits for the device.
 
     Raises:
         ValueError: an unknown format.

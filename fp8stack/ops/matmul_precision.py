@@ -51,7 +51,10 @@ def exact_matmul() -> Iterator[None]:
 class MatmulPrecision:
     """Has one precision in the forward and backward passes of models, and whatever was there before
     in all else. It stays where torch.compile takes a whole model, for compiled code cannot switch,
-    and after a backward pass that failed on its way. See torch.set_float32_matmul_precision.
+    and after a backward pass that failed on its way.
+
+    Args:
+        precision: see torch.set_float32_matmul_precision.
     """
 
     def __init__(self, precision: str) -> None:

@@ -62,8 +62,11 @@ class Scaled(NamedTuple):
 def pack_scales(inv_scales: Tensor, kind: Scales) -> Tensor:
     """Scales in the order of their blocks -> scales as the hardware reads them.
 
-    They are float8_e8m0fnu [rows, K / 32] for MX, float8_e4m3fn [rows, K / 16] for NV, float32
-    [rows, K / 128] for ROWS, [rows / 128, K / 128] for SQUARES, [rows, 1] for PER_ROW.
+    Args:
+        inv_scales: float8_e8m0fnu [rows, K / 32] for MX, float8_e4m3fn [rows, K / 16] for NV,
+            float32 [rows, K / 128] for ROWS, float32 [rows / 128, K / 128] for SQUARES, float32
+            [rows, 1] for PER_ROW.
+        kind: how the operand is scaled.
     """
     if kind is Scales.PER_ROW:
         return inv_scales
@@ -93,10 +96,14 @@ def scaled_gemm(
     bias: Tensor | None = None,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """`a` [M, K] times the transpose of `b` [N, K], scaled, plus `bias` [N]: [M, N] in bfloat16,
-    float16 or float32, of NV bfloat16 or float32. At most one operand is E5M2. The bias is added
-    before the one rounding where scales are per tensor or per row, after it else. For the forward
-    pass, `fast_accumulation` lets Hopper and Ada add in fewer bits.
+    """`a` [M, K] times the transpose of `b` [N, K], scaled, plus `bias` [N]: [M, N].
+
+    Args:
+        a: the first operand.
+        b: the second; one of the two at most is E5M2.
+        out_dtype: bfloat16, float16 or float32; of NV bfloat16 or float32.
+        bias: added before the one rounding where scales are per tensor or per row, after it else.
+        fast_accumulation: let Hopper and Ada add in fewer bits; for the forward pass.
 
     Raises:
         ValueError: formats, sizes or a layout that the hardware does not take.

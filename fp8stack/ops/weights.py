@@ -29,10 +29,14 @@ class KeptWeights:
     """The copies of some weights, in memory that stays: `cast` fills it anew. Nothing in that waits
     for the device or allocates, so that a CUDA graph can hold it.
 
-    The weights are contiguous matrices of one dtype, float32, bfloat16 or float16, on one device;
-    `quantizer` has one scale per tensor, or blocks of 128 x 128; `places` are those of the weights
-    in the scales and amaxes of delayed scaling. `copies` has of each weight its bytes [rows,
-    columns] and those of its transpose, each with its inverse scales, as `scaled_gemm` takes them.
+    Args:
+        weights: contiguous matrices of one dtype, float32, bfloat16 or float16, on one device.
+        quantizer: with one scale per tensor, or for blocks of 128 x 128.
+        places: of each weight in the scales and amaxes of delayed scaling.
+
+    Attributes:
+        copies: of each weight its bytes [rows, columns] and those of its transpose, each with its
+            inverse scales, as `scaled_gemm` takes them.
     """
 
     def __init__(
@@ -87,9 +91,13 @@ class KeptWeights:
         return made[0], made[1]
 
     def cast(self, scales: Tensor | None = None, amaxes: Tensor | None = None) -> None:
-        """Make the copies of what the weights are now. The `scales` of delayed scaling, float32
-        [places], multiply into FP8. Each of its `amaxes`, float32 [places], finite or infinite,
-        becomes the weight's own if that is larger; None records none."""
+        """Make the copies of what the weights are now.
+
+        Args:
+            scales: of delayed scaling, float32 [places]; multiply into FP8.
+            amaxes: of delayed scaling, float32 [places], finite or infinite: each becomes the
+                weight's own if that is larger; None records none.
+        """
         if scales is not None:
             self._launch("given", scales, amaxes, cast=True)
         elif self._squares:

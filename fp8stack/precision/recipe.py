@@ -115,6 +115,11 @@ class Recipe(BaseModel):
         return self.quantizers is not None
 
     @property
+    def beside_linears(self) -> dict[str, str]:
+        """What it says of other parts of a model than its linear layers, by key."""
+        return {"attention": self.attention, "residual": self.residual}
+
+    @property
     def tables(self) -> tuple[Quantizers, ...]:
         """The different tables of quantizers that its layers may have, its own first."""
         found = (self.quantizers, *(rule.quantizers for rule in self.layers))
@@ -328,9 +333,8 @@ def recipe_from_json(data: Mapping[str, Any], where: str) -> Recipe:
 
 def plain(compute_dtype: ComputeDtype, instead_of: Recipe) -> Recipe:
     """The recipe without quantizers that computes in `compute_dtype`, which ships as a preset, with
-    what another recipe says of all that is no linear layer."""
-    keys = {"attention": instead_of.attention, "residual": instead_of.residual}
-    return load_recipe(compute_dtype, keys)
+    what another recipe says beside linear layers."""
+    return load_recipe(compute_dtype, instead_of.beside_linears)
 
 
 _NO_RECIPE = Recipe(name="")

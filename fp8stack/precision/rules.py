@@ -74,8 +74,7 @@ def resolve(
             "--recipe, or attention = 'compute' (--set recipe.attention=compute)."
         )
     # Whatever runs instead, attention and the residual stream stay what was asked for.
-    kept = {"attention": chosen.attention, "residual": chosen.residual}
-    runs = plan.recipe.model_copy(update=kept)
+    runs = plan.recipe.model_copy(update=chosen.beside_linears)
     gpu = hardware.name if hardware.device == "cuda" else ""
     return replace(plan, recipe=runs, strict=strict, gpu=gpu, reasons=notes + plan.reasons)
 
