@@ -195,14 +195,18 @@ def trace(
         gathers: whether each pass gathers weights from the ranks (FSDP2).
         blocks: the indices of the plan's blocks to run; None: the first of each kind.
         backward: whether to run the backward pass too, with a loss in one chunk and attention in
-            one kernel; else a loss in many chunks is known from those of two and three.
+            one kernel; else with a loss in two chunks where it has many.
 
     Raises:
         UserError: a tensor has more bytes than 64 bits can count.
     """
     kinds = meta.kinds_of(plan) if blocks is None else [[index] for index in blocks]
     own = replace(plan, asked="", reasons=(), gpu="")
-    chunk = sequences * context if backward else losses.chunk_rows(config.vocabulary)
+    rows, chunk = sequences * context, losses.chunk_rows(config.vocabulary)
+    if backward:
+        chunk = rows
+    elif rows > chunk:
+        chunk = -(-rows // 256) * 128  # two chunks save as much as many
     made = tuple(map(tuple, kinds)), sequences, context, save_fp8, gathers, backward, chunk
     try:
         return _traced(config, own, *made)
@@ -254,7 +258,6 @@ _ATEN: Any = torch.ops.aten
 _NO_CONTEXT: Any = None
 _MADE = ("empty", "zeros", "ones", "full", "new_", "scalar_tensor", "detach")
 _MOVES = ("aten::clone", "aten::cat", "aten::_unsafe_view", "aten::alias")
-_OF_CHUNKS = {2: "loss of 2 chunks", 3: "loss of 3 chunks"}
 _SOURCES = ("tokens", "weights", "")
 
 
@@ -296,8 +299,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._labels: dict[tuple[int, int], str] = {}
         self._packed: list[weakref.ref[_Packed]] = []
         self._kept = defaultdict[str, Kept](Kept)
-        self._chunk_part = ""  # overrides the module's part
-        self._chunks = 0
         if plan.backend == "te":
             backend: Any = model.backend
             backend.norm_linear = lambda x, norm, linear: linear(self._norm(x, norm, linear))
@@ -311,7 +312,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in self._model.modules():
                 stack.enter_context(part.register_forward_pre_hook(self._enter))
                 stack.enter_context(part.register_forward_hook(self._leave))
-            stack.enter_context(patch.object(gpt, "head_loss", self._loss))
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", self._attention))
             saves = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one.tensor)
             with saves, self:
@@ -343,9 +343,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 known.add(storage)
                 copies = self._made_of.get(storage) == "weights"
                 kept[one.part] += Kept(0, size) if copies else Kept(size)
-        if self._chunks:
-            two, three = (kept.pop(part) for part in _OF_CHUNKS.values())
-            kept["loss"] = two + (three + two * -1) * (self._chunks - 2)
         record: Any = {"operators": self.operators, "values": self.values}
         return Trace(kinds=kinds, kept=kept, fp8_weights=fp8_weights, **record)
 
@@ -357,7 +354,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def _part(self) -> str:
-        return self._chunk_part or _part_of(self._path)
+        return _part_of(self._path)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._inside.append((module, _AUTOGRAD._get_sequence_nr()))
@@ -397,22 +394,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with patch.object(self, "_one", "fused norm"):
             y = norm(x)
         return y
-
-    def _loss(self, head: nn.Module, x: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
-        """Replaces `head_loss`; runs two and three chunks instead of many."""
-        rows, chunk = targets.numel(), losses.chunk_rows(vocabulary)
-        if rows <= 3 * chunk:
-            return losses.head_loss(head, x, targets, vocabulary)
-        self._chunks = rows // chunk
-        made = [x.sum()]  # so that what came before stays saved
-        for chunks, self._chunk_part in _OF_CHUNKS.items():
-            some = chunks * chunk + rows % chunk
-            inputs = x.new_empty(some, x.shape[-1]).requires_grad_()
-            labels = targets.new_empty(some)
-            self._made_of.update((_storage(x), "tokens") for x in (inputs, labels))
-            made.append(losses.head_loss(head, inputs, labels, vocabulary))
-        self._chunk_part = ""
-        return torch.stack(made).sum()
 
     def _pack(self, tensor: Tensor) -> _Packed:
         one = _Packed(tensor, self._part)
