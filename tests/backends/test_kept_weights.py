@@ -87,10 +87,16 @@ def turned() -> dict[str, Tensor]:
     return kept(model)
 
 
-def interpreted_differences() -> list[str]:
-    """Where layer by layer, without the kernels, and with them is not the same."""
+def few_differences() -> list[str]:
+    return interpreted_differences("delayed", "block")
+
+
+def interpreted_differences(*names: str) -> list[str]:
+    """Where layer by layer, without the kernels, and with them is not the same; of all forms, or of
+    those that are named."""
     makers = {name: lambda name=name: everything(name) for name in ("delayed", "current")}
     makers |= {"block": blocks_only, "turned": turned}
+    makers = {name: makers[name] for name in names or makers}
     wrong = []
     for name, make in makers.items():
         expected = make()

@@ -447,7 +447,7 @@ def test_conform_checks_the_gemms_of_nvfp4_by_torch(cuda_gemm, monkeypatch):
 BY_CPP = [pytest.mark.slow, pytest.mark.xfail(raises=InductorError, strict=False)]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("inductor", marks=BY_CPP)])
 def test_swizzled_scales_compile_though_inductor_cannot_take_them(
     cuda_gemm, monkeypatch, mode, recipe

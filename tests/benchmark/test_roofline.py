@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,18 @@ FLOPS = Rates(half=1.0, fp8=1.0, fp4=1.0, attention=1.0, memory=INF)  # seconds 
 FREE = Rates(half=INF, fp8=INF, fp4=INF, attention=INF, memory=INF)
 NVFP4 = ("nvfp4", "nvfp4_last_bf16", "nvfp4_nearest", "nvfp4_no_hadamard")
 PRESETS = ("gpt-nano", "gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")
+
+
+def of_presets(*recipes: str) -> list[Any]:
+    """Each model in the first of these recipes, and one in each; the others take longer."""
+    return [
+        pytest.param(
+            *(model, recipe),
+            marks=[] if recipe == recipes[0] or model == "llama-1b" else pytest.mark.slow,
+        )
+        for model in PRESETS
+        for recipe in recipes
+    ]
 
 
 def plan(config: GPTConfig, recipe: str, head: bool = False) -> Plan:
@@ -52,8 +65,7 @@ def seconds(prediction: Prediction) -> dict[str, float]:
 # Terms by hand
 
 
-@pytest.mark.parametrize("model", PRESETS)
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
+@pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "bf16", "nvfp4"))
 def test_operations_are_those_of_the_configuration(model, recipe):
     config = load_config(model)
     config = config.model_copy(update={"vocabulary": padded_vocabulary(config, 32)})
@@ -267,8 +279,7 @@ def test_what_needs_a_number_of_the_whole_tensor_is_another_kernel():
 # The whole
 
 
-@pytest.mark.parametrize("model", PRESETS)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
+@pytest.mark.parametrize(("model", "recipe"), of_presets("delayed", "current", "block", "nvfp4"))
 def test_where_all_but_gemms_is_free_fp8_gains_the_ratio_of_the_rates(model, recipe):
     rates = Rates(half=7e14, fp8=13e14, fp4=26e14, attention=INF, memory=INF)
     plain, fp8 = at(rates, model, "bf16"), at(rates, model, recipe, head=True)

@@ -13,11 +13,14 @@ WORK = (
     "tests.ops.test_kernels:interpreted_differences",
     "tests.ops.test_fused_casts:interpreted_differences",
     "tests.ops.test_weights:few_differences",
+    "tests.backends.test_kept_weights:few_differences",
+)
+ALL = (
+    "tests.ops.test_weights:differences",
     "tests.backends.test_kept_weights:interpreted_differences",
 )
-WEIGHTS = ("tests.ops.test_weights:differences",)
 
 
-@pytest.mark.parametrize("work", [WORK, pytest.param(WEIGHTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("work", [WORK, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_differ_in_nothing(work):
     assert interpreted(*work) == {one: [] for one in work}
