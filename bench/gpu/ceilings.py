@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8stack import numerics
 from fp8stack.benchmark.timing import interleaved
-from fp8stack.ops.kernels import cast_transpose
+from fp8stack.ops.fused_casts import cast_transpose
 from fp8stack.ops.scaled_gemm import Scaled, Scales, scaled_gemm
 from fp8stack.precision import probe
 

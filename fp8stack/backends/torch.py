@@ -28,8 +28,14 @@ from fp8stack.backends.weights import Version, WeightChanges, own_weight, versio
 from fp8stack.formats import Operand, Quantizer, fp8_format
 from fp8stack.numerics.cast import codes_of_cast
 from fp8stack.numerics.quantized import upper_scale
-from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
-from fp8stack.ops.kernels import cast_transpose, has_kernel, transpose_bytes
+from fp8stack.ops.fused_casts import (
+    Product,
+    cast_blocks,
+    cast_product,
+    cast_transpose,
+    product_amax,
+)
+from fp8stack.ops.kernels import has_kernel, transpose_bytes
 from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.ops.weights import KeptWeights
 from fp8stack.precision.plan import LayerPlan, Plan

@@ -33,7 +33,8 @@ from fp8stack.conform.inputs import (
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits, fused
 from fp8stack.numerics.rounding import rounding
-from fp8stack.ops.kernels import cast_transpose, has_kernel
+from fp8stack.ops.fused_casts import cast_transpose
+from fp8stack.ops.kernels import has_kernel
 
 # Powers of two and others, from the smallest to the largest scale of a finite amax.
 SCALES = (1.0, 0.1, 3.0, 1 / 3, 2.0**-20, 1e5, 1e30, 1.3e-36, oracles.FLT_MAX)

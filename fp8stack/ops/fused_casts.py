@@ -86,6 +86,16 @@ class Copies(NamedTuple):
     sums: Tensor | None = None
 
 
+def cast_transpose(
+    x: Tensor, scale: Tensor, format: str = "e4m3", *, across: bool = True, record: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`cast_to_fp8(x, scale, format)`, its transpose and `amax(x)`, to the bit; `x` [rows, columns]
+    in float32, bfloat16 or float16. For the arguments see `cast_product`."""
+    whole = Product("cast", x)
+    made = cast_product(whole, scale, format, across=across, record=record, sums=False)
+    return made[:3]
+
+
 def product_amax(product: Product) -> Tensor:
     """The amax of a product, of which nothing is written: float32, 0-dim, NaN ignored."""
     found: Tensor = _amax_op(*product).max()
@@ -95,15 +105,18 @@ def product_amax(product: Product) -> Tensor:
 def cast_product(
     product: Product, scale: Tensor, format: str, *, across: bool, record: bool, sums: bool
 ) -> Copies:
-    """A product cast with one scale, see `kernels.cast_transpose`.
+    """A product cast with one scale. Nothing waits for the device.
 
     Args:
         product: what is cast.
-        scale: float32, 0-dim; multiplies into FP8.
+        scale: float32, 0-dim, on the product's device; multiplies into FP8.
         format: "e4m3" or "e5m2".
         across: whether the transpose is wanted.
         record: whether the amax is wanted.
         sums: whether the sums over rows are wanted.
+
+    Raises:
+        ValueError: an unknown format.
     """
     data, transposed, amaxes, parts = _cast_op(*product, scale, format, across, record, sums)
     return Copies(
@@ -380,7 +393,7 @@ def _cast_product(
         if BACKWARD:
             gradient = _load(dy, row, column, width, inside)
             first = _of_x(first, gradient, NAME, DTYPE, EXACT)
-        else:
+        elif NAME != "cast":
             first = _forward(first, NAME, DTYPE, EXACT)
     columns = width
     if NAME == "swiglu" and BACKWARD:
@@ -423,9 +436,7 @@ def _forward(
     x: tl.tensor, NAME: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr
 ) -> tl.tensor:
     """`ACTIVATIONS[NAME]`, but for SwiGLU."""
-    if NAME == "cast":
-        y = x
-    elif NAME == "relu2":
+    if NAME == "relu2":
         held = tl.where(x <= 0.0, 0.0, x)  # keeps NaN
         y = held * held
     elif NAME == "gelu":

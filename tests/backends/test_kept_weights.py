@@ -17,7 +17,7 @@ from fp8stack.backends import torch as torch_backend
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.ops import kernels, weights
+from fp8stack.ops import fused_casts, kernels, weights
 from fp8stack.ops.weights import KeptWeights
 from fp8stack.precision import Hardware
 
@@ -155,7 +155,7 @@ def stand_in(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
         cast(self, scales, amaxes)
         of, places = given[self]
         for weight, (along, across), place in zip(of, self.copies, places, strict=True):
-            data, transposed, largest = kernels.cast_transpose(weight, scales[place])
+            data, transposed, largest = fused_casts.cast_transpose(weight, scales[place])
             along.data.view(torch.uint8).data.copy_(data.view(torch.uint8))
             across.data.view(torch.uint8).data.copy_(transposed.view(torch.uint8))
             for one in (along, across):

@@ -28,7 +28,7 @@ from fp8stack.numerics import (
     rounding,
 )
 from fp8stack.numerics import random as random_bits
-from fp8stack.ops import attention, kernels, scaled_gemm
+from fp8stack.ops import attention, fused_casts, scaled_gemm
 
 amax: Any = sys.modules["fp8stack.numerics.amax"]  # the package has a function of this name
 Put = Callable[[pytest.MonkeyPatch], None]
@@ -216,14 +216,14 @@ FAULTS: dict[str, tuple[str, Put]] = {
     "one element in 100,000 is off by a code": ("casts: *eager", codes(one_off)),
     "the transpose is a copy": (
         "casts: *transpose*",
-        after(kernels, "_cast_transpose", lambda made, *x: (made[0], made[0].clone(), made[2])),
+        after(fused_casts, "_cast_op", lambda made, *x: (made[0], made[0].clone(), *made[2:])),
     ),
     "the amax is that of the rounded values": (
         "casts: *transpose*",
         after(
-            kernels, "_cast_transpose",
-            lambda made, x, scale, *given: (
-                *made[:2], numerics.amax(made[0].float() / scale).view(1)
+            fused_casts, "_cast_op",
+            lambda made, name, x, dy, scale, *given: (
+                *made[:2], numerics.amax(made[0].float() / scale).view(1), made[3]
             ),
         ),
     ),

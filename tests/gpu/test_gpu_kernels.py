@@ -10,7 +10,8 @@ import torch
 from fp8stack import numerics
 from fp8stack.formats import Quantizer
 from fp8stack.ops.activations import ACTIVATIONS
-from fp8stack.ops.kernels import cast_transpose, has_kernel
+from fp8stack.ops.fused_casts import cast_transpose
+from fp8stack.ops.kernels import has_kernel
 from fp8stack.ops.weights import KeptWeights
 from tests.gpu.machine import CONTEXT
 from tests.ops import test_fused_casts, test_weights
@@ -81,8 +82,9 @@ def test_the_operator_is_as_torch_wants_it() -> None:
     x = torch.randn(300, 200, device=DEVICE, dtype=torch.bfloat16)
     scale = torch.tensor(3.7, device=DEVICE)
     for across, record in ((True, True), (False, True), (True, False)):
-        operator = torch.ops.fp8stack.cast_transpose.default
-        torch.library.opcheck(operator, (x, scale, "e4m3", across, record))
+        operator = torch.ops.fp8stack.cast_product.default
+        given = ("cast", x, None, scale, "e4m3", across, record, False)
+        torch.library.opcheck(operator, given)
 
 
 @pytest.mark.usefixtures("_no_waiting")

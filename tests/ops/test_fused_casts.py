@@ -257,6 +257,11 @@ def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
         shapes = [(256, 384), (384, 256), (3, 256), (2, 384), (2, 384)]
         assert [part.shape for part in made] == shapes
         assert operators.product_amax("swiglu", x, None).shape == (4,)
+        for rows, columns, tiles in ((1, 1, 1), (128, 128, 1), (129, 130, 4), (0, 9, 1)):
+            x = torch.empty(rows, columns)
+            made = operators.cast_product("cast", x, None, scale, "e4m3", True, True, False)
+            shapes = [(rows, columns), (columns, rows), (tiles,), (0,)]
+            assert [part.shape for part in made] == shapes
 
 
 # The kernel
@@ -272,25 +277,26 @@ def interpreted_differences() -> list[str]:
 # Each form on one GPU, and one form on each.
 CODES = [
     pytest.param(
-        *(capability, name, backward, scaled),
+        *(capability, name, backward, scaled, format),
         marks=[] if capability == 90 or (backward and scaled == "given") else pytest.mark.slow,
     )
     for capability in (89, 90, 100, 120)
-    for name, backward, scaled in (
-        *(("swiglu", True, "given"), ("swiglu", True, "blocks"), ("gelu", False, "given")),
+    for name, backward, scaled, format in (
+        *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "blocks", "e4m3")),
+        *(("gelu", False, "given", "e4m3"), ("cast", False, "given", "e5m2")),
     )
 ]
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "name", "backward", "scaled"), CODES)
+@pytest.mark.parametrize(("capability", "name", "backward", "scaled", "format"), CODES)
 def test_a_gpus_code_stores_16_bytes_in_both_directions(
-    capability, name, backward, scaled, tmp_path, monkeypatch
+    capability, name, backward, scaled, format, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.empty(256, 256, dtype=torch.bfloat16)
     made = Product(name, x, x if backward else None)
-    constants = fused_casts.product_constants(made, scaled, "e4m3", capability != 89)
+    constants = fused_casts.product_constants(made, scaled, format, capability != 89)
     constants |= {"SUMS": backward, "RECORD": scaled == "given"}
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
     types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
@@ -307,8 +313,8 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
         assert "fma." not in text
         assert ".ftz" not in text
     if capability != 89:
-        assert "cvt.rn.satfinite.e4m3x2.f32" in text
+        assert f"cvt.rn.satfinite.{format}x2.f32" in text
         assert "f16x2" not in text.replace("bf16x2", "")  # rounds no second time
-        assert "cvt.rn.bf16" in text  # and what eager code rounds, once
+        assert ("cvt.rn.bf16" in text) == (name != "cast")  # and what eager code rounds, once
     if scaled == "blocks":
         assert "div.rn.f32" in text

@@ -1,10 +1,12 @@
-"""The cast with transpose and amax: the operator on a CPU, and its kernel in Triton's interpreter.
+"""The cast of a matrix with transpose and amax: the operator on a CPU, its kernel and that of the
+transpose in Triton's interpreter.
 
 See `tests/support/triton_code.py` for how.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -15,11 +17,10 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from fp8stack.conform.inputs import fp32_values
-from fp8stack.ops import kernels
-from fp8stack.ops.kernels import cast_transpose
+from fp8stack.ops import fused_casts, kernels
+from fp8stack.ops.fused_casts import cast_transpose
 from tests.support.oracles import FLT_MAX, codes, every_value, fp8_codes, to_numpy
 from tests.support.triton_code import ptx_of
 
@@ -110,8 +111,8 @@ def test_what_is_not_wanted_is_not_given_and_a_transpose_has_its_own_memory():
 @pytest.mark.parametrize("shape", [(33, 20), (1, 16), (16, 1), (0, 4)])
 def test_the_operator_is_as_torch_wants_it(shape, across, record):
     x = torch.randn(shape).to(torch.bfloat16)
-    operator = torch.ops.fp8stack.cast_transpose.default
-    torch.library.opcheck(operator, (x, torch.tensor(3.7), "e4m3", across, record))
+    given = ("cast", x, None, torch.tensor(3.7), "e4m3", across, record, False)
+    torch.library.opcheck(torch.ops.fp8stack.cast_product.default, given)
 
 
 def test_compiled_code_has_it_in_one_graph_for_any_number_of_rows():
@@ -162,15 +163,6 @@ def test_the_kernel_runs_on_nvidia_gpus_with_fp8(monkeypatch, capability, cuda, 
     assert not kernels.has_kernel(torch.device("cpu"))
 
 
-def test_a_trace_has_one_amax_per_tile_where_the_kernel_runs(monkeypatch):
-    monkeypatch.setattr(kernels, "has_kernel", lambda device: True)
-    for rows, columns, tiles in ((1, 1, 1), (128, 64, 1), (129, 65, 4), (0, 9, 1), (256, 192, 6)):
-        with FakeTensorMode():
-            x, scale = torch.empty(rows, columns), torch.empty(())
-            made = torch.ops.fp8stack.cast_transpose(x, scale, "e4m3", True, True)
-        assert [part.shape for part in made] == [(rows, columns), (columns, rows), (tiles,)]
-
-
 def transposes_wrongly() -> list[str]:
     """The shapes whose transpose is not numpy's, by the kernel where Triton interprets it."""
     wrong = []
@@ -200,34 +192,6 @@ def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, mon
 
 def interpreted_differences() -> list[str]:
     """`differences` of the kernels themselves, where Triton interprets them."""
-
-    def run(x: torch.Tensor, scale: torch.Tensor, format: str):
-        if x.numel() == 0:  # launches nothing
-            return cast_transpose(x, scale, format)
-        data, transposed, amaxes = kernels.run_kernel(x, scale, format, True, True)
-        if x.dtype == torch.float32 and scale == SCALES[1]:
-            alone, *nothing = kernels.run_kernel(x, scale, format, False, False)
-            assert [part.numel() for part in nothing] == [0, 0]
-            np.testing.assert_array_equal(codes(alone), codes(data))
-        return data, transposed, amaxes.max()
-
-    return differences(run, interpreted=True) + transposes_wrongly()
-
-
-@needs_triton
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("capability", [90, 100, 120])
-def test_what_triton_makes_for_a_gpu_converts_float32_in_one_instruction(
-    capability, format, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = kernels.kernel_constants(format, across=True, record=True, exact=True)
-    types = {"x": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8", "amaxes": "*fp32"}
-    types |= {"rows": "i32", "columns": "i32"}
-    ptx = ptx_of(kernels.kernel(), types, constants, capability, **kernels.OPTIONS)
-    assert f"cvt.rn.satfinite.{format}x2.f32" in ptx
-    assert "f16x2" not in ptx  # rounds no second time
-    assert "fma." not in ptx  # rounds the product
-    assert ".ftz" not in ptx  # keeps subnormals
-    # 64 bytes of data to a thread, and of the transpose; an amax.
-    assert Counter(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32": 8, "st.global.b32": 1}
+    fused_casts.has_kernel = lambda device: True
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    return differences(cast_transpose, interpreted=True) + transposes_wrongly()
