@@ -156,7 +156,7 @@ class LayerOperands:
         rounding = self._roundings.get((name, across))
         if rounding is None:
             return Rounded(x.to(torch.bfloat16 if bf16 else torch.float32), None)
-        bits = self._bits(rounding.quantizer, name, across, x)
+        bits = self._bits(rounding.quantizer, name, across, len(x))
         slot = self.slots.get((name, across))
         scale = None if slot is None else slot.scale()
         into = slot if record else None
@@ -164,12 +164,12 @@ class LayerOperands:
         return rounding(x, bits, scale, recorded, counts, bf16)[0]
 
     def _bits(
-        self, quantizer: Quantizer, name: Operand, across: bool, x: Tensor
+        self, quantizer: Quantizer, name: Operand, across: bool, rows: int
     ) -> RandomBits | None:
         if not quantizer.stochastic:
             return None
         assert self.draws is not None
-        return self.draws.bits(name, across, len(x))
+        return self.draws.bits(name, across, rows)
 
     def pack(self, x: Tensor, name: Operand, rounded: Rounded) -> Saved:
         """The bytes and scales of `x` for the GEMM over its rows; `rounded` is what the GEMM over
@@ -186,12 +186,15 @@ class LayerOperands:
         made = self.quantize(x, name, True)
         return Saved(made.data, made.scales, made.amax, made.has_nan)
 
-    def quantize(self, x: Tensor, name: Operand, across: bool) -> Quantized:
+    def quantize(
+        self, x: Tensor, name: Operand, across: bool, rows: int | None = None
+    ) -> Quantized:
         """The bytes and scales of `x` [rows, columns] for the GEMM that reduces over its columns
-        or, `across`, for the one that reduces over its rows."""
+        or, `across`, for the one that reduces over its rows. `rows`: how many it had before it was
+        padded, for ranks to draw the bits of their own rows."""
         quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
         assert isinstance(quantizer, Quantizer)
-        bits = self._bits(quantizer, name, across, x)
+        bits = self._bits(quantizer, name, across, len(x) if rows is None else rows)
         scale = self.scale(x, name, False, across)
         return numerics.quantize(x, quantizer, 0 if across else 1, bits, scale=scale)
 

@@ -57,6 +57,7 @@ class _Ran(NamedTuple):
     gathers: bool  # whether its weight is gathered again
     weight_dtype: torch.dtype
     has_bias: bool
+    rows: int | None  # of its input, before it was padded
 
 
 _Saved = tuple[Tensor | None, ...]
@@ -75,11 +76,12 @@ def _forward(
     bias: Tensor | None,
     needs: tuple[bool, bool],
     record: bool,
+    rows: int | None = None,
 ) -> tuple[Tensor, _Saved, _Ran]:
     """y = x w^T + b with FP8 operands; x and w are quantized once and reused in backward. `needs`
     says of which of the two a gradient is wanted."""
     needs_dx, needs_dw = needs
-    x_along, x_across, _ = layer.quantize(x, "input", record, needs_dw, apart=True)
+    x_along, x_across, _ = layer.quantize(x, "input", record, needs_dw, apart=True, rows=rows)
     # A gathered weight is gathered again for the backward pass: keeping it would undo that.
     gathers = needs_dx and isinstance(weight, FullWeight)
     w_along, w_across = layer.quantized_weight(weight, record, needs_dx and not gathers)
@@ -87,7 +89,7 @@ def _forward(
     dtype = x.dtype if isinstance(x, Tensor) else x.x.dtype
     y = scaled_gemm(x_along, w_along, dtype, bias=bias, fast_accumulation=True)
     saved = (*_tensors(x_across), *_tensors(w_across))
-    return y, saved, _Ran(layer, record, gathers, weight.dtype, bias is not None)
+    return y, saved, _Ran(layer, record, gathers, weight.dtype, bias is not None, rows)
 
 
 def _backward(
@@ -99,7 +101,7 @@ def _backward(
     dx = dw = db = None
     apart = apart or ran.has_bias  # whose sum over rows is a reduction, too
     along, across, db = layer.quantize(
-        dy, "grad_output", ran.record, x_data is not None, ran.has_bias, apart
+        dy, "grad_output", ran.record, x_data is not None, ran.has_bias, apart, ran.rows
     )
     if ran.gathers:
         _, w_across = layer.quantized_weight(layer.weight, False, True)
@@ -137,8 +139,9 @@ class _Multiply(torch.autograd.Function):
         needs: tuple[bool, bool],
         record: bool,
         after_norm: bool,
+        rows: int,
     ) -> Tensor:
-        y, saved, ctx.ran = _forward(layer, x, weight, bias, needs, record)
+        y, saved, ctx.ran = _forward(layer, x, weight, bias, needs, record, rows)
         ctx.save_for_backward(*saved)
         ctx.apart = not after_norm
         return y
@@ -148,7 +151,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with no_autocast(dy.device.type):
             found = _backward(ctx.ran, dy, ctx.saved_tensors, ctx.apart)
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 class _MultiplyTwice(torch.autograd.Function):
@@ -214,7 +217,7 @@ class ScaledLinear(LowPrecisionLinear):
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.bias, self, needs, self.records(), self.backend.after_norm
+            x, weight, self.bias, self, needs, self.records(), self.backend.after_norm, rows
         )
         return y[:rows] if missing else y
 
@@ -277,12 +280,13 @@ class ScaledLinear(LowPrecisionLinear):
         across: bool,
         sums: bool = False,
         apart: bool = False,
+        rows: int | None = None,
     ) -> tuple[Scaled, Scaled | None, Tensor | None]:
         """`x` [rows, columns] for a GEMM that reduces over its columns and, if `across`, for one
         that reduces over its rows: that one is [columns, rows]. And, if `sums`, its sums over rows
         in float32. In compiled code the compiler fuses a cast by a scale that is known with what
         made `x`; but for the transpose if `apart`, for what reduces rows would write it byte by
-        byte."""
+        byte. `rows`: see `LayerOperands.quantize`."""
         kind = self.kind(name)
         if not isinstance(x, Tensor):
             return self._made(x, name, record, across, sums)
@@ -294,8 +298,8 @@ class ScaledLinear(LowPrecisionLinear):
             along = Scaled(data, numerics.inverse(scale), kind)
             return along, None if transposed is None else along._replace(data=transposed), total
         if kind is Scales.NV:
-            turned = self._packed(x, name, True) if across else None
-            return self._packed(x, name, False), turned, total
+            turned = self._packed(x, name, True, rows) if across else None
+            return self._packed(x, name, False, rows), turned, total
         quantizer = self.quantizer(name)
         data, inv_scale = numerics.quantize(x.contiguous(), quantizer)[:2]
         along = Scaled(data, pack_scales(inv_scale, kind), kind)
@@ -311,10 +315,10 @@ class ScaledLinear(LowPrecisionLinear):
             data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
         return along, Scaled(data, pack_scales(inv_scale, kind), kind), total
 
-    def _packed(self, x: Tensor, name: Operand, across: bool) -> Scaled:
+    def _packed(self, x: Tensor, name: Operand, across: bool, rows: int | None) -> Scaled:
         """`x` in NVFP4 for one of its GEMMs. The bits of stochastic rounding go by the place in
         `x`, so that its second copy is turned after it is made."""
-        made = self.operands.quantize(x.contiguous(), name, across)
+        made = self.operands.quantize(x.contiguous(), name, across, rows)
         data, scales = made.data, made.scales.view(torch.uint8)
         if across:
             data, scales = transpose_bytes(data), scales.t()

@@ -24,7 +24,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import to_blocked
 
 from fp8stack import numerics
-from fp8stack.backends import fp8_state
+from fp8stack.backends import fp8_state, operands
 from fp8stack.backends import torch as torch_backend
 from fp8stack.backends.operands import LayerOperands
 from fp8stack.conform import gemms
@@ -308,7 +308,9 @@ def test_the_bytes_and_scales_of_blocks_are_those_of_the_casts(recipe):
 
 @pytest.mark.parametrize("hardware", [B200, RTX])
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_nearest", "nvfp4_no_hadamard"])
-def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware):
+def test_nvfp4_multiplies_what_the_emulator_does(cuda_gemm, recipe, hardware, monkeypatch):
+    monkeypatch.setattr(operands, "several_ranks", lambda: True)
+    monkeypatch.setattr(operands.dist, "get_rank", lambda: 1)  # has rows 40 to 79 of the batch
     ours, theirs = (
         linear(recipe, 96, 64, hardware=hardware, backend=backend)[0]
         for backend in ("torch", "emulate")
@@ -408,9 +410,9 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     ours, theirs = (gpt("nvfp4", who, {"layers": 1}, hardware=RTX) for who in ("torch", "emulate"))
     casts, quantize = [], LayerOperands.quantize
 
-    def counted(self, x, name, across):
+    def counted(self, x, name, across, *rows):
         casts.append(name)
-        return quantize(self, x, name, across)
+        return quantize(self, x, name, across, *rows)
 
     monkeypatch.setattr(LayerOperands, "quantize", counted)
     losses = [train(model, range(2), accumulate=2) for model in (ours, theirs)]
