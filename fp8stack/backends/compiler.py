@@ -31,11 +31,21 @@ def is_compiled(
 ) -> tuple[bool, str]:
     """Whether a model with this plan and this activation checkpointing trains as compiled code, and
     a note on it or "". Where nothing was `asked`, it does on a GPU, if that works.
+
+    Raises:
+        UserError: it was asked for, and torch does not compile it for this GPU.
     """
+    # Inductor refuses graphs with bfloat16 inputs or outputs there (torch 2.13).
+    old = hardware.capability is not None and hardware.capability < (8, 0)
+    no_bf16 = "torch compiles no residual stream in bf16 below compute capability 8.0"
+    if asked and old and plan.recipe.residual == "bf16":
+        raise UserError(f"--compile: {no_bf16}. Leave --compile out, or choose residual = 'fp32'.")
     if asked is not None or hardware.device != "cuda":
         return bool(asked), ""
     why = hardware.compiler_problem
-    if plan.backend == "te":
+    if old and plan.recipe.residual == "bf16":
+        why = no_bf16
+    elif plan.backend == "te":
         why = "Transformer Engine's layers cannot be compiled into one graph"
     elif recompute == "selective":
         why = "activation_checkpointing selective would not choose what compiled code keeps"

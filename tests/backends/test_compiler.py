@@ -18,9 +18,10 @@ from fp8stack.backends import build_backend, fp8_state
 from fp8stack.backends.compiler import is_compiled
 from fp8stack.backends.torch import ScaledLinear
 from fp8stack.config import RunConfig
+from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT, Compilable
-from fp8stack.precision import Hardware
+from fp8stack.precision import Hardware, load_recipe, resolve
 from fp8stack.training.setup import build
 from fp8stack.training.setup.variants import plan_recipe
 from tests.support.backend_models import RECIPES, same
@@ -287,6 +288,19 @@ def test_a_gpu_compiles_by_default_what_can_be_compiled(
     assert compiled == expected
     assert (note in told) if note else told == ""
     assert [reason for reason in plan.reasons if "compile" in reason] == [told] * bool(told)
+
+
+def test_a_bf16_residual_stream_is_not_compiled_for_a_gpu_for_which_torch_refuses_it():
+    recipe = load_recipe("bf16", {"residual": "bf16"})
+    turing, ampere = (Hardware("cuda", capability) for capability in ((7, 5), (8, 0)))
+    plan = resolve(recipe, turing)
+    expected = "training is not compiled: torch compiles no residual stream in bf16 below compute "
+    assert is_compiled(None, plan, turing) == (False, expected + "capability 8.0")
+    assert is_compiled(False, plan, turing) == (False, "")
+    with pytest.raises(UserError, match="--compile: torch compiles no residual stream in bf16"):
+        is_compiled(True, plan, turing)
+    assert is_compiled(None, resolve("fp16", turing), turing)[0]
+    assert is_compiled(None, resolve(recipe, ampere), ampere)[0]
 
 
 @pytest.mark.parametrize(
