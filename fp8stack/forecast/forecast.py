@@ -21,7 +21,7 @@ from fp8stack.hf import path_in
 from fp8stack.io import write_atomically
 from fp8stack.model.config import plan_for
 from fp8stack.model.gpt import GPT
-from fp8stack.precision import Hardware, load_recipe, probe
+from fp8stack.precision import Hardware, Recipe, load_recipe, probe
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.build import context_of
 from fp8stack.training.setup.datasets import tokenizer_of_run
@@ -143,6 +143,12 @@ def forecast(
     without = [name for name, recipe in recipes.items() if not recipe.is_fp8]
     if without:
         raise UserError(f"{', '.join(without)}: nothing is quantized. Name other --recipes.")
+    usual = Recipe(name="").beside_linears
+    for name, recipe in recipes.items():
+        for key, value in recipe.beside_linears.items():
+            if value != usual[key]:
+                note = f"{name}: the forecast is of linear layers, without {key} = '{value}'"
+                print(note, file=sys.stderr)
     trained = load_trained(request)
     law = fitted()
     if require_covered and (why := law.beyond(trained.model.config.parameters(), trained.tokens)):

@@ -78,13 +78,14 @@ def sensitivities(
     Args:
         model: in float32 without FP8.
         recipes: by name. Delayed scaling is measured as current scaling, because there are no
-            earlier passes to take scales from.
+            earlier passes to take scales from; attention and the residual stream as in float32.
         windows: held-out text, int64 [B, T + 1], or with documents [B, 2, T + 1].
         hardware: the machine that the recipes are planned for.
         batch: windows per forward pass.
     """
+    usual = Recipe(name="").beside_linears
     plans = {
-        name: plan_for(model.config, without_delay(recipe), hardware)
+        name: plan_for(model.config, without_delay(recipe).model_copy(update=usual), hardware)
         for name, recipe in recipes.items()
     }
     quantized = {layer.name for plan in plans.values() for layer in plan.layers if layer.fp8}

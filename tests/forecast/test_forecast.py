@@ -185,6 +185,14 @@ def test_a_run_that_is_not_there_is_refused(refused):
     assert "No run and no checkpoint at 'nowhere'" in refused("forecast", "nowhere")
 
 
+def test_a_forecast_says_which_keys_of_a_recipe_it_leaves_out(run, covered, tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text('like = "mxfp8"\nresidual = "bf16"\n')
+    found = of(run, str(tmp_path / "mine.toml"), "mxfp8")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("mine.toml: the forecast is of linear layers, without residual = 'bf16'")
+    assert found.recipes[0].gap == found.recipes[1].gap
+
+
 def test_a_folder_that_cannot_be_written_to_loses_no_table(run, command, monkeypatch, capsys):
     def full(*given: object) -> None:
         raise StorageError("Cannot write there.")

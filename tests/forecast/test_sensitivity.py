@@ -166,6 +166,15 @@ def test_delayed_scaling_is_measured_as_current(model, windows):
     assert found["delayed"].forward == found["current"].forward
 
 
+def test_linear_layers_alone_are_measured_whatever_the_residual_stream_is_in(model, windows):
+    alone = measured(model, windows, "mxfp8")["mxfp8"]
+    changed = {"residual": "bf16", "attention": "mxfp8"}
+    recipes = {"first": load_recipe("mxfp8", changed), "mxfp8": load_recipe("mxfp8")}
+    both = dict(sensitivities(model, recipes, windows, CPU, batch=8))
+    for one in both.values():
+        assert (one.forward, one.layers) == (alone.forward, alone.layers)
+
+
 def test_nothing_of_the_model_is_changed(model, windows):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     measured(model, windows, "mxfp4")
