@@ -114,7 +114,11 @@ def parse(scenario: Any, name: str, words: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, help="folder (default: bench/results/<machine>, such as cpu or h200)"
     )
     scenario.add_arguments(parser)
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    for key in ("rounds", "workers"):
+        if (count := getattr(arguments, key, 1)) < 1:
+            parser.error(f"--{key} {count}: give 1 or more")
+    return arguments
 
 
 def run(name: str, words: Sequence[str]) -> int:
@@ -122,6 +126,8 @@ def run(name: str, words: Sequence[str]) -> int:
     failed, else 0."""
     module = imported(name)
     arguments = parse(module, name, words)
+    if getattr(arguments, "tiny", False) and arguments.out is None:
+        raise UserError("--tiny would overwrite results in bench/results. Give --out FOLDER.")
     if hasattr(module, "run"):  # it writes for itself
         arguments.out = arguments.out or RESULTS
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -232,3 +232,16 @@ def test_the_benchmarks_explain_themselves_and_refuse_unknown_scenarios(
     code, _, said = bench("step", "--device", "cpu", "--models", "gpt9")
     assert code == 2
     assert said.splitlines()[-1].startswith("No model 'gpt9'")
+
+
+def test_tiny_sizes_overwrite_no_committed_results():
+    before = (RESULTS / "grid.json").read_bytes()
+    assert refusal(lambda: runner.run("grid", WORDS)).startswith("--tiny would overwrite results")
+    assert (RESULTS / "grid.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [("grid", "--rounds", "0"), ("study", "--workers", "-1")])
+def test_a_count_below_one_is_refused(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        runner.run(words[0], words[1:])
+    assert f"{words[1]} {words[2]}: give 1 or more" in capsys.readouterr().err
