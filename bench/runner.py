@@ -22,7 +22,7 @@ from bench.report import Report, Row
 from bench.timing_lock import timing
 from fp8stack.benchmark.timing import machine, slug
 from fp8stack.cli.options import words
-from fp8stack.errors import UserError
+from fp8stack.errors import UserError, quoted
 from fp8stack.precision import Hardware, probe
 
 RESULTS = Path(__file__).parent / "results"
@@ -128,12 +128,16 @@ def run(name: str, words: Sequence[str]) -> int:
     arguments = parse(module, name, words)
     if getattr(arguments, "tiny", False) and arguments.out is None:
         raise UserError("--tiny would overwrite results in bench/results. Give --out FOLDER.")
-    if hasattr(module, "run"):  # it writes for itself
-        arguments.out = arguments.out or RESULTS
-        arguments.out.mkdir(parents=True, exist_ok=True)
+    at_once = hasattr(module, "run")  # it writes its results itself
+    own = Path() if at_once else Path(getattr(module, "FOLDER", slug(_hardware(arguments))))
+    arguments.out = folder = arguments.out or RESULTS / own
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {quoted(str(folder))} cannot be made: {error.strerror}.") from error
+    if at_once:
         module.run(arguments)
         return 0
-    folder = arguments.out or RESULTS / getattr(module, "FOLDER", slug(_hardware(arguments)))
     cells = Cells(folder / f"{name}.partial.jsonl", _conditions(arguments))
     report = measured(module, name, words, cells)
     text = module.table(report)

@@ -25,6 +25,7 @@ from bench.report import Report, Row, heading, markdown, report_of
 from fp8stack import presets
 from fp8stack.cli.options import words
 from fp8stack.errors import UserError
+from fp8stack.model.config import load_config
 from fp8stack.precision import load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -54,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Report:
     """Each model in each recipe, in a process of its own."""
     stores = not arguments.no_stores
+    for name in arguments.models:  # an unknown name is refused before anything is compiled
+        load_config(name)
+    for name in arguments.recipes:
+        load_recipe(name)
     rows: list[Row] = []
     for model, recipe, capability in _chosen(arguments):
         of = (f"{model} on {capability}", recipe)

@@ -260,8 +260,8 @@ def predict_all(
     ceiling: bool = False,
     measured: tuple[dict[tuple[str, str], float], str] = ({}, ""),
 ) -> Roofline:
-    """Predictions for bf16 and for every FP8 recipe that `hardware` runs natively. With `ceiling`,
-    the head is in FP8 too, and casts take no time."""
+    """Predictions for bf16 (fp16 on a GPU without it) and for every FP8 recipe that `hardware` runs
+    natively. With `ceiling`, the head is in FP8 too, and casts take no time."""
     if context > config.context:
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     predictions, left_out = [], {}
@@ -330,7 +330,8 @@ def as_lines(roofline: Roofline) -> list[str]:
     rates = achievable(gpu, Efficiency())
     bound = ", an upper bound: the head in FP8, casts that take no time" if roofline.ceiling else ""
     tokens = f"{roofline.batch} x {roofline.context} tokens per step"
-    assumed_rates = [f"bf16 GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s"]
+    first, rows = roofline.predictions[0], []
+    assumed_rates = [f"{first.precision} GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s"]
     if gpu.fp8_tflops:
         assumed_rates.append(f"FP8 GEMMs {_share(rates.fp8, gpu.fp8_tflops)}")
     if gpu.fp4_tflops:
@@ -342,9 +343,9 @@ def as_lines(roofline: Roofline) -> list[str]:
         f"Assumed of the peak ({gpu.source}): {', '.join(assumed_rates)}",
         "",
     ]
-    heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU", "vs bf16"]
-    heads += ["measured ms", "measured vs bf16"] if measured else []
-    first, rows = roofline.predictions[0], []
+    heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU"]
+    heads += [f"vs {first.precision}"]
+    heads += ["measured ms", f"measured vs {first.precision}"] if measured else []
     for row in roofline.predictions:
         cells = [row.precision, f"{row.fp8_layers}/{row.layers}"]
         cells += [f"{100 * ms / row.step_ms:.0f} %" for ms in row.parts_ms.values()]

@@ -138,8 +138,8 @@ def _follow(metrics: Path, steps: int, show: Show) -> Callable[[], None]:
         first, since = begin[0]
         pace_s = (now - since) / (step - first) if step > first else None
         left = "n/a" if pace_s is None else timedelta(seconds=round(pace_s * (steps - step)))
-        told = "n/a" if loss is None else f"{loss:.4f}"
-        show(f"step {step}/{steps} | loss {told} | ETA {left}", step / steps, pace_s)
+        told = "" if loss is None else f" | loss {loss:.4f}"
+        show(f"step {step}/{steps}{told} | ETA {left}", step / steps, pace_s)
 
     return look
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from bench import runner
 from bench.gpu_code import gpu_code
 from bench.runner import RESULTS
 from fp8stack.errors import UserError
+from tests.conftest import refusal
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 COMMITTED = json.loads((RESULTS / gpu_code.FOLDER / "gpu-code.json").read_text())
@@ -110,6 +112,11 @@ def test_gradients_whose_rows_are_summed_are_transposed_by_a_kernel_of_their_own
 def test_no_committed_kernel_of_a_block_writes_byte_by_byte():
     narrow = {(row["case"], row["arm"]): row["narrow_bytes"] for row in COMMITTED["results"]}
     assert set(narrow.values()) == {0}
+
+
+def test_a_model_that_is_not_known_is_refused_before_anything_is_compiled(tmp_path):
+    words = ["--models", "gpt2-124m,nope", "--out", str(tmp_path)]
+    assert refusal(lambda: runner.run("gpu-code", words)).startswith("No model 'nope'")
 
 
 def test_a_capability_that_is_not_known_is_an_error():

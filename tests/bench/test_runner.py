@@ -240,6 +240,13 @@ def test_tiny_sizes_overwrite_no_committed_results():
     assert (RESULTS / "grid.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("scenario", ["grid", "gpu"])
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_measured(scenario, tmp_path):
+    (tmp_path / "file").write_text("")
+    said = refusal(lambda: runner.run(scenario, ["--out", str(tmp_path / "file/results")]))
+    assert said == f"--out {tmp_path}/file/results cannot be made: Not a directory."
+
+
 @pytest.mark.parametrize("words", [("grid", "--rounds", "0"), ("study", "--workers", "-1")])
 def test_a_count_below_one_is_refused(words, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -492,6 +492,14 @@ def results(tmp_path) -> Path:
     return path
 
 
+def test_a_gpu_without_bf16_is_predicted_in_fp16():
+    lines = roofline.as_lines(table("7.5", "gpt2-124m"))
+    assert "bf16" not in "\n".join(lines[:5])
+    assert "fp16 GEMMs " in lines[1]
+    assert cells(lines[3])[-1] == "vs fp16"
+    assert cells(lines[5])[0] == "fp16"
+
+
 def test_measured_steps_stand_beside_the_predicted_ones(results):
     made = table(measured=(roofline.read_results(results), str(results)))
     lines = roofline.as_lines(made)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO, TextIOWrapper
 from pathlib import Path
@@ -649,12 +651,13 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     flags = ["--recipes", "fp32,current", "--seeds", "1", *longer]
     process = Child(["compare", "--out", "c", *flags], tmp_path)
     log = tmp_path / "c" / "runs" / "fp32-seed0" / "metrics.jsonl"
-    deadline = time.monotonic() + 600
-    while not (log.exists() and log.read_text().count("\n") >= 5):
-        assert process.is_alive
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    _wait_until(lambda: log.exists() and log.read_text().count("\n") >= 5, process)
+    # The run stands still meanwhile: else it might be over before the comparison tells it to stop.
+    trainer = _trainer_of(process.pid)
+    os.kill(trainer, signal.SIGSTOP)
     process.signal(signal.SIGINT)
+    _wait_until(lambda: _is_pending(signal.SIGTERM, trainer), process)
+    os.kill(trainer, signal.SIGCONT)
     ended = process.wait(600)
     printed = ended.stdout + ended.stderr
     assert ended.code == 75, printed
@@ -676,6 +679,28 @@ def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(
     assert losses(log.parent) == losses(tmp_path / "r")
     found = report(tmp_path / "c")["recipes"]
     assert [row["verdict"] for row in found] == ["baseline", "not known yet: 1 pair"]
+
+
+def _wait_until(true: Callable[[], bool], process: Child) -> None:
+    deadline = time.monotonic() + 600
+    while not true():
+        assert process.is_alive
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _trainer_of(comparison: int) -> int:
+    """The process that a comparison's process has started to train in (Linux)."""
+    children = Path(f"/proc/{comparison}/task/{comparison}/children").read_text().split()
+    of_training = (x for x in children if b"pretrain" in Path(f"/proc/{x}/cmdline").read_bytes())
+    return int(next(of_training))
+
+
+def _is_pending(number: int, process: int) -> bool:
+    """Whether a signal waits for a process that stands still (Linux)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd"))
+    return bool(mask >> (number - 1) & 1)
 
 
 @pytest.mark.usefixtures("in_process")
