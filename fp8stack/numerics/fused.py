@@ -38,6 +38,7 @@ Bits = tuple[Tensor | None, int, int, int]
 _ALONE = 1 << 15
 # Elements of a tile; five such, of float32, stay in a core's L2 cache.
 _TILE = 1 << 13
+_WIDEST = 1 << 18
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -164,7 +165,9 @@ def _tile(rule: Rule, rows: int, columns: int) -> Block:
     wide = max([mixed if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
     most = -(-columns // wide) * wide
     if (1, 0) not in rule.blocks:
-        most = min(most, max(1, _TILE // tall // wide) * wide)
+        most_elements = _TILE if tall == 1 else _WIDEST
+        across = -(-columns // (max(1, most_elements // tall // wide) * wide))
+        most = -(-columns // across // wide) * wide  # tiles beside each other are alike
     return max(1, min(_TILE // most, rows) // tall) * tall, most
 
 

@@ -91,7 +91,12 @@ def _emit_largest(builder: Any, address: Any) -> Any:
     name = "llvm.vector.reduce.smax.v16i32"
     reduce = cgutils.get_or_insert_function(builder.module, kind, name)
     memory = builder.inttoptr(address, _LANES_INT32.as_pointer())
-    return builder.call(reduce, [builder.load(memory, align=4, typ=_LANES_INT32)])
+    words = builder.load(memory, align=4, typ=_LANES_INT32)
+    sizes = builder.and_(words, ir.Constant(_LANES_INT32, [_MAGNITUDE] * _LANES))
+    infinite = ir.Constant(_LANES_INT32, [_EXPONENT] * _LANES)
+    is_nan = builder.icmp_signed(">", sizes, infinite)
+    zeros = ir.Constant(_LANES_INT32, [0] * _LANES)
+    return builder.call(reduce, [builder.select(is_nan, zeros, sizes)])
 
 
 def _emit_fill(builder: Any, address: Any, value: Any) -> Any:
@@ -122,7 +127,8 @@ _bits = _instruction(types.int32(types.float32), lambda builder, x: builder.bitc
 _of_bits = _instruction(
     types.float32(types.int32), lambda builder, x: builder.bitcast(x, ir.FloatType())
 )
-# The largest of the 16 int32 from an address on; a loop in Python takes ten times as long.
+# The largest magnitude of the 16 float32 from an address on, as bits, NaN ignored; a loop in Python
+# takes ten times as long.
 _largest_of_16 = _instruction(types.int32(types.int64), _emit_largest)
 # Let the 16 float32 from an address on be a value.
 _fill_16 = _instruction(types.none(types.int64, types.float32), _emit_fill)
@@ -142,7 +148,7 @@ def _ints(address, length):
 
 @njit
 def _copy(target, source):
-    for i in range(len(target)):
+    for i in range(len(source)):
         target[i] = source[i]
 
 
@@ -165,18 +171,25 @@ def _quotient_scale(largest, limit, eps, overflow, power_of_two):
 
 
 @njit
-def _power(largest, kind, format_max_inverse, mantissa_bits, exponents):
-    """The E8M0 code: see `blocks.e8m0_code`."""
-    if kind == _RCEIL:
-        bits = _bits(largest * format_max_inverse)
-        exponent, mantissa = bits >> 23, bits & _MANTISSA
-        if mantissa != 0 and exponent != 254 and not (exponent == 0 and mantissa <= 0x400000):
-            exponent += 1
-        return min(exponent, 254)
-    bits = _bits(largest)
-    if kind == _EVEN:
-        bits += np.int32(1 << (22 - mantissa_bits))
-    return min(max(((bits >> 23) & 0xFF) - exponents, 0), 254)
+def _power_above(largest, format_max_inverse):
+    """The E8M0 code, rounded up: see `blocks.e8m0_code`."""
+    bits = _bits(largest * format_max_inverse)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    rest = 1 if mantissa > (0x400000 if exponent == 0 else 0) else 0
+    return min(exponent + rest, 254)
+
+
+@njit
+def _power_near(largest, half, exponents):
+    """The E8M0 code of a power of two: of that below, or of the nearest one."""
+    return min(max((((_bits(largest) + half) >> 23) & 0xFF) - exponents, 0), 254)
+
+
+@njit
+def _set_powers(code, into, out, i):
+    into_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
+    out_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
+    into[i], out[i] = _of_bits(into_bits), _of_bits(out_bits)
 
 
 @njit
@@ -204,12 +217,13 @@ def _scales(largest, into, out, w, into_e4m3):
     elif kind == _E4M3:
         for i in range(len(largest)):
             into[i], out[i] = _e4m3_scales(_of_bits(largest[i]), into_e4m3)
-    else:
+    elif kind == _RCEIL:
         for i in range(len(largest)):
-            code = _power(_of_bits(largest[i]), kind, limit, mantissa_bits, exponents)
-            into_bits = np.int32((254 - code) << 23) if code != 254 else np.int32(0x400000)
-            out_bits = np.int32(code << 23) if code != 0 else np.int32(0x400000)
-            into[i], out[i] = _of_bits(into_bits), _of_bits(out_bits)
+            _set_powers(_power_above(_of_bits(largest[i]), limit), into, out, i)
+    else:
+        half = np.int32(1 << (22 - mantissa_bits)) if kind == _EVEN else np.int32(0)
+        for i in range(len(largest)):
+            _set_powers(_power_near(_of_bits(largest[i]), half, exponents), into, out, i)
 
 
 @njit
@@ -283,23 +297,14 @@ def _draw(bits, first_column, length, row, w):
 
 
 @njit
-def _load(spare, w, top, left):
-    """A tile of the source in float32, row by row, with zeros where the matrix is over: in the
-    matrix itself where it lies there so, else in `spare`."""
-    rows, columns = w.tile_rows, w.tile_columns
-    whole_rows = left == 0 and columns == w.source_columns and top + rows <= w.source_rows
-    if whole_rows and w.source != w.result:
-        return _floats(w.source + 4 * top * columns, rows * columns)
+def _load(tile, w, top, left):
+    """A tile of the source, row by row, with zeros where the matrix is over."""
+    columns = w.tile_columns
     there = max(0, min(columns, w.source_columns - left))
-    for r in range(rows):
-        row = spare[r * columns : (r + 1) * columns]
-        if top + r >= w.source_rows:
-            row[:] = _ZERO
-            continue
-        row[there:] = _ZERO
+    tile[:] = _ZERO
+    for r in range(min(w.tile_rows, w.source_rows - top)):
         start = (top + r) * w.source_columns + left
-        _copy(row[:there], _floats(w.source + 4 * start, there))
-    return spare
+        _copy(tile[r * columns : (r + 1) * columns], _floats(w.source + 4 * start, there))
 
 
 @njit
@@ -307,14 +312,6 @@ def _magnitude(word):
     """The bits of a float32's magnitude, whose order is that of the magnitudes; 0 for NaN."""
     size = word & np.int32(_MAGNITUDE)
     return np.int32(0) if size > np.int32(_EXPONENT) else size
-
-
-@njit
-def _magnitudes(sizes, values):
-    """The magnitudes of all values, as bits."""
-    words = values.view(np.int32)
-    for i in range(len(words)):
-        sizes[i] = _magnitude(words[i])
 
 
 @njit
@@ -348,65 +345,51 @@ def _store(tile, w, result, top, left):
 
 
 @njit
-def _largest(amaxes, start, width):
-    """The largest of `width` int32 from `start` on."""
+def _largest(address, length):
+    """The largest magnitude of `length` float32 from an address on, as bits; NaN ignored."""
     most = np.int32(0)
-    if width % _LANES == 0:
-        address = amaxes.ctypes.data + 4 * start
-        for i in range(0, width, _LANES):
+    if length % _LANES == 0:
+        for i in range(0, length, _LANES):
             most = max(most, _largest_of_16(address + 4 * i))
         return most
-    for i in range(start, start + width):
-        most = max(most, amaxes[i])
+    words = _ints(address, length)
+    for i in range(length):
+        most = max(most, _magnitude(words[i]))
     return most
 
 
 @njit
-def _fill(values, start, width, value):
+def _fill(address, width, value):
     if width % _LANES == 0:
-        address = values.ctypes.data + 4 * start
         for i in range(0, width, _LANES):
             _fill_16(address + 4 * i, value)
         return
-    for i in range(start, start + width):
+    values = _floats(address, width)
+    for i in range(width):
         values[i] = value
 
 
 @njit
-def _set_scales(largest, into, out, width, w, into_e4m3):
-    """The scales of some columns, from their amaxes as bits, in each block of `width` of them."""
-    blocks = len(largest) // width
-    if width > 1:
-        for i in range(blocks):
-            largest[i] = _largest(largest, i * width, width)
-    _scales(largest[:blocks], into, out, w, into_e4m3)
-    if width > 1:
-        for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
-            first, last = into[i], out[i]
-            _fill(into, i * width, width, first)
-            _fill(out, i * width, width, last)
+def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
+    """The scales of `width` columns each, from the values of a row, or from the amaxes of its
+    columns, from an address on."""
+    blocks = (length + width - 1) // width
+    amaxes, first, last = _ints(largest, blocks), _floats(into, blocks), _floats(out, blocks)
+    for i in range(blocks):
+        amaxes[i] = _largest(address + 4 * i * width, min(width, length - i * width))
+    _scales(amaxes, first, last, w, into_e4m3)
+    for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
+        one, other = first[i], last[i]
+        _fill(into + 4 * i * width, width, one)
+        _fill(out + 4 * i * width, width, other)
 
 
 @njit
-def _set_group(tile, into, out, largest, top, left, first, height, width, w, into_e4m3):
-    """The scales of a group of rows of a tile that share them, from row `first` on."""
-    columns = w.tile_columns
-    here = largest[:columns]
-    if height:
-        here[:] = 0
-        for r in range(first, first + height):
-            _raise_all(here, tile[r * columns : (r + 1) * columns])
-    else:
-        length = min(columns, w.columns - left)
-        here[:length] = _ints(w.column_amaxes + 4 * left, length)
-        here[length:] = 0
-    start = first * columns
-    _set_scales(
-        here, into[start : start + columns], out[start : start + columns], width, w, into_e4m3
-    )
-    for r in range(first + 1, first + (height if height else w.tile_rows)):
-        _copy(into[r * columns : (r + 1) * columns], into[start : start + columns])
-        _copy(out[r * columns : (r + 1) * columns], out[start : start + columns])
+def _find_group(largest, address, stride, rows):
+    """The amaxes of the columns of some rows, `stride` apart from an address on, as bits."""
+    largest[:] = 0
+    for r in range(rows):
+        _raise_all(largest, _floats(address + 4 * r * stride, len(largest)))
 
 
 @njit
@@ -462,9 +445,11 @@ def _find_tiles(pointer):
     """Find the amax of a matrix, those of its columns, and transform it first, as far as asked."""
     w = carray(pointer, 1)[0]
     start = _start(pointer)
-    size, columns = w.tile_rows * w.tile_columns, w.tile_columns
-    spare = np.empty(size, np.float32)
-    largest = np.empty(columns, np.int32)
+    columns = w.tile_columns
+    memory = np.empty(columns * (1 + (w.tile_rows if w.hadamard else 0)), np.float32)
+    own = memory.ctypes.data  # numba counts references to arrays of its own, but not to addresses
+    largest = _ints(own, columns)
+    tile = _floats(own + 4 * columns, w.tile_rows * columns if w.hadamard else 0)
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     largest[:] = 0
@@ -473,37 +458,40 @@ def _find_tiles(pointer):
         if here >= tiles:
             if w.column_amaxes and across == 1:
                 _raise_columns(largest, w, 0)
+            memory[0] = _ZERO  # until here it is needed
             return
         top, left = here // across * w.tile_rows, here % across * columns
-        tile = _load(spare, w, top, left)
+        rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
+        source, stride = w.source + 4 * (top * w.source_columns + left), w.source_columns
         if w.hadamard:
-            if tile.ctypes.data != spare.ctypes.data:
-                spare[:] = tile
-            tile = spare
+            _load(tile, w, top, left)
             _transform(tile, w)
             _store(tile, w, w.result, top, left)
-        if w.column_amaxes:
-            for r in range(min(w.tile_rows, w.rows - top)):
-                _raise_all(largest, tile[r * columns : (r + 1) * columns])
-            if across > 1:
-                _raise_columns(largest, w, left)
-                largest[:] = 0
-        else:
-            _raise(w.amax, _amax(tile))
+            source, stride = own + 4 * columns, columns
+        most = np.int32(0)
+        for r in range(rows):
+            row = _floats(source + 4 * r * stride, length)
+            if w.column_amaxes:
+                _raise_all(largest, row)
+            else:
+                most = max(most, _amax(row))
+        if not w.column_amaxes:
+            _raise(w.amax, most)
+        elif across > 1:
+            _raise_columns(largest, w, left)
+            largest[:] = 0
 
 
 def _round_tiles(pointer):
-    """Round a matrix to one or two results."""
+    """Round a matrix to one or two results, row by row."""
     w = carray(pointer, 1)[0]
     start = _start(pointer)
-    columns = w.tile_columns
-    size = w.tile_rows * columns
-    spare, line = np.empty(size, np.float32), np.empty(size, np.float32)
-    scales = np.empty(4 * size, np.float32)
-    into, out = scales[:size], scales[size : 2 * size]
-    kept = -1  # the left of the tile whose columns' scales are in the other half
-    largest = np.empty(size, np.int32)
-    bits = np.empty(size if w.random else 0, np.uint32)
+    columns, stride = w.tile_columns, w.columns
+    memory = np.empty(7 * columns + 4, np.float32)
+    own = memory.ctypes.data  # numba counts references to arrays of its own, but not to addresses
+    line, bits = _floats(own, columns), carray(_address(own + 4 * columns), columns + 3, np.uint32)
+    largest = own + 8 * columns + 16
+    scales = largest + 4 * columns  # into and out of the first result, into and out of the second
     across = (w.columns + columns - 1) // columns
     tiles = across * ((w.rows + w.tile_rows - 1) // w.tile_rows)
     whole, into_e4m3 = _ZERO, _ONE
@@ -512,32 +500,35 @@ def _round_tiles(pointer):
         into_e4m3 = _first_level(whole)
     for_all = w.height == 0 and w.width == 0
     if for_all:
+        into, out = _floats(scales, columns), _floats(scales + 4 * columns, columns)
         if w.scale_kind == _GIVEN:
-            first = _floats(w.scale, 1)[0]
-            last = _ONE / first
+            into[0] = _floats(w.scale, 1)[0]
+            out[0] = _ONE / into[0]
         else:
-            largest[0] = _bits(whole)
-            _scales(largest[:1], into, out, w, into_e4m3)
-            first, last = into[0], out[0]
-        into[:] = first
-        out[:] = last
+            _ints(largest, 1)[0] = _bits(whole)
+            _scales(_ints(largest, 1), into, out, w, into_e4m3)
+        into[:], out[:] = into[0], out[0]
+    known = 0  # bits: the results whose scales by column are there for all tiles
     while True:
         here = _add(start, 1)
         if here >= tiles:
+            memory[0] = _ZERO  # until here it is needed
             return
         top, left = here // across * w.tile_rows, here % across * columns
         rows, length = min(w.tile_rows, w.rows - top), min(columns, w.columns - left)
-        tile = _load(spare, w, top, left)
+        first = 4 * (top * stride + left)
         if here == 0 and w.factor and (for_all or w.scale_kind == _E4M3):
-            for_output = whole * _OUT_OF_TWO_LEVELS if w.scale_kind == _E4M3 else out[0]
-            _floats(w.factor, 1)[0] = for_output
+            of_output = whole * _OUT_OF_TWO_LEVELS
+            if w.scale_kind != _E4M3:
+                of_output = _floats(scales + 4 * columns, 1)[0]
+            _floats(w.factor, 1)[0] = of_output
             if w.other_factor:
-                _floats(w.other_factor, 1)[0] = for_output
+                _floats(w.other_factor, 1)[0] = of_output
         if w.recorded:
-            _raise(w.amax, _amax(tile))
-        if w.random:
+            most = np.int32(0)
             for r in range(rows):
-                _draw(bits[r * columns : (r + 1) * columns], left, length, top + r, w)
+                most = max(most, _amax(_floats(w.source + first + 4 * r * stride, length)))
+            _raise(w.amax, most)
         for second in range(2):
             result = w.other if second else w.result
             if not result:
@@ -545,35 +536,40 @@ def _round_tiles(pointer):
             height = w.other_height if second else w.height
             width = w.other_width if second else w.width
             factor = w.other_factor if second else w.factor
-            by_column = height == 0 and not for_all
-            first_of = 2 * size if by_column else 0
-            into = scales[first_of : first_of + size]
-            out = scales[first_of + size : first_of + 2 * size]
-            if for_all or (by_column and left == kept):
-                pass
-            elif height == 1:
-                _magnitudes(largest, tile)
-                _set_scales(largest, into, out, width if width else columns, w, into_e4m3)
-            else:
-                kept = left if by_column else kept
-                for first_row in range(0, w.tile_rows, height if height else w.tile_rows):
-                    _set_group(
-                        tile, into, out, largest, top, left, first_row, height, width, w, into_e4m3
-                    )
-            if factor and not for_all and not w.carries:
+            into = scales + 8 * columns * second
+            out = into + 4 * columns
+            for r in range(rows):
+                place = first + 4 * r * stride
+                source, amaxes = w.source + place, _ints(largest, length)
+                fresh = height > 0 and r % height == 0
                 if height == 1:
-                    for r in range(rows):
-                        _floats(factor, w.rows)[top + r] = out[r * columns]
-                elif top == 0:
-                    _floats(factor + 4 * left, length)[:] = out[:length]
-            direct = columns == w.columns
-            target = _floats(result + 4 * top * columns, rows * columns) if direct else line
-            if w.random:
-                _round_at_random(tile, into, out, bits, target, len(target), w)
-            else:
-                _round(tile, into, out, target, len(target), w)
-            if not direct:
-                _store(line, w, result, top, left)
+                    size = width if width else length
+                    _set_scales(source, length, largest, into, out, size, w, into_e4m3)
+                elif fresh:
+                    _find_group(amaxes, source, stride, min(height, rows - r))
+                elif not (height or for_all or r or known >> second & 1):
+                    amaxes[:] = _ints(w.column_amaxes + 4 * left, length)
+                    fresh, known = True, known | (across == 1) << second
+                if fresh and height != 1:
+                    if width == 1:
+                        _scales(amaxes, _floats(into, length), _floats(out, length), w, into_e4m3)
+                    else:
+                        _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
+                if factor and not for_all and not w.carries:
+                    if height == 1:
+                        _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]
+                    elif top == 0 and r == 0:
+                        _floats(factor + 4 * left, length)[:] = _floats(out, length)
+                values, target = _floats(source, length), _floats(result + place, length)
+                if w.source == w.result:  # loops over memory that overlaps take no vectors
+                    _copy(line, values)
+                    values = line
+                one, other = _floats(into, length), _floats(out, length)
+                if w.random:
+                    _draw(bits, left, length, top + r, w)
+                    _round_at_random(values, one, other, bits, target, length, w)
+                else:
+                    _round(values, one, other, target, length, w)
         if w.recorded and _add(start + 8, 1) == tiles - 1:
             found = _floats(w.amax, 1)[0]
             if w.counts and not carray(_address(w.counts), 1, np.uint8)[0]:
