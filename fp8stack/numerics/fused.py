@@ -1,8 +1,8 @@
 """The casts of emulated FP8 on a CPU in one sweep: amax, scale and rounding, compiled by numba.
 
 What is computed stands in `rounding`, as expressions of torch; here are the same values, to the
-bit, without temporaries. A matrix is treated in tiles that stay in a core's cache, by the threads
-that torch itself has: OpenMP's, of the library that torch loaded.
+bit, without temporaries. A matrix is treated in tiles, row by row, by the threads that torch itself
+has: OpenMP's, of the library that torch loaded.
 
 Where numba is missing or fails, `why_not` says so, and `rounding` computes its expressions.
 """
@@ -36,9 +36,10 @@ Bits = tuple[Tensor | None, int, int, int]
 
 # Below so many elements a second thread costs more than it takes over.
 _ALONE = 1 << 15
-# Elements of a tile; five such, of float32, stay in a core's L2 cache.
+# Elements of a tile, which a thread takes at a time.
 _TILE = 1 << 13
-_WIDEST = 1 << 18
+# Of one with blocks of several rows: whole rows if they fit, since memory is read faster in order.
+_TALL_TILE = 1 << 18
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -165,8 +166,8 @@ def _tile(rule: Rule, rows: int, columns: int) -> Block:
     wide = max([mixed if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
     most = -(-columns // wide) * wide
     if (1, 0) not in rule.blocks:
-        most_elements = _TILE if tall == 1 else _WIDEST
-        across = -(-columns // (max(1, most_elements // tall // wide) * wide))
+        elements = _TILE if tall == 1 else _TALL_TILE
+        across = -(-columns // (max(1, elements // tall // wide) * wide))
         most = -(-columns // across // wide) * wide  # tiles beside each other are alike
     return max(1, min(_TILE // most, rows) // tall) * tall, most
 

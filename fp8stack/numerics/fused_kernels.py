@@ -371,17 +371,19 @@ def _fill(address, width, value):
 
 @njit
 def _set_scales(address, length, largest, into, out, width, w, into_e4m3):
-    """The scales of `width` columns each, from the values of a row, or from the amaxes of its
-    columns, from an address on."""
+    """The scales of `width` columns each, from what lies at an address: the values of a row, or the
+    amaxes of columns, at `largest`; `into` and `out` are addresses as well."""
     blocks = (length + width - 1) // width
     amaxes, first, last = _ints(largest, blocks), _floats(into, blocks), _floats(out, blocks)
-    for i in range(blocks):
-        amaxes[i] = _largest(address + 4 * i * width, min(width, length - i * width))
+    if width > 1 or address != largest:
+        for i in range(blocks):
+            amaxes[i] = _largest(address + 4 * i * width, min(width, length - i * width))
     _scales(amaxes, first, last, w, into_e4m3)
-    for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
-        one, other = first[i], last[i]
-        _fill(into + 4 * i * width, width, one)
-        _fill(out + 4 * i * width, width, other)
+    if width > 1:
+        for i in range(blocks - 1, -1, -1):  # those of later blocks lie behind
+            one, other = first[i], last[i]
+            _fill(into + 4 * i * width, width, one)
+            _fill(out + 4 * i * width, width, other)
 
 
 @njit
@@ -541,20 +543,16 @@ def _round_tiles(pointer):
             for r in range(rows):
                 place = first + 4 * r * stride
                 source, amaxes = w.source + place, _ints(largest, length)
-                fresh = height > 0 and r % height == 0
                 if height == 1:
                     size = width if width else length
                     _set_scales(source, length, largest, into, out, size, w, into_e4m3)
-                elif fresh:
+                elif height and r % height == 0:
                     _find_group(amaxes, source, stride, min(height, rows - r))
+                    _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
                 elif not (height or for_all or r or known >> second & 1):
                     amaxes[:] = _ints(w.column_amaxes + 4 * left, length)
-                    fresh, known = True, known | (across == 1) << second
-                if fresh and height != 1:
-                    if width == 1:
-                        _scales(amaxes, _floats(into, length), _floats(out, length), w, into_e4m3)
-                    else:
-                        _set_scales(largest, length, largest, into, out, width, w, into_e4m3)
+                    _set_scales(largest, length, largest, into, out, 1, w, into_e4m3)
+                    known |= (across == 1) << second
                 if factor and not for_all and not w.carries:
                     if height == 1:
                         _floats(factor, w.rows)[top + r] = _floats(out, 1)[0]

@@ -27,7 +27,8 @@ def cast_by(way: str) -> Iterator[None]:
     else:
         fused._plan.cache_clear()
         torch.set_num_threads(3)
-        with mock.patch.object(fused, "_ALONE", 0), mock.patch.object(fused, "_TILE", 1):
+        smallest = {"_ALONE": 0, "_TILE": 1, "_TALL_TILE": 1}
+        with mock.patch.multiple(fused, **smallest):
             yield
         torch.set_num_threads(threads)
         fused._plan.cache_clear()
