@@ -38,8 +38,9 @@ Bits = tuple[Tensor | None, int, int, int]
 _ALONE = 1 << 15
 # Elements of a tile, which a thread takes at a time.
 _TILE = 1 << 13
-# Of one with blocks of several rows: whole rows if they fit, since memory is read faster in order.
-_TALL_TILE = 1 << 18
+# Of one with blocks of several rows at most: whole rows if they fit, since memory is read faster in
+# order, but enough tiles for all threads.
+_TALL_TILE, _SHARES = 1 << 18, 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -166,7 +167,8 @@ def _tile(rule: Rule, rows: int, columns: int) -> Block:
     wide = max([mixed if rule.dim == 1 else 1, 4, *(width for _, width in rule.blocks)])
     most = -(-columns // wide) * wide
     if (1, 0) not in rule.blocks:
-        elements = _TILE if tall == 1 else _TALL_TILE
+        shared = rows * columns // _SHARES if tall > 1 else 0
+        elements = max(_TILE, min(_TALL_TILE, shared))
         across = -(-columns // (max(1, elements // tall // wide) * wide))
         most = -(-columns // across // wide) * wide  # tiles beside each other are alike
     return max(1, min(_TILE // most, rows) // tall) * tall, most
