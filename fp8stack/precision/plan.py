@@ -297,11 +297,14 @@ class Plan:
         else:
             lines += [f"  {sentence}" for sentence in why]
         lines += [f"note: {note}" for note in self.notes]
+        return [*lines, *self._beside_layers()]
+
+    def _beside_layers(self) -> Iterator[str]:
+        """What the recipe has in another precision than usual, beside linear layers."""
         if self.attention_precision != self.compute_dtype:
-            lines.append(f"attention: {self.attention_precision}, the recipe says so")
+            yield f"attention: {self.attention_precision}, the recipe says so"
         if self.recipe.residual != "fp32":
-            lines.append(f"residual stream: {self.recipe.residual}, the recipe says so")
-        return lines
+            yield f"residual stream: {self.recipe.residual}, the recipe says so"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data: it is stored with every run and checkpoint."""
@@ -314,7 +317,7 @@ class Plan:
             "compute_dtype": self.compute_dtype,
             "attention": self.attention_precision,
             "loss_scaling": self.loss_scaling,
-            "reasons": list(self.reasons),
+            "reasons": [*self.reasons, *self._beside_layers()],
             "notes": self.notes,
             "layers": [layer.to_json() for layer in self.layers],
         }

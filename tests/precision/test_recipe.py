@@ -598,6 +598,7 @@ def test_the_residual_stream_is_in_what_was_asked_whatever_runs_instead(asked, c
     plan = resolve(recipe, Hardware("cuda", capability))
     assert plan.recipe.residual == "bf16"
     assert "residual stream: bf16, the recipe says so" in plan.summary()
+    assert plan.to_json()["reasons"][-1] == "residual stream: bf16, the recipe says so"
     assert recipe_from_json(recipe.to_json(), "here") == recipe
     assert recipe.to_json(words=False) != load_recipe(asked).to_json(words=False)
 
