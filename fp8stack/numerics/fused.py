@@ -260,6 +260,8 @@ def round(
             work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns
     _run(kernels.round_tiles, work, threads)
+    if not bf16:
+        return made
     return [part.to(_held(rule, place, bf16)) for place, part in enumerate(made)]
 
 
