@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from weakref import WeakSet
 
 import pytest
@@ -73,10 +74,12 @@ def test_outside_of_its_blocks_a_step_of_192_fp8_linears_launches_few_kernels(
     21 more, each 147 million elements."""
     sets = [one for one in small_loop.SETS if "layers" not in one]
     monkeypatch.setattr(small_loop, "SETS", [*sets, "model_overrides.layers=48"])
-    # Else every optimizer's step tells the models of other tests, too.
+    # Else every optimizer's step tells the models of other tests, too; and below, until Python
+    # collects it, the one that was traced for the estimate of memory.
     monkeypatch.setattr(backend_weights, "_WATCHES", WeakSet())
     keys = {"backend": "torch", "log_every": 100, "steps": 100}
     small = small_loop.SmallLoop(tmp_path / "r", "delayed", **keys)
+    gc.collect()
     small.run.backend.delayed._compiled = True
     small.advance(2)
     as_on_a_gpu.found.clear()
