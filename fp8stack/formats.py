@@ -360,6 +360,14 @@ class Quantizers:
         """Whether all that the GEMMs multiply has at most 8 significant bits."""
         return all(q.exact_in_bf16 for q in self.each.values())
 
+    def bf16_holds(self, gemm: str) -> bool:
+        """Whether both operands of a GEMM, "fprop", "dgrad" or "wgrad", are quantized, and have at
+        most 8 significant bits."""
+        one, other = self.gemms[gemm]
+        if other == "forward":
+            other = self.weight if gemm == "dgrad" else self.input
+        return all(q is not None and q.exact_in_bf16 for q in (one, other))
+
 
 _ACROSS: dict[str, str] = {
     "input": "input_wgrad",

@@ -1,7 +1,7 @@
 """FP8 linears on any device: the operands' exact FP8 values, multiplied in float32 or bfloat16.
 
 Every FP8 value is exact in the GEMM's dtype, so products are exact and sums are float32, as on
-the hardware.
+the hardware. A GEMM in float32, on a CPU, may be multiplied by bf16 instructions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8stack.backends.operands import Draws, LayerOperands, Saved
 from fp8stack.formats import Operand
 from fp8stack.numerics import Rounded
 from fp8stack.numerics.operators import operator, seen
-from fp8stack.ops.matmul_precision import exact_matmul
+from fp8stack.ops.matmul_precision import bf16_matmul, exact_matmul
 from fp8stack.precision.plan import LayerPlan, Plan
 
 
@@ -51,9 +51,16 @@ def _turned(a: Tensor, b: Tensor, turn: str) -> tuple[Tensor, Tensor]:
 
 
 # An operator of its own: scales go into the GEMM's alpha, which costs no pass over the output, and
-# compiled code could not read them. It turns operands itself: inductor 2.13 would copy them.
-def _gemm(a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None) -> Tensor:
-    a, b = _turned(a, b, turn)
+# compiled code could not read them, nor choose how it multiplies. It turns operands itself:
+# inductor 2.13 would copy them.
+def _gemm(
+    a: Tensor, b: Tensor, turn: str, scales: list[Tensor], bias: Tensor | None, in_bf16: bool
+) -> Tensor:
+    with bf16_matmul() if in_bf16 else exact_matmul():
+        return _product(*_turned(a, b, turn), scales, bias)
+
+
+def _product(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
     if not scales:
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     # In float64, which holds a product of two float32, and rounded once by the GEMM.
@@ -75,7 +82,7 @@ def _fake_gemm(a: Tensor, b: Tensor, turn: str, *others: Any) -> Tensor:
 
 
 _cpu_gemm = operator(
-    "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias) -> Tensor",
+    "cpu_gemm(Tensor a, Tensor b, str turn, Tensor[] scales, Tensor? bias, bool in_bf16) -> Tensor",
     _gemm,
     _fake_gemm,
 )
@@ -137,6 +144,9 @@ class _Multiply(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+_GEMMS = {"b": "fprop", "neither": "dgrad", "a": "wgrad"}  # by the operand that is turned
+
+
 class EmulatedLinear(LowPrecisionLinear):
     """A linear on the exact values of its quantized operands."""
 
@@ -147,8 +157,9 @@ class EmulatedLinear(LowPrecisionLinear):
         self.backend = backend
         self.operands = operands
         self.save_fp8 = save_fp8
-        exact = operands.quantizers.exact_in_bf16
-        self._bf16 = exact and backend.compute_dtype == torch.bfloat16
+        quantizers = operands.quantizers
+        self._bf16 = quantizers.exact_in_bf16 and backend.compute_dtype == torch.bfloat16
+        self._in_bf16 = {turn: quantizers.bf16_holds(name) for turn, name in _GEMMS.items()}
 
     def multiply(self, x: Tensor) -> Tensor:
         """See `LowPrecisionLinear.multiply`."""
@@ -171,15 +182,16 @@ class EmulatedLinear(LowPrecisionLinear):
         self.backend.count_gemms(1)
         left, right = a.values, b.values
         whole, rows, columns = _factors(a.factor, b.factor)
+        if left.is_cpu:
+            bias = None if bias is None else bias.float()
+            multiply = _cpu_gemm if seen(left) else _gemm
+            in_bf16 = self._in_bf16[turn]
+            if rows is None and columns is None:
+                return multiply(left, right, turn, whole, bias, in_bf16).to(out_dtype)
+            y = multiply(left, right, turn, whole, None, in_bf16)
+            return _finished(y, [], rows, columns, bias).to(out_dtype)
+        left, right = _turned(left, right, turn)
         with exact_matmul():  # TF32 would round the operands
-            if left.is_cpu:
-                bias = None if bias is None else bias.float()
-                multiply = _cpu_gemm if seen(left) else _gemm
-                if rows is None and columns is None:
-                    return multiply(left, right, turn, whole, bias).to(out_dtype)
-                y = multiply(left, right, turn, whole, None)
-                return _finished(y, [], rows, columns, bias).to(out_dtype)
-            left, right = _turned(left, right, turn)
             y = torch.mm(left, right, out_dtype=torch.float32) if self._bf16 else left @ right
         return _finished(y, whole, rows, columns, bias).to(out_dtype)
 

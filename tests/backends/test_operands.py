@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8stack import numerics, presets
-from fp8stack.backends import fp8_state, load_fp8_state
+from fp8stack.backends import emulate, fp8_state, load_fp8_state
 from fp8stack.errors import UserError
 from fp8stack.formats import OPERANDS, Quantizer
 from fp8stack.precision import load_recipe
@@ -48,7 +48,7 @@ def test_a_nan_in_an_operand_is_seen_behind_every_gemm_that_takes_it(recipe, sav
 def test_a_gemm_is_multiplied_by_scales_that_are_not_finite(scales, bias):
     """MKL's GEMM for CPUs without AVX-512 takes a NaN in its alpha for 1."""
     a, b = normal(5, 8, seed=1), normal(8, 7, seed=2)
-    y = torch.ops.fp8stack.cpu_gemm(a, b, "", [torch.tensor(s) for s in scales], bias)
+    y = torch.ops.fp8stack.cpu_gemm(a, b, "", [torch.tensor(s) for s in scales], bias, False)
     alpha = torch.tensor(scales, dtype=torch.float64).prod().float()
     expected = (a @ b) * alpha + (0 if bias is None else bias)
     torch.testing.assert_close(y, expected, equal_nan=True)
@@ -120,3 +120,37 @@ def test_the_two_copies_of_an_operand_share_a_slot_of_delayed_scaling_if_they_ar
     apart(normal(48, 32, seed=1)).backward(dy)
     scales = [fp8_state(apart)[f"layer.grad_output{of}.scale"] for of in ("", ".wgrad")]
     assert torch.equal(scales[0] / scales[1], torch.tensor(57344.0 / 448.0))
+
+
+FLOAT32_SCALES = {"power_of_two": False}
+HIGH_WGRAD = {"input": {"wgrad": "none"}, "grad_output": {"wgrad": "none"}}
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "changes", "in_bf16"),
+    [
+        *((name, {}, 3) for name in LOW if not name.endswith(("_hp", "_high"))),
+        ("rowwise_wgrad_hp", {}, 2),
+        ("block", FLOAT32_SCALES, 0),
+        ("mxfp8", HIGH_WGRAD, 2),
+    ],
+)
+def test_onednn_may_multiply_in_bf16_what_bf16_holds_and_nothing_else(
+    monkeypatch, recipe, changes, in_bf16, save_fp8
+):
+    seen, matmul, product = [], torch.backends.mkldnn.matmul, emulate._product
+
+    def noted(a, b, *others):
+        held = all(torch.equal(one, one.to(torch.bfloat16).to(one.dtype)) for one in (a, b))
+        seen.append((matmul.fp32_precision, held))
+        return product(a, b, *others)
+
+    monkeypatch.setattr(emulate, "_product", noted)
+    layer, _ = linear(recipe, 64, 128, bias=False, save_fp8=save_fp8, **changes)
+    before = matmul.fp32_precision
+    layer(normal(32, 64, seed=1).requires_grad_()).backward(normal(32, 128, seed=2))
+    assert matmul.fp32_precision == before
+    assert len(seen) == 3
+    assert all(held for precision, held in seen if precision == "bf16")
+    assert sum(precision == "bf16" for precision, _ in seen) == in_bf16
