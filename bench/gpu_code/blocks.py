@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Self
 from unittest.mock import patch
@@ -48,7 +48,8 @@ class Kernel:
     """One launch.
 
     Attributes:
-        part: "block" or "loss", compiled; "weights": once before the first pass of a step, eager.
+        part: "block" or "loss", compiled; "weights": once before the first pass of a step, eager
+            or compiled.
         backward: whether it is of the backward pass.
         kind: made by inductor; an operator of fp8stack; a GEMM; attention; another of torch.
         name: of the operator, or of the operators that were fused.
@@ -84,18 +85,20 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
     """
     config = load_config(model, {"layers": 1})
     found: list[Kernel] = []
-    part = "block"
+    part = "weights"
 
     def compiled(graph: GraphLowering) -> Any:
-        """In place of `compile_to_module`: note the kernels; calls give tensors without values."""
+        """In place of `compile_to_module`: calls note the kernels, and give tensors without
+        values."""
         with _kernels_by_node() as names:
             code = graph.codegen()[0].value
         widths = dict(_widths(code)) if stores else {}
-        found.extend(_launches(graph, part, {node: widths.get(names[node], 0) for node in names}))
+        kernels = list(_launches(graph, {node: widths.get(names[node], 0) for node in names}))
         gave = graph.orig_gm.graph.find_nodes(op="output")[0].args[0]
         values = [getattr(node, "meta", {}).get("val") for node in gave]
 
         def call(inputs: list[Any]) -> list[Any]:
+            found.extend(replace(kernel, part=part) for kernel in kernels)
             inputs.clear()
             return [_like(value) for value in values]
 
@@ -117,11 +120,13 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
             rotation = tuple(rows[:context, None] for rows in gpt._rotation(CUDA))
         gpt.compile_blocks()
         for _ in range(2):  # the first makes room
+            found.clear()
             gpt.backend.weights.mark()  # as an optimizer does
             with Launches() as before:
                 for hook in gpt._forward_pre_hooks.values():
                     hook(gpt, ())
         found += before.kernels
+        part = "block"
         gpt.blocks[0](x, rotation).sum().backward()
         part = "loss"
         gpt.loss(gpt.final_norm, gpt.lm_head, x, targets).backward()
@@ -152,7 +157,7 @@ def _kernels_by_node() -> Iterator[dict[str, str]]:
         yield found
 
 
-def _launches(graph: GraphLowering, part: str, widths: dict[str, int]) -> Iterator[Kernel]:
+def _launches(graph: GraphLowering, widths: dict[str, int]) -> Iterator[Kernel]:
     """The kernels of a graph; `widths` is `Kernel.store` by the scheduler's nodes."""
     for node in graph.scheduler.nodes:
         if isinstance(node, NopKernelSchedulerNode):
@@ -161,7 +166,7 @@ def _launches(graph: GraphLowering, part: str, widths: dict[str, int]) -> Iterat
         if name == "MultiOutput":  # names a part of what another gave
             continue
         yield Kernel(
-            part=part,
+            part="",
             backward=graph.is_backward,
             kind=kind,
             name=name,
@@ -212,6 +217,11 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code runs compiled where this looks on."""
+        return True
 
     def __enter__(self) -> Self:
         self._stand_in = patch.object(many_weights, "launch_weights", self._launched)

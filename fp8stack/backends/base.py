@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8stack.backends.compiler import CompileBackend
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, plain_linear
 from fp8stack.backends.operands import Draws, LayerOperands
@@ -160,6 +161,10 @@ class Backend:
 
     def _begin_pass(self, model: nn.Module, args: tuple[object, ...]) -> None:
         self.weights.begin_pass(model.training and torch.is_grad_enabled())
+
+    def compile_casts(self, backend: CompileBackend, mode: str) -> None:
+        """Compile, by torch.compile's `backend` in its `mode`, the casts of weights that no block
+        makes."""
 
     def set_matmul_precision(self, model: nn.Module) -> None:
         """Have `model` multiply float32 exactly, or as TF32 if that is the plan, in its forward and

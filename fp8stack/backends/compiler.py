@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from fp8stack.errors import UserError
 from fp8stack.precision import Hardware, Plan
 from fp8stack.precision.hardware import find_compiler_problem, missing_headers
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+CompileBackend = str | Callable[..., Any]
+"""What torch.compile takes as its backend."""
 SELECTIVE_COMPILED = (
     "activation_checkpointing selective does not work with --compile: compiled code chooses by "
     "itself what it keeps. Use none, block for less memory, or --no-compile."
@@ -87,6 +93,20 @@ def require_tools(device: str, what: str, instead: str) -> None:
     # Both build Python extensions.
     if problem := find_compiler_problem() if device == "cuda" else missing_headers():
         raise UserError(f"{what}: {problem}, or {instead}.")
+
+
+def compiled(function: Function, backend: CompileBackend, mode: str = "default") -> Function:
+    """`function` by torch.compile, as one graph for each shape. Inductor rounds as often as eager
+    code does, so that casts to FP8 have the same operands."""
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+    if backend == "inductor":  # others take no options
+        from torch._inductor import list_mode_options
+
+        fuse_norms_with_their_own_gradients()
+        options["options"] = list_mode_options(mode) | {"emulate_precision_casts": True}
+    compile: Any = torch.compile
+    made: Function = compile(function, **options)
+    return made
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from fp8stack import numerics
 from fp8stack.backends.base import Backend
+from fp8stack.backends.compiler import CompileBackend, compiled
 from fp8stack.backends.delayed import DelayedScaling
 from fp8stack.backends.fsdp import FullWeight, ShardedWeight
 from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, require_plain
 from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import Version, WeightChanges, own_weight, version_of
 from fp8stack.formats import Operand, Quantizer, fp8_format
+from fp8stack.numerics import Quantized
 from fp8stack.numerics.cast import codes_of_cast
 from fp8stack.numerics.quantized import upper_scale
 from fp8stack.ops.fused_casts import (
@@ -192,6 +195,45 @@ class _MultiplyTwice(torch.autograd.Function):
         return *of_up, *of_down, None, None, None, None, None
 
 
+def _copies(
+    x: Tensor, quantizer: Quantizer, kind: Scales, across: bool = True
+) -> tuple[Scaled, Scaled | None]:
+    """`x` with scales by row or by block, for its two GEMMs, see `ScaledLinear.quantize`; in NVFP4
+    without random bits."""
+    x = x.contiguous()
+    if kind is Scales.NV:
+        along, turned = (_packed(numerics.quantize(x, quantizer, dim), dim == 0) for dim in (1, 0))
+        return along, turned
+    data, inv_scale = numerics.quantize(x, quantizer)[:2]
+    along = Scaled(data, pack_scales(inv_scale, kind), kind)
+    if not across:
+        return along, None
+    if kind is Scales.SQUARES:
+        data, inv_scale = data.t().contiguous(), inv_scale.t()
+    elif kind is Scales.PER_ROW:
+        data, inv_scale = numerics.quantize(x, quantizer, 0)[:2]
+        data = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
+        inv_scale = inv_scale.view(-1, 1)
+    else:  # one copy is not the transpose of the other
+        data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
+    return along, Scaled(data, pack_scales(inv_scale, kind), kind)
+
+
+def _packed(made: Quantized, across: bool) -> Scaled:
+    """A matrix in NVFP4 for one of its GEMMs. The bits of stochastic rounding go by the place in
+    the matrix, so that its second copy is turned after it is made."""
+    data, scales = made.data, made.scales.view(torch.uint8)
+    if across:
+        data, scales = transpose_bytes(data), scales.t()
+    if (height := (made.quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
+        scales = scales.repeat_interleave(height, 0)
+    inv_scale = pack_scales(scales.view(made.scales.dtype), Scales.NV)
+    return Scaled(data, inv_scale, Scales.NV, upper_scale(made))
+
+
+_compiled_copies = cache(partial(compiled, _copies))
+
+
 class ScaledLinear(LowPrecisionLinear):
     """A linear on `scaled_mm`."""
 
@@ -223,7 +265,12 @@ class ScaledLinear(LowPrecisionLinear):
 
     def keep_weight(self, record: bool) -> None:
         """Quantize the weight, to be used until it changes."""
-        along, across, _ = self.quantize(self.matrix, "weight", record, True)
+        quantizer, kind, weight = self.quantizer("weight"), self.kind("weight"), self.matrix
+        by = self.backend.compiled_by
+        if by and not self.joins and not quantizer.stochastic and has_kernel(weight.device):
+            along, across = _compiled_copies(*by)(weight, quantizer, kind)
+        else:
+            along, across, _ = self.quantize(weight, "weight", record, True)
         assert across is not None
         self._kept = Kept((along, across), version_of(own_weight(self)))
 
@@ -298,34 +345,12 @@ class ScaledLinear(LowPrecisionLinear):
             along = Scaled(data, numerics.inverse(scale), kind)
             return along, None if transposed is None else along._replace(data=transposed), total
         if kind is Scales.NV:
-            turned = self._packed(x, name, True, rows) if across else None
-            return self._packed(x, name, False, rows), turned, total
-        quantizer = self.quantizer(name)
-        data, inv_scale = numerics.quantize(x.contiguous(), quantizer)[:2]
-        along = Scaled(data, pack_scales(inv_scale, kind), kind)
-        if not across:
-            return along, None, total
-        if kind is Scales.SQUARES:
-            data, inv_scale = data.t().contiguous(), inv_scale.t()
-        elif kind is Scales.PER_ROW:
-            data, inv_scale = numerics.quantize(x.contiguous(), quantizer, 0)[:2]
-            data = transpose_bytes(data.view(torch.uint8)).view(data.dtype)
-            inv_scale = inv_scale.view(-1, 1)
-        else:  # one copy is not the transpose of the other
-            data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
-        return along, Scaled(data, pack_scales(inv_scale, kind), kind), total
-
-    def _packed(self, x: Tensor, name: Operand, across: bool, rows: int | None) -> Scaled:
-        """`x` in NVFP4 for one of its GEMMs. The bits of stochastic rounding go by the place in
-        `x`, so that its second copy is turned after it is made."""
-        made = self.operands.quantize(x.contiguous(), name, across, rows)
-        data, scales = made.data, made.scales.view(torch.uint8)
-        if across:
-            data, scales = transpose_bytes(data), scales.t()
-        if (height := (made.quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
-            scales = scales.repeat_interleave(height, 0)
-        inv_scale = pack_scales(scales.view(made.scales.dtype), Scales.NV)
-        return Scaled(data, inv_scale, Scales.NV, upper_scale(made))
+            copies = [
+                _packed(self.operands.quantize(x.contiguous(), name, turned, rows), turned)
+                for turned in (False, True)[: 1 + across]
+            ]
+            return copies[0], copies[1] if across else None, total
+        return *_copies(x, self.quantizer(name), kind, across), total
 
     def _made(
         self, product: Product, name: Operand, record: bool, across: bool, sums: bool
@@ -399,6 +424,12 @@ class TorchBackend(Backend):
         self._layers: list[ScaledLinear] = []
         self._together = _Together()
         self._shared: list[ScaledLinear] = []
+        # torch.compile's backend and mode, for the casts of weights that no kernel has together.
+        self.compiled_by: tuple[CompileBackend, str] | None = None
+
+    def compile_casts(self, backend: CompileBackend, mode: str) -> None:
+        """See `Backend.compile_casts`."""
+        self.compiled_by = backend, mode
 
     def fp8_linear(self, layer: LayerPlan, size: Size, operands: LayerOperands) -> ScaledLinear:
         """See `Backend.fp8_linear`."""

@@ -2,7 +2,6 @@
 heads, E head width, V vocabulary."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8stack.backends import Backend, build_backend
 from fp8stack.backends.activation_checkpoint import contexts
-from fp8stack.backends.compiler import SELECTIVE_COMPILED, fuse_norms_with_their_own_gradients
+from fp8stack.backends.compiler import SELECTIVE_COMPILED, CompileBackend, compiled
 from fp8stack.errors import UserError
 from fp8stack.model.config import GPTConfig, padded_vocabulary, plan_for
 from fp8stack.model.loss import head_loss
@@ -91,16 +90,9 @@ class MLP(nn.Module):
 class Compilable(nn.Module):
     """A module whose forward pass can be compiled; copies of it are not compiled."""
 
-    def compile_forward(self, backend: str | Callable[..., Any], mode: str = "default") -> None:
-        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside. Inductor
-        rounds as often as eager code does, so that casts to FP8 have the same operands."""
-        options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
-        if backend == "inductor":  # others take no options
-            from torch._inductor import list_mode_options
-
-            fuse_norms_with_their_own_gradients()
-            options["options"] = list_mode_options(mode) | {"emulate_precision_casts": True}
-        self.forward = torch.compile(self.forward, **options)
+    def compile_forward(self, backend: CompileBackend, mode: str = "default") -> None:
+        """Compile `forward` alone: hooks on the module, such as FSDP2's, stay outside."""
+        self.forward = compiled(self.forward, backend, mode)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "forward"}
@@ -288,12 +280,10 @@ class GPT(nn.Module):
         shape = (batch, config.query_groups, tokens or config.context, config.head_width)
         return KVCache(len(self.blocks), shape, self.backend.attention_dtype, device)
 
-    def compile_blocks(
-        self, backend: str | Callable[..., Any] = "inductor", mode: str = "default"
-    ) -> None:
+    def compile_blocks(self, backend: CompileBackend = "inductor", mode: str = "default") -> None:
         """Compile the model in place, without graph breaks: each block by itself, so that one
-        compilation serves all that are alike, and the loss. `backend` and `mode` are
-        torch.compile's. Raises a UserError if `recompute` is "selective"."""
+        compilation serves all that are alike, the loss, and casts of weights. `backend` and `mode`
+        are torch.compile's. Raises a UserError if `recompute` is "selective"."""
         if self.recompute == "selective":
             # Outputs of a compiled block's operators may lie in memory that it reuses.
             raise UserError(SELECTIVE_COMPILED)
@@ -301,6 +291,7 @@ class GPT(nn.Module):
         for part in self.modules():
             if isinstance(part, Compilable):
                 part.compile_forward(backend, mode)
+        self.backend.compile_casts(backend, mode)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """RoPE's tables, cached per device; not a buffer, which `model.bfloat16()` would round."""

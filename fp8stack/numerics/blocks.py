@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,7 +113,7 @@ def e8m0_code(amax: Tensor, format: str, rounding: ScaleRounding) -> Tensor:
     """
     target = quantized_format(format)
     if rounding == "rceil":
-        return _round_up(amax * torch.tensor(1 / target.max, dtype=torch.float32))
+        return _round_up(amax * float(np.float32(1 / target.max)))
     if rounding not in ("floor", "even"):
         raise ValueError(f"No scale rounding '{rounding}'. Known: rceil, floor, even.")
     bits = amax.view(torch.int32)

@@ -53,7 +53,8 @@ def bf16_matmul() -> Iterator[None]:
     """Let oneDNN multiply float32 matrices in bfloat16, and sum in float32, for a while: exact for
     values that bfloat16 holds, and faster than MKL where the CPU has AVX-512, above all with AMX.
     Values below 2^-126 may become 0."""
-    matmul: Any = torch.backends.mkldnn.matmul
+    backends: Any = torch.backends
+    matmul = backends.mkldnn.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         yield

@@ -253,3 +253,34 @@ def test_all_weights_of_192_linears_are_one_launch_and_little_host_time(launches
         times.append(time.process_time() - before)
     assert launches == [240] * 12
     assert min(times) < 4e-3  # 0.6 ms where nothing else runs; layer by layer 23 ms on a GPU
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *((recipe, "aot_eager") for recipe in ("rowwise", "mxfp8", "nvfp4")),
+        # Inductor 2.13 has no float8_e8m0fnu on CPUs.
+        pytest.param("rowwise", "inductor", marks=pytest.mark.slow),
+        pytest.param("nvfp4", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_casts_other_weights_in_one_graph_for_each_shape(
+    monkeypatch, recipe, backend
+) -> None:
+    """They are 80 to 90 launches for each weight else, and several times the memory traffic."""
+    model = gpt(recipe, Hardware("cuda", (10, 0), cuda_version=(13, 0)), width=128)
+    hooks(model)
+    expected = kept(model)
+    monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)
+    torch._dynamo.reset()
+    torch_backend._compiled_copies.cache_clear()
+    counter = CompileCounterWithBackend(backend)
+    model.compile_blocks(backend=counter)
+    model.backend.weights.mark()
+    hooks(model)
+    found = kept(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert counter.frame_count == len(
+        {part.weight.shape for part in model.blocks.modules() if isinstance(part, ScaledLinear)}
+    )
