@@ -38,7 +38,7 @@ from fp8stack.precision.hardware import machine_for
 
 TOKENS = 8192
 Kind = Literal["generated", "ours", "GEMM", "attention", "other"]
-_GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2")
+_GEMMS = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "mx_gemm")
 _SOURCE = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)
 _STORE = re.compile(r"st\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)")
 
@@ -190,9 +190,9 @@ def _kind(operator: str) -> tuple[Kind, str]:
     space, _, name = operator.partition("::")
     if space == "pretended":
         return "attention", operator
-    if space == "fp8stack":
-        return "ours", operator
-    return ("GEMM" if name.partition(".")[0] in _GEMMS else "other"), operator
+    if name.partition(".")[0] in _GEMMS:
+        return "GEMM", operator
+    return ("ours" if space == "fp8stack" else "other"), operator
 
 
 def _widths(code: str) -> Iterator[tuple[str, int]]:

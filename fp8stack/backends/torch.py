@@ -195,6 +195,9 @@ class _MultiplyTwice(torch.autograd.Function):
         return *of_up, *of_down, None, None, None, None, None
 
 
+_BY_BLOCKS = {Scales.ROWS, Scales.MX}  # of which a kernel makes both copies
+
+
 def _copies(
     x: Tensor, quantizer: Quantizer, kind: Scales, across: bool = True
 ) -> tuple[Scaled, Scaled | None]:
@@ -267,7 +270,8 @@ class ScaledLinear(LowPrecisionLinear):
         """Quantize the weight, to be used until it changes."""
         quantizer, kind, weight = self.quantizer("weight"), self.kind("weight"), self.matrix
         by = self.backend.compiled_by
-        if by and not self.joins and not quantizer.stochastic and has_kernel(weight.device):
+        kernel = self.joins or kind in _BY_BLOCKS
+        if by and not kernel and not quantizer.stochastic and has_kernel(weight.device):
             along, across = _compiled_copies(*by)(weight, quantizer, kind)
         else:
             along, across, _ = self.quantize(weight, "weight", record, True)
@@ -337,7 +341,7 @@ class ScaledLinear(LowPrecisionLinear):
         kind = self.kind(name)
         if not isinstance(x, Tensor):
             return self._made(x, name, record, across, sums)
-        if kind is Scales.ROWS and has_kernel(x.device):
+        if kind in _BY_BLOCKS and has_kernel(x.device):
             return self._made(Product("cast", x), name, record, across, sums)
         total = x.sum(0, dtype=torch.float32) if sums else None
         if kind is Scales.PER_TENSOR:
@@ -357,7 +361,7 @@ class ScaledLinear(LowPrecisionLinear):
     ) -> tuple[Scaled, Scaled | None, Tensor | None]:
         """`quantize` of what is not in memory."""
         quantizer, kind = self.quantizer(name), self.kind(name)
-        if kind is Scales.ROWS:
+        if kind in _BY_BLOCKS:
             made = cast_blocks(product, quantizer, across=across, sums=sums)
             assert made.inv_scale is not None
             along = Scaled(made.data, made.inv_scale, kind)
@@ -385,7 +389,7 @@ class ScaledLinear(LowPrecisionLinear):
         kinds = {self.kind("input"), self.kind("grad_output")}
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks)
         plain = self.in_fp8 and not self.keeps_dtype and not any(hooks)
-        return plain and kinds <= {Scales.PER_TENSOR, Scales.ROWS}
+        return plain and kinds <= {Scales.PER_TENSOR, *_BY_BLOCKS}
 
     def _cast(
         self, x: Tensor, name: Operand, record: bool, across: bool, apart: bool

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from fp8stack import numerics
-from fp8stack.formats import Quantizer, fp8_format
+from fp8stack.formats import Quantizer, ScaleRounding, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.kernels import (
@@ -30,13 +30,15 @@ from fp8stack.ops.kernels import (
     has_kernel,
     triton_dtype,
 )
+from fp8stack.ops.scaled_gemm import Scales, pack_scales
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from fp8stack.ops.kernels import _amax, _codes, _scale_of
-
-BLOCK = 128  # elements of a row, or of a column, that share a scale; a tile has as many of each
+BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
+MX_BLOCK = 32  # that share an E8M0 scale: the scales of a tile are a tile of `pack_scales`
+_MX_TILE = BLOCK * BLOCK // MX_BLOCK
 
 
 class Product(NamedTuple):
@@ -73,8 +75,9 @@ class Copies(NamedTuple):
         data: float8 [rows, columns].
         transposed: float8 [columns, rows]; of blocks not the transpose of `data`.
         amax: float32, 0-dim, NaN ignored.
-        inv_scale: of blocks, float32 [rows, columns / 128], as `scaled_gemm.pack_scales` has it.
-        inv_scale_across: of the blocks of `transposed`, [columns, rows / 128].
+        inv_scale: of blocks, float32 [rows, columns / 128] or E8M0, as `scaled_gemm.pack_scales`
+            has it.
+        inv_scale_across: of the blocks of `transposed`.
         sums: over rows, float32 [columns].
     """
 
@@ -128,18 +131,20 @@ def cast_product(
 
 
 def cast_blocks(product: Product, quantizer: Quantizer, *, across: bool, sums: bool) -> Copies:
-    """A product cast in blocks of 1 x 128, and if `across` its transpose as well, each with scales
-    of its own: `numerics.quantize` and `pack_scales`, to the bit. See `cast_product`."""
-    power_of_two = quantizer.scale == "power_of_two"
+    """A product cast in blocks of 1 x 128, or of 1 x 32 with E8M0 scales, and if `across` its
+    transpose as well, each with scales of its own: `numerics.quantize` and `pack_scales`, to the
+    bit. See `cast_product`."""
+    mx = quantizer.scale == "e8m0"
+    kind = quantizer.scale_rounding if mx else quantizer.scale
     data, transposed, inverse, inverse_across, parts = _blocks_op(
-        *product, quantizer.format, quantizer.eps, power_of_two, across, sums
+        *product, quantizer.format, quantizer.eps, kind, across, sums
     )
     return Copies(
         data,
         transposed if across else None,
         None,
-        inverse.t(),
-        inverse_across.t() if across else None,
+        inverse if mx else inverse.t(),
+        (inverse_across if mx else inverse_across.t()) if across else None,
         parts.sum(0) if sums else None,
     )
 
@@ -205,33 +210,44 @@ def _blocks_op(
     dy: Tensor | None,
     format: str,
     eps: float,
-    power_of_two: bool,
+    kind: str,  # of scales: "float32", "power_of_two", or how E8M0 is rounded
     across: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    product = _contiguous(name, x, dy)
+    product, mx = _contiguous(name, x, dy), kind in get_args(ScaleRounding)
     if _runs(product):
-        made = _block_room(product, format, across, sums)
+        made = _block_room(product, format, mx, across, sums)
         names = ("data", "transposed", "inverse", "inverse_across", "sums")
         operands = dict(zip(names, made, strict=True))
-        _launch(product, "blocks", format, operands, EPS=eps, POWER_OF_TWO=power_of_two)
+        if mx:
+            options = _e8m0_constants(format, kind)
+        else:
+            options = {"EPS": eps, "POWER_OF_TWO": kind == "power_of_two"}
+        _launch(product, "mx" if mx else "blocks", format, operands, **options)
         return made
     values = product.values()
-    scale: Any = "power_of_two" if power_of_two else "float32"
-    quantizer = Quantizer(format=format, block=(1, BLOCK), scale=scale, eps=eps)  # type: ignore[arg-type]
-    data, inverse = numerics.quantize(values, quantizer)[:2]
+    scales: Any = {"scale": "e8m0", "scale_rounding": kind} if mx else {"scale": kind, "eps": eps}
+    size = MX_BLOCK if mx else BLOCK
+    quantizer = Quantizer(format=format, block=(1, size), **scales)  # type: ignore[arg-type]
+
+    def packed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        data, inverse = numerics.quantize(matrix, quantizer)[:2]
+        if mx:
+            return data, pack_scales(inverse, Scales.MX)
+        return data, inverse.t().clone(memory_format=torch.contiguous_format)
+
+    data, inverse = packed(values)
     turned, inverse_across = data.new_empty(0), inverse.new_empty(0)
     if across:
-        turned, inverse_across = numerics.quantize(values.t().contiguous(), quantizer)[:2]
-        inverse_across = inverse_across.t().clone(memory_format=torch.contiguous_format)
-    total = values.sum(0, dtype=torch.float32)[None] if sums else inverse.new_empty(0)
-    inverse = inverse.t().clone(memory_format=torch.contiguous_format)
+        turned, inverse_across = packed(values.t().contiguous())
+    none = x.new_empty(0, dtype=torch.float32)
+    total = values.sum(0, dtype=torch.float32)[None] if sums else none
     return data, turned, inverse, inverse_across, total
 
 
 _blocks_op.register_fake(
-    lambda name, x, dy, format, eps, power_of_two, across, sums: _block_room(
-        Product(name, x, dy), format, across, sums
+    lambda name, x, dy, format, eps, kind, across, sums: _block_room(
+        Product(name, x, dy), format, kind in get_args(ScaleRounding), across, sums
     )
 )
 
@@ -259,15 +275,23 @@ def _room(
 
 
 def _block_room(
-    product: Product, format: str, across: bool, sums: bool
+    product: Product, format: str, mx: bool, across: bool, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Data, transpose, the inverse scales of both with their blocks first, and sums by rows of
-    tiles, not filled in."""
+    """Data, transpose, the inverse scales of both (float32 with their blocks first), and sums by
+    rows of tiles, not filled in but for E8M0 scales that no tile writes."""
     data, transposed, none, parts = _room(product, format, across, False, sums)
     rows, columns = product.shape
     wide, high = -(-columns // BLOCK), -(-rows // BLOCK)
-    inverse_across = none.new_empty((high, columns) if across else (0,))
-    return data, transposed, none.new_empty((wide, rows)), inverse_across, parts
+    if not mx:
+        inverse_across = none.new_empty((high, columns) if across else (0,))
+        return data, transposed, none.new_empty((wide, rows)), inverse_across, parts
+    whole = rows % BLOCK == 0 and _width(product) % BLOCK == 0
+    make = torch.empty if whole else torch.zeros
+    inverse, inverse_across = (
+        make(size, dtype=torch.uint8, device=none.device).view(torch.float8_e8m0fnu)
+        for size in (wide * high * _MX_TILE, wide * high * _MX_TILE if across else 0)
+    )
+    return data, transposed, inverse, inverse_across, parts
 
 
 def _height(product: Product) -> int:
@@ -318,6 +342,15 @@ def _launch(
         kernel()[(tiles,)](x, dy, *given, rows, width, **constants, **LAUNCH)
 
 
+def _e8m0_constants(format: str, rounding: str) -> dict[str, Any]:
+    """By what the kernel finds an E8M0 code, see `numerics.blocks.e8m0_code`."""
+    target = fp8_format(format)
+    half = {"rceil": -1, "floor": 0, "even": 1 << (22 - target.mantissa_bits)}[rounding]
+    exponents = (target.max_code >> target.mantissa_bits) - target.bias
+    inverse = torch.tensor(1 / target.max, dtype=torch.float32).item()
+    return {"HALF": half, "EXPONENTS": exponents, "INVERSE": inverse}
+
+
 LAUNCH = OPTIONS | {"num_warps": 16}
 _OPERANDS = ("scale", "data", "transposed", "inverse", "inverse_across", "amaxes", "sums")
 
@@ -325,7 +358,7 @@ _OPERANDS = ("scale", "data", "transposed", "inverse", "inverse_across", "amaxes
 def product_constants(product: Product, scaled: str, format: str, exact: bool) -> dict[str, Any]:
     """What one variant of the kernel is compiled with; see `kernels.format_constants`.
 
-    `scaled`: "given", by one scale; "blocks", by each block's own; "none", not cast at all.
+    `scaled`: "given", by one scale; "blocks" or "mx", by each block's own; "none", not cast at all.
     """
     dtype = product.x.dtype
     return {
@@ -340,8 +373,12 @@ def product_constants(product: Product, scaled: str, format: str, exact: bool) -
         "EPS": 0.0,
         "OVERFLOW": min(torch.finfo(dtype).max, FLT_MAX),
         "POWER_OF_TWO": False,
+        "HALF": 0,
+        "EXPONENTS": 0,
+        "INVERSE": 0.0,
         "ROWS": BLOCK,
         "COLUMNS": BLOCK,
+        "PART": MX_BLOCK,
     }
 
 
@@ -349,6 +386,7 @@ def product_constants(product: Product, scaled: str, format: str, exact: bool) -
 def kernel() -> Any:
     """The kernel, to be launched as `kernel()[grid](...)`."""
     global tl, _amax, _scale_of, _codes, _load, _rounded, _forward, _of_gate, _of_value, _of_x, _put
+    global _put_mx, _e8m0_code, _times, _packed_at
     import triton
     import triton.language as tl
 
@@ -356,7 +394,8 @@ def kernel() -> Any:
     _load, _rounded = triton.jit(_load), triton.jit(_rounded)
     _forward, _of_x = triton.jit(_forward), triton.jit(_of_x)
     _of_gate, _of_value = triton.jit(_of_gate), triton.jit(_of_value)
-    _put = triton.jit(_put)
+    _e8m0_code, _times, _packed_at = map(triton.jit, (_e8m0_code, _times, _packed_at))
+    _put, _put_mx = triton.jit(_put), triton.jit(_put_mx)
     return triton.jit(_cast_product, do_not_specialize_on_alignment=["scale"])
 
 
@@ -367,8 +406,9 @@ def _cast_product(
     NAME: tl.constexpr, BACKWARD: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
     ACROSS: tl.constexpr, RECORD: tl.constexpr, SUMS: tl.constexpr, EPS: tl.constexpr,
     OVERFLOW: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+    EXPONENTS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of a product of `width` columns, in Triton's language; of the gradient of SwiGLU's
     input both sides, which read the same."""
@@ -401,14 +441,15 @@ def _cast_product(
     # fmt: off
     _put(first, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
          inverse_across, sums, SCALED, ACROSS, SUMS, EPS, OVERFLOW, POWER_OF_TWO, FLOAT8, LARGEST,
-         MAGIC, LEAST_SPACING, EXACT)
+         MAGIC, LEAST_SPACING, EXACT, HALF, EXPONENTS, INVERSE, ROWS, COLUMNS, PART)
     if RECORD:
         largest = _amax(first)
     if NAME == "swiglu" and BACKWARD:
         second = _of_value(gate, gradient, DTYPE, EXACT)
         _put(second, down, block + width // COLUMNS, row, column + width, there, rows, columns,
              scale, data, transposed, inverse, inverse_across, sums, SCALED, ACROSS, SUMS, EPS,
-             OVERFLOW, POWER_OF_TWO, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+             OVERFLOW, POWER_OF_TWO, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT, HALF, EXPONENTS,
+             INVERSE, ROWS, COLUMNS, PART)
         if RECORD:
             largest = tl.maximum(largest, _amax(second))
     # fmt: on
@@ -489,7 +530,9 @@ def _put(
     transposed: tl.tensor, inverse: tl.tensor, inverse_across: tl.tensor, sums: tl.tensor,
     SCALED: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, EPS: tl.constexpr,
     OVERFLOW: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+    EXPONENTS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write what is wanted of a tile's values in float32, which are 0 outside."""
     if SUMS:
@@ -518,3 +561,71 @@ def _put(
             tl.store(transposed + across, codes, mask=inside)
             out = tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
             tl.store(inverse_across + down * columns + column, out, mask=there)
+    if SCALED == "mx":
+        # fmt: off
+        _put_mx(values, row, column, inside, rows, columns, data + along, transposed + across,
+                inverse, inverse_across, ACROSS, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT, HALF,
+                EXPONENTS, INVERSE, ROWS, COLUMNS, PART)
+        # fmt: on
+
+
+def _put_mx(
+    values: tl.tensor, row: tl.tensor, column: tl.tensor, inside: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, data: tl.tensor, transposed: tl.tensor, inverse: tl.tensor,
+    inverse_across: tl.tensor, ACROSS: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+    EXPONENTS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a tile's values, in parts of a row and, if `ACROSS`, of a column that share an E8M0
+    scale."""
+    sizes = tl.where(values == values, tl.abs(values), 0.0)
+    whole = inside.to(tl.int32)
+    parts = tl.reshape(sizes, [ROWS, COLUMNS // PART, PART])
+    scales = _e8m0_code(tl.max(parts, axis=2), HALF, EXPONENTS, INVERSE)
+    scaled = tl.reshape(values, [ROWS, COLUMNS // PART, PART]) * _times(scales)[:, :, None]
+    scaled = tl.reshape(scaled, [ROWS, COLUMNS])
+    codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+    tl.store(data, codes, mask=inside)
+    part = tl.min(tl.reshape(column, [COLUMNS // PART, PART]), axis=1)[None, :] // PART
+    there = tl.max(tl.reshape(whole, [ROWS, COLUMNS // PART, PART]), axis=2) > 0
+    place = _packed_at(row, part, tl.cdiv(columns, PART))
+    tl.store(inverse + place, scales.to(tl.uint8), mask=there)
+    if ACROSS:
+        parts = tl.reshape(sizes, [ROWS // PART, PART, COLUMNS])
+        scales = _e8m0_code(tl.max(parts, axis=1), HALF, EXPONENTS, INVERSE)
+        scaled = tl.reshape(values, [ROWS // PART, PART, COLUMNS]) * _times(scales)[:, None, :]
+        scaled = tl.reshape(scaled, [ROWS, COLUMNS])
+        codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+        tl.store(transposed, codes, mask=inside)
+        part = tl.min(tl.reshape(row, [ROWS // PART, PART]), axis=1)[:, None] // PART
+        there = tl.max(tl.reshape(whole, [ROWS // PART, PART, COLUMNS]), axis=1) > 0
+        place = _packed_at(column, part, tl.cdiv(rows, PART))
+        tl.store(inverse_across + place, scales.to(tl.uint8), mask=there)
+
+
+def _e8m0_code(
+    amax: tl.tensor, HALF: tl.constexpr, EXPONENTS: tl.constexpr, INVERSE: tl.constexpr
+) -> tl.tensor:
+    """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
+    if HALF < 0:  # rounded up
+        bits = (amax * INVERSE).to(tl.int32, bitcast=True)
+        exponent = bits >> 23
+        least = tl.where(exponent == 0, 0x400000, 0)
+        code = exponent + ((bits & 0x7FFFFF) > least).to(tl.int32)
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        code = tl.maximum((((bits + HALF) >> 23) & 0xFF) - EXPONENTS, 0)
+    return tl.minimum(code, 254)
+
+
+def _times(code: tl.tensor) -> tl.tensor:
+    """See `numerics.blocks.e8m0_multiplier`."""
+    bits = tl.where(code == 254, 0x400000, (254 - code) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+def _packed_at(line: tl.tensor, part: tl.tensor, parts: tl.tensor) -> tl.tensor:
+    """Where `scaled_gemm.pack_scales` puts the E8M0 scale of a part of a line."""
+    tile = (line // 128).to(tl.int64) * tl.cdiv(parts, 4) + part // 4
+    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + part % 4

@@ -24,7 +24,8 @@ from fp8stack.precision import Hardware
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-CPU, H200 = Hardware("cpu"), Hardware("cuda", (9, 0), cuda_version=(13, 0))
+CPU = Hardware("cpu")
+H200, B200 = (Hardware("cuda", of, cuda_version=(13, 0)) for of in ((9, 0), (10, 0)))
 
 
 def gpt(recipe: str, hardware: Hardware = CPU, **sizes: int) -> GPT:
@@ -70,9 +71,9 @@ def everything(recipe: str) -> dict[str, Tensor]:
     return found | fp8_state(model) | dict(model.state_dict())
 
 
-def blocks_only() -> dict[str, Tensor]:
-    """The copies of a block recipe, whose GEMMs a CPU lacks."""
-    model = gpt("block", H200, width=128)
+def blocks_only(recipe: str, hardware: Hardware) -> dict[str, Tensor]:
+    """The copies of a recipe of blocks, whose GEMMs a CPU lacks."""
+    model = gpt(recipe, hardware, width=128)
     hooks(model)
     return kept(model)
 
@@ -88,23 +89,26 @@ def turned() -> dict[str, Tensor]:
 
 
 def few_differences() -> list[str]:
-    return interpreted_differences("delayed", "block")
+    return interpreted_differences("delayed", "block", "mxfp8")
 
 
 def interpreted_differences(*names: str) -> list[str]:
     """Where layer by layer, without the kernels, and with them is not the same; of all forms, or of
     those that are named."""
     makers = {name: lambda name=name: everything(name) for name in ("delayed", "current")}
-    makers |= {"block": blocks_only, "turned": turned}
+    makers |= {"block": lambda: blocks_only("block", H200), "turned": turned}
+    makers["mxfp8"] = lambda: blocks_only("mxfp8", B200)
     makers = {name: makers[name] for name in names or makers}
     wrong = []
     for name, make in makers.items():
         expected = make()
-        for module in (kernels, torch_backend):
+        # Of the others, activations within casts are rounded in other places.
+        modules = (kernels, torch_backend, *([fused_casts] if name == "mxfp8" else []))
+        for module in modules:
             module.has_kernel = lambda device: True  # type: ignore[attr-defined]
         launches = _count_launches()
         found = make()
-        for module in (kernels, torch_backend):
+        for module in modules:
             module.has_kernel = lambda device: False  # type: ignore[attr-defined]
         if not launches:
             wrong.append(f"{name}: the kernel did not run")
@@ -123,6 +127,13 @@ def _count_launches() -> list[int]:
         real(tiles, *rest)
 
     weights.launch_weights = launch  # type: ignore[attr-defined]
+    launch_cast = fused_casts._launch
+
+    def cast(*given: Any, **options: Any) -> None:
+        made.append(1)
+        launch_cast(*given, **options)
+
+    fused_casts._launch = cast  # type: ignore[assignment]
     return made
 
 
@@ -258,17 +269,18 @@ def test_all_weights_of_192_linears_are_one_launch_and_little_host_time(launches
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        *((recipe, "aot_eager") for recipe in ("rowwise", "mxfp8", "nvfp4")),
-        # Inductor 2.13 has no float8_e8m0fnu on CPUs.
-        pytest.param("rowwise", "inductor", marks=pytest.mark.slow),
-        pytest.param("nvfp4", "inductor", marks=pytest.mark.slow),
+        *((recipe, "aot_eager") for recipe in ("rowwise", "nvfp4")),
+        *(
+            pytest.param(recipe, "inductor", marks=pytest.mark.slow)
+            for recipe in ("rowwise", "nvfp4")
+        ),
     ],
 )
 def test_a_compiled_model_casts_other_weights_in_one_graph_for_each_shape(
     monkeypatch, recipe, backend
 ) -> None:
     """They are 80 to 90 launches for each weight else, and several times the memory traffic."""
-    model = gpt(recipe, Hardware("cuda", (10, 0), cuda_version=(13, 0)), width=128)
+    model = gpt(recipe, B200, width=128)
     hooks(model)
     expected = kept(model)
     monkeypatch.setattr(torch_backend, "has_kernel", lambda device: True)

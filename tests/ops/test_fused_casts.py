@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from fp8stack.conform.oracles import quantize
 from fp8stack.formats import Quantizer
 from fp8stack.ops import fused_casts
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
+from fp8stack.ops.scaled_gemm import Scales, pack_scales
 from tests.support.oracles import blocked, codes, decoded, fp8_codes, to_numpy
 from tests.support.triton_code import ptx_of
 
@@ -182,7 +184,31 @@ def of_blocks(device: str) -> list[str]:
     tiny = Product("cast", torch.full((128, 128), 1e-38))
     wrong += of_one_blocks(tiny, quantizer, device)
     wrong += of_one_blocks(exact_gates((128, 256)), quantizer, device)
-    return wrong + of_one_blocks(product("relu2", (128, 128), DTYPES[0], True), quantizer, device)
+    wrong += of_one_blocks(product("relu2", (128, 128), DTYPES[0], True), quantizer, device)
+    return wrong + of_mx(device)
+
+
+def of_mx(device: str) -> list[str]:
+    """The same of blocks with E8M0 scales, of sizes that tiles are cut through."""
+    generator = torch.Generator().manual_seed(4)
+    wide = torch.randn((256, 128), generator=generator)
+    wide *= 10.0 ** torch.linspace(-38, 38, 128)  # scales of all sizes
+    wide[1, 2], wide[3], wide[5, 7] = math.nan, 0, math.inf
+    narrow = wide[:96, :96].bfloat16()
+    narrow[narrow.abs() < 2.0**-126] = 0  # Triton's interpreter widens subnormals wrongly
+    products = [Product("cast", wide), Product("cast", narrow)]
+    products += [exact_gates((128, 256)), exact_gates((160, 96))]
+    products.append(product("relu2", (64, 160), DTYPES[0], True))
+    wrong = []
+    for one, rounding, format in zip(
+        (*products, *products[:2]),
+        ("rceil", "floor", "rceil", "rceil", "even", "floor", "even"),
+        ("e4m3", "e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e4m3"),
+        strict=True,
+    ):
+        quantizer = Quantizer(format=format, block=(1, 32), scale="e8m0", scale_rounding=rounding)
+        wrong += of_one_blocks(one, quantizer, device)
+    return wrong
 
 
 def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
@@ -194,7 +220,14 @@ def of_one_blocks(one: Product, quantizer: Quantizer, device: str) -> list[str]:
         data, inverse = (
             (made.transposed, made.inv_scale_across) if turned else (made.data, made.inv_scale)
         )
-        known = blocked(values.T if turned else values, (1, 128), "e4m3", power, limit)
+        seen = np.ascontiguousarray(values.T if turned else values)
+        if quantizer.scale == "e8m0":
+            oracle = quantize(seen, quantizer, 1)
+            scales = torch.from_numpy(oracle.stored.astype(np.uint8)).view(torch.float8_e8m0fnu)
+            known = oracle.codes, codes(pack_scales(scales, Scales.MX))
+            inverse = torch.from_numpy(codes(inverse.cpu()))
+        else:
+            known = blocked(seen, (1, 128), "e4m3", power, limit)
         told = f"blocks of {one.name} {tuple(one.shape)}, {turned}: "
         if not np.array_equal(codes(data.cpu()), known[0]):
             wrong.append(told + "data")
@@ -241,9 +274,10 @@ def test_the_operators_are_as_torch_wants_them(name):
     for wanted in itertools.product((False, True), repeat=3):
         given = (*one, scale, "e4m3", *wanted)
         torch.library.opcheck(operators.cast_product.default, given, test_utils="test_faketensor")
-        blocks = (*one, "e4m3", 0.0, *wanted)
-        operator = operators.cast_product_blocks.default
-        torch.library.opcheck(operator, blocks, test_utils="test_faketensor")
+        for kind in ("float32", "rceil"):
+            blocks = (*one, "e4m3", 0.0, kind, *wanted[1:])
+            operator = operators.cast_product_blocks.default
+            torch.library.opcheck(operator, blocks, test_utils="test_faketensor")
 
 
 def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
@@ -253,9 +287,9 @@ def test_a_trace_has_the_shapes_of_what_the_kernel_gives(monkeypatch):
         operators = torch.ops.fp8stack
         made = operators.cast_product("swiglu", x, dy, scale, "e4m3", True, True, True)
         assert [part.shape for part in made] == [(256, 384), (384, 256), (4,), (2, 384)]
-        made = operators.cast_product_blocks("cast", x, None, "e4m3", 0.0, True, True, True)
-        shapes = [(256, 384), (384, 256), (3, 256), (2, 384), (2, 384)]
-        assert [part.shape for part in made] == shapes
+        for kind, scales in (("float32", [(3, 256), (2, 384)]), ("rceil", [(3072,), (3072,)])):
+            made = operators.cast_product_blocks("cast", x, None, "e4m3", 0.0, kind, True, True)
+            assert [part.shape for part in made] == [(256, 384), (384, 256), *scales, (2, 384)]
         assert operators.product_amax("swiglu", x, None).shape == (4,)
         for rows, columns, tiles in ((1, 1, 1), (128, 128, 1), (129, 130, 4), (0, 9, 1)):
             x = torch.empty(rows, columns)
@@ -284,6 +318,7 @@ CODES = [
     for name, backward, scaled, format in (
         *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "blocks", "e4m3")),
         *(("gelu", False, "given", "e4m3"), ("cast", False, "given", "e5m2")),
+        *(("swiglu", True, "mx", "e4m3"), ("cast", False, "mx", "e4m3")),
     )
 ]
 
@@ -298,15 +333,23 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
     made = Product(name, x, x if backward else None)
     constants = fused_casts.product_constants(made, scaled, format, capability != 89)
     constants |= {"SUMS": backward, "RECORD": scaled == "given"}
+    if scaled == "mx":
+        constants |= fused_casts._e8m0_constants(format, "rceil")
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
     types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
+    if scaled == "mx":
+        types |= dict.fromkeys(("inverse", "inverse_across"), "*u8")
     types |= {"rows": "i32", "width": "i32"}
     text = ptx_of(fused_casts.kernel(), types, constants, capability, **fused_casts.LAUNCH)
     sides = 2 if backward else 1
     # 32 bytes to a thread and direction; sums and scales of each side, or one amax of both.
-    others = 3 * sides if scaled == "blocks" else 1 + (sides if backward else 0)
+    others = {
+        "given": {"st.global.b32": 1 + (sides if backward else 0)},
+        "blocks": {"st.global.b32": 3 * sides},
+        "mx": {"st.global.b8": 2 * sides} | ({"st.global.b32": sides} if backward else {}),
+    }
     stores = Counter(re.findall(r"st\.global\S*", text))
-    assert stores == {"st.global.v4.b32": 4 * sides, "st.global.b32": others}
+    assert stores == {"st.global.v4.b32": 4 * sides, **others[scaled]}
     loads = Counter(re.findall(r"ld\.global\S*", text))
     assert set(loads) <= {"ld.global.v4.b32", "ld.global.b32"}
     if name != "gelu":  # whose erf does both
