@@ -35,9 +35,8 @@ TERABYTES_PER_S = 4.1
 LARGEST = "llama-8b"
 CAPABILITIES = ("9.0", "8.9", "10.0", "12.0")
 GOALS = {"delayed": 1.2, "current": 1.5, "block": 1.7}
-GOALS |= {
-    f"bench/recipes/{name}_bf16_residual.toml": GOALS[name] for name in ("delayed", "current")
-}
+RESIDUAL = {f"bench/recipes/{name}_bf16_residual.toml": name for name in ("delayed", "current")}
+GOALS |= {file: GOALS[name] for file, name in RESIDUAL.items()}
 """Milliseconds of a llama-8b layer's block at `TERABYTES_PER_S`."""
 TOLERANCE = 0.03
 
@@ -85,10 +84,12 @@ def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 
 def native(capability: str) -> list[str]:
-    """The recipes that such a GPU runs as they are by torch alone, bf16 first."""
+    """The recipes that such a GPU runs as they are by torch alone, bf16 first, and those of
+    `RESIDUAL`."""
     machine = machine_for(capability, te=False)
     plans = {name: resolve(load_recipe(name), machine) for name in presets.names("recipes")}
-    return ["bf16", *(name for name, plan in plans.items() if plan.is_fp8 and plan.native)]
+    found = [name for name, plan in plans.items() if plan.is_fp8 and plan.native]
+    return ["bf16", *found, *(file for file, name in RESIDUAL.items() if name in found)]
 
 
 def compiled(model: str, recipe: str, capability: str, *, stores: bool = True) -> list[Row]:
