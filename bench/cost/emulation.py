@@ -53,7 +53,8 @@ def nano() -> Work:
 
 
 def _bars() -> list[Bar]:
-    """The bars: relative to fp32 eager, and never behind torchao in the same mode."""
+    """The bars: relative to fp32 eager, never behind torchao in the same mode, and relative to bf16
+    where the CPU has instructions for it."""
     linear, small, first = case_of(*SHAPES[1]), step_case(works("cpu")["small"]), step_case(nano())
     limits: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {
         linear: {(EAGER, FP8): 1.10, (COMPILED, COMPILED_LINEARS): 1.10},
@@ -74,7 +75,8 @@ def _bars() -> list[Bar]:
                 # torchao's MXFP8 is eager alone here.
                 if theirs and case != first and (mode == EAGER or recipe != "mxfp8"):
                     made.append(Bar(case=case, arm=arm, of=f"{theirs}{mode}", at_most=1.0))
-    return made
+    # On CPUs with bf16 instructions.
+    return made + [Bar(case=small, arm=recipe, of="bf16", at_most=1.20) for recipe in FP8]
 
 
 BARS = _bars()
@@ -197,7 +199,8 @@ def own_steps(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], A
     """What builds a training step in every recipe."""
     hardware = probe("cpu")
     also = {*compiled, "fp32"} if compiled else set()
-    own: list[StepArm] = arms(hardware, ["fp32", *FP8, *FEWER_BITS], also)
+    baselines = ["fp32", "bf16"] if hardware.cpu_bf16 else ["fp32"]
+    own: list[StepArm] = arms(hardware, [*baselines, *FP8, *FEWER_BITS], also)
     return {arm.name: partial(build_step, arm, work, hardware) for arm in own}
 
 
