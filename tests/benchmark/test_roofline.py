@@ -90,10 +90,10 @@ def test_work_takes_as_long_as_its_operations_or_its_bytes():
     [
         ("delayed", 4, 4, 6),
         ("current", 6, 6, 10),
-        ("block", 6 + 8 / 128, 6 + 8 / 128, 6),
-        ("mxfp8", 6 + 2 / 32, 6 + 2 / 32, 10 + 2 / 32),
-        ("mxfp4", 5 + 2 / 32, 5 + 2 / 32, 9 + 2 / 32),  # half a byte each
-        ("mxfp6_e2m3", 6 + 2 / 32, 6 + 2 / 32, 10 + 2 / 32),  # a byte each
+        ("block", 4 + 8 / 128, 4 + 8 / 128, 6),
+        ("mxfp8", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),
+        ("mxfp4", 3 + 2 / 32, 3 + 2 / 32, 5 + 2 / 32),  # half a byte each
+        ("mxfp6_e2m3", 4 + 2 / 32, 4 + 2 / 32, 6 + 2 / 32),  # a byte each
         # Two copies of their own, each with an amax of all before; the weight's serves both.
         ("nvfp4", 9 + 2 / 16, 9 + 2 / 16, 9),
         ("rowwise_wgrad_hp", 3, 3, 5 + 9),
