@@ -246,7 +246,7 @@ class ScaledLinear(LowPrecisionLinear):
         self.operands = operands
         self._kept: Kept | None = None  # what is multiplied by until the weight changes
         # Whether the kernel for many weights can cast this one.
-        self.joins = self.kind("weight") in (Scales.PER_TENSOR, Scales.SQUARES)
+        self.joins = self.kind("weight") in (Scales.PER_TENSOR, Scales.SQUARES, Scales.MX)
         self.shared_scale = torch.ones(())  # current scaling of a weight that ranks share out
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,8 +270,7 @@ class ScaledLinear(LowPrecisionLinear):
         """Quantize the weight, to be used until it changes."""
         quantizer, kind, weight = self.quantizer("weight"), self.kind("weight"), self.matrix
         by = self.backend.compiled_by
-        kernel = self.joins or kind in _BY_BLOCKS
-        if by and not kernel and not quantizer.stochastic and has_kernel(weight.device):
+        if by and not self.joins and not quantizer.stochastic and has_kernel(weight.device):
             along, across = _compiled_copies(*by)(weight, quantizer, kind)
         else:
             along, across, _ = self.quantize(weight, "weight", record, True)

@@ -23,9 +23,13 @@ from fp8stack.formats import Quantizer, ScaleRounding, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.kernels import (
+    MX_BLOCK,
+    MX_TILE,
+    NO_E8M0,
     OPTIONS,
     converts_exactly,
     device_functions,
+    e8m0_constants,
     format_constants,
     has_kernel,
     triton_dtype,
@@ -35,10 +39,8 @@ from fp8stack.ops.scaled_gemm import Scales, pack_scales
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from fp8stack.ops.kernels import _amax, _codes, _scale_of
+    from fp8stack.ops.kernels import _amax, _codes, _put_mx, _scale_of
 BLOCK = 128  # elements of a row, or of a column, that share a float32 scale; a tile has as many
-MX_BLOCK = 32  # that share an E8M0 scale: the scales of a tile are a tile of `pack_scales`
-_MX_TILE = BLOCK * BLOCK // MX_BLOCK
 
 
 class Product(NamedTuple):
@@ -220,7 +222,7 @@ def _blocks_op(
         names = ("data", "transposed", "inverse", "inverse_across", "sums")
         operands = dict(zip(names, made, strict=True))
         if mx:
-            options = _e8m0_constants(format, kind)
+            options = e8m0_constants(format, kind)
         else:
             options = {"EPS": eps, "POWER_OF_TWO": kind == "power_of_two"}
         _launch(product, "mx" if mx else "blocks", format, operands, **options)
@@ -289,7 +291,7 @@ def _block_room(
     make = torch.empty if whole else torch.zeros
     inverse, inverse_across = (
         make(size, dtype=torch.uint8, device=none.device).view(torch.float8_e8m0fnu)
-        for size in (wide * high * _MX_TILE, wide * high * _MX_TILE if across else 0)
+        for size in (wide * high * MX_TILE, wide * high * MX_TILE if across else 0)
     )
     return data, transposed, inverse, inverse_across, parts
 
@@ -342,15 +344,6 @@ def _launch(
         kernel()[(tiles,)](x, dy, *given, rows, width, **constants, **LAUNCH)
 
 
-def _e8m0_constants(format: str, rounding: str) -> dict[str, Any]:
-    """By what the kernel finds an E8M0 code, see `numerics.blocks.e8m0_code`."""
-    target = fp8_format(format)
-    half = {"rceil": -1, "floor": 0, "even": 1 << (22 - target.mantissa_bits)}[rounding]
-    exponents = (target.max_code >> target.mantissa_bits) - target.bias
-    inverse = torch.tensor(1 / target.max, dtype=torch.float32).item()
-    return {"HALF": half, "EXPONENTS": exponents, "INVERSE": inverse}
-
-
 LAUNCH = OPTIONS | {"num_warps": 16}
 _OPERANDS = ("scale", "data", "transposed", "inverse", "inverse_across", "amaxes", "sums")
 
@@ -363,6 +356,7 @@ def product_constants(product: Product, scaled: str, format: str, exact: bool) -
     dtype = product.x.dtype
     return {
         **format_constants(format, exact),
+        **NO_E8M0,
         "NAME": product.name,
         "BACKWARD": product.dy is not None,
         "DTYPE": triton_dtype(dtype),
@@ -373,12 +367,8 @@ def product_constants(product: Product, scaled: str, format: str, exact: bool) -
         "EPS": 0.0,
         "OVERFLOW": min(torch.finfo(dtype).max, FLT_MAX),
         "POWER_OF_TWO": False,
-        "HALF": 0,
-        "EXPONENTS": 0,
-        "INVERSE": 0.0,
         "ROWS": BLOCK,
         "COLUMNS": BLOCK,
-        "PART": MX_BLOCK,
     }
 
 
@@ -386,16 +376,15 @@ def product_constants(product: Product, scaled: str, format: str, exact: bool) -
 def kernel() -> Any:
     """The kernel, to be launched as `kernel()[grid](...)`."""
     global tl, _amax, _scale_of, _codes, _load, _rounded, _forward, _of_gate, _of_value, _of_x, _put
-    global _put_mx, _e8m0_code, _times, _packed_at
+    global _put_mx
     import triton
     import triton.language as tl
 
-    _amax, _scale_of, _codes = device_functions()
+    _amax, _scale_of, _codes, _put_mx = device_functions()
     _load, _rounded = triton.jit(_load), triton.jit(_rounded)
     _forward, _of_x = triton.jit(_forward), triton.jit(_of_x)
     _of_gate, _of_value = triton.jit(_of_gate), triton.jit(_of_value)
-    _e8m0_code, _times, _packed_at = map(triton.jit, (_e8m0_code, _times, _packed_at))
-    _put, _put_mx = triton.jit(_put), triton.jit(_put_mx)
+    _put = triton.jit(_put)
     return triton.jit(_cast_product, do_not_specialize_on_alignment=["scale"])
 
 
@@ -567,65 +556,3 @@ def _put(
                 inverse, inverse_across, ACROSS, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT, HALF,
                 EXPONENTS, INVERSE, ROWS, COLUMNS, PART)
         # fmt: on
-
-
-def _put_mx(
-    values: tl.tensor, row: tl.tensor, column: tl.tensor, inside: tl.tensor, rows: tl.tensor,
-    columns: tl.tensor, data: tl.tensor, transposed: tl.tensor, inverse: tl.tensor,
-    inverse_across: tl.tensor, ACROSS: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
-    EXPONENTS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PART: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write a tile's values, in parts of a row and, if `ACROSS`, of a column that share an E8M0
-    scale."""
-    sizes = tl.where(values == values, tl.abs(values), 0.0)
-    whole = inside.to(tl.int32)
-    parts = tl.reshape(sizes, [ROWS, COLUMNS // PART, PART])
-    scales = _e8m0_code(tl.max(parts, axis=2), HALF, EXPONENTS, INVERSE)
-    scaled = tl.reshape(values, [ROWS, COLUMNS // PART, PART]) * _times(scales)[:, :, None]
-    scaled = tl.reshape(scaled, [ROWS, COLUMNS])
-    codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
-    tl.store(data, codes, mask=inside)
-    part = tl.min(tl.reshape(column, [COLUMNS // PART, PART]), axis=1)[None, :] // PART
-    there = tl.max(tl.reshape(whole, [ROWS, COLUMNS // PART, PART]), axis=2) > 0
-    place = _packed_at(row, part, tl.cdiv(columns, PART))
-    tl.store(inverse + place, scales.to(tl.uint8), mask=there)
-    if ACROSS:
-        parts = tl.reshape(sizes, [ROWS // PART, PART, COLUMNS])
-        scales = _e8m0_code(tl.max(parts, axis=1), HALF, EXPONENTS, INVERSE)
-        scaled = tl.reshape(values, [ROWS // PART, PART, COLUMNS]) * _times(scales)[:, None, :]
-        scaled = tl.reshape(scaled, [ROWS, COLUMNS])
-        codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
-        tl.store(transposed, codes, mask=inside)
-        part = tl.min(tl.reshape(row, [ROWS // PART, PART]), axis=1)[:, None] // PART
-        there = tl.max(tl.reshape(whole, [ROWS // PART, PART, COLUMNS]), axis=1) > 0
-        place = _packed_at(column, part, tl.cdiv(rows, PART))
-        tl.store(inverse_across + place, scales.to(tl.uint8), mask=there)
-
-
-def _e8m0_code(
-    amax: tl.tensor, HALF: tl.constexpr, EXPONENTS: tl.constexpr, INVERSE: tl.constexpr
-) -> tl.tensor:
-    """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
-    if HALF < 0:  # rounded up
-        bits = (amax * INVERSE).to(tl.int32, bitcast=True)
-        exponent = bits >> 23
-        least = tl.where(exponent == 0, 0x400000, 0)
-        code = exponent + ((bits & 0x7FFFFF) > least).to(tl.int32)
-    else:
-        bits = amax.to(tl.int32, bitcast=True)
-        code = tl.maximum((((bits + HALF) >> 23) & 0xFF) - EXPONENTS, 0)
-    return tl.minimum(code, 254)
-
-
-def _times(code: tl.tensor) -> tl.tensor:
-    """See `numerics.blocks.e8m0_multiplier`."""
-    bits = tl.where(code == 254, 0x400000, (254 - code) << 23)
-    return bits.to(tl.float32, bitcast=True)
-
-
-def _packed_at(line: tl.tensor, part: tl.tensor, parts: tl.tensor) -> tl.tensor:
-    """Where `scaled_gemm.pack_scales` puts the E8M0 scale of a part of a line."""
-    tile = (line // 128).to(tl.int64) * tl.cdiv(parts, 4) + part // 4
-    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + part % 4

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # A tile's row is a cache line of bfloat16, 128 bytes, and its column one of FP8.
 TILE_ROWS, TILE_COLUMNS = 128, 64
+MX_BLOCK = 32  # elements that share an E8M0 scale
+MX_TILE = 128 * 128 // MX_BLOCK  # scales of a square of 128, a tile of `pack_scales`
 # Fused, the product would not be rounded to float32.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -83,6 +85,19 @@ def format_constants(format: str, exact: bool) -> dict[str, Any]:
     }
 
 
+def e8m0_constants(format: str, rounding: str) -> dict[str, Any]:
+    """By what the kernel finds an E8M0 code, see `numerics.blocks.e8m0_code`."""
+    target = fp8_format(format)
+    half = {"rceil": -1, "floor": 0, "even": 1 << (22 - target.mantissa_bits)}[rounding]
+    exponents = (target.max_code >> target.mantissa_bits) - target.bias
+    inverse = torch.tensor(1 / target.max, dtype=torch.float32).item()
+    return {"HALF": half, "EXPONENTS": exponents, "INVERSE": inverse, "PART": MX_BLOCK}
+
+
+NO_E8M0 = {"HALF": 0, "EXPONENTS": 0, "INVERSE": 0.0, "PART": MX_BLOCK}
+"""In place of `e8m0_constants` where scales are float32."""
+
+
 @cache
 def transpose_kernel() -> Any:
     """That of `transpose_bytes`, to be launched as `transpose_kernel()[grid](...)`."""
@@ -108,20 +123,23 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def device_functions() -> tuple[Any, Any, Any]:
-    """`_amax`, `_scale_of` and `_codes`, for kernels of other modules to call."""
+def device_functions() -> tuple[Any, Any, Any, Any]:
+    """`_amax`, `_scale_of`, `_codes` and `_put_mx`, for kernels of other modules to call."""
     _device_code()
-    return _amax, _scale_of, _codes
+    return _amax, _scale_of, _codes, _put_mx
 
 
 @cache
 def _device_code() -> Any:
     """Triton's `jit`, once the kernels find what they call."""
-    global tl, _amax, _scale_of, _codes  # Triton looks names up among the module's
+    # Triton looks names up among the module's.
+    global tl, _amax, _scale_of, _codes, _put_mx, _e8m0_code, _times, _packed_at
     import triton
     import triton.language as tl
 
     _amax, _scale_of, _codes = map(triton.jit, (_amax, _scale_of, _codes))
+    _e8m0_code, _times, _packed_at = map(triton.jit, (_e8m0_code, _times, _packed_at))
+    _put_mx = triton.jit(_put_mx)
     return triton.jit
 
 
@@ -142,8 +160,9 @@ def _cast_weights(
     SOURCE: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, SCALE: tl.constexpr,
     RECORD: tl.constexpr, CAST: tl.constexpr, SPACING: tl.constexpr, EPS: tl.constexpr,
     OVERFLOW: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
-    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+    EXPONENTS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of one of many matrices, of which `table` has a row for each, and `owners` the row
     of each tile."""
@@ -174,7 +193,16 @@ def _cast_weights(
     if RECORD:  # as integers, which are in the order of the numbers: none is negative
         cell = (amaxes + place * SPACING).to(tl.pointer_type(tl.int32))
         tl.atomic_max(cell, amax.to(tl.int32, bitcast=True), sem="relaxed")
-    if CAST:
+    if SCALE == "mx":
+        # fmt: off
+        _put_mx(values, row, column, inside, rows, columns,
+                data + row.to(tl.int64) * columns + column,
+                transposed + column.to(tl.int64) * rows + row,
+                inverse.to(tl.pointer_type(tl.uint8)), inverse_across.to(tl.pointer_type(tl.uint8)),
+                True, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT, HALF, EXPONENTS, INVERSE, ROWS,
+                COLUMNS, PART)
+        # fmt: on
+    elif CAST:
         if SCALE == "given":
             scale = tl.load(scales + place)
         else:
@@ -236,3 +264,65 @@ def _codes(
     if not EXACT:
         codes = tl.where(scaled == scaled, codes, 0x7F)
     return codes
+
+
+def _put_mx(
+    values: tl.tensor, row: tl.tensor, column: tl.tensor, inside: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, data: tl.tensor, transposed: tl.tensor, inverse: tl.tensor,
+    inverse_across: tl.tensor, ACROSS: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    MAGIC: tl.constexpr, LEAST_SPACING: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+    EXPONENTS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a tile's values, in parts of a row and, if `ACROSS`, of a column that share an E8M0
+    scale."""
+    sizes = tl.where(values == values, tl.abs(values), 0.0)
+    whole = inside.to(tl.int32)
+    parts = tl.reshape(sizes, [ROWS, COLUMNS // PART, PART])
+    scales = _e8m0_code(tl.max(parts, axis=2), HALF, EXPONENTS, INVERSE)
+    scaled = tl.reshape(values, [ROWS, COLUMNS // PART, PART]) * _times(scales)[:, :, None]
+    scaled = tl.reshape(scaled, [ROWS, COLUMNS])
+    codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+    tl.store(data, codes, mask=inside)
+    part = tl.min(tl.reshape(column, [COLUMNS // PART, PART]), axis=1)[None, :] // PART
+    there = tl.max(tl.reshape(whole, [ROWS, COLUMNS // PART, PART]), axis=2) > 0
+    place = _packed_at(row, part, tl.cdiv(columns, PART))
+    tl.store(inverse + place, scales.to(tl.uint8), mask=there)
+    if ACROSS:
+        parts = tl.reshape(sizes, [ROWS // PART, PART, COLUMNS])
+        scales = _e8m0_code(tl.max(parts, axis=1), HALF, EXPONENTS, INVERSE)
+        scaled = tl.reshape(values, [ROWS // PART, PART, COLUMNS]) * _times(scales)[:, None, :]
+        scaled = tl.reshape(scaled, [ROWS, COLUMNS])
+        codes = _codes(scaled, FLOAT8, LARGEST, MAGIC, LEAST_SPACING, EXACT)
+        tl.store(transposed, codes, mask=inside)
+        part = tl.min(tl.reshape(row, [ROWS // PART, PART]), axis=1)[:, None] // PART
+        there = tl.max(tl.reshape(whole, [ROWS // PART, PART, COLUMNS]), axis=1) > 0
+        place = _packed_at(column, part, tl.cdiv(rows, PART))
+        tl.store(inverse_across + place, scales.to(tl.uint8), mask=there)
+
+
+def _e8m0_code(
+    amax: tl.tensor, HALF: tl.constexpr, EXPONENTS: tl.constexpr, INVERSE: tl.constexpr
+) -> tl.tensor:
+    """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
+    if HALF < 0:  # rounded up
+        bits = (amax * INVERSE).to(tl.int32, bitcast=True)
+        exponent = bits >> 23
+        least = tl.where(exponent == 0, 0x400000, 0)
+        code = exponent + ((bits & 0x7FFFFF) > least).to(tl.int32)
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        code = tl.maximum((((bits + HALF) >> 23) & 0xFF) - EXPONENTS, 0)
+    return tl.minimum(code, 254)
+
+
+def _times(code: tl.tensor) -> tl.tensor:
+    """See `numerics.blocks.e8m0_multiplier`."""
+    bits = tl.where(code == 254, 0x400000, (254 - code) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+def _packed_at(line: tl.tensor, part: tl.tensor, parts: tl.tensor) -> tl.tensor:
+    """Where `scaled_gemm.pack_scales` puts the E8M0 scale of a part of a line."""
+    tile = (line // 128).to(tl.int64) * tl.cdiv(parts, 4) + part // 4
+    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + part % 4

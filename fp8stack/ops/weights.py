@@ -11,10 +11,13 @@ from torch import Tensor
 from fp8stack.formats import Quantizer, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
 from fp8stack.ops.kernels import (
+    MX_TILE,
+    NO_E8M0,
     OPTIONS,
     TILE_COLUMNS,
     TILE_ROWS,
     converts_exactly,
+    e8m0_constants,
     format_constants,
     launch_weights,
     triton_dtype,
@@ -31,7 +34,7 @@ class KeptWeights:
 
     Args:
         weights: contiguous matrices of one dtype, float32, bfloat16 or float16, on one device.
-        quantizer: with one scale per tensor, or for blocks of 128 x 128.
+        quantizer: with one scale per tensor, for blocks of 128 x 128, or E8M0 scales of 1 x 32.
         places: of each weight in the scales and amaxes of delayed scaling.
 
     Attributes:
@@ -44,9 +47,12 @@ class KeptWeights:
     ) -> None:
         self.quantizer = quantizer
         self.device, dtype = weights[0].device, weights[0].dtype
-        self._squares = not quantizer.per_tensor
-        # A square has a tile of its own.
-        tile = (_SQUARE, _SQUARE) if self._squares else (TILE_ROWS, TILE_COLUMNS)
+        self._kind = Scales.PER_TENSOR
+        if not quantizer.per_tensor:
+            self._kind = Scales.MX if quantizer.scale == "e8m0" else Scales.SQUARES
+        # A square has a tile of its own, and so have the scales that are packed together.
+        whole = self._kind is Scales.PER_TENSOR
+        tile = (TILE_ROWS, TILE_COLUMNS) if whole else (_SQUARE, _SQUARE)
         self.copies = [self._room(weight) for weight in weights]
         places = places or range(len(weights))
         rows: list[list[int]] = []
@@ -61,9 +67,11 @@ class KeptWeights:
         self._owners = torch.tensor(owners, dtype=torch.int32).to(self.device)
         self._amaxes = torch.zeros(len(rows), dtype=torch.float32, device=self.device)
         self._tiles = len(owners)
-        limit = min(torch.finfo(dtype).max, FLT_MAX) if self._squares else FLT_MAX
+        limit = FLT_MAX if whole else min(torch.finfo(dtype).max, FLT_MAX)
+        mx = self._kind is Scales.MX
         self._constants: dict[str, Any] = {
             **format_constants(quantizer.format, converts_exactly(self.device)),
+            **(e8m0_constants(quantizer.format, quantizer.scale_rounding) if mx else NO_E8M0),
             "SOURCE": triton_dtype(dtype),
             "FIELDS": FIELDS,
             "ALIGNED": all(number % 16 == 0 for row in rows for number in (*row[:3], *row[5:7])),
@@ -73,21 +81,23 @@ class KeptWeights:
             "ROWS": tile[0],
             "COLUMNS": tile[1],
             **OPTIONS,
-            "num_warps": 8 if self._squares else 4,
+            "num_warps": 4 if whole else 16 if mx else 8,
         }
 
     def _room(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         rows, columns = weight.shape
-        kind = Scales.SQUARES if self._squares else Scales.PER_TENSOR
         dtype = fp8_format(self.quantizer.format).dtype
         one = weight.new_zeros((), dtype=torch.float32)
         made = []
         for shape in ((rows, columns), (columns, rows)):
             inverse = one
-            if self._squares:
-                high, wide = (-(-size // _SQUARE) for size in shape)
+            high, wide = (-(-size // _SQUARE) for size in shape)
+            if self._kind is Scales.SQUARES:
                 inverse = one.new_zeros(high, wide + -wide % 4).t()  # as `pack_scales` has them
-            made.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, kind))
+            elif self._kind is Scales.MX:
+                packed = one.new_zeros(high * wide * MX_TILE, dtype=torch.uint8)
+                inverse = packed.view(torch.float8_e8m0fnu)
+            made.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, self._kind))
         return made[0], made[1]
 
     def cast(self, scales: Tensor | None = None, amaxes: Tensor | None = None) -> None:
@@ -100,8 +110,9 @@ class KeptWeights:
         """
         if scales is not None:
             self._launch("given", scales, amaxes, cast=True)
-        elif self._squares:
-            self._launch("blocks", None, None, cast=True)
+        elif self._kind is not Scales.PER_TENSOR:
+            how = "mx" if self._kind is Scales.MX else "blocks"
+            self._launch(how, None, None, cast=True)
         else:
             self._amaxes.zero_()
             self._launch("current", None, self._amaxes, cast=False)

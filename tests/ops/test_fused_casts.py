@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8stack.conform.oracles import quantize
 from fp8stack.formats import Quantizer
-from fp8stack.ops import fused_casts
+from fp8stack.ops import fused_casts, kernels
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
 from fp8stack.ops.scaled_gemm import Scales, pack_scales
@@ -334,7 +334,7 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
     constants = fused_casts.product_constants(made, scaled, format, capability != 89)
     constants |= {"SUMS": backward, "RECORD": scaled == "given"}
     if scaled == "mx":
-        constants |= fused_casts._e8m0_constants(format, "rceil")
+        constants |= kernels.e8m0_constants(format, "rceil")
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
     types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
     if scaled == "mx":

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8stack.conform.oracles import quantize
 from fp8stack.formats import Quantizer
 from fp8stack.ops import kernels, weights
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
@@ -29,6 +30,8 @@ FLOATS = (torch.float32, torch.bfloat16)
 FORMATS: tuple[Any, ...] = ("e4m3", "e5m2")
 CURRENT: list[dict[str, Any]] = [{}, {"scale": "power_of_two"}, {"eps": 1e3}]
 BLOCKS: list[dict[str, Any]] = [{"scale": "power_of_two"}, {}]
+MX: dict[str, Any] = {"block": (1, 32), "scale": "e8m0"}
+ROUNDINGS: tuple[Any, ...] = ("rceil", "even", "floor")
 
 
 def matrices(dtype: torch.dtype, every: bool = False) -> list[tuple[Tensor, tuple[int, ...]]]:
@@ -64,7 +67,10 @@ def differences(device: str = "cpu", every: bool = True) -> list[str]:
     for options, tensors in zip(BLOCKS, (singles, halves), strict=True):
         wrong += of_blocks(tensors, Quantizer(block=(128, 128), **options), device)
     wrong += of_current_scales(aligned(), Quantizer(), device)
-    return wrong + of_blocks(aligned(), Quantizer(block=(128, 128)), device)
+    wrong += of_blocks(aligned(), Quantizer(block=(128, 128)), device)
+    for tensors, rounding in zip((singles, halves, aligned()), ROUNDINGS, strict=True):
+        wrong += of_mx(tensors, Quantizer(**MX, scale_rounding=rounding), device)
+    return wrong
 
 
 def of_given_scales(
@@ -120,6 +126,22 @@ def of_blocks(found: list[Tensor], quantizer: Quantizer, device: str) -> list[st
     return wrong
 
 
+def of_mx(found: list[Tensor], quantizer: Quantizer, device: str) -> list[str]:
+    kept, wrong = KeptWeights([x.to(device) for x in found], quantizer), []
+    kept.cast()
+    for x, copies in zip(found, kept.copies, strict=True):
+        for copy, seen in zip(copies, (x, x.t()), strict=True):
+            known = quantize(np.ascontiguousarray(to_numpy(seen)), quantizer, 1)
+            scales = torch.from_numpy(known.stored.astype(np.uint8)).view(torch.float8_e8m0fnu)
+            packed = codes(pack_scales(scales, Scales.MX))
+            told = f"{seen.shape} {x.dtype} {quantizer}"
+            if not np.array_equal(codes(copy.data.cpu()), known.codes):
+                wrong.append(f"{told}: bytes")
+            if not np.array_equal(codes(copy.inv_scale.cpu()), packed):
+                wrong.append(f"{told}: scales")
+    return wrong
+
+
 def compared(
     told: str, copies: tuple[Scaled, Scaled], expected: np.ndarray, inverses: list[Tensor]
 ) -> list[str]:
@@ -157,7 +179,7 @@ CODES = [
     )
     for capability in (89, 90, 100, 120)
     for dtype in FLOATS
-    for options in ({}, {"block": (128, 128)})
+    for options in ({}, {"block": (128, 128)}, MX)
 ]
 
 
@@ -175,9 +197,13 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
     chosen = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
     text = ptx_of(kernels.weights_kernel(), types, constants, capability, **chosen)
     stores = Counter(re.findall(r"st\.global\S*", text))
-    # Bytes and transposes, 64 to a thread; one inverse scale, or for blocks two.
-    assert stores == {"st.global.v4.b32": 8, "st.global.b32": 2 if options else 1}
-    assert "div.rn.f32" in text
+    # Bytes and transposes, 64 to a thread, 32 where scales are packed; one inverse scale, or for
+    # blocks two.
+    if options == MX:
+        assert stores == {"st.global.v4.b32": 4, "st.global.b8": 2}
+    else:
+        assert stores == {"st.global.v4.b32": 8, "st.global.b32": 2 if options else 1}
+        assert "div.rn.f32" in text
     assert "div.full.f32" not in text
     assert "fma." not in text  # rounds the product
     assert ".ftz" not in text  # keeps subnormals
@@ -197,4 +223,5 @@ def test_a_launch_is_all_that_delayed_scaling_needs_and_current_scaling_needs_tw
     assert [(one["RECORD"], one["CAST"]) for one in launched] == [(True, False), (False, True)]
     launched.clear()
     KeptWeights(tensors, Quantizer(block=(128, 128))).cast()
-    assert [(one["SCALE"], one["CAST"]) for one in launched] == [("blocks", True)]
+    KeptWeights(tensors, Quantizer(**MX)).cast()
+    assert [(one["SCALE"], one["CAST"]) for one in launched] == [("blocks", True), ("mx", True)]
