@@ -78,9 +78,13 @@ def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     for capability in arguments.capabilities:
         first = capability == arguments.capabilities[0]
         models = arguments.models or (presets.names("models") if first else [LARGEST])
+        found = native(capability)
+        for recipe in [one for one in arguments.recipes if one not in found]:
+            print(f"{recipe} is left out on {capability}: it does not run natively there")
         for model in models:
-            for recipe in arguments.recipes or native(capability):
-                yield model, recipe, capability
+            for recipe in found:
+                if not arguments.recipes or recipe in arguments.recipes:
+                    yield model, recipe, capability
 
 
 def native(capability: str) -> list[str]:
