@@ -78,22 +78,22 @@ def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     for capability in arguments.capabilities:
         first = capability == arguments.capabilities[0]
         models = arguments.models or (presets.names("models") if first else [LARGEST])
-        found = native(capability)
-        for recipe in [one for one in arguments.recipes if one not in found]:
-            print(f"{recipe} is left out on {capability}: it does not run natively there")
+        chosen = arguments.recipes or ["bf16", *presets.names("recipes"), *RESIDUAL]
+        found = [recipe for recipe in dict.fromkeys(chosen) if is_native(recipe, capability)]
+        if arguments.recipes and len(found) < len(chosen):
+            others = ", ".join(recipe for recipe in chosen if recipe not in found)
+            print(f"left out on {capability}, where they do not run natively: {others}", flush=True)
         for model in models:
             for recipe in found:
-                if not arguments.recipes or recipe in arguments.recipes:
-                    yield model, recipe, capability
+                yield model, recipe, capability
 
 
-def native(capability: str) -> list[str]:
-    """The recipes that such a GPU runs as they are by torch alone, bf16 first, and those of
-    `RESIDUAL`."""
-    machine = machine_for(capability, te=False)
-    plans = {name: resolve(load_recipe(name), machine) for name in presets.names("recipes")}
-    found = [name for name, plan in plans.items() if plan.is_fp8 and plan.native]
-    return ["bf16", *found, *(file for file, name in RESIDUAL.items() if name in found)]
+def is_native(name: str, capability: str) -> bool:
+    """Whether such a GPU runs a recipe in few bits as it is by torch alone; bf16 is the baseline
+    of all."""
+    recipe = load_recipe(name)
+    plan = resolve(recipe, machine_for(capability, te=False))
+    return name == "bf16" or (recipe.is_fp8 and plan.is_fp8 and plan.native)
 
 
 def compiled(model: str, recipe: str, capability: str, *, stores: bool = True) -> list[Row]:

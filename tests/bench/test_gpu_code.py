@@ -7,6 +7,7 @@ import copy
 import json
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_block_in_delayed_scaling_moves_and_launches_no_more_than_is_committed
 def test_no_figure_is_larger_than_the_committed_one(case, recipe):
     model, _, capability = case.partition(" on ")
     assert held(model, recipe, capability) == []
+
+
+def test_a_recipe_is_compiled_for_the_gpus_that_run_it_natively(capsys):
+    recipes = ["bf16", "block", "mxfp8", "mxfp4"]
+    asked = SimpleNamespace(models=["llama-8b"], recipes=recipes, capabilities=["9.0", "10.0"])
+    found = [(recipe, capability) for _, recipe, capability in gpu_code._chosen(asked)]
+    assert found == [("bf16", "9.0"), ("block", "9.0"), ("bf16", "10.0"), ("mxfp8", "10.0")]
+    assert (
+        "left out on 9.0, where they do not run natively: mxfp8, mxfp4" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("key", ["block_bytes", "weights_bytes", "launches"])
