@@ -545,23 +545,19 @@ def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, 
     assert "history_length is 1024 here and 16 there" in said
 
 
-def test_added_seeds_are_all_that_is_trained(copy, command, trained):
-    assert command("compare", "--out", "c", *AGAIN, "--seeds", "4") == 0
-    assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
-    row = report(copy)["recipes"][1]
-    assert (row["done"], row["gap_percent"]["samples"]) == (4, 4)
-
-
-def test_who_adds_seeds_after_a_look_gets_intervals_that_hold_at_every_look(
-    copy, command, trained, capsys
+def test_added_seeds_are_all_that_is_trained_and_intervals_then_hold_at_every_look(
+    copy, command, trained
 ):
     assert report(copy)["asked"]["always_valid"] is False
-    for seeds in ("3", "3"):  # and they stay so
+    for seeds in ("4", "4"):  # and they stay so
         assert command("compare", "--out", "c", *AGAIN, "--seeds", seeds) == 0
         assert report(copy)["asked"]["always_valid"] is True
         assert "holds however often it is looked at" in (copy / "compare.md").read_text()
-    gap = report(copy)["recipes"][1]["gap_percent"]
-    assert gap["half_width"] == pytest.approx(always_valid_factor(3) * gap["deviation"])
+    assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
+    row = report(copy)["recipes"][1]
+    gap = row["gap_percent"]
+    assert (row["done"], gap["samples"]) == (4, 4)
+    assert gap["half_width"] == pytest.approx(always_valid_factor(4) * gap["deviation"])
 
 
 def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monkeypatch, capsys):
