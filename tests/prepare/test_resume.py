@@ -19,6 +19,7 @@ from bench.cost.prepare import prepare
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run, shards
 from fp8stack.prepare.folder import Folder
+from tests.conftest import contents
 from tests.prepare.dying import dies
 from tests.prepare.test_run import documents, lines, pack, parquet, prepared, refusal, written
 from tests.support.made_tokenizers import trained
@@ -26,10 +27,6 @@ from tests.support.made_tokenizers import trained
 
 class Cut(BaseException):
     """What a process that is killed would not live to see."""
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
 
 @pytest.fixture(autouse=True)
