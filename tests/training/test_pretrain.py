@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8stack
 from fp8stack import cli
@@ -163,21 +164,18 @@ def compiling() -> Iterator[None]:
 def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     whole, command, tmp_path, monkeypatch, capsys
 ):
-    graphs: list[object] = []
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
+    compiler = CompileCounterWithBackend("eager")
     with_inductor = GPT.compile_blocks  # which takes minutes
     monkeypatch.setattr(
         GPT, "compile_blocks", lambda model, mode: with_inductor(model, compiler, mode)
     )
     plain, told = whole("fp32")
-    assert not graphs
+    assert not compiler.graphs
     assert "compiling" not in told
     assert command("pretrain", "--recipe", "fp32", "--out", "r", "--compile", *TINY) == 0
-    assert len(graphs) == 4  # a block, for all of them, and the loss; to train and to evaluate
+    assert (
+        len(compiler.graphs) == 4
+    )  # a block, for all of them, and the loss; to train and to evaluate
     assert losses(tmp_path / "r") == losses(plain)
     assert (tmp_path / "r" / "sample.txt").read_text() == (plain / "sample.txt").read_text()
     printed = capsys.readouterr().out
@@ -185,7 +183,7 @@ def test_compile_compiles_a_block_and_the_loss_for_training_and_for_evaluating(
     assert "compile = true" in (tmp_path / "r" / "run.toml").read_text()
     # Who computes is free on resume.
     assert command("pretrain", "--resume", "r", "--no-compile", "--steps", "14") == 0
-    assert len(graphs) == 4
+    assert len(compiler.graphs) == 4
 
 
 def test_without_a_compiler_nothing_is_written(refused, tmp_path):
