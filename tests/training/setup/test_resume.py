@@ -209,11 +209,13 @@ def test_the_data_may_have_moved_if_its_contents_are_the_same(run, finished, com
     assert command("pretrain", "--resume", "r", "--data", "moved.txt", "--steps", "13") == 0
 
 
-def test_a_named_checkpoint_is_the_one_that_is_used(run, command, capsys):
+def test_a_named_checkpoint_is_the_one_that_is_used(run, command, refused, capsys):
     whole = losses(run)
     assert command("pretrain", "--resume", "r/checkpoints/step-000008") == 0
     assert "resumed from r/checkpoints/step-000008\n" in capsys.readouterr().out
     assert losses(run) == whole
+    (run / "checkpoints/step-000008/checkpoint.json").unlink()
+    refused("pretrain", "--resume", "r/checkpoints/step-000008", code=3)
 
 
 def test_the_same_command_goes_on_with_a_run_that_was_cut(run, new, command, refused, capsys):
