@@ -110,6 +110,14 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(tables.markdown(header, rows)) + "\n"
 
 
+def crossed(cells: Mapping[tuple[str, str], str], corner: str) -> str:
+    """A table of cells by the names of their line and their column; empty where there is none."""
+    across = list(dict.fromkeys(column for _, column in cells))
+    down = dict.fromkeys(line for line, _ in cells)
+    body = ([line, *(cells.get((line, column), "") for column in across)] for line in down)
+    return markdown([corner, *across], body)
+
+
 def heading(report: Report, title: str, text: str) -> str:
     """The beginning of a page: what was measured, by which command, on what."""
     facts = ", ".join(

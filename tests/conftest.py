@@ -28,6 +28,13 @@ TINY = [
 Command = Callable[..., int]
 
 
+def exit_code(*arguments: str) -> int:
+    """`fp8stack` with some arguments, in this process: its exit code."""
+    with pytest.raises(SystemExit) as exit:
+        cli.main(list(arguments))
+    return int(exit.value.code or 0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between pytest-xdist's workers: threads that wait for a core that another
     worker has spin, and all take longer. Keep bytecode, which all processes else make anew."""
@@ -88,13 +95,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """`fp8stack` with some arguments, in this process and a fresh folder: its exit code."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        with pytest.raises(SystemExit) as exit:
-            cli.main(list(arguments))
-        return int(exit.value.code or 0)
-
-    return run
+    return exit_code
 
 
 @pytest.fixture
@@ -157,6 +158,12 @@ def refusal(ask: Callable[..., object], *given: Any, **keys: Any) -> str:
     assert len(message.splitlines()) <= 1, message
     assert caught.value.exit_code == 2
     return message
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file in a folder, by its path there."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def metrics(run: Path) -> list[dict]:

@@ -14,8 +14,7 @@ import torch
 import transformers
 
 import fp8stack
-from fp8stack import cli
-from tests.conftest import metrics
+from tests.conftest import exit_code, metrics
 
 PROMPT = "Once there was a number"
 RUN = """
@@ -36,9 +35,8 @@ def story(number: int) -> str:
 def printed(*words: str) -> str:
     """What `fp8stack` with these words writes to a pipe."""
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as ended:
-        cli.main(list(words))
-    assert not ended.value.code, words
+    with contextlib.redirect_stdout(text):
+        assert exit_code(*words) == 0
     return text.getvalue()
 
 

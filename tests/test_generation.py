@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import fp8stack
@@ -224,18 +225,13 @@ def test_batch_1_in_fp8_runs_on_padded_rows_and_counts_its_gemms(recipe):
 
 
 def test_a_compiled_model_is_not_compiled_for_each_length():
-    model, graphs = build(init_std=0.2), []
+    model, compiler = build(init_std=0.2), CompileCounterWithBackend("eager")
     expected = list(generate(model, [1, 2], 8, GREEDY, seed=0))
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
     model.compile_blocks(compiler)
     assert list(generate(model, [1, 2], 8, GREEDY, seed=0)) == expected
-    assert not graphs
+    assert not compiler.graphs
     model(tokens(), tokens(seed=2))
-    assert graphs  # compilation is not off for good
+    assert compiler.graphs  # compilation is not off for good
 
 
 # The command

@@ -220,12 +220,7 @@ def step_arms(work: Work, compiled: Collection[str]) -> dict[str, Callable[[], A
 
 def table(found: Report) -> str:
     rows = found["results"]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    ratios = {(row["case"], row["arm"]): row["ratio"] for row in rows}
-    lines = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        cells = [f"{ratios[case, arm]:.2f}" if (case, arm) in ratios else "" for case in cases]
-        lines.append([arm, *cells])
+    ratios = {(row["arm"], row["case"]): f"{row['ratio']:.2f}" for row in rows}
     extra = {
         "x fp32": report.number("ratio"),
         "x fp32 compiled": report.number("ratio_to_compiled"),
@@ -234,7 +229,7 @@ def table(found: Report) -> str:
     text += "step, relative to fp32 eager in the same run: ratio of the fastest rounds."
     return (
         report.heading(found, "What emulated FP8 costs on a CPU", text)
-        + report.markdown(["arm", *cases], lines)
+        + report.crossed(ratios, "arm")
         + report.bars_table(found["bars"])
         + "\nEvery timing:\n\n"
         + report.timing_table(rows, extra)

@@ -55,22 +55,18 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 def table(found: Report) -> str:
     rows = found["results"]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
     cell = {(row["arm"], row["case"]): report.paired_cell(row) for row in rows}
     for row in found["left_out"]:
         cell[row["arm"], row["case"]] = row["left_out"].partition(":")[0]
     order = list(dict.fromkeys([rows[0]["ratio_to"], *PRECISIONS, *(arm for arm, _ in cell)]))
-    grid = (
-        [arm, *(cell.get((arm, case), "") for case in cases)]
-        for arm in sorted({arm for arm, _ in cell}, key=order.index)
-    )
+    grid = {place: cell[place] for place in sorted(cell, key=lambda place: order.index(place[0]))}
     text = f"A training step, its time relative to {rows[0]['ratio_to']} in the same round: the "
     text += "median over the\n"
     text += "rounds, and its 95 % confidence interval. fp16 scales its loss."
     extra = {"tokens/s": report.number("tokens_per_s", 0), "relative time": report.paired_cell}
     return (
         report.heading(found, "Training steps by precision and size", text)
-        + report.markdown(["precision", *cases], grid)
+        + report.crossed(grid, "precision")
         + "\n"
         + report.timing_table(rows, extra)
     )

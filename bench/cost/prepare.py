@@ -36,13 +36,12 @@ with open(sys.argv[1], encoding="utf-8") as lines:
         ids.append(end)
 np.array(ids, dtype="<u2").tofile(sys.argv[3])
 """
-_PREPARE = """
+_COMMAND = """
 import sys
 from fp8stack.cli import main
 
 try:
-    main(["prepare", sys.argv[1], "--tokenizer", sys.argv[2], "--out", sys.argv[3], "--overwrite",
-          "--workers", sys.argv[4], "--held-out", "0"])
+    main(sys.argv[1:])
 except SystemExit as done:
     assert not done.code
 """
@@ -74,8 +73,9 @@ def measure(arguments: argparse.Namespace) -> Report:
         arms: dict[str, Callable[[], object]] = {PLAIN: partial(run_arm, peaks, PLAIN, plain)}
         for workers in sorted({1, cores}):
             arm = f"prepare, {workers} process" + ("es" if workers > 1 else "")
-            words = [_PREPARE + _PEAKS, corpus, tokenizer, folder / f"out-{workers}", workers]
-            arms[arm] = partial(run_arm, peaks, arm, words)
+            words: list[object] = ["--tokenizer", tokenizer, "--out", folder / f"out-{workers}"]
+            words += ["--overwrite", "--workers", workers, "--held-out", 0]
+            arms[arm] = partial(prepare, peaks, arm, corpus, *words)
         timings = interleaved(arms, rounds=arguments.rounds, warm_up=1)
         require_equal(folder, cores)
     rows = report.rows_of("JSON lines", timings, PLAIN)
@@ -112,6 +112,11 @@ def make_tokenizer(folder: Path, corpus: Path) -> Path:
     command += ["--train-bpe", str(VOCABULARY), "--out", str(folder / "bpe")]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "bpe" / "tokenizer.json"
+
+
+def prepare(peaks: dict[str, float], arm: str, *words: object) -> None:
+    """Run `fp8stack prepare` as an arm."""
+    run_arm(peaks, arm, [_COMMAND + _PEAKS, "prepare", *words])
 
 
 def run_arm(peaks: dict[str, float], arm: str, words: list[object]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bench.cells import append_line, json_lines
 from bench.gpu import gpu_report, losses, visit
 from bench.gpu.gpu_report import TIME_IS_UP, Report
 from fp8stack.conform.checks import Check, Context, Facts, run_check
@@ -128,7 +128,6 @@ def add_section(
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
-        path.touch()
         problem = in_a_process(
             partial(work, name, context, folder, budget, path, cases), budget + GRACE
         )
@@ -163,29 +162,16 @@ def work(
     """Run a section's cases here, each row written as soon as it is known."""
     deadline = time.monotonic() + budget
     for case in itertools.islice(SECTIONS[name](context, folder, deadline), cases):
-        _append(path, {"starting": case.name})
+        append_line(path, {"starting": case.name})
         if time.monotonic() > deadline:
             row: Facts = {"check": case.name, "skipped": TIME_IS_UP}
         else:
             row = run_check(case)
-        _append(path, row)
-
-
-def _append(path: Path, row: Facts) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        append_line(path, row)
 
 
 def read_rows(path: Path) -> tuple[list[Facts], str]:
     """The finished rows, and the name of a case that was started and not finished, or ""."""
-    rows: list[Facts] = []
-    unfinished = ""
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # the process died while it wrote
-            break
-        unfinished = row.get("starting", "")
-        if not unfinished:
-            rows.append(row)
-    return rows, unfinished
+    found = json_lines(path)
+    unfinished = found[-1].get("starting", "") if found else ""
+    return [row for row in found if "starting" not in row], unfinished

@@ -58,7 +58,7 @@ def step(work: Work, device: str, torchao: str = "", compiled: bool = True) -> S
         model = with_torchao(model, torchao, device)
     optimizer = optimizer_for(model)
     called = _compiled(model) if compiled else model
-    return training_step(_autocast(called, device), optimizer, work.batch_of(device))
+    return training_step(autocast(called, device), optimizer, work.batch_of(device))
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -66,7 +66,8 @@ def _compiled(model: nn.Module) -> nn.Module:
     return cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False))
 
 
-def _autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+def autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The model, on a GPU in bf16 autocast."""
     if device == "cpu":
         return model
 

@@ -121,7 +121,7 @@ class PlainGPT(nn.Module):
             self.register_buffer("sine", angles.sin().float(), persistent=False)
         else:
             self.position_embedding = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(self.block(number) for number in range(shape.layers))
         self.final_norm = _norm(shape)
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for parameter in self.parameters():
@@ -130,19 +130,24 @@ class PlainGPT(nn.Module):
         if shape.tied:
             self.lm_head.weight = self.embedding.weight
 
+    def block(self, number: int) -> nn.Module:
+        """The block of that number, from 0."""
+        return _Block(self.shape)
+
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The mean cross-entropy in nats per token, 0-dim."""
-        T = tokens_BT.shape[1]
         x = self.embedding(tokens_BT)
-        rotation = None
-        if self.shape.llama:
-            rotation = (self.cosine[:T], self.sine[:T])
-        else:
-            x = x + self.position_embedding.weight[:T]
-        for block in self.blocks:
-            x = block(x, rotation)
-        logits = self.lm_head(self.final_norm(x)).float()
+        if not self.shape.llama:
+            x = x + self.position_embedding.weight[: tokens_BT.shape[1]]
+        logits = self.lm_head(self.final_norm(self.through_blocks(x))).float()
         return F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+
+    def through_blocks(self, x_BTD: Tensor) -> Tensor:
+        T = x_BTD.shape[1]
+        rotation = (self.cosine[:T], self.sine[:T]) if self.shape.llama else None
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotation)
+        return x_BTD
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.AdamW:

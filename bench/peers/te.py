@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.peers import shape_of
-from bench.peers.plain_gpt import Shape, optimizer_for
+from bench.peers import autocast, shape_of
+from bench.peers.plain_gpt import PlainGPT, Shape, optimizer_for
 from fp8stack.benchmark.step import Work, training_step
 from fp8stack.conform import te as te_raw
 
@@ -39,27 +38,14 @@ def layer_options(shape: Shape, number: int) -> dict[str, Any]:
     }
 
 
-class TEGPT(nn.Module):
-    """A GPT of TransformerLayers; float32 parameters, bf16 by autocast, FP8 by TE's."""
+class TEGPT(PlainGPT):
+    """The plain GPT with TransformerLayers for blocks; FP8 by TE's autocast."""
 
     def __init__(self, shape: Shape, scaling: str | None) -> None:
-        super().__init__()
+        super().__init__(shape)
         import transformer_engine.pytorch as te
 
-        self.shape = shape
         self.recipe = te_raw.recipe(scaling) if scaling else None
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        if not shape.llama:
-            self.position_embedding = nn.Embedding(shape.context, shape.width)
-        self.layers = nn.ModuleList(
-            te.TransformerLayer(**layer_options(shape, i + 1)) for i in range(shape.layers)
-        )
-        self.final_norm: nn.Module = (nn.RMSNorm if shape.llama else nn.LayerNorm)(
-            shape.width, eps=shape.norm_eps
-        )
-        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if shape.tied:
-            self.lm_head.weight = self.embedding.weight
         self.to("cuda")
         self.rotation: Tensor | None = None
         if shape.llama:
@@ -68,25 +54,24 @@ class TEGPT(nn.Module):
             )
             self.rotation = rope(shape.context).to("cuda")
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The mean cross-entropy in nats per token, 0-dim."""
+    def block(self, number: int) -> nn.Module:
         import transformer_engine.pytorch as te
 
-        T = tokens_BT.shape[1]
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            x = self.embedding(tokens_BT)
-            if not self.shape.llama:
-                x = x + self.position_embedding.weight[:T]
-            x = x.bfloat16()
-            rotation = None if self.rotation is None else self.rotation[:T]
-            with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-                for layer in self.layers:
-                    x = layer(x, rotary_pos_emb=rotation)
-            logits = self.lm_head(self.final_norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+        layer: nn.Module = te.TransformerLayer(**layer_options(self.shape, number + 1))
+        return layer
+
+    def through_blocks(self, x_BTD: Tensor) -> Tensor:
+        import transformer_engine.pytorch as te
+
+        x_BTD = x_BTD.bfloat16()
+        rotation = None if self.rotation is None else self.rotation[: x_BTD.shape[1]]
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            for layer in self.blocks:
+                x_BTD = layer(x_BTD, rotary_pos_emb=rotation)
+        return x_BTD
 
 
 def step(work: Work, scaling: str | None) -> Callable[[], None]:
     """A training step of it, in bf16 or in an FP8 recipe of TE's."""
     model = TEGPT(shape_of(work.config, 64), scaling)
-    return training_step(model, optimizer_for(model), work.batch_of("cuda"))
+    return training_step(autocast(model, "cuda"), optimizer_for(model), work.batch_of("cuda"))

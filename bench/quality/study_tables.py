@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,18 +138,16 @@ def write(rows: Rows, folder: Path) -> str:
 def page(cells: Sequence[Cell], rows: Rows, facts: Mapping[str, Any]) -> str:
     places = sorted({(cell.size, cell.ratio) for cell in cells})
     by = {(cell.recipe, cell.size, cell.ratio): cell for cell in cells}
-    recipes = _order(cells)
-    header = ["recipe", *(f"{size}, {ratio} tokens" for size, ratio in places)]
 
-    def table(told: Any) -> str:
-        lines = [
-            [
-                recipe,
-                *(told(by[recipe, *place]) if (recipe, *place) in by else "" for place in places),
-            ]
-            for recipe in recipes
-        ]
-        return report.markdown(header, lines)
+    def table(told: Callable[[Cell], str]) -> str:
+        found = {
+            (recipe, f"{size}, {ratio} tokens"): told(by[recipe, size, ratio])
+            if (recipe, size, ratio) in by
+            else ""
+            for recipe in _order(cells)
+            for size, ratio in places
+        }
+        return report.crossed(found, "recipe")
 
     base = base_of(rows)
     losses = ", ".join(

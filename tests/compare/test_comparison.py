@@ -26,7 +26,6 @@ import torch
 import typer
 from matplotlib.figure import Figure
 
-from fp8stack import cli
 from fp8stack.checkpoint.state import capture
 from fp8stack.cli.app import app
 from fp8stack.compare import comparison, runs, settings
@@ -38,7 +37,7 @@ from fp8stack.compare.summary import Judging, RecipeFigures, judged, paired_gap,
 from fp8stack.training.dataloader import batches
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.start import set_up
-from tests.conftest import TINY, losses, metrics
+from tests.conftest import TINY, contents, exit_code, losses, metrics
 from tests.faults.processes import Child
 from tests.support.made_runs import write_lines
 
@@ -265,10 +264,9 @@ class InProcess:
 
     def __init__(self, words: list[str], stdout: BinaryIO, **options: Any) -> None:
         log = TextIOWrapper(stdout, write_through=True)
-        with redirect_stdout(log), redirect_stderr(log), pytest.raises(SystemExit) as end:
-            cli.main(words[3:])
+        with redirect_stdout(log), redirect_stderr(log):
+            self.returncode = exit_code(*words[3:])
         log.detach()
-        self.returncode = int(end.value.code or 0)
 
     def wait(self, timeout: float) -> int:
         return self.returncode
@@ -301,9 +299,7 @@ def whole(tmp_path_factory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(runs, "subprocess", stand_in(InProcess))
         patch.setattr(comparison, "comparison_plot", comparison_plot)
-        with pytest.raises(SystemExit) as end:
-            cli.main(["compare", "--out", str(out), *AGAIN])
-    assert not end.value.code
+        assert exit_code("compare", "--out", str(out), *AGAIN) == 0
     return out, printed.getvalue()
 
 
@@ -545,23 +541,19 @@ def test_a_comparison_begun_by_an_older_version_goes_on(copy, command, trained, 
     assert "history_length is 1024 here and 16 there" in said
 
 
-def test_added_seeds_are_all_that_is_trained(copy, command, trained):
-    assert command("compare", "--out", "c", *AGAIN, "--seeds", "4") == 0
-    assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
-    row = report(copy)["recipes"][1]
-    assert (row["done"], row["gap_percent"]["samples"]) == (4, 4)
-
-
-def test_who_adds_seeds_after_a_look_gets_intervals_that_hold_at_every_look(
-    copy, command, trained, capsys
+def test_added_seeds_are_all_that_is_trained_and_intervals_then_hold_at_every_look(
+    copy, command, trained
 ):
     assert report(copy)["asked"]["always_valid"] is False
-    for seeds in ("3", "3"):  # and they stay so
+    for seeds in ("4", "4"):  # and they stay so
         assert command("compare", "--out", "c", *AGAIN, "--seeds", seeds) == 0
         assert report(copy)["asked"]["always_valid"] is True
         assert "holds however often it is looked at" in (copy / "compare.md").read_text()
-    gap = report(copy)["recipes"][1]["gap_percent"]
-    assert gap["half_width"] == pytest.approx(always_valid_factor(3) * gap["deviation"])
+    assert trained == ["fp32-seed2", "delayed-seed2", "fp32-seed3", "delayed-seed3"]
+    row = report(copy)["recipes"][1]
+    gap = row["gap_percent"]
+    assert (row["done"], gap["samples"]) == (4, 4)
+    assert gap["half_width"] == pytest.approx(always_valid_factor(4) * gap["deviation"])
 
 
 def test_seeds_are_added_until_every_interval_is_narrow(command, tmp_path, monkeypatch, capsys):
@@ -628,7 +620,7 @@ def test_a_verdict_names_the_time_that_is_expected():
 
 def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, refused):
     (copy.parent / "other.txt").write_text("some other text\n" * 500)
-    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    before = contents(copy)
     for flags, difference in (
         (["--steps", "13"], "steps is 13 here and 12 there"),
         (["--lr", "0.1"], "lr is 0.1 here and 0.003 there"),
@@ -641,7 +633,7 @@ def test_a_comparison_that_differs_is_refused_and_the_difference_named(copy, ref
         error = refused("compare", "--out", "c", *AGAIN, *flags)
         assert "c holds another comparison" in error
         assert difference in error
-    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    assert contents(copy) == before
 
 
 def test_a_stopped_comparison_saves_says_how_to_go_on_and_comes_to_the_same(

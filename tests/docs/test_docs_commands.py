@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import fp8stack
-from fp8stack import cli
 from fp8stack.training.pretrain import pretrain
+from tests.conftest import exit_code
 from tests.docs import docs_checks as checks
 from tests.docs import docs_runner as runner
 from tests.docs.docs_found import PAGES, ROOT, Command, blocks, commands
@@ -59,18 +59,11 @@ LONG = (_launches, _measures, _compares, _draws, _kills)
 SLOW = [one for one in HERE if any(is_long(one) for is_long in LONG)]
 
 
-def _invoke(*arguments: str) -> int:
-    """`fp8stack` with these words, in this process: its exit code."""
-    with pytest.raises(SystemExit) as exit:
-        cli.main(list(arguments))
-    return int(exit.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def goods(tmp_path_factory, one_thread) -> Path:
     """The files that the documents speak of, small."""
     folder = tmp_path_factory.mktemp("goods")
-    runner.make_goods(folder, _invoke)
+    runner.make_goods(folder, exit_code)
     return folder
 
 
@@ -125,7 +118,7 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         reads = " > " in command.text  # what the command prints
         for words in runner.run_script(command.text, folder, launch=reads):
             words = runner.launched(words)[1] if words[0] == "torchrun" else words
-            assert _invoke(*runner.scaled(words)) == 0
+            assert exit_code(*runner.scaled(words)) == 0
         return
     words = runner.substituted(command.words)
     while "=" in words[0]:
@@ -141,12 +134,12 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     elif program in _LAUNCHERS:
         _, given = runner.launched(words)
         given = given[given.index("pretrain") :]
-        assert _invoke(*runner.scaled(given)) == 0
+        assert exit_code(*runner.scaled(given)) == 0
     elif words[:3] == ["python", "-m", "bench"]:
         checks.check_bench(words[3:], folder)
     elif _kills(command):
         assert harness.parse(words[3])
-        assert _invoke(*runner.scaled(words[5:])) == 0
+        assert exit_code(*runner.scaled(words[5:])) == 0
     elif program == "fp8stack" or words[:3] == ["python", "-m", "fp8stack"]:
         _fp8stack(rest if program == "fp8stack" else rest[2:], command, monkeypatch)
     else:
@@ -154,7 +147,7 @@ def _run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    if command.block is None and runner.check_name(words, _invoke):
+    if command.block is None and runner.check_name(words, exit_code):
         return
     if _compares(command):
         from fp8stack.compare import comparison
@@ -165,7 +158,7 @@ def _fp8stack(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(fp8stack.report, "report", _runs_are_there)
     without = tuple(words[:2]) == runner.NEEDS_GPU and not torch.cuda.is_available()
-    assert _invoke(*runner.scaled(words)) == (2 if without else 0)
+    assert exit_code(*runner.scaled(words)) == (2 if without else 0)
 
 
 def _runs_are_there(runs: list[Path], out: str | None, text: bool, as_json: bool) -> None:
@@ -196,7 +189,7 @@ def test_a_command_that_takes_longer_runs_too(command, sessions, monkeypatch):
         return
     words = runner.substituted(command.words)
     named = command.block is None and words[0] == "fp8stack"
-    if named and runner.check_name(words[1:], _invoke):
+    if named and runner.check_name(words[1:], exit_code):
         return
     on_a_gpu = words[3:4] in (["golden"], ["gpu"]) and "--dry-run" not in words
     if on_a_gpu and not torch.cuda.is_available():

@@ -16,12 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import fp8stack
-from fp8stack import cli, evaluation
+from fp8stack import evaluation
 from fp8stack.data import load_corpora, validation_windows
 from fp8stack.evaluation import scores as scoring
 from fp8stack.evaluation.scores import Score, bits_per_byte, nats_of
 from fp8stack.tokenizer import load_tokenizer
-from tests.conftest import metrics, refusal
+from tests.conftest import exit_code, metrics, refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -203,8 +203,7 @@ def test_tokens_of_another_tokenizer_than_the_runs_are_refused_with_the_remedy(t
     library.save(str(tmp_path / "tokenizer.json"))
     other = on_tokens(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
     made = ["--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "bytes")]
-    with pytest.raises(SystemExit):
-        cli.main(["prepare", str(tmp_path / "text.txt"), *made])
+    assert exit_code("prepare", str(tmp_path / "text.txt"), *made) == 0
     said = refusal(scores, other, data=str(tmp_path / "bytes"))
     assert re.search("fp8stack prepare .*bytes --tokenizer", said)
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from fp8stack.cli import app as cli
+from tests.conftest import exit_code
 from tests.docs import docs_runner as runner
 from tests.docs.docs_found import ROOT
 
@@ -142,9 +142,7 @@ def test_the_slurm_script_for_several_nodes_trains(launch, tmp_path, monkeypatch
     if not launch:
         (words,) = calls
         _, given = runner.launched(words)
-        with pytest.raises(SystemExit) as exit:
-            cli.main(runner.scaled(given))
-        assert not exit.value.code
+        assert exit_code(*runner.scaled(given)) == 0
     assert (tmp_path / "runs" / "long" / "plan.json").is_file()
     assert not (tmp_path / "requeued.txt").exists()
 

@@ -20,7 +20,7 @@ from fp8stack.exports import writing
 from fp8stack.exports.files import hf_files, safetensors_files
 from fp8stack.exports.writing import replace_folder, require_room
 from fp8stack.hf import layout_of
-from tests.conftest import refusal
+from tests.conftest import contents, refusal
 from tests.support.backend_models import same
 from tests.support.hf_models import (
     LAYOUT,
@@ -194,7 +194,7 @@ def test_an_export_is_replaced_only_if_asked_and_only_if_it_is_one(nano, command
 
 def test_a_full_disk_leaves_the_old_export_and_no_litter(nano, command, monkeypatch, capsys):
     assert command("export", str(nano), "--out", "x") == 0
-    before = {path.name: path.read_bytes() for path in Path("x").iterdir()}
+    before = contents(Path("x"))
 
     def full(path: Path, content: bytes):
         path.write_bytes(content[:10])
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_the_old_export_and_no_litter(nano, command, monkeypa
     capsys.readouterr()
     assert command("export", str(nano), "--out", "x", "--overwrite") == 4
     assert "the disk is full" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in Path("x").iterdir()} == before
+    assert contents(Path("x")) == before
     assert [path.name for path in Path().iterdir()] == ["x"]
 
 

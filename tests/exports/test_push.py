@@ -14,10 +14,9 @@ import torch
 import yaml
 
 import fp8stack
-from fp8stack import cli
 from fp8stack.exports.card import CARD, MARK
 from fp8stack.training.setup.init_from import find_source
-from tests.conftest import TINY
+from tests.conftest import TINY, exit_code
 from tests.support.hf_models import loaded, require_same_logits, weights_of
 from tests.support.hub_stand_in import TOKEN, Hub
 
@@ -39,10 +38,7 @@ FORECAST = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "run"
-    flags = ["--recipe", "current", "--out", str(out), *TINY]
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["pretrain", *flags])
-    assert not exit.value.code
+    assert exit_code("pretrain", "--recipe", "current", "--out", str(out), *TINY) == 0
     return out
 
 

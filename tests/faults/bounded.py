@@ -55,10 +55,11 @@ def command(arguments: list[str], folder: Path, **bounds: float) -> Ended:
     return bounded(work, **bounds)  # type: ignore[arg-type]
 
 
-def called(arguments: list[str]) -> Ended:
-    """`fp8stack` with some arguments, in this process and without bounds."""
+def called(arguments: list[str], folder: Path) -> Ended:
+    """`fp8stack` with some arguments, in `folder`, in this process and without bounds."""
     out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(error)
+    with contextlib.chdir(folder), redirected[0], redirected[1]:
         try:
             cli.main(arguments)
             code = 0

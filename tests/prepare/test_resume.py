@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from bench.cost.prepare import prepare
 from fp8stack.errors import RankLost, StorageError
 from fp8stack.prepare import encode, run, shards
 from fp8stack.prepare.folder import Folder
+from tests.conftest import contents
 from tests.prepare.dying import dies
 from tests.prepare.test_run import documents, lines, pack, parquet, prepared, refusal, written
 from tests.support.made_tokenizers import trained
@@ -25,10 +27,6 @@ from tests.support.made_tokenizers import trained
 
 class Cut(BaseException):
     """What a process that is killed would not live to see."""
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
 
 @pytest.fixture(autouse=True)
@@ -263,31 +261,11 @@ def test_a_bad_line_is_the_same_with_any_number_of_processes(tmp_path):
 
 # Memory
 
-# Not by ru_maxrss of the process itself, which begins with what its parent had when it forked.
-MEASURED = """
-import resource, sys
-from fp8stack.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    assert not end.code
-with open("/proc/self/status") as status:
-    own = next(line.split()[1] for line in status if line.startswith("VmHWM"))
-print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
-
-
-def peak_mib(*words: object) -> float:
-    """The most memory that the command's process, or one that it started, had."""
-    command = [sys.executable, "-c", MEASURED, "prepare", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-    return max(map(int, done.stdout.splitlines()[-1].split())) / 1024
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "jsonl.gz"])
 def test_memory_does_not_grow_with_the_input(kind, tmp_path):
-    peaks = []
+    peaks: dict[str, float] = {}  # of the command's process, or one that it started
     texts = documents(20000)  # 2 to 3 MB
     for times in (8, 80):
         path = tmp_path / f"{times}.{kind}"
@@ -296,8 +274,8 @@ def test_memory_does_not_grow_with_the_input(kind, tmp_path):
             parquet(path, texts * times, len(texts))
         else:
             written(path, pack(content, path.suffix) * times)
-        peaks.append(peak_mib(path, "--out", tmp_path / f"out-{times}", "--workers", 2))
-    assert peaks[1] - peaks[0] < 40, peaks
+        prepare(peaks, f"{times}", path, "--out", tmp_path / f"out-{times}", "--workers", 2)
+    assert peaks["80"] - peaks["8"] < 40, peaks
 
 
 def test_processes_that_tokenize_start_without_torch():

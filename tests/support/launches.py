@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
@@ -110,15 +111,12 @@ def launches(name: str, args: Any) -> int:
 def outside_of_blocks(run: Any, mode: Launches) -> Iterator[None]:
     """Count what the steps of a run launch, but for its blocks, the loss and their backward passes:
     what is left is the model's hooks, embeddings, the guard, clipping and the optimizer."""
-    handles, inside = [], [0]
+    inside = [0]
 
     def go(by: int) -> None:
         inside[0] += by
         mode.counting = inside[0] == 0
 
-    for part in (*run.model.blocks, run.model.loss):
-        handles.append(part.register_forward_pre_hook(lambda *_: go(1)))
-        handles.append(part.register_forward_hook(lambda *_: go(-1)))
     backward, delayed = run.accelerator.backward, run.backend.delayed
 
     def hidden(loss: Tensor) -> None:
@@ -126,23 +124,20 @@ def outside_of_blocks(run: Any, mode: Launches) -> Iterator[None]:
         backward(loss)
         go(-1)
 
-    run.accelerator.backward = hidden
-    if delayed is not None:
-        after = delayed._after_backward
-
-        def seen() -> None:
-            go(-1)
-            with mode:  # the thread of a backward pass
-                after()
-            go(1)
-
-        delayed._after_backward = seen
-    try:
-        with mode:
-            yield
-    finally:
-        run.accelerator.backward = backward
+    with ExitStack() as stack:
+        for part in (*run.model.blocks, run.model.loss):
+            stack.enter_context(part.register_forward_pre_hook(lambda *_: go(1)))
+            stack.enter_context(part.register_forward_hook(lambda *_: go(-1)))
+        stack.enter_context(patch.object(run.accelerator, "backward", hidden))
         if delayed is not None:
-            delayed._after_backward = after
-        for handle in handles:
-            handle.remove()
+            after = delayed._after_backward
+
+            def seen() -> None:
+                go(-1)
+                with mode:  # the thread of a backward pass
+                    after()
+                go(1)
+
+            stack.enter_context(patch.object(delayed, "_after_backward", seen))
+        stack.enter_context(mode)
+        yield

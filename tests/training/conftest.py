@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8stack import cli
 from fp8stack.checkpoint import reader
-from tests.conftest import TINY, Command
+from tests.conftest import TINY, Command, exit_code
 
 AUTO = ["pretrain", "--resume", "auto", "--out", "r"]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder, by its path there."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def saved(run: Path) -> list[str]:
@@ -32,10 +25,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["--recipe", "fp32", "--data", str(folder / "t.txt"), "--out", str(folder / "r")]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the tests that compare with it
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["pretrain", *flags, *TINY])
+    assert exit_code("pretrain", *flags, *TINY) == 0
     torch.set_num_threads(threads)
-    assert exit.value.code == 0
     return folder
 
 

@@ -4,11 +4,11 @@ import io
 import re
 import signal
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 from rich.console import Console
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 
 from fp8stack.backends import build_backend, fp8_state
@@ -124,18 +124,13 @@ def test_a_sample_takes_likely_tokens_when_cold_and_goes_beyond_the_context():
 def test_a_sample_of_a_compiled_model_compiles_nothing_and_is_the_same():
     model = _model("fp32")
     expected = sample(model, [1, 2], 8, temperature=1.0, seed=5)
-    graphs = []
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
+    compiler = CompileCounterWithBackend("eager")
     model.forward = torch.compile(model.forward, backend=compiler, dynamic=False)
     assert sample(model, [1, 2], 8, temperature=1.0, seed=5) == expected
-    assert not graphs
+    assert not compiler.graphs
     tokens = torch.randint(61, (4, 17))
     validation_loss(model, tokens, 4, torch.device("cpu"))
-    assert len(graphs) == 1  # the sample did not turn compilation off for good
+    assert len(compiler.graphs) == 1  # the sample did not turn compilation off for good
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,7 @@ def problem(folder: Path, arguments: list[str], said: str) -> str:
     """What is wrong with what the command makes of bad input in `folder`, which holds the files of
     `make_files`; an empty string if nothing is."""
     before = sorted(folder.rglob("*"))
-    here = os.getcwd()
-    os.chdir(folder)
-    try:
-        ended = called(arguments)
-    finally:
-        os.chdir(here)
+    ended = called(arguments, folder)
     left = sorted(set(folder.rglob("*")) - set(before))
     for path in left:
         shutil.rmtree(path, ignore_errors=True)

@@ -128,14 +128,9 @@ def executed(pristine: Path, place: Path, name: str) -> list[str]:
         (folder / other).write_bytes(content)
     _plant(pristine, run, content)
     found = []
-    here = os.getcwd()
     for door, words in DOORS.items():
         arguments = [word.format(file=file, folder=folder, run=run) for word in words]
-        os.chdir(place)
-        try:
-            ended = called([*arguments, *_short(arguments[0], place)])
-        finally:
-            os.chdir(here)
+        ended = called([*arguments, *_short(arguments[0], place)], place)
         if marker.exists():
             found.append(f"{name} was executed by {door}")
             marker.unlink()

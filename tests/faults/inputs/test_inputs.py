@@ -162,13 +162,10 @@ def test_a_run_whose_data_go_bad_ends_with_what_it_learnt_saved(tmp_path, comman
     assert metrics(tmp_path / "r")[-1]["step"] == 12
 
 
-def test_every_fault_is_done_to_a_file_that_was_good(tmp_path):
+def test_every_fault_is_done_to_a_file_that_was_good(tmp_path, monkeypatch):
     """Else a fault could be found for another reason than the one it is for."""
-    input_data.BEFORE["no fault"] = (lambda path: None, ())
-    try:
-        assert input_data.problem(tmp_path, "no fault").startswith("exit 0")
-    finally:
-        del input_data.BEFORE["no fault"]
+    monkeypatch.setitem(input_data.BEFORE, "no fault", (lambda path: None, ()))
+    assert input_data.problem(tmp_path, "no fault").startswith("exit 0")
 
 
 # Files that nobody would write; the long form is `python -m bench reliability`

