@@ -104,8 +104,8 @@ def compiled(function: Function, backend: CompileBackend, mode: str = "default")
 
         fuse_norms_with_their_own_gradients()
         options["options"] = list_mode_options(mode) | {"emulate_precision_casts": True}
-    compile: Any = torch.compile
-    made: Function = compile(function, **options)
+    by_torch: Any = torch.compile
+    made: Function = by_torch(function, **options)
     return made
 
 
