@@ -300,12 +300,17 @@ def load_recipe(name: str, overrides: Mapping[str, object] | None = None) -> Rec
         overrides: keys to change in it.
 
     Raises:
-        UserError: no such recipe or file, an unknown key, a value out of range.
+        UserError: no such recipe or file, "auto", an unknown key, a value out of range.
     """
     return _load(name, overrides, ())
 
 
 def _load(name: str, overrides: Mapping[str, object] | None, above: tuple[str, ...]) -> Recipe:
+    if name == "auto":
+        raise UserError(
+            "recipe 'auto' is chosen by machine, and a recipe must be named here; fp8stack doctor "
+            "shows what auto stands for."
+        )
     stem, table = presets.read("recipes", name)
     if name in above:
         raise UserError(f"recipe '{stem}': it is like itself, by way of {', '.join(above)}.")

@@ -64,10 +64,12 @@ def _times(run: Run) -> dict[str, str]:
     took = sum(session.seconds or 0.0 for session in run.sessions)
     least = "at least " if any(session.seconds is None for session in run.sessions) else ""
     several = f", in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
+    spent = str(timedelta(seconds=round(took)))
+    none_ended = all(session.seconds is None for session in run.sessions)
     versions = dict.fromkeys(session.versions for session in run.sessions)
     return {
         "began": f"{run.sessions[0].began} UTC",
-        "took": f"{least}{timedelta(seconds=round(took))}{several}",
+        "took": f"{'not known yet' if none_ended else least + spent}{several}",
         "with": "; then ".join(versions),
     }
 

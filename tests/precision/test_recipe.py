@@ -539,9 +539,13 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name, near):
     assert refusal(name) == f"No recipe '{name}'. Did you mean '{near}'? Known: {known}."
 
 
-@pytest.mark.parametrize("name", ["", "zzzzzzz", ".", "..", "*", "mxfp8 ", "auto"])
-def test_a_name_of_no_file_is_refused_and_so_is_auto_which_is_a_rule(name):
+@pytest.mark.parametrize("name", ["", "zzzzzzz", ".", "..", "*", "mxfp8 "])
+def test_a_name_of_no_file_is_refused(name):
     assert refusal(name).startswith(f"No recipe '{name}'.")
+
+
+def test_auto_is_refused_where_a_recipe_must_be_named():
+    assert refusal("auto").startswith("recipe 'auto' is chosen by machine, and a recipe must be")
 
 
 # What stays out of FP8

@@ -130,6 +130,8 @@ def test_when_a_run_was_trained_how_often_and_with_what_is_told(tmp_path):
     begin = {"event": "begin", "time": "2026-03-01T08:30:00+00:00", "step": 0, "versions": versions}
     end = {"event": "end", "step": 90, "seconds": 3600.4, "how": "stopped by a signal, and saved"}
     again = begin | {"time": "2026-03-02T08:30:00+00:00", "step": 90}
+    write_lines(run / "sessions.jsonl", [begin])
+    assert headline(analyzed(run))["took"] == "not known yet"
     write_lines(run / "sessions.jsonl", [begin, end, again])
     said = headline(analyzed(run))
     assert said["began"] == "2026-03-01 08:30 UTC"

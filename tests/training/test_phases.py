@@ -312,6 +312,7 @@ def test_a_phase_without_steps_is_told(tmp_path):
     assert any("stable has no steps" in line for line in describe_run(run))
     why = "recipe 'delayed' runs in no step: phases warmup 1 to 1 in bf16, decay 2 to 4 in bf16"
     assert (plan_of(run)["asked"], plan_of(run)["reasons"][0]) == ("delayed", why)
+    assert why in describe_run(run)
     with pytest.raises(UserError, match=f"--strict: {why}. Give more --steps"):
         SmallLoop(tmp_path / "s", "delayed", **keys, strict=True, backend="emulate")
 

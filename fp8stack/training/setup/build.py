@@ -37,7 +37,7 @@ from fp8stack.training.setup.allocator import keep_freed_memory
 from fp8stack.training.setup.datasets import Reading, read
 from fp8stack.training.setup.init_from import Source
 from fp8stack.training.setup.memory_check import Footprint, require_memory
-from fp8stack.training.setup.variants import Decided, build_variants, plan_phases
+from fp8stack.training.setup.variants import Decided, build_variants, never_asked_for, plan_phases
 
 
 def build(
@@ -102,6 +102,8 @@ def build(
         loss_scaler = build_scaler(config, device) if in_fp16 else None
         model = variants[0].model
         notes = without_effect(config, in_fp16, ranks.count, compiled=any(compiled))
+        if unasked := never_asked_for(config, schedule.phases):
+            notes += (unasked,)
         if source is not None:
             restore_weights(model, source.weights)
             told = "optimizer, scales and schedule are new"

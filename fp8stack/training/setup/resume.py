@@ -163,8 +163,11 @@ def _with_saved_files(asked: RunConfig, saved: RunConfig) -> RunConfig:
     return with_files(asked, lambda path: copies.get(read(path), path))
 
 
-def refuse_differences(found: Resumption, differing: list[str]) -> None:
-    """Raise a UserError that names the first of the `differing` things, if there is one."""
+def refuse_differences(
+    found: Resumption, differing: list[str], weights_go_on: bool = False
+) -> None:
+    """Raise a UserError that names the first of the `differing` things, if there is one;
+    `weights_go_on` says that a new run may begin with the weights."""
     for what in differing[:1]:
         if what.startswith("data."):
             what = "the data are not those that the run was trained on"
@@ -173,7 +176,7 @@ def refuse_differences(found: Resumption, differing: list[str]) -> None:
                 f"{found.folder.path} holds a run already, and another one: {what}. Give the same "
                 "command to go on with it, another --out, or remove it by --overwrite."
             )
-        raise UserError(
-            f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or start a "
-            "new run in another --out."
-        )
+        new = "start a new run in another --out"
+        if weights_go_on:
+            new += f", with its weights by --init-from {found.folder.path}"
+        raise UserError(f"Cannot resume {found.folder.path}: {what}. Leave it as it was, or {new}.")

@@ -34,7 +34,7 @@ PLAIN: list[tuple[str, Any, Any]] = [
 ]  # fmt: skip
 OTHERS = [
     Other({"recipe": "current"}, "grad_output.amax is 'current' here and 'delayed'"),
-    Other({"recipe": "fp32"}, "recipe.compute_dtype is 'fp32' here and None"),
+    Other({"recipe": "fp32"}, "recipe is 'fp32' here and 'delayed'"),
     Other({"recipe_overrides": {"margin": 1}}, "margin is 1 here and 0"),
     Other({"recipe_overrides": {"history_length": 16}}, "history_length is 16 here and 1024"),
     Other({"model_overrides": {"vocabulary": 300}}, "model.vocabulary is 300 here and 256"),
