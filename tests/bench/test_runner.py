@@ -137,9 +137,19 @@ def test_a_slowdown_of_a_layer_fails_the_gate(tmp_path, monkeypatch, capsys):
 # What is committed
 
 
+# What other commands write, or what a table is made of more than.
+OTHERS = {"compare", "fp4", "reliability", "study"}
+PAGES = [page for page in sorted(RESULTS.parent.glob("*/*.json")) if page.stem not in OTHERS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_a_committed_page_is_what_the_scenario_makes_of_its_results(page):
+    made = runner.imported(page.stem).table(json.loads(page.read_text()))
+    assert page.with_suffix(".md").read_text() == made
+
+
 def _committed(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    assert (RESULTS / f"{name}.md").read_text() == runner.imported(name).table(found)
     assert found["machine"]["slug"] == "cpu"
     assert not [row for row in found["left_out"] if row.get("failed")]
     return found
