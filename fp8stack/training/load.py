@@ -46,7 +46,8 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     try:
         if (path / "checkpoints").is_dir():
             return newest_sound(path / "checkpoints", has_weights)
-        if (path / "checkpoint.json").exists():
+        in_run = path.parent.name == "checkpoints" and path.is_dir()
+        if in_run or (path / "checkpoint.json").exists():
             return load_sound(path, has_weights), path, []
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
         if isinstance(error, UserError):

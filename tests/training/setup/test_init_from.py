@@ -130,11 +130,13 @@ def _damage(path: Path) -> None:
         ("x" * 5000, 2, "xxx"),
         ("source/checkpoints/step-000012", 3, "model.safetensors is damaged"),
         ("source", 3, "model.safetensors is damaged"),
+        ("source/checkpoints/step-000008", 3, "checkpoint.json cannot be read: No such file"),
     ],
 )
 def test_a_checkpoint_that_is_missing_or_damaged_is_one_line(name, code, expected, source, refused):
     for path in (source / "checkpoints").iterdir():
         _damage(path)
+    (source / "checkpoints" / "step-000008" / "checkpoint.json").unlink()
     words = ["pretrain", "--init-from", name, "--out", "new", *TINY]
     refused(*words, code=code, said=expected)
     assert not Path("new").exists()
