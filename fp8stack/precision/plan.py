@@ -250,6 +250,8 @@ class Plan:
         if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
             return ""  # emulated: it is for the numerics, not for speed
         own = (kernel, backend) == (self.kernel, self.backend)  # what was measured is the plan's
+        if (kernel, backend) == ("nvfp4", "torch") and not (own and shape in measured):
+            return "NVFP4's casts by torch's operators move more than its GEMMs save"
         return doubt(shape, quantizers, find_gpu(self.gpu), measured if own else {})
 
     def runs(self, layer: LayerPlan) -> BackendName:
@@ -267,7 +269,10 @@ class Plan:
     def notes(self) -> list[str]:
         """Where FP8 runs as asked and may gain nothing; what is the same in many blocks once."""
         count = sum(bool(layer.doubt) for layer in self.layers)
-        kinds = "; ".join(f"{what}, {ones[0].doubt}" for what, ones in _alike(self.layers, "doubt"))
+        by_doubt: dict[str, list[str]] = {}
+        for what, ones in _alike(self.layers, "doubt"):
+            by_doubt.setdefault(ones[0].doubt, []).append(what)
+        kinds = "; ".join(f"{', '.join(found)}, {why}" for why, found in by_doubt.items())
         return [f"FP8 may not pay in {count}/{len(self.layers)} layers: {kinds}"] if kinds else []
 
     def layer(self, name: str) -> LayerPlan:

@@ -1246,3 +1246,14 @@ def test_what_was_measured_counts_for_the_plans_own_kernel_alone():
     assert own.doubt == "65536 x 768 -> 768 measured at 0.9 of bf16's speed"
     assert other.precision == "current"
     assert other.doubt == ""  # by its GPU's rates: 384 is above the 370 of current scaling
+
+
+def test_nvfp4_by_torch_is_doubted_once_for_all_layers():
+    rtx = Hardware("cuda", (12, 0), cuda_version=(13, 0))
+    layers = {f"blocks.0.{name}": (4096, 4096) for name in "ab"}
+    made = resolve("nvfp4", rtx).for_layers(layers, heads=(), tokens=8192)
+    assert made.backend == "torch"
+    assert made.notes == [
+        "FP8 may not pay in 2/2 layers: blocks.0.a, blocks.0.b, NVFP4's casts by torch's operators "
+        "move more than its GEMMs save"
+    ]

@@ -175,13 +175,13 @@ def _resume(run: Run, found: resuming.Resumption) -> tuple[str, ...]:
             run.folder.forget_after(0)
         return ()
     notes, info = list[str](), checkpoint.info
-    was, now = with_quantizers(info["identity"]), dict(run.identity)
-    if was["recipe"]["compute_dtype"] != now["recipe"]["compute_dtype"]:
+    theirs, ours = with_quantizers(info["identity"]), dict(run.identity)
+    if theirs["recipe"]["compute_dtype"] != ours["recipe"]["compute_dtype"]:
         by_machine = ", as auto chooses by machine" if config.recipe == "auto" else ""
         names = [run.main.plan.recipe.name, info["plan"]["recipe"]["name"]]
         differing = "recipe is '{}' here and '{}' in the checkpoint".format(*names)
         resuming.refuse_differences(found, [differing + by_machine], weights_go_on=True)
-    resuming.refuse_differences(found, list(differences(was, now)))
+    resuming.refuse_differences(found, list(differences(theirs, ours)))
     if checkpoint.step > config.steps:
         raise UserError(
             f"--steps {config.steps} is less than the {checkpoint.step} that the run has done. "
