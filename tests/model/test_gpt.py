@@ -74,7 +74,7 @@ def from_theirs(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> dict[str
 def gpt2(**ours: object):
     config = GPT2Config(
         vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",  # type: ignore[call-arg]
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
