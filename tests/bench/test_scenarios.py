@@ -51,7 +51,8 @@ def test_every_scenario_measures_a_tiny_case_and_writes_it(name, tmp_path, monke
     for row in rows.values():
         base = rows[row["case"], row["ratio_to"]]
         assert row[key] > 0
-        assert row["ratio"] == pytest.approx(row[key] / base[key], rel=0.02, abs=2e-3)
+        rounded = 1e-4 / row[key] + 1e-4 / base[key]  # of calls that take microseconds, a few %
+        assert row["ratio"] == pytest.approx(row[key] / base[key], rel=1e-3 + rounded, abs=2e-3)
         assert row.get("rounds", 2) == 2
         assert f"| {row['case']} | {row['arm']} |" in text
         if name in ("grid", "operations"):
