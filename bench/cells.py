@@ -70,8 +70,10 @@ class Cells:
         which gets the options."""
 
         def measure() -> list[Row]:
-            arms, failed = runnable(case, builders)
-            return to_rows(case, interleaved(arms, **options)) + failed
+            seconds: dict[str, float] = {}
+            arms, failed = runnable(case, builders, seconds)
+            rows = to_rows(case, interleaved(arms, **options))
+            return [row | {"first_s": round(seconds[row["arm"]], 1)} for row in rows] + failed
 
         return self.rows(case, builders, measure)
 
@@ -146,10 +148,12 @@ def not_served(case: str, recipes: Iterable[str], hardware: Hardware) -> list[Ro
 
 
 def runnable(
-    case: str, builders: Mapping[str, Callable[[], Arm]]
+    case: str,
+    builders: Mapping[str, Callable[[], Arm]],
+    seconds: dict[str, float] | None = None,
 ) -> tuple[dict[str, Arm], list[Row]]:
-    """The arms, each built and called once, and a row for each that fails or whose package is not
-    installed: it takes no other with it.
+    """The arms, each built and called once, which compiles it and takes `seconds`, and a row for
+    each that fails or whose package is not installed: it takes no other with it.
 
     Raises:
         Exception: what the first one raises, to which the others are compared.
@@ -160,6 +164,7 @@ def runnable(
         if reason := missing(name):
             failed.append(left_out(case, name, reason))
             continue
+        before = time.perf_counter()
         try:
             arm = build()
             arm()
@@ -169,6 +174,8 @@ def runnable(
             failed.append(failure(case, name, error))
         else:
             arms[name] = arm
+            if seconds is not None:
+                seconds[name] = time.perf_counter() - before
     return arms, failed
 
 

@@ -165,8 +165,8 @@ def left_out_list(report: Report) -> str:
 
 def timing_table(rows: Sequence[Row], extra: Mapping[str, Callable[[Row], str]]) -> str:
     """The timings by case and arm: the median with its confidence interval, the fastest, the number
-    of rounds, and the first call, which compiles, where it was kept; with further columns by their
-    titles."""
+    of rounds, and the seconds to build an arm and call it once, which compiles it, where they were
+    kept; with further columns by their titles."""
     if any("first_s" in row for row in rows):
         extra = {"first call s": number("first_s", 1)} | dict(extra)
     cells = (

@@ -35,16 +35,13 @@ class Timing:
     rounds: int
     peak_memory_gib: float | None = None  # of one call on a GPU, beyond what was there before
     samples_ms: tuple[float, ...] = ()  # all rounds, in order, if arms took turns
-    first_s: float | None = None  # the first call of all, which compiles what is to be compiled
 
     def to_json(self) -> dict[str, float | int | None]:
-        """The figures by name, milliseconds to 4, GiB to 3 decimals and the first call in seconds
-        to 2, if there was one; without the samples."""
+        """The figures by name, milliseconds to 4 and GiB to 3 decimals; without the samples."""
         names = ("median_ms", "low_ms", "high_ms", "fastest_ms")
         times = {name: round(getattr(self, name), 4) for name in names}
         peak = None if self.peak_memory_gib is None else round(self.peak_memory_gib, 3)
-        first = {} if self.first_s is None else {"first_s": round(self.first_s, 2)}
-        return {**times, "rounds": self.rounds, "peak_memory_gib": peak, **first}
+        return {**times, "rounds": self.rounds, "peak_memory_gib": peak}
 
 
 def summarize(samples_ms: Sequence[float], peak_memory_gib: float | None = None) -> Timing:
@@ -100,11 +97,10 @@ def interleaved(
     if device == "cpu":
         allocator()
     budget, begin = math.inf if budget_s is None else budget_s, clock()
-    first: dict[str, float] = {}
     for number in range(warm_up):
-        taken = _round(arms, device, clock)
+        _round(arms, device, clock)
         if number == 0:
-            first, begin = {name: ms / 1000 for name, ms in taken.items()}, clock()
+            begin = clock()
         elif clock() - begin > budget / 10:
             break
     samples: dict[str, list[float]] = {name: [] for name in arms}
@@ -117,9 +113,7 @@ def interleaved(
             break
     peaks = {name: _peak_gib(arm) if device == "cuda" else None for name, arm in arms.items()}
     return {
-        name: replace(
-            summarize(values, peaks[name]), samples_ms=tuple(values), first_s=first.get(name)
-        )
+        name: replace(summarize(values, peaks[name]), samples_ms=tuple(values))
         for name, values in samples.items()
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import report, runner
+from bench import cells, report, runner
 from bench.__main__ import main
 from bench.cells import Cells
 from bench.cost import grid, step
@@ -165,7 +165,7 @@ def test_scenarios_run_without_the_peers_that_are_not_installed(tmp_path):
 import sys
 for name in ("torchao", "transformers"):
     sys.modules[name] = None
-from bench import report, runner
+from bench import cells, report, runner
 from bench.__main__ import main
 for name in runner.SCENARIOS:
     runner.imported(name)
@@ -188,3 +188,10 @@ def test_a_scenario_that_cannot_do_without_a_package_names_it(monkeypatch, capsy
     said = capsys.readouterr().err
     expected = "bench golden needs safetensors, which is not installed: pip install -e '.[test]'\n"
     assert said == expected
+
+
+def test_the_seconds_to_build_an_arm_and_call_it_once_are_kept(monkeypatch):
+    clock, seconds = iter([10.0, 13.0]), {}
+    monkeypatch.setattr(cells.time, "perf_counter", lambda: next(clock))
+    cells.runnable("case", {"ours": lambda: lambda: None}, seconds)
+    assert seconds == {"ours": 3.0}
