@@ -165,7 +165,7 @@ def test_scenarios_run_without_the_peers_that_are_not_installed(tmp_path):
 import sys
 for name in ("torchao", "transformers"):
     sys.modules[name] = None
-from bench import cells, report, runner
+from bench import report, runner
 from bench.__main__ import main
 for name in runner.SCENARIOS:
     runner.imported(name)
