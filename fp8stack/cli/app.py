@@ -119,8 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except _UsageError as error:
-        message = " ".join(error.format_message().split()).rstrip(".?")
-        _fail(_key_without_flag(error) or f"{message}. See --help.", 2)
+        _fail(_key_without_flag(error) or f"{_usage_message(error)}. See --help.", 2)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
@@ -150,6 +149,14 @@ def _completed(arguments: list[str]) -> list[str]:
         words += ["auto"] if words[-1:] == ["--resume"] and argument.startswith("-") else []
         words.append(argument)
     return words[:-1]
+
+
+def _usage_message(error: Any) -> str:
+    """What is wrong with the command line, in one line, with the value that pydantic refused, which
+    typer 0.29 leaves out."""
+    message = " ".join(error.format_message().split()).rstrip(".?")
+    refused = getattr(error.__cause__, "errors", list)()
+    return message.replace("': ", f"' = {refused[0]['input']!r}: ", 1) if refused else message
 
 
 def _key_without_flag(error: Any) -> str | None:

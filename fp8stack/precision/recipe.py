@@ -150,7 +150,7 @@ class Recipe(BaseModel):
         elif not (why := self._excluded(layer, block)) and rule is not None:
             if rule.quantizers is not None:
                 return rule.quantizers, rule.recipe, ""
-            why = f"the recipe has '{rule.match}' in {rule.recipe}"
+            why = f"the recipe does not quantize '{rule.match}'"
         return None if why else self.quantizers, self.name, why
 
     def _excluded(self, layer: str, block: Block | None) -> str:
@@ -167,20 +167,30 @@ class Recipe(BaseModel):
     def check_layers(
         self, layers: Iterable[str], blocks: Mapping[str, Block], heads: Iterable[str]
     ) -> None:
-        """See that every exclusion and every rule speaks of some layer of a model.
+        """See that every exclusion and every rule speaks of some layer of a model, and of no more
+        blocks than it has.
 
         Raises:
             UserError: one does not.
         """
         names, heads = list(layers), set(heads)
-        numbered = [f"'{r.match}' needs" for r in self.layers if _IN_BLOCKS.fullmatch(r.match)]
-        if self.exclude_first_blocks or self.exclude_last_blocks:
-            numbered = ["exclude_first_blocks and exclude_last_blocks need"]
-        if numbered and not blocks:
-            raise UserError(
-                f"recipe '{self.name}': {numbered[0]} a model with numbered blocks, such as "
-                "'blocks.0.mlp.up'. Use exclude instead."
-            )
+        counts = {f"'{r.match}'": _IN_BLOCKS.fullmatch(r.match) for r in self.layers}
+        asked = {what: int(found[2]) for what, found in counts.items() if found}
+        for key in ("exclude_first_blocks", "exclude_last_blocks"):
+            if count := getattr(self, key):
+                asked[f"{key} = {count}"] = count
+        most = max((block.count for block in blocks.values()), default=0)
+        for what, count in asked.items():
+            if not blocks:
+                raise UserError(
+                    f"recipe '{self.name}': {what} needs a model with numbered blocks, such as "
+                    "'blocks.0.mlp.up'. Use exclude instead."
+                )
+            if count > most:
+                raise UserError(
+                    f"recipe '{self.name}': {what}, and the model has {_blocks(most)}. Give {most} "
+                    "at most."
+                )
         for pattern in self.exclude:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise UserError(

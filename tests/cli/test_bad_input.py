@@ -46,6 +46,11 @@ CASES = {  # further flags of pretrain: what must be said
         ["--recipe", "delayed", "--set", 'recipe_overrides.exclude=["blocks.9.*"]'],
         "the pattern 'blocks.9.*' in exclude matches no layer",
     ),
+    "too many blocks": (
+        ["--recipe", "delayed", "--set", "recipe_overrides.exclude_last_blocks=99"],
+        "exclude_last_blocks = 99, and the model has 1 block. Give 1 at most",
+    ),
+    "no number": (["--steps", "abc"], "Invalid value for '--steps' = 'abc': Input should be"),
     "strict torch": (
         ["--recipe", "block", "--backend", "torch", "--device", "cpu", "--strict"],
         "--strict: 'block' does not run as asked: torch's scaled_mm on a CPU has no block scaling",

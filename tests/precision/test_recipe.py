@@ -15,6 +15,7 @@ from fp8stack import presets
 from fp8stack.errors import UserError
 from fp8stack.formats import Quantizer, Quantizers
 from fp8stack.precision import Hardware, load_recipe, recipe_from_json, resolve
+from fp8stack.precision.plan import block_indices
 from fp8stack.precision.recipe import Block, Recipe, plain
 from tests import conftest
 
@@ -337,6 +338,15 @@ def test_an_entry_that_matches_nothing_is_an_error(own, match, missing):
     recipe = load_recipe(own(f'like = "mxfp8"\n[[layers]]\nmatch = "{match}"\nrecipe = "bf16"\n'))
     with pytest.raises(UserError, match=missing):
         recipe.check_layers(["up", "down"], {}, [])
+
+
+@pytest.mark.parametrize("match", ["first 3 blocks", "last 3 blocks"])
+def test_an_entry_for_more_blocks_than_there_are_is_an_error(own, match):
+    recipe = load_recipe(own(f'like = "mxfp8"\n[[layers]]\nmatch = "{match}"\nrecipe = "bf16"\n'))
+    names = ["blocks.0.up", "blocks.1.up"]
+    with pytest.raises(UserError, match=f"'{match}', and the model has 2 blocks. Give 2 at most"):
+        recipe.check_layers(names, block_indices(names), [])
+    recipe.check_layers(names := [*names, "blocks.2.up"], block_indices(names), [])
 
 
 BAD_LAYERS = {
