@@ -156,17 +156,17 @@ class LayerOperands:
         rounding = self._roundings.get((name, across))
         if rounding is None:
             return Rounded(x.to(torch.bfloat16 if bf16 else torch.float32), None)
-        bits = self._bits(rounding.quantizer, name, across, len(x))
+        bits = self.bits(name, across, len(x))
         slot = self.slots.get((name, across))
         scale = None if slot is None else slot.scale()
         into = slot if record else None
         recorded, counts = (None, None) if into is None else (into.recorded, into.counts)
         return rounding(x, bits, scale, recorded, counts, bf16)[0]
 
-    def _bits(
-        self, quantizer: Quantizer, name: Operand, across: bool, rows: int
-    ) -> RandomBits | None:
-        if not quantizer.stochastic:
+    def bits(self, name: Operand, across: bool, rows: int) -> RandomBits | None:
+        """Those that a copy of an operand of `rows` rows is rounded by, where that is drawn."""
+        quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
+        if not isinstance(quantizer, Quantizer) or not quantizer.stochastic:
             return None
         assert self.draws is not None
         return self.draws.bits(name, across, rows)
@@ -183,20 +183,9 @@ class LayerOperands:
             dtype = FORMATS[across.format].dtype
             assert dtype is not None
             return Saved(rounded.values.to(dtype), rounded.factor)
-        made = self.quantize(x, name, True)
+        scale = self.scale(x, name, False, True)
+        made = numerics.quantize(x, across, 0, self.bits(name, True, len(x)), scale=scale)
         return Saved(made.data, made.scales, made.amax, made.has_nan)
-
-    def quantize(
-        self, x: Tensor, name: Operand, across: bool, rows: int | None = None
-    ) -> Quantized:
-        """The bytes and scales of `x` [rows, columns] for the GEMM that reduces over its columns
-        or, `across`, for the one that reduces over its rows. `rows`: how many it had before it was
-        padded, for ranks to draw the bits of their own rows."""
-        quantizer = self.quantizers.across(name) if across else self.quantizers.along(name)
-        assert isinstance(quantizer, Quantizer)
-        bits = self._bits(quantizer, name, across, len(x) if rows is None else rows)
-        scale = self.scale(x, name, False, across)
-        return numerics.quantize(x, quantizer, 0 if across else 1, bits, scale=scale)
 
     def backward_ran(self) -> None:
         """Note the end of a backward pass: the next one draws other bits."""

@@ -28,9 +28,7 @@ from fp8stack.backends.linear import LowPrecisionLinear, Size, no_autocast, requ
 from fp8stack.backends.operands import Draws, LayerOperands
 from fp8stack.backends.weights import Version, WeightChanges, own_weight, version_of
 from fp8stack.formats import Operand, Quantizer, fp8_format
-from fp8stack.numerics import Quantized
 from fp8stack.numerics.cast import codes_of_cast
-from fp8stack.numerics.quantized import upper_scale
 from fp8stack.ops.fused_casts import (
     Product,
     cast_blocks,
@@ -39,6 +37,7 @@ from fp8stack.ops.fused_casts import (
     product_amax,
 )
 from fp8stack.ops.kernels import has_kernel, transpose_bytes
+from fp8stack.ops.nvfp4 import cast_nvfp4
 from fp8stack.ops.scaled_gemm import MULTIPLES, Scaled, Scales, pack_scales, scaled_gemm
 from fp8stack.ops.weights import KeptWeights
 from fp8stack.precision.plan import LayerPlan, Plan
@@ -201,12 +200,8 @@ _BY_BLOCKS = {Scales.ROWS, Scales.MX}  # of which a kernel makes both copies
 def _copies(
     x: Tensor, quantizer: Quantizer, kind: Scales, across: bool = True
 ) -> tuple[Scaled, Scaled | None]:
-    """`x` with scales by row or by block, for its two GEMMs, see `ScaledLinear.quantize`; in NVFP4
-    without random bits."""
+    """`x` with scales by row or by block, for its two GEMMs, see `ScaledLinear.quantize`."""
     x = x.contiguous()
-    if kind is Scales.NV:
-        along, turned = (_packed(numerics.quantize(x, quantizer, dim), dim == 0) for dim in (1, 0))
-        return along, turned
     data, inv_scale = numerics.quantize(x, quantizer)[:2]
     along = Scaled(data, pack_scales(inv_scale, kind), kind)
     if not across:
@@ -220,18 +215,6 @@ def _copies(
     else:  # one copy is not the transpose of the other
         data, inv_scale = numerics.quantize(x.t().contiguous(), quantizer)[:2]
     return along, Scaled(data, pack_scales(inv_scale, kind), kind)
-
-
-def _packed(made: Quantized, across: bool) -> Scaled:
-    """A matrix in NVFP4 for one of its GEMMs. The bits of stochastic rounding go by the place in
-    the matrix, so that its second copy is turned after it is made."""
-    data, scales = made.data, made.scales.view(torch.uint8)
-    if across:
-        data, scales = transpose_bytes(data), scales.t()
-    if (height := (made.quantizer.blocks or (1, 1))[0]) > 1:  # GEMMs know rows alone
-        scales = scales.repeat_interleave(height, 0)
-    inv_scale = pack_scales(scales.view(made.scales.dtype), Scales.NV)
-    return Scaled(data, inv_scale, Scales.NV, upper_scale(made))
 
 
 _compiled_copies = cache(partial(compiled, _copies))
@@ -270,7 +253,7 @@ class ScaledLinear(LowPrecisionLinear):
         """Quantize the weight, to be used until it changes."""
         quantizer, kind, weight = self.quantizer("weight"), self.kind("weight"), self.matrix
         by = self.backend.compiled_by
-        if by and not self.joins and not quantizer.stochastic and has_kernel(weight.device):
+        if by and kind is Scales.PER_ROW and has_kernel(weight.device):
             along, across = _compiled_copies(*by)(weight, quantizer, kind)
         else:
             along, across, _ = self.quantize(weight, "weight", record, True)
@@ -336,7 +319,8 @@ class ScaledLinear(LowPrecisionLinear):
         that reduces over its rows: that one is [columns, rows]. And, if `sums`, its sums over rows
         in float32. In compiled code the compiler fuses a cast by a scale that is known with what
         made `x`; but for the transpose if `apart`, for what reduces rows would write it byte by
-        byte. `rows`: see `LayerOperands.quantize`."""
+        byte. `rows`: how many it had before it was padded, for ranks to draw the bits of their own
+        rows."""
         kind = self.kind(name)
         if not isinstance(x, Tensor):
             return self._made(x, name, record, across, sums)
@@ -348,11 +332,11 @@ class ScaledLinear(LowPrecisionLinear):
             along = Scaled(data, numerics.inverse(scale), kind)
             return along, None if transposed is None else along._replace(data=transposed), total
         if kind is Scales.NV:
-            copies = [
-                _packed(self.operands.quantize(x.contiguous(), name, turned, rows), turned)
-                for turned in (False, True)[: 1 + across]
-            ]
-            return copies[0], copies[1] if across else None, total
+            turned = self.operands.quantizers.across(name) if across else None
+            assert turned != "forward"
+            own = len(x) if rows is None else rows
+            bits = self.operands.bits(name, False, own), self.operands.bits(name, True, own)
+            return *cast_nvfp4(x, self.quantizer(name), turned, bits), total
         return *_copies(x, self.quantizer(name), kind, across), total
 
     def _made(

@@ -155,7 +155,7 @@ def _usage_message(error: Any) -> str:
     """What is wrong with the command line, in one line, with the value that pydantic refused, which
     typer 0.29 leaves out."""
     message = " ".join(error.format_message().split()).rstrip(".?")
-    refused = getattr(error.__cause__, "errors", list)()
+    refused: list[Any] = getattr(error.__cause__, "errors", list)()
     return message.replace("': ", f"' = {refused[0]['input']!r}: ", 1) if refused else message
 
 

@@ -113,7 +113,7 @@ def dequantize(quantized: Quantized) -> Tensor:
     where there is a Hadamard transform."""
     scales = _out(quantized)
     if quantized.quantizer.scale == "e4m3":
-        scales = scales * quantized.amax * _OUT_OF_TWO_LEVELS
+        scales = scales * quantized.amax * OUT_OF_TWO_LEVELS
     values = _elements(quantized)
     return values * _spread(scales, quantized, values)
 
@@ -138,7 +138,7 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
 def upper_scale(quantized: Quantized) -> Tensor:
     """Of two levels of scales the upper one, which multiplies out: float32, 0-dim; NaN if there was
     a NaN, which FP4 has no code for."""
-    return torch.where(quantized.has_nan, torch.nan, quantized.amax * _OUT_OF_TWO_LEVELS)
+    return torch.where(quantized.has_nan, torch.nan, quantized.amax * OUT_OF_TWO_LEVELS)
 
 
 def _elements(quantized: Quantized) -> Tensor:
@@ -217,7 +217,7 @@ def given_scale(scale: Tensor) -> Scales:
 
 
 # The constants of NVFP4, in float32: 1 / 6, and 1 / (6 * 448).
-_SIXTH, _OUT_OF_TWO_LEVELS = torch.tensor([1 / 6, 1 / 2688], dtype=torch.float32).tolist()
+SIXTH, OUT_OF_TWO_LEVELS = torch.tensor([1 / 6, 1 / 2688], dtype=torch.float32).tolist()
 
 
 def _two_levels(largest: Tensor) -> Scales:
@@ -226,11 +226,11 @@ def _two_levels(largest: Tensor) -> Scales:
     one = torch.ones_like(whole)
     into_e4m3 = quotient(one * (6.0 * 448.0), whole).clamp(max=FLT_MAX)
     into_e4m3 = torch.where((whole == 0) | (into_e4m3 == 0), one, into_e4m3)
-    exact = (largest * (into_e4m3 * _SIXTH)).clamp(max=448.0)
+    exact = (largest * (into_e4m3 * SIXTH)).clamp(max=448.0)
     stored = saturated(exact, FORMATS["e4m3"])
     out = stored.to(torch.float32)
     into = inverse(out * inverse(into_e4m3)).clamp(max=FLT_MAX)
-    return Scales(into, stored, out, whole * _OUT_OF_TWO_LEVELS)
+    return Scales(into, stored, out, whole * OUT_OF_TWO_LEVELS)
 
 
 def check_arguments(

@@ -380,7 +380,7 @@ def kernel() -> Any:
     import triton
     import triton.language as tl
 
-    _amax, _scale_of, _codes, _put_mx = device_functions()
+    _amax, _scale_of, _codes, _put_mx, _ = device_functions()
     _load, _rounded = triton.jit(_load), triton.jit(_rounded)
     _forward, _of_x = triton.jit(_forward), triton.jit(_of_x)
     _of_gate, _of_value = triton.jit(_of_gate), triton.jit(_of_value)

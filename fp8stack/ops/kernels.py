@@ -123,10 +123,11 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def device_functions() -> tuple[Any, Any, Any, Any]:
-    """`_amax`, `_scale_of`, `_codes` and `_put_mx`, for kernels of other modules to call."""
+def device_functions() -> tuple[Any, Any, Any, Any, Any]:
+    """`_amax`, `_scale_of`, `_codes`, `_put_mx` and `_packed_at`, for kernels of other modules to
+    call."""
     _device_code()
-    return _amax, _scale_of, _codes, _put_mx
+    return _amax, _scale_of, _codes, _put_mx, _packed_at
 
 
 @cache

@@ -26,12 +26,13 @@ from torchao.prototype.mx_formats.utils import to_blocked
 from fp8stack import numerics
 from fp8stack.backends import fp8_state, operands
 from fp8stack.backends import torch as torch_backend
-from fp8stack.backends.operands import LayerOperands
 from fp8stack.conform import gemms
 from fp8stack.conform.checks import Context, run_check
+from fp8stack.ops import nvfp4
 from fp8stack.ops import scaled_gemm as scaled_gemms
+from fp8stack.ops.nvfp4 import cast_nvfp4
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales, scaled_gemm
-from fp8stack.precision import Hardware, resolve
+from fp8stack.precision import Hardware, load_recipe, resolve
 from tests.support.backend_models import CPU, PER_TENSOR, gpt, linear, loss_of, same, train
 from tests.support.gemm_oracle import assert_all_close, normal, oracle, run
 
@@ -408,17 +409,19 @@ def test_in_nvfp4_a_model_trains_as_the_emulators_and_casts_a_weight_once_a_step
     cuda_gemm, monkeypatch
 ):
     ours, theirs = (gpt("nvfp4", who, {"layers": 1}, hardware=RTX) for who in ("torch", "emulate"))
-    casts, quantize = [], LayerOperands.quantize
+    casts = []
 
-    def counted(self, x, name, across, *rows):
-        casts.append(name)
-        return quantize(self, x, name, across, *rows)
+    def counted(x, along, *others):
+        casts.append(along)
+        return cast_nvfp4(x, along, *others)
 
-    monkeypatch.setattr(LayerOperands, "quantize", counted)
+    monkeypatch.setattr(torch_backend, "cast_nvfp4", counted)
     losses = [train(model, range(2), accumulate=2) for model in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
-    # Both copies of 4 linears: in each of 2 micro-batches of 2 steps, but of weights once a step.
-    assert Counter(casts) == {"input": 32, "grad_output": 32, "weight": 16}
+    # Of 4 linears: in each of 2 micro-batches of 2 steps, but weights once a step.
+    each = load_recipe("nvfp4").quantizers.each
+    counts = {"input": 16, "grad_output": 16, "weight": 8}
+    assert Counter(casts) == {each[name]: count for name, count in counts.items()}
     assert same(fp8_state(ours), fp8_state(theirs))
     theirs.load_state_dict(ours.state_dict())
     with torch.no_grad():
@@ -440,7 +443,7 @@ def test_conform_checks_the_gemms_of_nvfp4_by_torch(cuda_gemm, monkeypatch):
     def turned(scales, kind):
         return packed(scales.view(torch.uint8).flip(1).view(scales.dtype), kind)
 
-    for where in (gemms, torch_backend):
+    for where in (gemms, nvfp4):
         monkeypatch.setattr(where, "pack_scales", turned)
     assert [run_check(check)["holds"] for check in checks] == [False, False]
 

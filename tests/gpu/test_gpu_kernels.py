@@ -14,7 +14,7 @@ from fp8stack.ops.fused_casts import cast_transpose
 from fp8stack.ops.kernels import has_kernel
 from fp8stack.ops.weights import KeptWeights
 from tests.gpu.machine import CONTEXT
-from tests.ops import test_fused_casts, test_weights
+from tests.ops import test_fused_casts, test_nvfp4, test_weights
 from tests.ops.test_kernels import differences
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,10 @@ def test_data_transpose_and_amax_are_numpys_to_the_bit() -> None:
 
 def test_casts_of_activations_and_of_their_gradients_are_numpys() -> None:
     assert test_fused_casts.differences(("cast", *ACTIVATIONS), DEVICE) == []
+
+
+def test_both_copies_in_nvfp4_are_those_of_a_cpu() -> None:
+    assert test_nvfp4.differences(DEVICE) == []
 
 
 def test_the_copies_of_many_weights_are_numpys_to_the_bit() -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 WORK = (
     "tests.ops.test_kernels:interpreted_differences",
     "tests.ops.test_fused_casts:interpreted_differences",
+    "tests.ops.test_nvfp4:interpreted_differences",
     "tests.ops.test_weights:few_differences",
     "tests.backends.test_kept_weights:few_differences",
 )
