@@ -250,8 +250,6 @@ class Plan:
         if self.device != "cuda" or backend not in ("te", "torch") or kernel not in KERNELS:
             return ""  # emulated: it is for the numerics, not for speed
         own = (kernel, backend) == (self.kernel, self.backend)  # what was measured is the plan's
-        if (kernel, backend) == ("nvfp4", "torch") and not (own and shape in measured):
-            return "NVFP4's casts by torch's operators move more than its GEMMs save"
         return doubt(shape, quantizers, find_gpu(self.gpu), measured if own else {})
 
     def runs(self, layer: LayerPlan) -> BackendName:

@@ -59,13 +59,13 @@ def cast_bytes(quantizers: Quantizers, operand: Operand) -> float:
 
     Both copies are written in one pass where the bytes of one are those of the other, turned, or
     where a tile has all that the scales of either's blocks follow from; else each reads the operand
-    for itself. A scale that follows from the amax of the whole tensor
-    has it read once more before. Scales are counted where a block is a row of elements: those of
-    larger blocks are few. A copy of w that is not quantized is cast to bf16.
+    for itself. A scale that follows from the amax of the whole tensor has it read once more before.
+    Scales are counted where a block is a row of elements: those of larger blocks are few. A copy of
+    w that is not quantized is cast to bf16.
     """
     along, across = quantizers.along(operand), quantizers.across(operand)
     copies = [q for q in (along, across) if isinstance(q, Quantizer)]
-    tiled = along == across and along is not None and along.blocks and along.scale != "e4m3"
+    tiled = all(q.blocks for q in copies)
     passes = copies[:1] if tiled or quantizers.turned(operand) else copies
     source = 4 if operand == "weight" else 2
     amaxes = sum(q.scale == "e4m3" or (q.per_tensor and not q.delayed) for q in passes)
