@@ -140,7 +140,7 @@ def _plan(
     number: int, rows: int, columns: int, dtype: torch.dtype, given: bool
 ) -> tuple[Work, bool, list[tuple[int, ...]]]:
     """What there is to do but for its addresses, whether an amax is to be found first, and the
-    shapes of what is made: for each block the values and, if there is one, the factor."""
+    shapes of what is made."""
     rule = _RULES[number]
     shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
@@ -192,14 +192,13 @@ def round(
     kernels = _loaded()[0]
     work = type(planned).from_buffer_copy(planned)
     made = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
-    work.source, work.result = source.data_ptr(), made[0].data_ptr()
-    each = len(made) // len(rule.blocks)
-    if each > 1:
-        work.factor = made[1].data_ptr()
+    work.source = source.data_ptr()
+    addresses = [part.data_ptr() for part in made]
+    if rule.has_factor:
+        work.factor, work.other_factor = addresses[1], addresses[-1]
+    work.result = addresses[0]
     if len(rule.blocks) > 1:
-        work.other = made[each].data_ptr()
-        if each > 1:
-            work.other_factor = made[3].data_ptr()
+        work.other = addresses[len(made) // 2]
     if counter is not None:
         work.counter, work.seed, work.stream = int(counter), seed, stream
         work.first_row = first_row
@@ -226,12 +225,9 @@ def round(
 def _shapes(rule: Rounding, rows: int, columns: int) -> list[tuple[int, ...]]:
     """Those of the values and factors for each block."""
     shape = rule.shape(rows, columns)
-    made: list[tuple[int, ...]] = []
-    for block in rule.blocks:
-        made.append(shape)
-        if rule.has_factor:
-            made.append(rule.factor_shape(block, *shape))
-    return made
+    if not rule.has_factor:
+        return [shape] * len(rule.blocks)
+    return [one for block in rule.blocks for one in (shape, rule.factor_shape(block, *shape))]
 
 
 def _fake(x: Tensor, number: int, *_: Any) -> list[Tensor]:

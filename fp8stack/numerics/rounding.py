@@ -91,9 +91,10 @@ class Rounding:
         if fuse and fused.serves(x):
             run = fused.op if seen(x) else fused.round
             found = run(x, self._number, scale, recorded, counts, *_bits(generator))
-            made = [Rounded(values, None) for values in found]
             if self.has_factor:
                 made = [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
+            else:
+                made = [Rounded(values, None) for values in found]
         else:
             if recorded is not None:
                 record_amax(recorded, amax(x), counts)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8stack.formats import Quantizer, fp8_format
+from fp8stack.formats import Format, Quantizer, fp8_format
 from fp8stack.numerics.cast import FLT_MAX
 
 MX_TILE = 128 * 128 // 32  # E8M0 scales of a square of 128, a tile of `pack_scales`
@@ -67,34 +67,27 @@ class Variant:
     """What a kernel is compiled for; see `variant`.
 
     Attributes:
+        quantizer: by what it casts; `target` is its format, `float8` Triton's type of that.
         scales: "given"; "current", from an amax that is; those of parts of "rows", of "squares",
             and E8M0 ones, "mx"; or "none", not cast at all.
         dtype: Triton's, of the tensors that are read.
+        overflow: see `numerics.tensor_scale`.
         exact: the device's conversion of float32 is that of `cast_to_fp8`, as it is from compute
             capability 9.0 on. Older versions of Triton go by float16 on 8.9 and so round twice, and
             Triton's interpreter does not round to even (triton issue 8322): there the kernel rounds
-            first, by `magic` and `least_spacing`, as `numerics.rounding` does.
-        float8, largest: Triton's type, and its largest value.
-        eps, overflow, power_of_two: see `numerics.tensor_scale`.
-        half, exponents, inverse: by what an E8M0 code is found, see `numerics.blocks.e8m0_code`.
+            first.
         rows, columns: of a tile.
         across, record, sums: whether a transpose, an amax and the sums over rows are wanted.
         name, backward: of a `fused_casts.Product`.
     """
 
-    scales: Literal["given", "current", "rows", "squares", "mx", "none"]
-    dtype: Any
-    exact: bool
+    quantizer: Quantizer
+    target: Format
     float8: Any
-    largest: float
-    magic: float
-    least_spacing: float
-    eps: float
+    scales: str
+    dtype: Any
     overflow: float
-    power_of_two: bool
-    half: int
-    exponents: int
-    inverse: float
+    exact: bool
     rows: int = 128
     columns: int = 128
     across: bool = True
@@ -111,24 +104,14 @@ def variant(
     """The variant of a kernel that casts tensors of `dtype` by `quantizer`, with `more` fields."""
     import triton.language as tl
 
-    target = fp8_format(quantizer.format)
-    magic = 1.5 * 2.0 ** (23 - target.mantissa_bits)
-    one = scales in ("given", "current")
+    largest = FLT_MAX if scales in ("given", "current") else torch.finfo(dtype).max
     return Variant(
-        scales=scales,  # type: ignore[arg-type]
-        dtype=getattr(tl, str(dtype).removeprefix("torch.")),
-        exact=exact,
+        quantizer=quantizer,
+        target=fp8_format(quantizer.format),
         float8=tl.float8e4nv if quantizer.format == "e4m3" else tl.float8e5,
-        largest=target.max,
-        magic=magic,
-        least_spacing=target.min_normal * magic,
-        eps=quantizer.eps,
-        overflow=FLT_MAX if one else min(torch.finfo(dtype).max, FLT_MAX),
-        power_of_two=quantizer.scale == "power_of_two",
-        half={"rceil": -1, "floor": 0}.get(
-            quantizer.scale_rounding, 1 << (22 - target.mantissa_bits)
-        ),
-        exponents=(target.max_code >> target.mantissa_bits) - target.bias,
-        inverse=torch.tensor(1 / target.max, dtype=torch.float32).item(),
+        scales=scales,
+        dtype=getattr(tl, str(dtype).removeprefix("torch.")),
+        overflow=min(largest, FLT_MAX),
+        exact=exact,
         **more,
     )

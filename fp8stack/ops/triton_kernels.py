@@ -275,11 +275,11 @@ def _inverse(scale):
 @triton.jit
 def _scale_of(amax, HOW: tl.constexpr):
     """See `numerics.tensor_scale`; an amax is never NaN here."""
-    amax = tl.where(amax < HOW.eps, HOW.eps, amax)
-    scale = tl.div_rn(tl.zeros_like(amax) + HOW.largest, amax)
+    amax = tl.where(amax < HOW.quantizer.eps, HOW.quantizer.eps, amax)
+    scale = tl.div_rn(tl.zeros_like(amax) + HOW.target.max, amax)
     scale = tl.where(scale == float("inf"), HOW.overflow, scale)
     scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-    if HOW.power_of_two:
+    if HOW.quantizer.scale == "power_of_two":
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return scale
 
@@ -287,13 +287,14 @@ def _scale_of(amax, HOW: tl.constexpr):
 @triton.jit
 def _codes(scaled, HOW: tl.constexpr):
     """The bytes of float32 values that were multiplied by their scale: `numerics.cast_to_fp8`."""
-    held = tl.clamp(scaled, -HOW.largest, HOW.largest, propagate_nan=tl.PropagateNan.ALL)
+    held = tl.clamp(scaled, -HOW.target.max, HOW.target.max, propagate_nan=tl.PropagateNan.ALL)
     if not HOW.exact:
         # As numerics/rounding.py does, but -0 keeps its sign. A value of the format converts
         # exactly, whatever the conversion is worth.
         bits = held.to(tl.int32, bitcast=True)
         power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        spacing = tl.maximum(power * HOW.magic, HOW.least_spacing)
+        magic: tl.constexpr = 1.5 * 2.0 ** (23 - HOW.target.mantissa_bits)
+        spacing = tl.maximum(power * magic, HOW.target.min_normal * magic)
         rounded = ((held + spacing) - spacing).to(tl.int32, bitcast=True)
         held = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     codes = held.to(HOW.float8).to(tl.uint8, bitcast=True)
@@ -305,14 +306,18 @@ def _codes(scaled, HOW: tl.constexpr):
 @triton.jit
 def _e8m0_code(amax, HOW: tl.constexpr):
     """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
-    if HOW.half < 0:  # rounded up
-        bits = (amax * HOW.inverse).to(tl.int32, bitcast=True)
+    rounding: tl.constexpr = HOW.quantizer.scale_rounding
+    if rounding == "rceil":
+        bits = (amax * (1.0 / HOW.target.max)).to(tl.int32, bitcast=True)
         exponent = bits >> 23
         least = tl.where(exponent == 0, 0x400000, 0)
         code = exponent + ((bits & 0x7FFFFF) > least).to(tl.int32)
     else:
         bits = amax.to(tl.int32, bitcast=True)
-        code = tl.maximum((((bits + HOW.half) >> 23) & 0xFF) - HOW.exponents, 0)
+        if rounding == "even":
+            bits += 1 << (22 - HOW.target.mantissa_bits)
+        largest: tl.constexpr = (HOW.target.max_code >> HOW.target.mantissa_bits) - HOW.target.bias
+        code = tl.maximum(((bits >> 23) & 0xFF) - largest, 0)
     return tl.minimum(code, 254)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8stack.formats import Quantizer, fp8_format
-from fp8stack.ops.kernels import MX_TILE, OPTIONS, Variant, converts_exactly, variant
-from fp8stack.ops.scaled_gemm import Scaled, Scales
+from fp8stack.ops.kernels import OPTIONS, Variant, converts_exactly, variant
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
 
 _SQUARE = 128
 
@@ -71,16 +71,16 @@ class KeptWeights:
     def _room(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         rows, columns = weight.shape
         dtype = fp8_format(self.quantizer.format).dtype
-        one = weight.new_zeros((), dtype=torch.float32)
+        inverse = weight.new_zeros((), dtype=torch.float32)  # one for both
         made = []
         for shape in ((rows, columns), (columns, rows)):
-            inverse = one
-            high, wide = (-(-size // _SQUARE) for size in shape)
             if self._kind is Scales.SQUARES:
-                inverse = one.new_zeros(high, wide + -wide % 4).t()  # as `pack_scales` has them
+                high, wide = (-(-size // _SQUARE) for size in shape)
+                zeros = weight.new_zeros((high, wide), dtype=torch.float32)
+                inverse = pack_scales(zeros, self._kind)
             elif self._kind is Scales.MX:
-                packed = one.new_zeros(high * wide * MX_TILE, dtype=torch.uint8)
-                inverse = packed.view(torch.float8_e8m0fnu)
+                codes = weight.new_zeros(shape[0], -(-shape[1] // 32), dtype=torch.uint8)
+                inverse = pack_scales(codes.view(torch.float8_e8m0fnu), self._kind)
             made.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, self._kind))
         return made[0], made[1]
 
