@@ -33,6 +33,7 @@ from fp8stack.backends import torch as torch_backend
 from fp8stack.model.config import load_config
 from fp8stack.model.gpt import GPT
 from fp8stack.ops import weights as many_weights
+from fp8stack.ops.kernels import Variant
 from fp8stack.precision import Plan, load_recipe, resolve
 from fp8stack.precision.hardware import machine_for
 
@@ -233,9 +234,9 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._stand_in.stop()
 
-    def _launched(self, tiles: int, operands: Any, constants: dict[str, Any]) -> None:
-        elements = tiles * constants["ROWS"] * constants["COLUMNS"]
-        each = constants["SOURCE"].primitive_bitwidth // 8 + 2 * constants["CAST"]
+    def _launched(self, tiles: int, operands: Any, how: Variant, options: Any) -> None:
+        elements = tiles * how.rows * how.columns
+        each = how.dtype.primitive_bitwidth // 8 + 2 * (how.scales != "none")
         self.kernels.append(
             Kernel(
                 part="weights",

@@ -5,14 +5,17 @@ Everything here is plain tensor arithmetic that gives the same bits on every dev
 
 from fp8stack.formats import FORMATS, Format, Quantizer
 from fp8stack.numerics.amax import AmaxHistory
-from fp8stack.numerics.blocks import (
+from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
+from fp8stack.numerics.quantized import (
+    Quantized,
+    dequantize,
     dequantize_blocks,
     dequantize_mxfp8,
+    quantize,
     quantize_blocks,
     quantize_mxfp8,
+    unpack,
 )
-from fp8stack.numerics.cast import amax, cast_to_fp8, inverse, tensor_scale
-from fp8stack.numerics.quantized import Quantized, current_scale, dequantize, quantize, unpack
 from fp8stack.numerics.random import RandomBits
 from fp8stack.numerics.rounding import (
     Rounded,
@@ -22,6 +25,7 @@ from fp8stack.numerics.rounding import (
     round_to_fp8,
     round_to_mxfp8,
 )
+from fp8stack.numerics.scales import current_scale
 
 __all__ = [
     "FORMATS",

@@ -8,19 +8,20 @@ leaves the range. The values are those of `rounding`, which equal the bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fp8stack.formats import FORMATS, Quantizer
+from fp8stack.numerics.blocks import block_amax, block_sizes, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
-from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
+from fp8stack.numerics.quantized import check_arguments
 from fp8stack.numerics.random import RandomBits
-from fp8stack.numerics.rounding import Block, blocked, padded, round_scaled
-from fp8stack.numerics.rounding import amaxes as amaxes_of
+from fp8stack.numerics.rounding import round_scaled
+from fp8stack.numerics.scales import Scales, given_scale, scales_of
 
 FIGURES = (
     *("amax", "saturated", "underflow", "nonfinite", "signal", "noise", "largest"),
@@ -76,55 +77,53 @@ def quantization_error(
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
     target = FORMATS[quantizer.format]
-    block = (1, 1) if quantizer.per_tensor else _block_of(x, quantizer, dim)
-    height = block[0] if block[0] < len(x) else 1
+    sizes = [1, 1] if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
+    # A block of all rows has several parts.
+    tall = sizes[0] >= len(x) > 1
+    height = 1 if tall else sizes[0]
     if quantizer.per_tensor:
         amaxes = amax(x.to(torch.float32))
     else:
-        found = [amaxes_of(part, block) for _, part in _parts(x, block[1], height)]
-        one_tall = height < block[0]  # a block of all rows has several parts
-        amaxes = torch.stack(found).amax(0) if one_tall else torch.cat(found)
+        found = [block_amax(_blocks(part, sizes)[0]) for _, part in _parts(x, height)]
+        amaxes = torch.stack(found).amax(0) if tall else torch.cat(found)
     scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
     largest = (amaxes * scales.into).max()
     last_step = 2.0 ** (math.floor(math.log2(target.max)) - target.mantissa_bits)
     limit = target.max + last_step / 2
     clips = largest.device.type != "cpu" or float(largest) > limit
     sums = []
-    for start, part in _parts(x, block[1], height):
-        into = _of_part(scales.into, block, start, len(part))
-        out = None if scales.out is None else _of_part(scales.out, block, start, len(part))
+    for start, part in _parts(x, height):
+        blocks, restore = _blocks(part, sizes)
+        here = slice(None)
+        if amaxes.ndim and len(amaxes) > 1:
+            here = slice(start // height, start // height + len(blocks))
+        into = scales.into[here] if amaxes.ndim else scales.into
+        out = None if scales.out is None else scales.out[here]
         bits = None
         if quantizer.stochastic and generator is not None:
-            bits = replace(generator, first_row=generator.first_row + start)
-        values = round_scaled(part, block, Scales(into, into, out, None), target, bits)
+            drawn = replace(generator, first_row=generator.first_row + start)
+            bits, _ = _blocks(drawn.bits(*part.shape), sizes)
+        rounded = round_scaled(blocks, Scales(into, into, out, None), target, bits)
         clipped = emptied = part.new_zeros(())
         if clips:  # a comparison with NaN is false
-            clipped = ((blocked(part, block) * into).abs() > limit).sum()
+            clipped = ((blocks * into).abs() > limit).sum()
         factor = scales.factor
         if quantizer.blocks is None:
             # One in float64, which has no error beside that of the values.
-            factor = (1.0 / into.to(torch.float64)).expand(blocked(part, block).shape)
+            factor = (1.0 / into.to(torch.float64)).expand(blocks.shape)
         else:
-            left = blocked(values, block).ne(0).sum(dim=(1, 3), keepdim=True)
-            emptied = ((left == 0) & (_of_part(amaxes, block, start, len(part)) > 0)).sum()
-        sums.append([clipped, *_losses(part, values, factor), emptied])
+            left = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
+            emptied = ((left == 0) & (amaxes[here] > 0)).sum()
+        sums.append([clipped, *_losses(part, restore(rounded), factor), emptied])
     used = (amaxes > 0) | ~(amaxes > 0).any()
     least = torch.where(used, scales.into, torch.inf).min()
     most = torch.where(used, scales.into, 0.0).max()
     return _figures(x, sums, amaxes.max(), largest, amaxes.numel(), least, most)
 
 
-def _block_of(x: Tensor, quantizer: Quantizer, dim: int) -> Block:
-    """Rows and columns that share a scale: a block, or a row along `dim`."""
-    across, along = quantizer.blocks or (1, max(1, x.shape[dim]))
-    return (across, along) if dim == 1 else (along, across)
-
-
-def _of_part(scales: Tensor, block: Block, start: int, rows: int) -> Tensor:
-    """The scales, [n0, 1, n1, 1] or 0-dim, of `rows` rows from `start` on."""
-    if scales.ndim == 0 or scales.shape[0] == 1:
-        return scales
-    return scales[start // block[0] : (start + rows) // block[0]]
+def _blocks(part: Tensor, sizes: list[int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Some rows in blocks, see `split_into_blocks`; those of a block of all rows are one."""
+    return split_into_blocks(part, [min(sizes[0], len(part)), sizes[1]])
 
 
 def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,7 +132,7 @@ def cast_error(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.numel():
         return torch.zeros(len(FIGURES), dtype=torch.float64, device=x.device)
     sums = []
-    for _, part in _parts(x, 1, 1):
+    for _, part in _parts(x, 1):
         values = part.to(dtype).to(torch.float32)
         sums.append([values.isinf().sum(), *_losses(part, values, None), part.new_zeros(())])
     size = amax(x.to(torch.float32))
@@ -169,14 +168,14 @@ def _figures(
     return torch.stack([figure.to(torch.float64) for figure in found])
 
 
-def _parts(x: Tensor, width: int, height: int) -> Iterator[tuple[int, Tensor]]:
+def _parts(x: Tensor, height: int) -> Iterator[tuple[int, Tensor]]:
     """The matrix `x` in parts of a multiple of `height` rows, each with its first row: float32,
-    contiguous, with zeros up to whole blocks, which change no figure."""
+    contiguous."""
     rows, columns = x.shape
     chunk = _CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // columns // height) * height
     for start in range(0, rows, step):
-        yield start, padded(x[start : start + step], height, width)
+        yield start, x[start : start + step].to(torch.float32).contiguous()
 
 
 def _losses(part: Tensor, values: Tensor, factor: Tensor | None) -> list[Tensor]:

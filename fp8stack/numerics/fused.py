@@ -12,25 +12,22 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Quantizer
+from fp8stack.formats import FORMATS
 from fp8stack.numerics.hadamard import MINUS
 from fp8stack.numerics.operators import operator
 
 if TYPE_CHECKING:
     from fp8stack.numerics.fused_kernels import Work
+    from fp8stack.numerics.rounding import Rounding
 
-Block = tuple[int, int]
-"""Rows and columns that share a scale; 0 is all of them."""
-
-_RULES: list[Rule] = []
-_NUMBERS: dict[Rule, int] = {}
+_RULES: list[Rounding] = []
+_NUMBERS: dict[Rounding, int] = {}
 Bits = tuple[Tensor | None, int, int, int]
 """The counter, seed, stream and first row of `RandomBits`."""
 
@@ -44,48 +41,12 @@ _TALL_TILE, _SHARES = 1 << 18, 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a matrix is rounded.
-
-    Attributes:
-        quantizer: by what.
-        blocks: for one result, or for two.
-        dim: what a Hadamard transform mixes.
-    """
-
-    quantizer: Quantizer
-    blocks: tuple[Block, ...]
-    dim: int = 1
-
-    @cached_property
-    def number(self) -> int:
-        """By what the operator knows it."""
-        number = _NUMBERS.setdefault(self, len(_RULES))
-        if number == len(_RULES):
-            _RULES.append(self)
-        return number
-
-    @property
-    def carries(self) -> bool:
-        """Whether values carry the scales of their blocks."""
-        return self.blocks[0][0] * self.blocks[0][1] > 0
-
-    @cached_property
-    def has_factor(self) -> bool:
-        """Whether what multiplies the GEMM's output is not 1."""
-        return not self.carries or self.quantizer.scale == "e4m3"
-
-    def shape(self, rows: int, columns: int) -> Block:
-        """Rows and columns of the result, padded for a Hadamard transform."""
-        size = self.quantizer.hadamard or 1
-        if self.dim == 0:
-            return -(-rows // size) * size, columns
-        return rows, -(-columns // size) * size
-
-    def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of what multiplies out for one result."""
-        return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
+def number(rule: Rounding) -> int:
+    """By what `round` and the operator know a rule."""
+    found = _NUMBERS.setdefault(rule, len(_RULES))
+    if found == len(_RULES):
+        _RULES.append(rule)
+    return found
 
 
 def serves(x: Tensor) -> bool:
@@ -160,7 +121,7 @@ def _run(kernel: Any, work: Work, threads: int) -> None:
         team(kernel.address, ctypes.addressof(work), threads, 0)
 
 
-def _tile(rule: Rule, rows: int, columns: int) -> Block:
+def _tile(rule: Rounding, rows: int, columns: int) -> tuple[int, int]:
     """The rows and columns of a tile: whole blocks, and whole rows if they are short enough."""
     mixed: int = rule.quantizer.hadamard or 1
     tall = max([mixed if rule.dim == 0 else 1, *(height for height, _ in rule.blocks)])
@@ -179,7 +140,7 @@ def _plan(
     number: int, rows: int, columns: int, dtype: torch.dtype, given: bool
 ) -> tuple[Work, bool, list[tuple[int, ...]]]:
     """What there is to do but for its addresses, whether an amax is to be found first, and the
-    shapes of what is made: for each block the values and, if there is one, the factor."""
+    shapes of what is made."""
     rule = _RULES[number]
     shapes, quantizer = _shapes(rule, rows, columns), rule.quantizer
     target, scale = FORMATS[quantizer.format], quantizer.scale
@@ -223,23 +184,21 @@ def round(
     seed: int,
     stream: int,
     first_row: int,
-    bf16: bool,
 ) -> list[Tensor]:
-    """`x` by the rule of a number: for each of its blocks the values and, if `Rule.has_factor`,
+    """`x` by the rule of a number: for each of its blocks the values and, if `Rounding.has_factor`,
     what multiplies out; see `rounding.Rounding`."""
     rule, source = _RULES[number], x.to(torch.float32).contiguous()
     planned, finds, shapes = _plan(number, *source.shape, x.dtype, scale is not None)
     kernels = _loaded()[0]
     work = type(planned).from_buffer_copy(planned)
     made = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
-    work.source, work.result = source.data_ptr(), made[0].data_ptr()
-    each = len(made) // len(rule.blocks)
-    if each > 1:
-        work.factor = made[1].data_ptr()
+    work.source = source.data_ptr()
+    addresses = [part.data_ptr() for part in made]
+    if rule.has_factor:
+        work.factor, work.other_factor = addresses[1], addresses[-1]
+    work.result = addresses[0]
     if len(rule.blocks) > 1:
-        work.other = made[each].data_ptr()
-        if each > 1:
-            work.other_factor = made[3].data_ptr()
+        work.other = addresses[len(made) // 2]
     if counter is not None:
         work.counter, work.seed, work.stream = int(counter), seed, stream
         work.first_row = first_row
@@ -260,37 +219,25 @@ def round(
             work.source = work.result
             work.source_rows, work.source_columns = work.rows, work.columns
     _run(kernels.round_tiles, work, threads)
-    if not bf16:
-        return made
-    return [part.to(_held(rule, place, bf16)) for place, part in enumerate(made)]
-
-
-def _held(rule: Rule, place: int, bf16: bool) -> torch.dtype:
-    """The dtype of what is made: factors are float32."""
-    is_factor = rule.has_factor and place % 2 == 1
-    return torch.bfloat16 if bf16 and not is_factor else torch.float32
-
-
-def _shapes(rule: Rule, rows: int, columns: int) -> list[tuple[int, ...]]:
-    """Those of the values and factors for each block."""
-    shape = rule.shape(rows, columns)
-    made: list[tuple[int, ...]] = []
-    for block in rule.blocks:
-        made.append(shape)
-        if rule.has_factor:
-            made.append(rule.factor_shape(block, *shape))
     return made
 
 
-def _fake(x: Tensor, number: int, *others: Any) -> list[Tensor]:
-    rule, bf16 = _RULES[number], others[-1] is True
-    shapes = enumerate(_shapes(rule, *x.shape))
-    return [x.new_empty(shape, dtype=_held(rule, place, bf16)) for place, shape in shapes]
+def _shapes(rule: Rounding, rows: int, columns: int) -> list[tuple[int, ...]]:
+    """Those of the values and factors for each block."""
+    shape = rule.shape(rows, columns)
+    if not rule.has_factor:
+        return [shape] * len(rule.blocks)
+    return [one for block in rule.blocks for one in (shape, rule.factor_shape(block, *shape))]
+
+
+def _fake(x: Tensor, number: int, *_: Any) -> list[Tensor]:
+    shapes = _shapes(_RULES[number], *x.shape)
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 op = operator(
     "round(Tensor x, int rule, Tensor? scale, Tensor(a!)? recorded, Tensor? counts,"
-    " Tensor? counter, int seed, int stream, int first_row, bool bf16) -> Tensor[]",
+    " Tensor? counter, int seed, int stream, int first_row) -> Tensor[]",
     round,
     _fake,
 )

@@ -1,31 +1,37 @@
 """What any `Quantizer` makes of a tensor: the bytes and scales, to the bit, and back.
 
-What an emulated GEMM multiplies, the same values without the bytes, is in `rounding`. Sources: OCP
-Microscaling 1.0 for e8m0 scales, Transformer Engine 2.20's kernels for NVFP4, torchao's rowwise.
+What an emulated GEMM multiplies, the same values without the bytes, is in `rounding`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer
+from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding, fp8_format
 from fp8stack.numerics.blocks import (
     block_amax,
-    block_scale,
-    drop_block_dims,
-    e8m0_code,
-    e8m0_multiplier,
-    e8m0_value,
-    in_memory,
+    block_sizes,
+    full_block,
     split_into_blocks,
+    spread,
 )
-from fp8stack.numerics.cast import FLT_MAX, amax, inverse, quotient, saturated
+from fp8stack.numerics.cast import amax, quotient, saturated
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.random import RandomBits
+from fp8stack.numerics.scales import (
+    OUT_OF_TWO_LEVELS,
+    e8m0_value,
+    given_scale,
+    max_of,
+    scales_of,
+)
+
+MX_BLOCK = 32
 
 
 class Quantized(NamedTuple):
@@ -84,28 +90,115 @@ def quantize(
     dim, shape, dtype = dim % x.ndim, x.shape, x.dtype
     if quantizer.hadamard:
         x, dtype = hadamard(x, quantizer.hadamard, dim), torch.bfloat16
-    if quantizer.per_tensor:
+    bits = None
+    if quantizer.stochastic and generator is not None:
+        columns = x.shape[-1]
+        bits = generator.bits(x.numel() // max(1, columns), columns).view(x.shape)
+    sizes = None if quantizer.per_tensor else block_sizes(quantizer, x.shape, dim)
+    data, stored, largest = _bytes(x, sizes, quantizer, dtype, bits, scale)
+    data = _packed(data, dim) if quantizer.element_bits == 4 else data
+    return Quantized(data, stored, max_of(largest), quantizer, dim, shape, x.isnan().any())
+
+
+def _bytes(
+    x: Tensor,
+    sizes: Sequence[int] | None,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    bits: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of `x`, which came of a tensor of `dtype`, in blocks of these sizes or, for None,
+    with one scale; its scales as `Quantized` has them; and its amaxes."""
+    if sizes is None:
         largest = amax(x)
-        scales = given_scale(scale) if scale is not None else scales_of(largest, quantizer, dtype)
+        scales = scales_of(largest, quantizer, dtype) if scale is None else given_scale(scale)
         scaled, stored = x.to(torch.float32) * scales.into, scales.stored
     else:
-        blocks, restore = split_into_blocks(x, _block_sizes(quantizer, x, dim))
+        blocks, restore = split_into_blocks(x, sizes)
         largest = block_amax(blocks)
         scales = scales_of(largest, quantizer, dtype)
         scaled = restore(blocks * scales.into)  # in float32, which scales of blocks are in
-        stored = drop_block_dims(scales.stored)
+        stored = scales.stored.reshape(largest.shape[::2])
+        if quantizer.scale == "e8m0":
+            stored = stored.to(torch.uint8).view(torch.float8_e8m0fnu)
     target = FORMATS[quantizer.format]
-    if target.dtype is not None and not quantizer.stochastic:
-        data = saturated(scaled, target)
-    else:
-        bits = None
-        if quantizer.stochastic and generator is not None:
-            columns = x.shape[-1]
-            bits = generator.bits(x.numel() // max(1, columns), columns).view(x.shape)
-        data = encode(scaled, target, bits)
-        data = _packed(data, dim) if target.bits == 4 else data
-        data = data if target.dtype is None else data.view(target.dtype)
-    return Quantized(data, stored, _max(largest), quantizer, dim, shape, x.isnan().any())
+    if target.dtype is None:
+        return encode(scaled, target, bits), stored, largest
+    data = saturated(scaled, target) if bits is None else encode(scaled, target, bits)
+    return data.view(target.dtype), stored, largest
+
+
+def quantize_mxfp8(
+    x: Tensor, dim: int = -1, format: str = "e4m3", scale_rounding: ScaleRounding = "rceil"
+) -> tuple[Tensor, Tensor]:
+    """`x` in MXFP8: blocks of 32 along `dim`, each with a power-of-two scale.
+
+    A length that 32 does not divide is padded with zeros and trimmed again.
+
+    Args:
+        x: at least one dimension, float32, bfloat16 or float16.
+        dim: the dimension that is blocked; the reduction dimension of the GEMM it is for.
+        format: "e4m3" or "e5m2".
+        scale_rounding: "rceil" rounds up, so that no element saturates; "floor" is the OCP rule;
+            "even" rounds amax half up to the mantissa's bits first.
+
+    Returns:
+        data: float8, of the shape of `x`.
+        scales: `float8_e8m0fnu`, the shape of `x` with `dim` divided by 32, rounded up. A value
+            is `data * 2^(code - 127)`.
+
+    Raises:
+        ValueError: an unknown format or rounding.
+    """
+    rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
+    quantizer = fp8_quantizer(format, **rules)
+    return _bytes(x, block_sizes(quantizer, x.shape, dim % x.ndim), quantizer, x.dtype)[:2]
+
+
+def dequantize_mxfp8(data: Tensor, scales: Tensor, dim: int = -1) -> Tensor:
+    """The float32 values of an MXFP8 tensor: the inverse of `quantize_mxfp8`, exact."""
+    sizes = [1] * data.ndim
+    sizes[dim] = MX_BLOCK
+    inverse = e8m0_value(scales.view(torch.uint8).to(torch.int32))
+    return data.to(torch.float32) * spread(inverse, sizes, data.shape)
+
+
+def quantize_blocks(
+    x: Tensor, block: Sequence[int] = (1, 128), format: str = "e4m3", power_of_two: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`x` in FP8 with one float32 scale for each block: 1x128 for activations and gradients,
+    128x128 for weights (DeepSeek-V3's layout).
+
+    A scale that overflows float32 becomes the maximum of `x`'s own dtype.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        block: the block's size in the last dimensions of `x`; (128, 1) blocks the columns.
+        format: "e4m3" or "e5m2".
+        power_of_two: truncate the scales to powers of two.
+
+    Returns:
+        data: float8, of the shape of `x`.
+        inv_scale: float32, the shape of `x` divided by the block, rounded up. A value is
+            `data * inv_scale`.
+
+    Raises:
+        ValueError: an unknown format, or a block of more dimensions than `x`.
+    """
+    scale = "power_of_two" if power_of_two else "float32"
+    quantizer = fp8_quantizer(format, block=(1, 128), scale=scale)
+    return _bytes(x, full_block(x, block), quantizer, x.dtype)[:2]
+
+
+def dequantize_blocks(data: Tensor, inv_scale: Tensor, block: Sequence[int] = (1, 128)) -> Tensor:
+    """The float32 values of a blocked tensor: `data * inv_scale`, rounded once to float32."""
+    return data.to(torch.float32) * spread(inv_scale, full_block(data, block), data.shape)
+
+
+def fp8_quantizer(format: str, **fields: Any) -> Quantizer:
+    """One whose elements are "e4m3" or "e5m2"; raises a ValueError for any other format."""
+    return Quantizer(format=fp8_format(format).name, **fields)  # type: ignore[arg-type]
 
 
 def dequantize(quantized: Quantized) -> Tensor:
@@ -115,7 +208,7 @@ def dequantize(quantized: Quantized) -> Tensor:
     if quantized.quantizer.scale == "e4m3":
         scales = scales * quantized.amax * OUT_OF_TWO_LEVELS
     values = _elements(quantized)
-    return values * _spread(scales, quantized, values)
+    return values * _per_element(scales, quantized, values)
 
 
 def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
@@ -126,7 +219,7 @@ def unpack(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
     if quantizer.blocks is None:
         factor = scales.reshape(-1) if scales.ndim else scales
     else:
-        values = values * _spread(scales, quantized, values)
+        values = values * _per_element(scales, quantized, values)
         if quantizer.scale == "e4m3":
             return values, upper_scale(quantized)
     if FORMATS[quantizer.format].dtype is None:
@@ -162,75 +255,11 @@ def _out(quantized: Quantized) -> Tensor:
     return quantized.scales.to(torch.float32)
 
 
-def _spread(scales: Tensor, quantized: Quantized, values: Tensor) -> Tensor:
-    """The scale of each element."""
-    quantizer = quantized.quantizer
-    if quantizer.blocks is not None:
-        for axis, size in enumerate(_block_sizes(quantizer, values, quantized.dim)):
-            if size > 1:
-                spread = in_memory(scales.repeat_interleave(size, axis))
-                scales = spread.narrow(axis, 0, values.shape[axis])
-    return scales
-
-
-def current_scale(largest: Tensor, quantizer: Quantizer) -> Tensor:
-    """The scale that multiplies into the format, from the amax of a tensor: float32, 0-dim."""
-    return scales_of(largest, quantizer, torch.float32).into
-
-
-class Scales(NamedTuple):
-    """The scales of the blocks of a tensor.
-
-    Attributes:
-        into: float32, multiplies into the format.
-        stored: as `Quantized` has them; e8m0 as int32 codes.
-        out: float32, what a block's values carry into a GEMM; None if they carry nothing.
-        factor: what the GEMM's output is then multiplied by, None for 1.
-    """
-
-    into: Tensor
-    stored: Tensor
-    out: Tensor | None
-    factor: Tensor | None
-
-
-def scales_of(largest: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Scales:
-    """The scales of a tensor of `dtype` from the amaxes of its blocks, of the same shape."""
-    if quantizer.scale == "e8m0":
-        codes = e8m0_code(largest, quantizer.format, quantizer.scale_rounding)
-        return Scales(e8m0_multiplier(codes), codes, e8m0_value(codes), None)
-    if quantizer.scale == "e4m3":
-        return _two_levels(largest)
-    blocks, power_of_two = quantizer.blocks is not None, quantizer.scale == "power_of_two"
-    dtype = dtype if blocks else torch.float32
-    scale = block_scale(largest, dtype, quantizer.format, power_of_two, quantizer.eps)
-    out = inverse(scale)
-    if blocks:
-        return Scales(scale, out, out, None)
-    return Scales(scale, out, None, out.reshape(-1) if out.ndim else out)
-
-
-def given_scale(scale: Tensor) -> Scales:
-    """The one scale of a tensor that its caller knows."""
-    out = inverse(scale)
-    return Scales(scale, out, None, out)
-
-
-# The constants of NVFP4, in float32: 1 / 6, and 1 / (6 * 448).
-SIXTH, OUT_OF_TWO_LEVELS = torch.tensor([1 / 6, 1 / 2688], dtype=torch.float32).tolist()
-
-
-def _two_levels(largest: Tensor) -> Scales:
-    """NVFP4's scales: E4M3 of each block, below one float32 of the tensor."""
-    whole = _max(largest)
-    one = torch.ones_like(whole)
-    into_e4m3 = quotient(one * (6.0 * 448.0), whole).clamp(max=FLT_MAX)
-    into_e4m3 = torch.where((whole == 0) | (into_e4m3 == 0), one, into_e4m3)
-    exact = (largest * (into_e4m3 * SIXTH)).clamp(max=448.0)
-    stored = saturated(exact, FORMATS["e4m3"])
-    out = stored.to(torch.float32)
-    into = inverse(out * inverse(into_e4m3)).clamp(max=FLT_MAX)
-    return Scales(into, stored, out, whole * OUT_OF_TWO_LEVELS)
+def _per_element(scales: Tensor, quantized: Quantized, values: Tensor) -> Tensor:
+    quantizer, shape = quantized.quantizer, values.shape
+    if quantizer.blocks is None:
+        return scales
+    return spread(scales, block_sizes(quantizer, shape, quantized.dim), shape)
 
 
 def check_arguments(
@@ -279,22 +308,3 @@ def _packed(codes: Tensor, dim: int) -> Tensor:
 def _unpacked(data: Tensor, dim: int, length: int) -> Tensor:
     """The codes of four bits in `data`, `length` of them along `dim`."""
     return torch.stack((data & 15, data >> 4), dim + 1).flatten(dim, dim + 1).narrow(dim, 0, length)
-
-
-def _block_sizes(quantizer: Quantizer, x: Tensor, dim: int) -> list[int]:
-    """The size of a block in each dimension of `x`, or of a row along `dim`."""
-    sizes = [1] * x.ndim
-    if quantizer.blocks is None:
-        sizes[dim] = max(1, x.shape[dim])
-        return sizes
-    across, sizes[dim] = quantizer.blocks
-    if across > 1:
-        if x.ndim < 2:
-            raise ValueError(f"A block {quantizer.blocks} does not fit a tensor of one dimension.")
-        sizes[-2 if dim == x.ndim - 1 else -1] = across
-    return sizes
-
-
-def _max(largest: Tensor) -> Tensor:
-    """The largest of some amaxes, 0 for none: 0-dim."""
-    return largest.max() if largest.numel() else largest.new_zeros(())

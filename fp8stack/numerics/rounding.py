@@ -15,26 +15,28 @@ GPU is asked for no number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding, fp8_format
+from fp8stack.formats import FORMATS, Format, Quantizer, ScaleRounding
 from fp8stack.numerics import fused
 from fp8stack.numerics.amax import record_amax
-from fp8stack.numerics.blocks import MX_BLOCK, block_amax, in_memory, trimmed
+from fp8stack.numerics.blocks import block_amax, in_memory, split_into_blocks
 from fp8stack.numerics.cast import amax
 from fp8stack.numerics.hadamard import hadamard
 from fp8stack.numerics.operators import seen
-from fp8stack.numerics.quantized import Scales, check_arguments, given_scale, scales_of
+from fp8stack.numerics.quantized import MX_BLOCK, check_arguments, fp8_quantizer
 from fp8stack.numerics.random import RandomBits
+from fp8stack.numerics.scales import Scales, given_scale, scales_of
 
 _EXPONENT = 0x7F800000
 
 Block = tuple[int, int]
+"""Rows and columns that share a scale; 0 is all of them."""
 
 
 class Rounded(NamedTuple):
@@ -53,8 +55,19 @@ class Rounded(NamedTuple):
     factor: Tensor | None
 
 
-class Rounding(fused.Rule):
-    """How a matrix is rounded, for one GEMM or for two: a rule that can be called."""
+@dataclass(frozen=True)
+class Rounding:
+    """How a matrix is rounded, for one GEMM or for two.
+
+    Attributes:
+        quantizer: by what.
+        blocks: for one result, or for two.
+        dim: what a Hadamard transform mixes.
+    """
+
+    quantizer: Quantizer
+    blocks: tuple[Block, ...]
+    dim: int = 1
 
     def __call__(
         self,
@@ -77,20 +90,21 @@ class Rounding(fused.Rule):
         """
         if fuse and fused.serves(x):
             run = fused.op if seen(x) else fused.round
-            found = run(x, self.number, scale, recorded, counts, *_bits(generator), bf16)
+            found = run(x, self._number, scale, recorded, counts, *_bits(generator))
             if self.has_factor:
-                return [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
-            return [Rounded(values, None) for values in found]
-        if recorded is not None:
-            record_amax(recorded, amax(x), counts)
-        dtype = x.dtype
-        if self.quantizer.hadamard:
-            x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
-        if scale is None and (0, 0) in self.blocks:
-            scale = scales_of(amax(x), self.quantizer, dtype).into
-        made = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
-        held = torch.bfloat16 if bf16 else torch.float32
-        return [each._replace(values=each.values.to(held)) for each in made]
+                made = [Rounded(*found[i : i + 2]) for i in range(0, len(found), 2)]
+            else:
+                made = [Rounded(values, None) for values in found]
+        else:
+            if recorded is not None:
+                record_amax(recorded, amax(x), counts)
+            dtype = x.dtype
+            if self.quantizer.hadamard:
+                x, dtype = hadamard(x, self.quantizer.hadamard, self.dim), torch.bfloat16
+            made = [self._one(x, block, dtype, generator, scale) for block in self.blocks]
+        if not bf16:
+            return made
+        return [each._replace(values=each.values.to(torch.bfloat16)) for each in made]
 
     def _one(
         self,
@@ -101,23 +115,47 @@ class Rounding(fused.Rule):
         scale: Tensor | None,
     ) -> Rounded:
         """`x`, transformed if it is to be, of a tensor of `dtype`, for one of the blocks."""
-        target = FORMATS[self.quantizer.format]
-        if block == (0, 0):
-            assert scale is not None
+        quantizer, x = self.quantizer, x.to(torch.float32).contiguous()
+        sizes = [size or max(1, length) for size, length in zip(block, x.shape, strict=True)]
+        blocks, restore = split_into_blocks(x, sizes)
+        if scale is not None:
             scales = given_scale(scale)
-            source, block = padded(x, 1, 1), (1, 1)
+        elif block == (0, 0):
+            scales = scales_of(amax(x), quantizer, dtype)
         else:
-            shape = self.factor_shape(block, *x.shape)
-            block = (block[0] or max(1, x.shape[0]), block[1] or max(1, x.shape[1]))
-            source = padded(x, *block)
-            scales = scales_of(in_memory(amaxes(source, block)), self.quantizer, dtype)
+            scales = scales_of(in_memory(block_amax(blocks)), quantizer, dtype)
             if not x.numel() and not self.carries:  # no column has no amax, and yet an output
-                scales = scales._replace(factor=source.new_ones(shape))
-        generator = generator if self.quantizer.stochastic else None
-        values = round_scaled(source, block, scales, target, generator)
-        if values.shape != x.shape:
-            values = trimmed(values, x.shape)
-        return Rounded(values, scales.factor)
+                scales = scales._replace(factor=x.new_ones(self.factor_shape(block, *x.shape)))
+        bits = None
+        if quantizer.stochastic and generator is not None:
+            bits, _ = split_into_blocks(generator.bits(*x.shape), sizes)
+        values = round_scaled(blocks, scales, FORMATS[quantizer.format], bits)
+        return Rounded(restore(values), scales.factor)
+
+    @cached_property
+    def _number(self) -> int:
+        return fused.number(self)
+
+    @property
+    def carries(self) -> bool:
+        """Whether values carry the scales of their blocks."""
+        return self.blocks[0][0] * self.blocks[0][1] > 0
+
+    @cached_property
+    def has_factor(self) -> bool:
+        """Whether what multiplies the GEMM's output is not 1."""
+        return not self.carries or self.quantizer.scale == "e4m3"
+
+    def shape(self, rows: int, columns: int) -> Block:
+        """Rows and columns of the result, padded for a Hadamard transform."""
+        size = self.quantizer.hadamard or 1
+        if self.dim == 0:
+            return -(-rows // size) * size, columns
+        return rows, -(-columns // size) * size
+
+    def factor_shape(self, block: Block, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of what multiplies out for one result."""
+        return (rows,) if block == (1, 0) else (columns,) if block == (0, 1) else ()
 
 
 def _bits(generator: RandomBits | None) -> fused.Bits:
@@ -203,8 +241,7 @@ def round_to_fp8(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
         scale: float32, 0-dim; multiplies into the format.
         format: "e4m3" or "e5m2".
     """
-    quantizer = Quantizer(format=fp8_format(format).name)  # type: ignore[arg-type]
-    return round_to(x.reshape(1, -1), quantizer, 1, scale=scale).values.view(x.shape)
+    return round_to(x.reshape(1, -1), fp8_quantizer(format), 1, scale=scale).values.view(x.shape)
 
 
 def round_to_mxfp8(
@@ -218,9 +255,8 @@ def round_to_mxfp8(
         format: "e4m3" or "e5m2".
         scale_rounding: see `quantize_mxfp8`.
     """
-    name = fp8_format(format).name
-    rules: Any = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
-    quantizer = Quantizer(format=name, **rules)  # type: ignore[arg-type]
+    rules = {"block": (1, MX_BLOCK), "scale": "e8m0", "scale_rounding": scale_rounding}
+    quantizer = fp8_quantizer(format, **rules)
     return [each.values for each in rounding(quantizer, [dim % 2 for dim in dims])(x)]
 
 
@@ -235,8 +271,8 @@ def round_to_blocks(
         format: "e4m3" or "e5m2".
         power_of_two: see `quantize_blocks`.
     """
-    name, scale = fp8_format(format).name, "power_of_two" if power_of_two else "float32"
-    quantizer = Quantizer(format=name, block=(1, 128), scale=scale)  # type: ignore[arg-type]
+    scale = "power_of_two" if power_of_two else "float32"
+    quantizer = fp8_quantizer(format, block=(1, 128), scale=scale)
     return [Rounding(quantizer, (block,))(x)[0].values for block in blocks]
 
 
@@ -258,19 +294,15 @@ def _round(scaled: Tensor, target: Format) -> Tensor:
     return (values + spacing) - spacing
 
 
-def round_scaled(
-    source: Tensor, block: Block, scales: Scales, target: Format, generator: RandomBits | None
-) -> Tensor:
-    """The matrix `source` rounded to `target`, multiplied by the scales before and after."""
-    scaled = blocked(source, block) * in_memory(scales.into)
-    if generator is None:
+def round_scaled(blocks: Tensor, scales: Scales, target: Format, bits: Tensor | None) -> Tensor:
+    """Blocks in float32 rounded to `target`, multiplied by their scales before and after; at random
+    by `bits`, int64 of their shape, if there are any."""
+    scaled = blocks * in_memory(scales.into)
+    if bits is None:
         rounded = _round(scaled, target)
     else:
-        bits = generator.bits(*source.shape).view(scaled.shape)
         rounded = _round_at_random(scaled.clamp(-target.max, target.max), bits, target)
-    if scales.out is not None:
-        rounded = rounded * in_memory(scales.out)
-    return rounded.view_as(source)
+    return rounded if scales.out is None else rounded * in_memory(scales.out)
 
 
 def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
@@ -288,24 +320,3 @@ def _round_at_random(values: Tensor, bits: Tensor, target: Format) -> Tensor:
 
 def _magic(target: Format) -> float:
     return float(1.5 * 2.0 ** (23 - target.mantissa_bits))
-
-
-def amaxes(source: Tensor, block: Block) -> Tensor:
-    """The amax of each block of a matrix, NaN ignored: float32 [n0, 1, n1, 1]."""
-    if not source.numel():
-        (rows, columns), (b0, b1) = source.shape, block
-        return source.new_zeros(rows // b0, 1, columns // b1, 1)
-    return block_amax(blocked(source, block))
-
-
-def blocked(matrix: Tensor, block: Block) -> Tensor:
-    """A contiguous matrix as [n0, b0, n1, b1], a view; of a part of a block of all rows too."""
-    (rows, columns), (b0, b1) = matrix.shape, block
-    b0 = min(b0, max(1, rows))
-    return matrix.view(rows // b0, b0, columns // b1, b1)
-
-
-def padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrix `x` in float32, contiguous, with zeros up to a multiple in both dimensions."""
-    padding = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
-    return F.pad(x.to(torch.float32), padding) if any(padding) else x.to(torch.float32).contiguous()

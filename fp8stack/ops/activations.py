@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,33 +11,10 @@ from torch import Tensor
 
 from fp8stack.ops.eager import swiglu, swiglu_gradient
 
-
-def _gelu_tanh(hidden: Tensor) -> Tensor:
-    return F.gelu(hidden, approximate="tanh")
-
-
-def _relu2(hidden: Tensor) -> Tensor:
-    return F.relu(hidden).square()
-
-
-def _gelu_gradient(hidden: Tensor, dy: Tensor) -> Tensor:
-    gradient: Tensor = torch.ops.aten.gelu_backward(dy, hidden)
-    return gradient
-
-
-def _gelu_tanh_gradient(hidden: Tensor, dy: Tensor) -> Tensor:
-    gradient: Tensor = torch.ops.aten.gelu_backward(dy, hidden, approximate="tanh")
-    return gradient
-
-
-def _relu2_gradient(hidden: Tensor, dy: Tensor) -> Tensor:
-    return torch.where(hidden <= 0, 0.0, dy * (2 * hidden))
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu2": _relu2,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda hidden: F.relu(hidden).square(),
     "swiglu": swiglu,
 }
 """Each takes what the first linear gave; SwiGLU's gate and value are its halves, gate first."""
@@ -45,9 +23,9 @@ TRANSFORMER_ENGINES = {"gelu_tanh": "gelu", "relu2": "srelu", "swiglu": "swiglu"
 """Transformer Engine's names of those that it has; its gelu is the tanh approximation."""
 
 GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": _gelu_gradient,
-    "gelu_tanh": _gelu_tanh_gradient,
-    "relu2": _relu2_gradient,
+    "gelu": lambda hidden, dy: torch.ops.aten.gelu_backward(dy, hidden),
+    "gelu_tanh": lambda hidden, dy: torch.ops.aten.gelu_backward(dy, hidden, approximate="tanh"),
+    "relu2": lambda hidden, dy: torch.where(hidden <= 0, 0.0, dy * (2 * hidden)),
     "swiglu": swiglu_gradient,
 }
 """The gradient of each one's input, of its input and of the gradient of what it gave: what autograd

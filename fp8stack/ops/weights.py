@@ -9,22 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8stack.formats import Quantizer, fp8_format
-from fp8stack.numerics.cast import FLT_MAX
-from fp8stack.ops.kernels import (
-    MX_TILE,
-    NO_E8M0,
-    OPTIONS,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    converts_exactly,
-    e8m0_constants,
-    format_constants,
-    launch_weights,
-    triton_dtype,
-)
-from fp8stack.ops.scaled_gemm import Scaled, Scales
+from fp8stack.ops.kernels import OPTIONS, Variant, converts_exactly, variant
+from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
 
-FIELDS = 9  # of a row of the kernel's table
 _SQUARE = 128
 
 
@@ -47,12 +34,14 @@ class KeptWeights:
     ) -> None:
         self.quantizer = quantizer
         self.device, dtype = weights[0].device, weights[0].dtype
-        self._kind = Scales.PER_TENSOR
+        # By how scales are found: that of a tensor, unless it is given, or those of parts.
+        self._kind, self._scales = Scales.PER_TENSOR, "current"
         if not quantizer.per_tensor:
-            self._kind = Scales.MX if quantizer.scale == "e8m0" else Scales.SQUARES
-        # A square has a tile of its own, and so have the scales that are packed together.
-        whole = self._kind is Scales.PER_TENSOR
-        tile = (TILE_ROWS, TILE_COLUMNS) if whole else (_SQUARE, _SQUARE)
+            mx = quantizer.scale == "e8m0"
+            self._kind, self._scales = (Scales.MX, "mx") if mx else (Scales.SQUARES, "squares")
+        # A tile's row is a cache line of bfloat16, 128 bytes, and its column one of FP8; a square
+        # has a tile of its own, and so have the scales that are packed together.
+        tile = (128, 64) if self._kind is Scales.PER_TENSOR else (_SQUARE, _SQUARE)
         self.copies = [self._room(weight) for weight in weights]
         places = places or range(len(weights))
         rows: list[list[int]] = []
@@ -67,36 +56,31 @@ class KeptWeights:
         self._owners = torch.tensor(owners, dtype=torch.int32).to(self.device)
         self._amaxes = torch.zeros(len(rows), dtype=torch.float32, device=self.device)
         self._tiles = len(owners)
-        limit = FLT_MAX if whole else min(torch.finfo(dtype).max, FLT_MAX)
-        mx = self._kind is Scales.MX
-        self._constants: dict[str, Any] = {
-            **format_constants(quantizer.format, converts_exactly(self.device)),
-            **(e8m0_constants(quantizer.format, quantizer.scale_rounding) if mx else NO_E8M0),
-            "SOURCE": triton_dtype(dtype),
-            "FIELDS": FIELDS,
+        self._variant: dict[str, Any] = {
+            "quantizer": quantizer,
+            "dtype": dtype,
+            "exact": converts_exactly(self.device),
+            "rows": tile[0],
+            "columns": tile[1],
+        }
+        self._options = OPTIONS | {
             "ALIGNED": all(number % 16 == 0 for row in rows for number in (*row[:3], *row[5:7])),
-            "EPS": quantizer.eps,
-            "OVERFLOW": limit,
-            "POWER_OF_TWO": quantizer.scale == "power_of_two",
-            "ROWS": tile[0],
-            "COLUMNS": tile[1],
-            **OPTIONS,
-            "num_warps": 4 if whole else 16 if mx else 8,
+            "num_warps": {"current": 4, "squares": 8, "mx": 16}[self._scales],
         }
 
     def _room(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         rows, columns = weight.shape
         dtype = fp8_format(self.quantizer.format).dtype
-        one = weight.new_zeros((), dtype=torch.float32)
+        inverse = weight.new_zeros((), dtype=torch.float32)  # one for both
         made = []
         for shape in ((rows, columns), (columns, rows)):
-            inverse = one
-            high, wide = (-(-size // _SQUARE) for size in shape)
             if self._kind is Scales.SQUARES:
-                inverse = one.new_zeros(high, wide + -wide % 4).t()  # as `pack_scales` has them
+                high, wide = (-(-size // _SQUARE) for size in shape)
+                zeros = weight.new_zeros((high, wide), dtype=torch.float32)
+                inverse = pack_scales(zeros, self._kind)
             elif self._kind is Scales.MX:
-                packed = one.new_zeros(high * wide * MX_TILE, dtype=torch.uint8)
-                inverse = packed.view(torch.float8_e8m0fnu)
+                codes = weight.new_zeros(shape[0], -(-shape[1] // 32), dtype=torch.uint8)
+                inverse = pack_scales(codes.view(torch.float8_e8m0fnu), self._kind)
             made.append(Scaled(weight.new_empty(shape, dtype=dtype), inverse, self._kind))
         return made[0], made[1]
 
@@ -109,23 +93,25 @@ class KeptWeights:
                 weight's own if that is larger; None records none.
         """
         if scales is not None:
-            self._launch("given", scales, amaxes, cast=True)
-        elif self._kind is not Scales.PER_TENSOR:
-            how = "mx" if self._kind is Scales.MX else "blocks"
-            self._launch(how, None, None, cast=True)
-        else:
+            self._launch("given", scales, amaxes)
+            return
+        if self._kind is Scales.PER_TENSOR:
             self._amaxes.zero_()
-            self._launch("current", None, self._amaxes, cast=False)
-            self._launch("current", None, None, cast=True)
+            self._launch("none", None, self._amaxes)
+        self._launch(self._scales, None, None)
 
-    def _launch(
-        self, scale: str, scales: Tensor | None, record: Tensor | None, *, cast: bool
-    ) -> None:
+    def _launch(self, how: str, scales: Tensor | None, record: Tensor | None) -> None:
         amaxes = self._amaxes if record is None else record
-        launch_weights(
-            self._tiles,
-            (self._table, self._owners, self._amaxes if scales is None else scales, amaxes),
-            self._constants
-            | {"SCALE": scale, "RECORD": record is not None, "CAST": cast}
-            | {"SPACING": amaxes.stride(0)},
-        )
+        made = variant(scales=how, record=record is not None, **self._variant)
+        operands = (self._table, self._owners, self._amaxes if scales is None else scales, amaxes)
+        launch_weights(self._tiles, operands, made, self._options | {"SPACING": amaxes.stride(0)})
+
+
+def launch_weights(
+    tiles: int, operands: tuple[Tensor, ...], how: Variant, options: dict[str, Any]
+) -> None:
+    """Launch the kernel for many matrices, on their device."""
+    from fp8stack.ops import triton_kernels
+
+    with torch.cuda.device(operands[0].get_device()):
+        triton_kernels.cast_weights[(tiles,)](*operands, HOW=how, **options)

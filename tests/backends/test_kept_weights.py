@@ -120,7 +120,7 @@ def interpreted_differences(*names: str) -> list[str]:
 
 def _count_launches() -> list[int]:
     made: list[int] = []
-    real = kernels.launch_weights
+    real = weights.launch_weights
 
     def launch(tiles: int, *rest: Any) -> None:
         made.append(tiles)

@@ -26,6 +26,7 @@ from fp8stack.numerics import (
     hadamard,
     quantized,
     rounding,
+    scales,
 )
 from fp8stack.numerics import random as random_bits
 from fp8stack.ops import attention, fused_casts, scaled_gemm
@@ -250,28 +251,28 @@ FAULTS: dict[str, tuple[str, Put]] = {
     ),
     "E8M0's code 0 counts as zero": (
         "quantizers: mxfp8*operators",
-        after(blocks, "e8m0_value", lambda made, codes: torch.where(codes == 0, 0.0, made)),
+        after(scales, "e8m0_value", lambda made, codes: torch.where(codes == 0, 0.0, made)),
     ),
     "E8M0's largest scale is its NaN, 255": (
         "quantizers: mxfp8*eager",
-        after(blocks, "e8m0_code", lambda made, *x: torch.where(made == 254, 255, made)),
+        after(scales, "e8m0_code", lambda made, *x: torch.where(made == 254, 255, made)),
     ),
     "E8M0's scales are rounded down": (
         "golden: mxfp8*",
         instead(
-            blocks, "e8m0_code",
+            scales, "e8m0_code",
             lambda exact, amax, format, rounding: exact(
                 amax, format, "floor" if rounding == "rceil" else rounding
             ),
         ),
     ),
     "a block is transposed": (
-        "quantizers: blocks*eager", after(quantized, "_block_sizes", lambda made, *x: made[::-1])
+        "quantizers: blocks*eager", after(blocks, "block_sizes", lambda made, *x: made[::-1])
     ),
     "NVFP4's upper scale is left out": (
         "quantizers: nvfp4*operators",
         after(
-            quantized, "_two_levels",
+            scales, "_two_levels",
             lambda made, *given: made._replace(factor=torch.ones_like(made.factor)),
         ),
     ),

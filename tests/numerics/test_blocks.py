@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8stack.numerics import (
+    Quantizer,
     dequantize_mxfp8,
     quantize_blocks,
     quantize_mxfp8,
 )
-from fp8stack.numerics.blocks import block_scale
+from fp8stack.numerics.scales import scales_of
 from tests.support.oracles import (
     FLT_MAX,
     STEADY,
@@ -182,8 +183,9 @@ def test_a_block_without_numbers_has_inverse_scale_1(fill):
 )
 def test_an_overflowed_scale_becomes_the_maximum_of_the_inputs_dtype(dtype, scale, truncated):
     amax = torch.tensor([2.0**-130, 7.0])
-    assert block_scale(amax, dtype, "e4m3", power_of_two=False).tolist() == [scale, 64.0]
-    assert block_scale(amax, dtype, "e4m3", power_of_two=True).tolist() == [truncated, 64.0]
+    for kind, expected in (("float32", scale), ("power_of_two", truncated)):
+        quantizer = Quantizer(block=(1, 128), scale=kind)
+        assert scales_of(amax, quantizer, dtype).into.tolist() == [expected, 64.0]
 
 
 @pytest.mark.parametrize("block", [(1, 2, 128), (128, 128), (0,)], ids=str)

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8stack.conform.inputs import EVERY, uneven, with_specials
 from fp8stack.numerics import Quantizer, RandomBits, fused
-from fp8stack.numerics.quantized import given_scale
 from fp8stack.numerics.rounding import Rounded, Rounding, alike, rounding
+from fp8stack.numerics.scales import given_scale
 from tests.support.casts import cast_by
 
 DRAWN = RandomBits(1, 2, torch.tensor(2**33 + 3), 5)

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8stack.conform.oracles import quantize
 from fp8stack.formats import Quantizer
-from fp8stack.ops import fused_casts, kernels
+from fp8stack.ops import fused_casts
 from fp8stack.ops.activations import ACTIVATIONS, GRADIENTS
 from fp8stack.ops.fused_casts import Product, cast_blocks, cast_product, product_amax
 from fp8stack.ops.scaled_gemm import Scales, pack_scales
@@ -316,7 +316,7 @@ CODES = [
     )
     for capability in (89, 90, 100, 120)
     for name, backward, scaled, format in (
-        *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "blocks", "e4m3")),
+        *(("swiglu", True, "given", "e4m3"), ("swiglu", True, "rows", "e4m3")),
         *(("gelu", False, "given", "e4m3"), ("cast", False, "given", "e5m2")),
         *(("swiglu", True, "mx", "e4m3"), ("cast", False, "mx", "e4m3")),
     )
@@ -328,24 +328,29 @@ CODES = [
 def test_a_gpus_code_stores_16_bytes_in_both_directions(
     capability, name, backward, scaled, format, tmp_path, monkeypatch
 ):
+    from fp8stack.ops import triton_kernels
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.empty(256, 256, dtype=torch.bfloat16)
     made = Product(name, x, x if backward else None)
-    constants = fused_casts.product_constants(made, scaled, format, capability != 89)
-    constants |= {"SUMS": backward, "RECORD": scaled == "given"}
-    if scaled == "mx":
-        constants |= kernels.e8m0_constants(format, "rceil")
+    quantizer = Quantizer(
+        format=format, **({"block": (1, 32), "scale": "e8m0"} if scaled == "mx" else {})
+    )
+    record, exact = scaled == "given", capability != 89
+    how = fused_casts.product_variant(made, quantizer, scaled, exact, sums=backward, record=record)
     types = {"x": "*bf16", "dy": "*bf16", "scale": "*fp32", "data": "*u8", "transposed": "*u8"}
     types |= dict.fromkeys(("inverse", "inverse_across", "amaxes", "sums"), "*fp32")
     if scaled == "mx":
         types |= dict.fromkeys(("inverse", "inverse_across"), "*u8")
     types |= {"rows": "i32", "width": "i32"}
-    text = ptx_of(fused_casts.kernel(), types, constants, capability, **fused_casts.LAUNCH)
+    text = ptx_of(
+        triton_kernels.cast_product, types, {"HOW": how}, capability, **fused_casts.LAUNCH
+    )
     sides = 2 if backward else 1
     # 32 bytes to a thread and direction; sums and scales of each side, or one amax of both.
     others = {
         "given": {"st.global.b32": 1 + (sides if backward else 0)},
-        "blocks": {"st.global.b32": 3 * sides},
+        "rows": {"st.global.b32": 3 * sides},
         "mx": {"st.global.b8": 2 * sides} | ({"st.global.b32": sides} if backward else {}),
     }
     stores = Counter(re.findall(r"st\.global\S*", text))
@@ -359,5 +364,5 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions(
         assert f"cvt.rn.satfinite.{format}x2.f32" in text
         assert ".f16x2" not in text  # rounds no second time
         assert ("cvt.rn.bf16" in text) == (name != "cast")  # and what eager code rounds, once
-    if scaled == "blocks":
+    if scaled == "rows":
         assert "div.rn.f32" in text

@@ -182,9 +182,11 @@ def test_the_transpose_is_an_operator():
 @needs_triton
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_the_transposes_code_reads_and_writes_16_bytes(capability, tmp_path, monkeypatch):
+    from fp8stack.ops import triton_kernels
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"data": "*u8", "transposed": "*u8", "rows": "i32", "columns": "i32"}
-    text = ptx_of(kernels.transpose_kernel(), types, {"SIZE": 128}, capability, num_warps=8)
+    text = ptx_of(triton_kernels.transpose_bytes, types, {"SIZE": 128}, capability, num_warps=8)
     for kind in ("ld", "st"):
         found = Counter(re.findall(rf"{kind}\.global\S*", text))
         assert found == {f"{kind}.global.v4.b32": 4}

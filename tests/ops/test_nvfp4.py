@@ -19,7 +19,6 @@ import torch
 from fp8stack import numerics
 from fp8stack.formats import Quantizer
 from fp8stack.numerics import RandomBits
-from fp8stack.numerics.hadamard import MINUS
 from fp8stack.ops import nvfp4
 from fp8stack.ops.nvfp4 import cast_nvfp4
 from fp8stack.ops.scaled_gemm import Scaled
@@ -140,26 +139,27 @@ def test_the_operators_are_as_torch_wants_them(way):
 @pytest.mark.parametrize(("capability", "stochastic"), [(100, True), (120, False)])
 def test_the_code_reads_and_writes_16_bytes(capability, stochastic, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from fp8stack.ops import triton_nvfp4
+
     sizes = dict.fromkeys(("rows", "columns"), "i32")
-    shape = {"BF16": True, "EXACT": True, "ROWS": nvfp4.ROWS, "COLUMNS": nvfp4.COLUMNS, "PART": 16}
-    shape |= {"HADAMARD": 16, "MINUS": MINUS[16]}
+    how = nvfp4.Variant(hadamard=16, bf16=True, exact=True, stochastic=stochastic)
     text = ptx_of(
-        nvfp4.amaxes_kernel(),
+        triton_nvfp4.find_amaxes,
         {"x": "*bf16", "found": "*fp32"} | sizes,
-        shape,
+        {"HOW": how},
         capability,
         **nvfp4.LAUNCH,
     )
     assert Counter(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32": 4}
     copies = ("data", "scales", "transposed", "scales_across")
     text = ptx_of(
-        nvfp4.cast_kernel(),
+        triton_nvfp4.cast,
         {"x": "*bf16", "amaxes": "*fp32"}
         | dict.fromkeys(copies, "*u8")
         | {"counter": "*i64", "streams": "*i64", "seed": "i64", "first_row": "i32"}
         | sizes
         | {"half_rows": "i32", "half_columns": "i32"},
-        shape | {"HEIGHT": 1, "ACROSS": True, "STOCHASTIC": stochastic, "SIXTH": nvfp4.SIXTH},
+        {"HOW": how},
         capability,
         **nvfp4.LAUNCH,
     )

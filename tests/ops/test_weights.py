@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fp8stack.conform.oracles import quantize
 from fp8stack.formats import Quantizer
-from fp8stack.ops import kernels, weights
+from fp8stack.ops import weights
 from fp8stack.ops.scaled_gemm import Scaled, Scales, pack_scales
 from fp8stack.ops.weights import KeptWeights
 from tests.ops.test_kernels import SCALES, inputs
@@ -164,7 +165,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The constants of each launch, which is not made."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        weights, "launch_weights", lambda tiles, operands, constants: found.append(constants)
+        weights,
+        "launch_weights",
+        lambda tiles, operands, how, options: found.append({"HOW": how} | options),
     )
     return found
 
@@ -188,14 +191,17 @@ CODES = [
 def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
     capability, dtype, options, tmp_path, monkeypatch, launched
 ) -> None:
+    from fp8stack.ops import triton_kernels
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = [torch.zeros(256, 384, dtype=dtype)]
     kept = KeptWeights(made, Quantizer(**options))
     kept.cast(None if options else torch.ones(1), None if options else torch.zeros(1))
-    constants = launched[0] | kernels.format_constants("e4m3", exact=capability != 89)
+    constants = launched[0]
+    constants["HOW"] = replace(constants["HOW"], exact=capability != 89)
     types = {"table": "*i64", "owners": "*i32", "scales": "*fp32", "amaxes": "*fp32"}
     chosen = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
-    text = ptx_of(kernels.weights_kernel(), types, constants, capability, **chosen)
+    text = ptx_of(triton_kernels.cast_weights, types, constants, capability, **chosen)
     stores = Counter(re.findall(r"st\.global\S*", text))
     # Bytes and transposes, 64 to a thread, 32 where scales are packed; one inverse scale, or for
     # blocks two.
@@ -212,16 +218,18 @@ def test_a_gpus_code_stores_16_bytes_in_both_directions_and_converts_exactly(
         assert ".f16x2" not in text  # rounds no second time
 
 
+def made(launched: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    return [(one["HOW"].scales, one["HOW"].record) for one in launched]
+
+
 def test_a_launch_is_all_that_delayed_scaling_needs_and_current_scaling_needs_two(launched) -> None:
     tensors = [torch.ones(32, 48), torch.ones(16, 16)]
     KeptWeights(tensors, Quantizer(amax="delayed"), [3, 0]).cast(torch.ones(4), torch.zeros(4))
-    assert [(one["SCALE"], one["RECORD"], one["CAST"]) for one in launched] == [
-        ("given", True, True)
-    ]
+    assert made(launched) == [("given", True)]
     launched.clear()
     KeptWeights(tensors, Quantizer()).cast()
-    assert [(one["RECORD"], one["CAST"]) for one in launched] == [(True, False), (False, True)]
+    assert made(launched) == [("none", True), ("current", False)]
     launched.clear()
     KeptWeights(tensors, Quantizer(block=(128, 128))).cast()
     KeptWeights(tensors, Quantizer(**MX)).cast()
-    assert [(one["SCALE"], one["CAST"]) for one in launched] == [("blocks", True), ("mx", True)]
+    assert made(launched) == [("squares", False), ("mx", False)]

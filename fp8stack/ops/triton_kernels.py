@@ -1,0 +1,337 @@
+"""The Triton kernels: products cast as they are computed, many weights cast at once, and bytes
+transposed.
+
+Imported to launch one alone: torch's builds for CUDA bring Triton. What a kernel is compiled for is
+a `kernels.Variant`, `HOW`; a matrix is treated in tiles of `HOW.rows` x `HOW.columns`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MX_BLOCK = tl.constexpr(32)  # elements that share an E8M0 scale
+
+
+@triton.jit
+def transpose_bytes(data, transposed, rows, columns, SIZE: tl.constexpr):
+    """One tile of a matrix of bytes."""
+    tile, wide = tl.program_id(0), tl.cdiv(columns, SIZE)
+    row = (tile // wide) * SIZE + tl.arange(0, SIZE)[:, None]
+    column = (tile % wide) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (row < rows) & (column < columns)
+    codes = tl.load(data + row.to(tl.int64) * columns + column, mask=inside, other=0)
+    tl.store(transposed + column.to(tl.int64) * rows + row, codes, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def cast_product(
+    x, dy, scale, data, transposed, inverse, inverse_across, amaxes, sums, rows, width,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """One tile of a product of `width` columns, see `fused_casts.Product`; of the gradient of
+    SwiGLU's input both sides, which read the same."""
+    tile = tl.program_id(0)
+    wide = tl.cdiv(width, HOW.columns)
+    down, block = tile // wide, tile % wide
+    row = down * HOW.rows + tl.arange(0, HOW.rows)[:, None]
+    column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
+    there = column < width
+    inside = (row < rows) & there
+    if HOW.name == "swiglu":
+        gate = _load(x, row, column, 2 * width, inside)
+        value = _load(x + width, row, column, 2 * width, inside)
+        if HOW.backward:
+            gradient = _load(dy, row, column, width, inside)
+            first = _of_gate(gate, value, gradient, HOW)
+        else:
+            activated = _rounded(gate / (1.0 + tl.exp(-gate)), HOW)
+            first = _rounded(activated * value, HOW)
+    else:
+        first = _load(x, row, column, width, inside)
+        if HOW.backward:
+            gradient = _load(dy, row, column, width, inside)
+            first = _of_x(first, gradient, HOW)
+        elif HOW.name != "cast":
+            first = _forward(first, HOW)
+    columns = width
+    if HOW.name == "swiglu" and HOW.backward:
+        columns = 2 * width
+    _put(first, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
+         inverse_across, sums, HOW)  # fmt: skip
+    if HOW.record:
+        largest = amax_of(first)
+    if HOW.name == "swiglu" and HOW.backward:
+        second = _of_value(gate, gradient, HOW)
+        _put(second, down, block + width // HOW.columns, row, column + width, there, rows, columns,
+             scale, data, transposed, inverse, inverse_across, sums, HOW)  # fmt: skip
+        if HOW.record:
+            largest = tl.maximum(largest, amax_of(second))
+    if HOW.record:
+        tl.store(amaxes + tile, largest)
+
+
+@triton.jit
+def cast_weights(
+    table, owners, scales, amaxes, HOW: tl.constexpr, ALIGNED: tl.constexpr, SPACING: tl.constexpr
+):
+    """One tile of one of many matrices, of which `table` has a row of nine fields for each, and
+    `owners` the row of each tile."""
+    tile = tl.program_id(0)
+    entry = table + tl.load(owners + tile).to(tl.int64) * 9
+    x = tl.load(entry).to(tl.pointer_type(HOW.dtype))
+    data = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    transposed = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
+    inverse = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
+    inverse_across = tl.load(entry + 4).to(tl.pointer_type(tl.float32))
+    rows = tl.load(entry + 5).to(tl.int32)
+    columns = tl.load(entry + 6).to(tl.int32)
+    tile -= tl.load(entry + 7).to(tl.int32)
+    place = tl.load(entry + 8)
+    if ALIGNED:  # what was loaded says nothing about that
+        x, data = tl.multiple_of(x, 16), tl.multiple_of(data, 16)
+        transposed = tl.multiple_of(transposed, 16)
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    wide, high = tl.cdiv(columns, HOW.columns), tl.cdiv(rows, HOW.rows)
+    down, block = tile // wide, tile % wide
+    row = down * HOW.rows + tl.arange(0, HOW.rows)[:, None]
+    column = block * HOW.columns + tl.arange(0, HOW.columns)[None, :]
+    inside = (row < rows) & (column < columns)
+    values = _load(x, row, column, columns, inside)
+    data += row.to(tl.int64) * columns + column
+    transposed += column.to(tl.int64) * rows + row
+    if HOW.record or HOW.scales == "squares":
+        amax = amax_of(values)
+    if HOW.record:  # as integers, which are in the order of the numbers: none is negative
+        cell = (amaxes + place * SPACING).to(tl.pointer_type(tl.int32))
+        tl.atomic_max(cell, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    if HOW.scales == "mx":
+        _put_mx(values, row, column, inside, rows, columns, data, transposed,
+                inverse.to(tl.pointer_type(tl.uint8)), inverse_across.to(tl.pointer_type(tl.uint8)),
+                HOW)  # fmt: skip
+    elif HOW.scales != "none":
+        if HOW.scales == "given":
+            scale = tl.load(scales + place)
+        else:
+            if HOW.scales == "current":
+                amax = tl.load(amaxes + place * SPACING)
+            scale = _scale_of(amax, HOW)
+        out = inverse_of(scale)
+        if HOW.scales == "squares":  # as `scaled_gemm.pack_scales` has them
+            tl.store(inverse + down * tl.cdiv(wide, 4) * 4 + block, out)
+            tl.store(inverse_across + block * tl.cdiv(high, 4) * 4 + down, out)
+        else:
+            tl.store(inverse, out, mask=tile == 0)
+        _put_scaled(values * scale, data, transposed, inside, HOW)
+
+
+# What a product is computed of
+
+
+@triton.jit
+def _load(x, row, column, stride, inside):
+    values = tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _rounded(values, HOW: tl.constexpr):
+    """float32 values, rounded to what the tensors' dtype has."""
+    if tl.bfloat16 == HOW.dtype and not HOW.exact:  # the interpreter does not round to even
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    return values.to(HOW.dtype).to(tl.float32)
+
+
+@triton.jit
+def _forward(x, HOW: tl.constexpr):
+    """`activations.ACTIVATIONS`, but for SwiGLU."""
+    if HOW.name == "relu2":
+        held = tl.where(x <= 0.0, 0.0, x)  # keeps NaN
+        y = held * held
+    elif HOW.name == "gelu":
+        y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(HOW.name == "gelu_tanh")
+        # (1 + tanh(u)) / 2 is the sigmoid of 2 u, and loses nothing where tanh is near -1.
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return _rounded(y, HOW)
+
+
+@triton.jit
+def _of_x(x, dy, HOW: tl.constexpr):
+    """`activations.GRADIENTS`, but for SwiGLU."""
+    if HOW.name == "relu2":
+        slope = _rounded(2.0 * tl.where(x <= 0.0, 0.0, x), HOW)
+    elif HOW.name == "gelu":
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        slope = below + x * (tl.exp(-0.5 * x * x) * 0.3989422804014327)
+    else:
+        tl.static_assert(HOW.name == "gelu_tanh")
+        twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        share, rest = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
+        slope = share + x * share * rest * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    gradient = _rounded(dy * slope, HOW)
+    return tl.where(x <= 0.0, 0.0, gradient) if HOW.name == "relu2" else gradient
+
+
+@triton.jit
+def _of_gate(gate, value, dy, HOW: tl.constexpr):
+    """The gradient of SwiGLU's gate."""
+    share = 1.0 / (1.0 + tl.exp(-gate))
+    slope = share * (1.0 + gate * (1.0 - share))
+    return _rounded(_rounded(dy * value, HOW) * slope, HOW)
+
+
+@triton.jit
+def _of_value(gate, dy, HOW: tl.constexpr):
+    """The gradient of SwiGLU's value."""
+    activated = _rounded(gate / (1.0 + tl.exp(-gate)), HOW)
+    return _rounded(dy * activated, HOW)
+
+
+# How a tile is cast: its values are float32, and 0 outside of the matrix.
+
+
+@triton.jit
+def _put(
+    values, down, block, row, column, there, rows, columns, scale, data, transposed, inverse,
+    inverse_across, sums, HOW: tl.constexpr,
+):  # fmt: skip
+    """Write what is wanted of a tile of a product."""
+    if HOW.sums:
+        total = tl.sum(values, axis=0)[None, :]
+        tl.store(sums + down.to(tl.int64) * columns + column, total, mask=there)
+    inside = (row < rows) & there
+    data += row.to(tl.int64) * columns + column
+    transposed += column.to(tl.int64) * rows + row
+    if HOW.scales == "given":
+        _put_scaled(values * tl.load(scale), data, transposed, inside, HOW)
+    if HOW.scales == "rows":
+        sizes = sizes_of(values)
+        scales = _scale_of(tl.max(sizes, axis=1)[:, None], HOW)
+        tl.store(data, _codes(values * scales, HOW), mask=inside)
+        tl.store(inverse + block * rows + row, inverse_of(scales), mask=row < rows)
+        if HOW.across:
+            scales = _scale_of(tl.max(sizes, axis=0)[None, :], HOW)
+            tl.store(transposed, _codes(values * scales, HOW), mask=inside)
+            tl.store(inverse_across + down * columns + column, inverse_of(scales), mask=there)
+    if HOW.scales == "mx":
+        _put_mx(values, row, column, inside, rows, columns, data, transposed, inverse,
+                inverse_across, HOW)  # fmt: skip
+
+
+@triton.jit
+def _put_scaled(scaled, data, transposed, inside, HOW: tl.constexpr):
+    codes = _codes(scaled, HOW)
+    tl.store(data, codes, mask=inside)
+    if HOW.across:
+        tl.store(transposed, codes, mask=inside)
+
+
+@triton.jit
+def _put_mx(
+    values, row, column, inside, rows, columns, data, transposed, inverse, inverse_across,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """In parts of a row and, if `HOW.across`, of a column that share an E8M0 scale."""
+    sizes, whole = sizes_of(values), inside.to(tl.int32)
+    shape: tl.constexpr = (HOW.rows, HOW.columns // MX_BLOCK, MX_BLOCK)
+    scales = _e8m0_code(tl.max(tl.reshape(sizes, shape), axis=2), HOW)
+    scaled = tl.reshape(values, shape) * _times(scales)[:, :, None]
+    tl.store(data, _codes(tl.reshape(scaled, [HOW.rows, HOW.columns]), HOW), mask=inside)
+    first = tl.min(tl.reshape(column, [HOW.columns // MX_BLOCK, MX_BLOCK]), axis=1)[None, :]
+    there = tl.max(tl.reshape(whole, shape), axis=2) > 0
+    place = packed_at(row, first // MX_BLOCK, tl.cdiv(columns, MX_BLOCK))
+    tl.store(inverse + place, scales.to(tl.uint8), mask=there)
+    if HOW.across:
+        turned: tl.constexpr = (HOW.rows // MX_BLOCK, MX_BLOCK, HOW.columns)
+        scales = _e8m0_code(tl.max(tl.reshape(sizes, turned), axis=1), HOW)
+        scaled = tl.reshape(values, turned) * _times(scales)[:, None, :]
+        tl.store(transposed, _codes(tl.reshape(scaled, [HOW.rows, HOW.columns]), HOW), mask=inside)
+        first = tl.min(tl.reshape(row, [HOW.rows // MX_BLOCK, MX_BLOCK]), axis=1)[:, None]
+        there = tl.max(tl.reshape(whole, turned), axis=1) > 0
+        place = packed_at(column, first // MX_BLOCK, tl.cdiv(rows, MX_BLOCK))
+        tl.store(inverse_across + place, scales.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def sizes_of(values):
+    """Magnitudes, 0 for NaN."""
+    return tl.where(values == values, tl.abs(values), 0.0)
+
+
+@triton.jit
+def amax_of(values):
+    """See `numerics.amax`."""
+    return tl.max(sizes_of(values))
+
+
+@triton.jit
+def inverse_of(scale):
+    """`numerics.cast.inverse`."""
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
+def _scale_of(amax, HOW: tl.constexpr):
+    """See `numerics.tensor_scale`; an amax is never NaN here."""
+    amax = tl.where(amax < HOW.quantizer.eps, HOW.quantizer.eps, amax)
+    scale = tl.div_rn(tl.zeros_like(amax) + HOW.target.max, amax)
+    scale = tl.where(scale == float("inf"), HOW.overflow, scale)
+    scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if HOW.quantizer.scale == "power_of_two":
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _codes(scaled, HOW: tl.constexpr):
+    """The bytes of float32 values that were multiplied by their scale: `numerics.cast_to_fp8`."""
+    held = tl.clamp(scaled, -HOW.target.max, HOW.target.max, propagate_nan=tl.PropagateNan.ALL)
+    if not HOW.exact:
+        # As numerics/rounding.py does, but -0 keeps its sign. A value of the format converts
+        # exactly, whatever the conversion is worth.
+        bits = held.to(tl.int32, bitcast=True)
+        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        magic: tl.constexpr = 1.5 * 2.0 ** (23 - HOW.target.mantissa_bits)
+        spacing = tl.maximum(power * magic, HOW.target.min_normal * magic)
+        rounded = ((held + spacing) - spacing).to(tl.int32, bitcast=True)
+        held = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    codes = held.to(HOW.float8).to(tl.uint8, bitcast=True)
+    if not HOW.exact:
+        codes = tl.where(scaled == scaled, codes, 0x7F)
+    return codes
+
+
+@triton.jit
+def _e8m0_code(amax, HOW: tl.constexpr):
+    """See `numerics.blocks.e8m0_code`; an amax is never NaN here."""
+    rounding: tl.constexpr = HOW.quantizer.scale_rounding
+    if rounding == "rceil":
+        bits = (amax * (1.0 / HOW.target.max)).to(tl.int32, bitcast=True)
+        exponent = bits >> 23
+        least = tl.where(exponent == 0, 0x400000, 0)
+        code = exponent + ((bits & 0x7FFFFF) > least).to(tl.int32)
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        if rounding == "even":
+            bits += 1 << (22 - HOW.target.mantissa_bits)
+        largest: tl.constexpr = (HOW.target.max_code >> HOW.target.mantissa_bits) - HOW.target.bias
+        code = tl.maximum(((bits >> 23) & 0xFF) - largest, 0)
+    return tl.minimum(code, 254)
+
+
+@triton.jit
+def _times(code):
+    """See `numerics.blocks.e8m0_multiplier`."""
+    bits = tl.where(code == 254, 0x400000, (254 - code) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed_at(line, part, parts):
+    """Where `scaled_gemm.pack_scales` puts a byte-sized scale of a part of a line."""
+    tile = (line // 128).to(tl.int64) * tl.cdiv(parts, 4) + part // 4
+    return tile * 512 + line % 32 * 16 + line // 32 % 4 * 4 + part % 4
