@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_leaves
 import fp8stack
 from fp8stack.backends import build_backend
 from fp8stack.config import RunConfig
-from fp8stack.estimate import Setting, estimate, largest_batch, optimizer_bytes, savings
 from fp8stack.estimate.answer import PhaseEstimate
+from fp8stack.estimate.parts import Setting, estimate, optimizer_bytes
+from fp8stack.estimate.savings import largest_batch, savings
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.optim.optimizer import build_optimizer
-from fp8stack.planner import casts_of, operations_of
+from fp8stack.planner.operations import casts_of, operations_of
 from fp8stack.precision import Hardware, assumed, load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
