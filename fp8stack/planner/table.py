@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8stack.formats import FORMATS
 from fp8stack.model.config import GPTConfig
@@ -42,16 +42,14 @@ class PrecisionTable:
     accumulate: int
     notes: tuple[str, ...]
 
-    def count(self, *, to_fp8: bool, per: str) -> int:
-        """How many tensors are cast, to FP8 or between other dtypes, `per` "micro-batch" or
-        "step": in a step all its micro-batches."""
-        found = [cast for cast in self.casts if cast.to_fp8 == to_fp8]
-        each = sum(cast.per == "micro-batch" for cast in found)
-        return each if per == "micro-batch" else each * self.accumulate + len(found) - each
-
-    def counts(self, per: str) -> dict[str, int]:
-        """Both counts by name."""
-        return {name: self.count(to_fp8=name == "to_fp8", per=per) for name in ("to_fp8", "other")}
+    def counts(self, per: Literal["micro-batch", "step"]) -> dict[str, int]:
+        """How many tensors are cast, "to_fp8" and between "other" dtypes; per step in all its
+        micro-batches."""
+        found = {"to_fp8": 0, "other": 0}
+        for cast in self.casts:
+            times = self.accumulate if per == "step" and cast.per == "micro-batch" else 1
+            found["to_fp8" if cast.to_fp8 else "other"] += times * (per in ("step", cast.per))
+        return found
 
 
 def make_table(
@@ -120,7 +118,7 @@ def as_lines(table: PrecisionTable) -> list[str]:
     return lines + [f"note: {note}" for note in table.notes]
 
 
-def _counts(table: PrecisionTable, per: str) -> str:
+def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
     fp8, other = table.counts(per).values()
     what = "micro-batch"
     if per == "step":

@@ -134,11 +134,11 @@ def test_blocks_that_are_alike_are_shown_once():
 def test_the_counts_of_a_step_are_those_of_its_micro_batches_and_of_weights_once():
     made = table("delayed", backend="torch", accumulate=4)
     linears = 4 * 4
-    assert made.count(to_fp8=True, per="micro-batch") == 2 * linears
-    assert made.count(to_fp8=True, per="step") == 4 * 2 * linears + linears
+    assert made.counts("micro-batch")["to_fp8"] == 2 * linears
+    assert made.counts("step")["to_fp8"] == 4 * 2 * linears + linears
     emulated = table("delayed", Hardware("cpu"), accumulate=4)
-    assert emulated.count(to_fp8=True, per="step") == 4 * 3 * linears
-    assert emulated.count(to_fp8=False, per="step") == 0
+    assert emulated.counts("step")["to_fp8"] == 4 * 3 * linears
+    assert emulated.counts("step")["other"] == 0
     assert as_lines(emulated)[0] == (
         "casts per micro-batch: 48 tensors to FP8, 0 between other dtypes"
     )
