@@ -52,10 +52,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(size for _, size in self._held.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _storages((args, kwargs))
+        before = _storages((args, kwargs))
         out = func(*args, **(kwargs or {}))
         for place, storage in _storages(out).items():
-            if place not in given:
+            if place not in before:
                 reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._held[place] = reference, storage.nbytes()
         self.peak = max(self.peak, self.now())
@@ -71,7 +71,8 @@ def kept_bytes(model: GPT, tokens: Tensor) -> int:
     """What a forward pass keeps, the loss apart, in bytes; `tokens` is int64 [B, T + 1]. The pass
     before it, which makes what is made once, is not counted."""
     model(tokens[:, :-1], tokens[:, 1:]).backward()
-    with Live() as live:
+    live = Live()
+    with live:
         loss = model(tokens[:, :-1], tokens[:, 1:])
         return live.now() - int(loss.nbytes)
 

@@ -95,7 +95,7 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         )
         for place, phase in enumerate(schedule.phases)
     )
-    asked = {
+    asked: dict[str, str | int] = {
         "model": config.model,
         "parameters": model.parameters(),
         "recipe": config.recipe,
@@ -105,8 +105,10 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         "optimizer": config.optimizer,
         "activation_checkpointing": own,
     }
+    if ranks > 1:
+        asked |= {"ranks": ranks, "parallel": config.parallel}
     return Answer(
-        asked=asked | ({"ranks": ranks, "parallel": config.parallel} if ranks > 1 else {}),
+        asked=asked,
         checkpointing=own,
         phases=phases,
         fp32_peak=recipes["fp32"][1],
