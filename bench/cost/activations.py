@@ -38,36 +38,43 @@ LLAMA = {
 }  # fmt: skip
 
 
-class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that are made inside."""
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The bytes of storages that operators made inside and that still live; the most at one time.
+    A view of a parameter makes none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, tuple[Any, int]] = {}
+        self._held: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def now(self) -> int:
+        self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
+        return sum(size for _, size in self._held.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _storages((args, kwargs))
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
+        for place, storage in _storages(out).items():
+            if place not in before:
                 reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self.made[reference.cdata] = (reference, storage.nbytes())
+                self._held[place] = reference, storage.nbytes()
+        self.peak = max(self.peak, self.now())
         return out
 
-    def left(self) -> int:
-        return sum([size for reference, size in self.made.values() if not reference.expired()])
+
+def _storages(of: Any) -> dict[int, torch.UntypedStorage]:
+    found = (leaf.untyped_storage() for leaf in tree_leaves(of) if isinstance(leaf, Tensor))
+    return {storage._cdata: storage for storage in found}
 
 
 def kept_bytes(model: GPT, tokens: Tensor) -> int:
-    """What a forward pass keeps, in bytes; `tokens` is int64 [B, T + 1]. The pass before it, which
-    makes what is made once, is not counted."""
+    """What a forward pass keeps, the loss apart, in bytes; `tokens` is int64 [B, T + 1]. The pass
+    before it, which makes what is made once, is not counted."""
     model(tokens[:, :-1], tokens[:, 1:]).backward()
-    kept = _Kept()
-    with kept:
+    live = Live()
+    with live:
         loss = model(tokens[:, :-1], tokens[:, 1:])
-    found = kept.left()
-    del loss
-    return found
+        return live.now() - int(loss.nbytes)
 
 
 def configs(tiny: bool = False) -> dict[str, GPTConfig]:

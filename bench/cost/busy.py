@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 
 from bench import report
 from bench.cells import clocks, others_s
+from bench.cost import emulation
 from bench.report import Report, Row
-from fp8stack.benchmark.step import SMALL, Work, arms, build
+from fp8stack.benchmark.step import arms, build, works
 from fp8stack.errors import UserError
-from fp8stack.model.config import load_config
 from fp8stack.precision import probe
 from fp8stack.threads import OWN_SETTINGS, adapting
 from fp8stack.training.setup.allocator import keep_freed_memory
@@ -150,11 +150,8 @@ def child(case: str, arm: str, seconds: float) -> None:
         torch.set_num_threads(1)
     keep_freed_memory()
     hardware = probe("cpu")
-    model, recipe = STEPS[case], case.rpartition(" ")[2]
-    work = Work(model=model, config=SMALL, batch=8, context=256)
-    if model != "small":
-        config = load_config(model)
-        work = Work(model=model, config=config, batch=8, context=config.context)
+    recipe = case.rpartition(" ")[2]
+    work = emulation.nano() if STEPS[case] == "gpt-nano" else works("cpu")["small"]
     step = build(arms(hardware, [recipe], ())[0], work, hardware).step
     found = {}
     with adapting() if arm in (AFTER, ONE) else nullcontext():

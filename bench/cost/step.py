@@ -33,7 +33,7 @@ from fp8stack.benchmark.timing import interleaved, slug
 from fp8stack.cli.options import words
 from fp8stack.precision import Hardware, probe
 from fp8stack.training.metrics import profiler
-from fp8stack.training.metrics.throughput import Peak, peak_rate
+from fp8stack.training.metrics.throughput import peak_rate
 
 Step = Callable[[], None]
 PLAIN = "plain GPT"
@@ -112,7 +112,6 @@ def in_turns(
     recipes = list(dict.fromkeys([first, *recipes]))
     own = {arm.name: arm for arm in arms(hardware, recipes, also_compiled)}
     held: dict[str, float] = {}
-    peaks: dict[object, Peak] = {}
     builders: dict[str, Callable[[], Step]] = {
         name: partial(build_step, arm, work, hardware) for name, arm in own.items()
     }
@@ -126,10 +125,7 @@ def in_turns(
         rows = []
         for name, timing in timings.items():
             plan = plan_of(own.get(name, own[first]), work, hardware)
-            kind = (plan.compute_dtype, plan.runs_fp8)
-            if kind not in peaks:
-                peaks[kind] = peak_rate(hardware, plan)
-            facts = figures(work, timing, timings[first], peaks[kind])
+            facts = figures(work, timing, timings[first], peak_rate(hardware, plan))
             if facts["peak_memory_gib"] is not None:
                 facts["step_memory_gib"] = round(held[name] + facts["peak_memory_gib"], 3)
             paired = report.paired(timing, timings[first])

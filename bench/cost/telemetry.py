@@ -15,7 +15,6 @@ from bench.report import Bar, Report, Row
 from fp8stack.benchmark.step import FP8, Built, StepArm, Work, build, served
 from fp8stack.benchmark.timing import interleaved
 from fp8stack.config import RunConfig
-from fp8stack.model.config import load_config
 from fp8stack.precision import Hardware, probe
 from fp8stack.telemetry.operands import Telemetry
 
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Report:
     """Every recipe, by the backend that is the device's own."""
     hardware = probe(arguments.device)
-    nano = Work(model="gpt-nano", config=load_config("gpt-nano"), batch=8, context=128)
+    nano = emulation.nano()
     work = emulation.tiny_work() if arguments.tiny else nano
     rows: list[Row] = []
 

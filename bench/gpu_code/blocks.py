@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -60,8 +60,8 @@ class Kernel:
             it is widest; 0 for what inductor does not generate, or where it was not asked for.
     """
 
-    part: str
-    backward: bool
+    part: str = "weights"
+    backward: bool = False
     kind: Kind
     name: str
     bytes: int
@@ -123,7 +123,8 @@ def kernels_of(model: str, plan: Plan, *, stores: bool = True) -> list[Kernel]:
         for _ in range(2):  # the first makes room
             found.clear()
             gpt.backend.weights.mark()  # as an optimizer does
-            with Launches() as before:
+            before = Launches()
+            with patch.object(many_weights, "launch_weights", before.launched), before:
                 for hook in gpt._forward_pre_hooks.values():
                     hook(gpt, ())
         found += before.kernels
@@ -167,7 +168,6 @@ def _launches(graph: GraphLowering, widths: dict[str, int]) -> Iterator[Kernel]:
         if name == "MultiOutput":  # names a part of what another gave
             continue
         yield Kernel(
-            part="",
             backward=graph.is_backward,
             kind=kind,
             name=name,
@@ -224,28 +224,11 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether compiled code runs compiled where this looks on."""
         return True
 
-    def __enter__(self) -> Self:
-        self._stand_in = patch.object(many_weights, "launch_weights", self._launched)
-        self._stand_in.start()
-        found: Self = super().__enter__()  # type: ignore[no-untyped-call]
-        return found
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._stand_in.stop()
-
-    def _launched(self, tiles: int, operands: Any, how: Variant, options: Any) -> None:
+    def launched(self, tiles: int, operands: Any, how: Variant, options: Any) -> None:
+        """In place of the kernel that casts many weights."""
         elements = tiles * how.rows * how.columns
         each = how.dtype.primitive_bitwidth // 8 + 2 * (how.scales != "none")
-        self.kernels.append(
-            Kernel(
-                part="weights",
-                backward=False,
-                kind="ours",
-                name="weights",
-                bytes=elements * each,
-            )
-        )
+        self.kernels.append(Kernel(kind="ours", name="weights", bytes=elements * each))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gave = func(*args, **(kwargs or {}))
@@ -254,8 +237,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [t for t in tree_leaves([args, kwargs, gave]) if isinstance(t, Tensor)]
             self.kernels.append(
                 Kernel(
-                    part="weights",
-                    backward=False,
                     kind=kind,
                     name=name,
                     bytes=sum(t.numel() * t.itemsize for t in tensors),

@@ -19,11 +19,11 @@ from fp8stack import presets
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.meta import kinds_of
-from fp8stack.model.trace import Operator, Part, Rate, Value, trace
-from fp8stack.precision import Hardware, Plan, load_recipe, probe
+from fp8stack.model.trace import Part, Rate, Trace, trace
+from fp8stack.precision import Hardware, Plan, load_recipe
 from fp8stack.precision.gpus import Gpu, find_gpu
 from fp8stack.precision.hardware import machine_for
-from fp8stack.precision.profit import Efficiency, Rates, achievable
+from fp8stack.precision.profit import Rates, achievable
 from fp8stack.tables import markdown
 
 LINEARS = ("qkv", "output", "up", "down", "lm_head")
@@ -50,8 +50,8 @@ _Where = tuple[int, int]
 """A kernel: how many others it waits for, and the place of the operator that it is alone, or -1."""
 
 
-def ideal_work(operators: list[Operator], values: list[Value]) -> Iterator[Work]:
-    """What a pass of these operators is for an ideal GPU.
+def ideal_work(made: Trace) -> Iterator[Work]:
+    """What a traced pass is for an ideal GPU.
 
     A GEMM is a kernel, and attention. All that waits for equally many of them, one after the other,
     is one kernel together: it reads once what others gave, and writes once what others need. What
@@ -59,6 +59,7 @@ def ideal_work(operators: list[Operator], values: list[Value]) -> Iterator[Work]
     as well. What only the backward pass needs of such a kernel of the forward pass is not written:
     it is made again, of what is in memory.
     """
+    operators = made.operators
     maker = {number: at for at, one in enumerate(operators) for number in one.writes}
     readers: dict[int, list[int]] = {}
     waits: dict[int, int] = {}  # for a value
@@ -75,7 +76,7 @@ def ideal_work(operators: list[Operator], values: list[Value]) -> Iterator[Work]
     )
 
     def in_memory(value: int) -> bool:
-        if value not in maker or values[value].lasts:
+        if value not in maker or value in made.lasting:
             return True
         own = maker[value]
         others = [operators[x] for x in readers.get(value, ()) if kernel[x] != kernel[own]]
@@ -91,20 +92,20 @@ def ideal_work(operators: list[Operator], values: list[Value]) -> Iterator[Work]
             elif kernel[own] != where:
                 yield from read(own, where)
 
-    parts = _parts(operators, values, maker)
+    parts = _parts(made, maker)
     moved = {where: Counter[str]() for where in kernel}
     found: dict[tuple[_Where, int], tuple[set[Part], set[str]]] = {}
     for at, one in enumerate(operators):
         for value in filter(in_memory, one.writes):
             by = {parts[x] for x in readers.get(value, ()) if kernel[x] != kernel[at]}
             for_casts = by == {"casts"} and not one.multiplies
-            moved[kernel[at]]["casts" if for_casts else parts[at]] += values[value].bytes
+            moved[kernel[at]]["casts" if for_casts else parts[at]] += made.values[value]
         for part in read(at, kernel[at]):
             pieces, told = found.setdefault((kernel[at], part.value), (set(), set()))
             pieces.add(part)
             told.add(parts[at])
     for (where, value), (pieces, told) in found.items():
-        size = min(values[value].bytes, sum(part.bytes for part in pieces))
+        size = min(made.values[value], sum(part.bytes for part in pieces))
         moved[where][max(told, key=PARTS.index)] += size  # a cast reads what nothing else does
     for (_, alone), sizes in moved.items():
         one = operators[alone]
@@ -113,17 +114,18 @@ def ideal_work(operators: list[Operator], values: list[Value]) -> Iterator[Work]
             yield Work(part=name, moved=size, **more)
 
 
-def _parts(operators: list[Operator], values: list[Value], maker: Mapping[int, int]) -> list[str]:
+def _parts(of: Trace, maker: Mapping[int, int]) -> list[str]:
     """To which of `PARTS` each operator belongs. Casts are what is done with weights before the
     first layer, and what linears do beside their GEMMs, but for sums, and for the rounding to two
     bytes of what is no weight and the gradient of that."""
     parts: list[str] = []
-    for one in operators:
+    for one in of.operators:
         path = one.path.rpartition(".")[2]
         made = [maker[part.value] for part in one.reads if part.value in maker]
         of_weights = not one.backward and {parts[at] for at in made} <= {"casts"}
-        of_weights |= any(values[value].lasts for value in one.writes)
-        back = any(operators[at].multiplies and operators[at].path == one.path for at in made)
+        of_weights |= not of.lasting.isdisjoint(one.writes)
+        makers = (of.operators[at] for at in made)
+        back = any(x.multiplies and x.path == one.path for x in makers)
         rounds = one.name == "aten::_to_copy" and (one.element_bytes == 2 or back)
         if one.multiplies:
             part = "head and loss" if path == "lm_head" else "GEMMs"
@@ -150,8 +152,7 @@ def traced_work(
     traces += [(len(kind) - 1, [*firsts, kind[0]]) for kind in kinds if len(kind) > 1]
     for times, blocks in traces:
         made = trace(config, plan, batch, context, blocks=tuple(blocks), backward=True)
-        for work in ideal_work(made.operators, made.values):
-            yield times, work
+        yield from ((times, work) for work in ideal_work(made))
 
 
 def optimizer_s(config: GPTConfig, rates: Rates) -> float:
@@ -188,9 +189,9 @@ def predict(
 ) -> Prediction:
     """The step of `batch` sequences of `context` tokens, as `plan` has it, layer by layer: its
     layers are decided, in native FP8 or none. `rates` are what the GPU is assumed to reach, by
-    default `Efficiency` of its peaks; MFU divides by its peak. `free_casts` leaves out all casts,
+    default what is `achievable`; MFU divides by its peak. `free_casts` leaves out all casts,
     for a bound that no implementation passes."""
-    rates = rates or achievable(gpu, Efficiency())
+    rates = rates or achievable(gpu)
     tokens = batch * context
     seconds = dict.fromkeys(PARTS, 0.0)
     for times, work in traced_work(config, plan, batch, context):
@@ -236,17 +237,12 @@ class Roofline:
 def choose_gpu(capability: str | None, gpu: str | None) -> tuple[Gpu, Hardware]:
     """The GPU to predict for, and a machine that has it: by name, by capability, or this one.
     Raises a UserError for one that is unknown, two that contradict each other, or no GPU here."""
-    if gpu is None and capability is None:
-        here = probe()
-        found = find_gpu(here.name)
-        if found is None:
-            raise UserError(f"No data on this machine's {here}. Give a GPU, such as --gpu H200.")
-        return found, here
     machine = machine_for(capability, None, gpu=gpu)
-    found = find_gpu(machine.name)
-    if found is None:
-        raise UserError(f"No data on a GPU of compute capability {capability}. Give --gpu.")
-    return found, machine
+    if (found := find_gpu(machine.name)) is not None:
+        return found, machine
+    if capability is None:
+        raise UserError(f"No data on this machine's {machine}. Give a GPU, such as --gpu H200.")
+    raise UserError(f"No data on a GPU of compute capability {capability}. Give --gpu.")
 
 
 def predict_all(
@@ -258,10 +254,11 @@ def predict_all(
     batch: int,
     context: int,
     ceiling: bool = False,
-    measured: tuple[dict[tuple[str, str], float], str] = ({}, ""),
+    results: Path | None = None,
 ) -> Roofline:
     """Predictions for bf16 (fp16 on a GPU without it) and for every FP8 recipe that `hardware` runs
-    natively. With `ceiling`, the head is in FP8 too, and casts take no time."""
+    natively. With `ceiling`, the head is in FP8 too, and casts take no time. `results` of a step
+    benchmark stand beside. Raises what `measured_steps` raises."""
     if context > config.context:
         raise UserError(f"--context {context} is more than the {config.context} of model {model}.")
     predictions, left_out = [], {}
@@ -274,8 +271,7 @@ def predict_all(
             predictions.append(predict(config, plan, gpu, **sizes, free_casts=ceiling))
         else:
             left_out[name] = plan.reasons[0]
-    times, path = measured
-    own = {arm: ms for (of, arm), ms in times.items() if of == model}
+    measured = measured_steps(results, model) if results else {}
     return Roofline(
         model=model,
         gpu=gpu,
@@ -283,8 +279,8 @@ def predict_all(
         ceiling=ceiling,
         predictions=predictions,
         left_out=left_out,
-        measured_ms=own,
-        measured_in=path if own else "",
+        measured_ms=measured,
+        measured_in=str(results) if measured else "",
     )
 
 
@@ -297,12 +293,13 @@ def find_results(gpu: Gpu) -> Path | None:
     return None
 
 
-def read_results(path: Path) -> dict[tuple[str, str], float]:
-    """The median milliseconds of a step by (model, arm), from the results of a step benchmark.
+def measured_steps(path: Path, model: str) -> dict[str, float]:
+    """The median milliseconds of a model's step by arm, from the results of a step benchmark.
     Raises a UserError if the file cannot be read, or is no such file."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
-        return {(str(r["model"]), str(r["arm"])): float(r["median_ms"]) for r in rows}
+        found = [(str(r["model"]), str(r["arm"]), float(r["median_ms"])) for r in rows]
+        return {arm: ms for of, arm, ms in found if of == model}
     except OSError as error:
         raise UserError(f"Cannot read {quoted(str(path))}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -319,45 +316,47 @@ def as_json(roofline: Roofline) -> dict[str, Any]:
         asdict(one) | {"speedup": base / one.step_ms, "measured_ms": measured.get(one.precision)}
         for one in roofline.predictions
     ]
-    assumed = asdict(achievable(roofline.gpu, Efficiency()))
-    told = {"predicted": True, "assumed": assumed, "predictions": predictions}
-    return asdict(roofline) | told
+    told = {"predicted": True, "assumed": asdict(achievable(roofline.gpu))}
+    return asdict(roofline) | told | {"predictions": predictions}
 
 
 def as_lines(roofline: Roofline) -> list[str]:
     """The predictions as lines of Markdown, with what they assume."""
     gpu, measured = roofline.gpu, roofline.measured_ms
-    rates = achievable(gpu, Efficiency())
+    rates = achievable(gpu)
     bound = ", an upper bound: the head in FP8, casts that take no time" if roofline.ceiling else ""
     tokens = f"{roofline.batch} x {roofline.context} tokens per step"
     first, rows = roofline.predictions[0], []
-    assumed_rates = [f"{first.precision} GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s"]
-    if gpu.fp8_tflops:
-        assumed_rates.append(f"FP8 GEMMs {_share(rates.fp8, gpu.fp8_tflops)}")
-    if gpu.fp4_tflops:
-        assumed_rates.append(f"FP4 GEMMs {_share(rates.fp4, gpu.fp4_tflops)}")
-    assumed_rates.append(f"attention {_share(rates.attention, gpu.half_tflops)}")
-    assumed_rates.append(f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s")
-    lines = [
-        f"Predicted, not measured: {roofline.model} on one {gpu.name}, {tokens}{bound}",
-        f"Assumed of the peak ({gpu.source}): {', '.join(assumed_rates)}",
-        "",
+    low = (("FP8", rates.fp8, gpu.fp8_tflops), ("FP4", rates.fp4, gpu.fp4_tflops))
+    assumed = [
+        f"{first.precision} GEMMs {_share(rates.half, gpu.half_tflops)} TFLOP/s",
+        *(f"{name} GEMMs {_share(rate, peak)}" for name, rate, peak in low if peak),
+        f"attention {_share(rates.attention, gpu.half_tflops)}",
+        f"memory {_share(rates.memory, gpu.memory_tb_per_s, 1)} TB/s",
     ]
-    heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU"]
-    heads += [f"vs {first.precision}"]
+    heads = ["recipe", "FP8 layers", *PARTS, "step ms", "tokens/s", "MFU", f"vs {first.precision}"]
     heads += ["measured ms", f"measured vs {first.precision}"] if measured else []
     for row in roofline.predictions:
-        cells = [row.precision, f"{row.fp8_layers}/{row.layers}"]
-        cells += [f"{100 * ms / row.step_ms:.0f} %" for ms in row.parts_ms.values()]
-        cells += [f"{row.step_ms:.1f}", f"{row.tokens_per_s:,.0f}"]
-        cells += [f"{100 * row.mfu:.0f} % of {row.peak_tflops:.0f}"]
-        cells += [f"{first.step_ms / row.step_ms:.2f}"]
+        cells = [
+            row.precision,
+            f"{row.fp8_layers}/{row.layers}",
+            *(f"{100 * ms / row.step_ms:.0f} %" for ms in row.parts_ms.values()),
+            f"{row.step_ms:.1f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{100 * row.mfu:.0f} % of {row.peak_tflops:.0f}",
+            f"{first.step_ms / row.step_ms:.2f}",
+        ]
         if measured:
             ms, base = measured.get(row.precision), measured.get(first.precision)
             cells += ["-" if ms is None else f"{ms:.1f}"]
             cells += ["-" if ms is None or base is None else f"{base / ms:.2f}"]
         rows.append(cells)
-    lines += markdown(heads, rows)
+    lines = [
+        f"Predicted, not measured: {roofline.model} on one {gpu.name}, {tokens}{bound}",
+        f"Assumed of the peak ({gpu.source}): {', '.join(assumed)}",
+        "",
+        *markdown(heads, rows),
+    ]
     said: dict[str, list[str]] = {}
     for name, why in roofline.left_out.items():
         said.setdefault(why, []).append(name)

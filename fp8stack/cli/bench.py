@@ -74,7 +74,6 @@ def roofline(
 
     config = load_config(model)
     chosen, hardware = predicted.choose_gpu(capability, gpu)
-    path = results or predicted.find_results(chosen)
     made = predicted.predict_all(
         model,
         config,
@@ -83,7 +82,7 @@ def roofline(
         batch=batch,
         context=context or config.context,
         ceiling=ceiling,
-        measured=({}, "") if path is None else (predicted.read_results(path), str(path)),
+        results=results or predicted.find_results(chosen),
     )
     if json:
         options.print_json(predicted.as_json(made))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
@@ -10,10 +10,7 @@ from fp8stack.cli.options import option
 if TYPE_CHECKING:
     from fp8stack.config import RunConfig
     from fp8stack.estimate.answer import Answer
-    from fp8stack.model.config import GPTConfig
-    from fp8stack.precision import Hardware, Plan
-    from fp8stack.training.setup.memory_check import Footprint
-
+    from fp8stack.precision import Hardware
 
 MEMORY = option("Memory for the largest batch, such as 80 (GiB) or 80GB. [the machine's, if known]")
 
@@ -60,13 +57,13 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
     from fp8stack.config import for_ranks
     from fp8stack.distributed.parallelize import require_divisible, require_possible
     from fp8stack.estimate.answer import CHECKPOINTING, Answer, PhaseEstimate, memory_of
-    from fp8stack.model.config import load_config
+    from fp8stack.model.config import load_config, plan_for
     from fp8stack.optim.optimizer import require_optimizer
     from fp8stack.training.setup.build import context_of
     from fp8stack.training.setup.memory_check import Footprint
-    from fp8stack.training.setup.variants import Decided, plan_phases
+    from fp8stack.training.setup.variants import Decided, plan_phases, unwanted_backends
 
-    memory = memory_of(hardware) if memory_given is None else _given(memory_given)
+    memory, whose = memory_of(hardware) if memory_given is None else _given(memory_given)
     model = load_config(config.model, config.model_overrides)
     context = context_of(config, model)
     config = for_ranks(config, ranks)
@@ -81,16 +78,13 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         if config.compile:
             require_compilable(plan, config.activation_checkpointing)
     trained = [plans[place] for place in schedule.variants]
-    largest = {}
-    if memory is not None:
-        largest = {
-            kind: share * footprint.largest(trained, kind, memory[0]) for kind in CHECKPOINTING
-        }
-    own = config.activation_checkpointing
-    recipes = {}
-    for name in presets.names("recipes"):
-        plan = _plan_of(config, name, model, hardware, sequences * context)
-        recipes[name] = plan.precision, footprint.estimates([plan], own, sequences)[0]
+    kinds = CHECKPOINTING if memory is not None else ()
+    largest = {kind: share * footprint.largest(trained, kind, memory or 0) for kind in kinds}
+    own, recipes = config.activation_checkpointing, {}
+    for name in presets.names("recipes"):  # with substitutions allowed
+        how: Any = {"tokens": sequences * context, "without": unwanted_backends(config)}
+        plan = plan_for(model, name, hardware, config.backend, **how)
+        recipes[name] = plan.precision, footprint.estimates([plan], own, sequences)[0].peak
     made = {kind: footprint.estimates(trained, kind, sequences) for kind in CHECKPOINTING}
     phases = tuple(
         PhaseEstimate(
@@ -101,14 +95,26 @@ def answer(config: RunConfig, hardware: Hardware, ranks: int, memory_given: str 
         )
         for place, phase in enumerate(schedule.phases)
     )
+    asked: dict[str, str | int] = {
+        "model": config.model,
+        "parameters": model.parameters(),
+        "recipe": config.recipe,
+        "batch": config.batch,
+        "context": context,
+        "accumulate": config.accumulate,
+        "optimizer": config.optimizer,
+        "activation_checkpointing": own,
+    }
+    if ranks > 1:
+        asked |= {"ranks": ranks, "parallel": config.parallel}
     return Answer(
-        asked=_settings(config, footprint),
+        asked=asked,
         checkpointing=own,
         phases=phases,
-        reference=recipes["fp32"][1],
-        recipes={} if config.phases else {n: (r, e.peak) for n, (r, e) in recipes.items()},
-        memory=None if memory is None else memory[0],
-        memory_of="" if memory is None else memory[1],
+        fp32_peak=recipes["fp32"][1],
+        recipes={} if config.phases else recipes,
+        memory=memory,
+        memory_of=whose,
         largest=largest,
     )
 
@@ -133,40 +139,15 @@ def _given(memory: str) -> tuple[int, str]:
     return size, "--memory"
 
 
-def _settings(config: RunConfig, of: Footprint) -> dict[str, str | int]:
-    shown: dict[str, str | int] = {
-        "model": config.model,
-        "parameters": of.model.parameters(),
-        "recipe": config.recipe,
-        "batch": config.batch,
-        "context": of.context,
-        "accumulate": config.accumulate,
-        "optimizer": config.optimizer,
-        "activation_checkpointing": config.activation_checkpointing,
-    }
-    return shown | ({"ranks": of.ranks, "parallel": config.parallel} if of.ranks > 1 else {})
-
-
-def _plan_of(
-    config: RunConfig, name: str, model: GPTConfig, hardware: Hardware, tokens: int
-) -> Plan:
-    """The plan of another recipe, with substitutions allowed."""
-    from fp8stack.model.config import plan_for
-    from fp8stack.training.setup.variants import unwanted_backends
-
-    without = unwanted_backends(config)
-    return plan_for(model, name, hardware, config.backend, tokens=tokens, without=without)
-
-
 def _show(made: Answer) -> None:
     """Print tables, as Markdown unless on a terminal."""
     from rich.console import Console
 
-    from fp8stack.estimate.answer import head, sentences, tables
+    from fp8stack.estimate.answer import sentences, tables
     from fp8stack.tables import markdown, rich_table
 
     console = Console()
-    print(head(made))
+    print(", ".join(f"{key} {value}" for key, value in made.asked.items()))
     print(*made.worst.plan.summary(), sep="\n")
     for title, heads, rows in tables(made):
         print()

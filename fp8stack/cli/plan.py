@@ -1,9 +1,16 @@
 """The command `fp8stack plan`."""
 
-from typing import Annotated
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fp8stack.cli import options
 from fp8stack.cli.options import option
+
+if TYPE_CHECKING:
+    from fp8stack.config import RunConfig
+    from fp8stack.planner.table import PrecisionTable
+    from fp8stack.precision import Hardware
 
 GPU = option("Assume this GPU, by its data sheet (H100, L4, RTX 4090).")
 
@@ -25,28 +32,72 @@ def plan(
 ) -> None:
     """Show the precision of every operation of a training step, and where tensors are cast."""
     flags = options.run_flags(locals())
-    from fp8stack import planner
     from fp8stack.config import parse_config
-    from fp8stack.planner import request
+    from fp8stack.planner import table as tables
     from fp8stack.precision.hardware import machine_for
 
     parsed = parse_config(config, flags, set or [])
-    table = request.table_for(parsed, machine_for(capability, te, parsed.device, gpu))
+    table = table_for(parsed, machine_for(capability, te, parsed.device, gpu))
+    training = training_of(parsed)
     if json:
-        training = {"training": request.training_of(parsed)}
-        options.print_json(planner.as_json(table) | training)
+        options.print_json(tables.as_json(table) | {"training": training})
         return
     from rich.console import Console
 
     console = Console()
     print(f"machine: {table.machine}")
     print(*table.plan.summary(), sep="\n")
-    print(request.training_line(parsed))
+    source = training.pop("source")
+    values = ", ".join(f"{key} {value}" for key, value in training.items())
+    print(f"training: {values}" + (f"; preset: {source}" if source else ""))
     print()
     if console.is_terminal:
-        console.print(planner.rich_table(table, console.width))
-        if console.width < planner.WIDE:
-            console.print(*planner.reasons_of(table), sep="\n", markup=False, highlight=False)
+        console.print(tables.rich_table(table, console.width))
+        if console.width < tables.WIDE:
+            console.print(*tables.reasons_of(table), sep="\n", markup=False, highlight=False)
     else:
-        print(*planner.text_rows(table), sep="\n")
-    print(*planner.as_lines(table), sep="\n")
+        print(*tables.text_rows(table), sep="\n")
+    print(*tables.as_lines(table), sep="\n")
+
+
+def table_for(config: RunConfig, hardware: Hardware) -> PrecisionTable:
+    """The table of a run on one device of `hardware`, in the run's own recipe. Raises what planning
+    the run would raise."""
+    from dataclasses import replace
+
+    from fp8stack.backends.compiler import require_compilable
+    from fp8stack.model.config import load_config
+    from fp8stack.planner.table import make_table
+    from fp8stack.training.setup.build import context_of
+    from fp8stack.training.setup.variants import never_asked_for, phases_in, plan_recipe
+
+    shape = load_config(config.model, config.model_overrides)
+    note = never_asked_for(config, phases_in(config))
+    tokens = config.batch // config.accumulate * context_of(config, shape)
+    plan = plan_recipe(config.recipe, config, shape, hardware, tokens)
+    if config.compile:
+        require_compilable(plan, config.activation_checkpointing)
+    made = make_table(
+        shape,
+        plan,
+        model=config.model,
+        machine=str(hardware),
+        accumulate=config.accumulate,
+        optimizer=config.optimizer,
+        grad_compression=config.grad_compression,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+    others = sorted({phase.recipe for phase in config.phases if phase.recipe} - {config.recipe})
+    if others and not note:
+        note = f"this is the plan of recipe {config.recipe}; phases ask for {', '.join(others)} too"
+    return replace(made, notes=(*made.notes, note)) if note else made
+
+
+def training_of(config: RunConfig) -> dict[str, Any]:
+    """The training settings by key: the run's, else the model's training preset's, else the
+    default."""
+    from fp8stack.config import training_preset
+
+    keys = ("batch", "accumulate", "lr", "schedule", "warmup_steps", "steps", "weight_decay")
+    told = {key: getattr(config, key) for key in keys}
+    return told | {"source": training_preset(config.model).get("source", "")}

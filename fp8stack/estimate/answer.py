@@ -49,7 +49,7 @@ class Answer:
         asked: what the run is, by key, as text or number.
         checkpointing: the kind that the run has.
         phases: in order; one without a name of its own if the run has none.
-        reference: the same step in fp32.
+        fp32_peak: that of the same step in fp32.
         recipes: the peak of other recipes in the whole run, with what they run as.
         memory: in bytes, None if not known; `memory_of` whose it is.
         largest: the most sequences per step that fit, by checkpointing; empty without `memory`.
@@ -58,7 +58,7 @@ class Answer:
     asked: Mapping[str, str | int]
     checkpointing: Recompute
     phases: tuple[PhaseEstimate, ...]
-    reference: Estimate
+    fp32_peak: int
     recipes: Mapping[str, tuple[str, int]]
     memory: int | None = None
     memory_of: str = ""
@@ -77,7 +77,12 @@ class Answer:
     def savings(self) -> Savings:
         """The bytes of a step, relative to fp32 throughout."""
         sizes = [(p.steps, p.estimates[self.checkpointing].peak) for p in self.phases]
-        return savings(sizes, self.reference.peak)
+        return savings(sizes, self.fp32_peak)
+
+    @property
+    def average(self) -> int:
+        """The average peak over the steps."""
+        return round(self.savings.average * self.fp32_peak)
 
     @property
     def element_savings(self) -> Savings:
@@ -104,15 +109,15 @@ class Answer:
         )
 
 
-def memory_of(hardware: Hardware) -> tuple[int, str] | None:
-    """The memory of a machine in bytes, and whose it is; None if that is not known."""
+def memory_of(hardware: Hardware) -> tuple[int | None, str]:
+    """The memory of a machine in bytes, None if it is not known, and whose it is."""
     if hardware.memory_gib:
         return round(hardware.memory_gib * 2**30), hardware.name or "this machine"
     if hardware.capability is None:
-        return None
+        return None, ""
     gpu = find_gpu(hardware.name) or gpu_of_capability(hardware.capability)
     if gpu is None:
-        return None
+        return None, ""
     capability = "{}.{}".format(*hardware.capability)
     stands = f"{gpu.name}, which stands for compute capability {capability}; others: --memory"
     return gpu.memory_gb * 10**9, stands
@@ -135,14 +140,13 @@ def as_json(answer: Answer) -> dict[str, Any]:
         }
         for phase in answer.phases
     ]
-    average = answer.savings.average * answer.reference.peak
     return {
         "asked": dict(answer.asked),
         "phases": phases,
         "peak": answer.peak(kind),
         "worst_phase": answer.worst.name,
-        "average": round(average),
-        "fp32_peak": answer.reference.peak,
+        "average": answer.average,
+        "fp32_peak": answer.fp32_peak,
         "relative_to_fp32": vars(answer.savings),
         "relative_to_fp32_by_element": vars(answer.element_savings),
         "recipes": {n: {"runs": r, "peak": p} for n, (r, p) in answer.recipes.items()},
@@ -160,22 +164,18 @@ Table = tuple[str, list[str], list[list[str]]]
 
 def tables(answer: Answer) -> list[Table]:
     """The answer's tables: the parts in the worst phase, the phases, the recipes."""
-    phase = answer.worst
-    unit = _unit(answer.peak("none"))
-    columns = [phase.estimates[kind] for kind in CHECKPOINTING]
-    rows = [
-        [name.replace("_", " "), *(unit(made.parts()[name]) for made in columns), what]
-        for name, what in PARTS.items()
-        if any(made.parts()[name] for made in columns)
-    ]
-    rows.append(["peak", *(unit(made.peak) for made in columns), "the most at one time"])
+    phase, kind, unit = answer.worst, answer.checkpointing, _unit(answer.peak("none"))
+    rows = []
+    for name, what in (PARTS | {"peak": "the most at one time"}).items():
+        sizes = [getattr(phase.estimates[kind], name) for kind in CHECKPOINTING]
+        if any(sizes):
+            rows.append([name.replace("_", " "), *map(unit, sizes), what])
     if answer.largest:
         fits = [str(answer.largest[kind]) for kind in CHECKPOINTING]
         rows.append(["largest batch", *fits, f"sequences per step in {gib(answer.memory or 0)}"])
     where = f"phase {phase.name}, " if len(answer.phases) > 1 else ""
     title = f"{where}{phase.plan.precision}: each rank, by activation checkpointing"
     made: list[Table] = [(title, ["part", *CHECKPOINTING, "what"], rows)]
-    kind = answer.checkpointing
     if len(answer.phases) > 1:
         each = [
             [p.name, str(p.steps), p.plan.precision, unit(p.estimates[kind].peak)]
@@ -193,10 +193,9 @@ def sentences(answer: Answer) -> list[str]:
     kind, lines = answer.checkpointing, []
     if len(answer.phases) > 1:
         whole, element = answer.savings, answer.element_savings
-        average = round(whole.average * answer.reference.peak)
         lines += [
-            f"Over the phases: {gib(average)} on average, {whole.average:.2f} of fp32 throughout; "
-            f"{gib(answer.peak(kind))} at the peak, {whole.peak:.2f} of it, in phase "
+            f"Over the phases: {gib(answer.average)} on average, {whole.average:.2f} of fp32 "
+            f"throughout; {gib(answer.peak(kind))} at the peak, {whole.peak:.2f} of it, in phase "
             f"{answer.worst.name}. The peak is what has to fit.",
             f"By the size of GEMMs' elements alone: {element.average:.2f} of fp32 on average, "
             f"{element.peak:.2f} at the peak.",
@@ -208,11 +207,6 @@ def sentences(answer: Answer) -> list[str]:
         if not answer.largest[kind]:
             lines.append(answer.remedy())
     return [*lines, NOT_COUNTED]
-
-
-def head(answer: Answer) -> str:
-    """The request, in one line."""
-    return ", ".join(f"{key} {value}" for key, value in answer.asked.items())
 
 
 def gib(size: int) -> str:

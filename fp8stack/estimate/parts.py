@@ -1,23 +1,32 @@
-"""A run's memory by its parts, and its peak: `estimate(setting) -> Estimate`, in bytes per rank."""
+"""A run's memory by its parts, and its peak: `estimate(setting) -> Estimate`, in bytes per rank.
+
+Nothing is allocated: sizes come from a trace of the model on tensors without memory, and from the
+shapes of its parameters.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fp8stack.backends.base import DTYPES
-from fp8stack.estimate.weights import (
-    OptimizerName,
-    Shapes,
-    float_bytes,
-    optimizer_bytes,
-    sharded,
-)
 from fp8stack.model import loss as losses
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
-from fp8stack.model.trace import Kept, trace
+from fp8stack.model.trace import Trace, trace
 from fp8stack.precision import Plan
+
+OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit", "adamwfp8"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+FLOAT = 4  # bytes of a float32
+STEP = 4  # an optimizer counts its steps in a float32 for each tensor
+
+# torchao's optimizers: a float32 scale per block, and in 8 bits a table of 256 values per moment.
+# Smaller tensors, and those that are no whole blocks, keep float32 moments.
+BLOCK, SMALLEST, TABLE = 256, 4096, 256
 
 PARTS = {
     "parameters": "float32 master weights, tied ones once, the vocabulary padded",
@@ -142,12 +151,8 @@ def estimate(of: Setting) -> Estimate:
     parameters = float_bytes(own)
     size = of.sequences, of.context
     seen = trace(config, plan, *size, save_fp8=of.save_fp8, gathers=of.shares_out)
-    names = [f"blocks.{place}" for place in range(len(seen.kinds))]
-    made = [(seen.kept[name], seen.given(name)) for name in names]
-    kept = [_kept(of, *one) for one in made]
-    blocks = sum((one * len(x) for one, x in zip(kept, seen.kinds, strict=True)), Kept())
-    again = max(_again(of, *one) for one in made)
-    first, loss = kept[0], seen.kept["loss"]
+    kinds = [_kind(of, seen, f"blocks.{place}") for place in range(len(seen.kinds))]
+    blocks = [kind for kind, indices in zip(kinds, seen.kinds, strict=True) for _ in indices]
     block = {name: shape for name, shape in own.items() if name.startswith("blocks.0.")}
     embedding = float_bytes({"": own["embedding.weight"]})
     return Estimate(
@@ -157,38 +162,37 @@ def estimate(of: Setting) -> Estimate:
         fp8_weights=0 if of.shares_out else seen.fp8_weights,
         buffers=_buffers(config, plan),
         gathered=_gathered(of, whole) if of.shares_out else 0,
-        weight_copies=blocks.weights + loss.weights,
-        activations=blocks.activations + seen.kept[""].activations,
-        loss=loss.activations,
+        weight_copies=sum(one.copies for one in blocks) + seen.copies["loss"],
+        activations=sum(one.activations for one in blocks) + seen.kept[""],
+        loss=seen.kept["loss"],
         gradients_stay=of.micro_batches > 1 or of.ranks > 1,
         head_gradient=embedding,  # of the same shape
         late_gradients=float_bytes(block) + (0 if config.tied else embedding),
-        first_block=first.activations + first.weights,
+        first_block=kinds[0].activations + kinds[0].copies,
         loss_workspace=_loss_workspace(of),
-        block_workspace=again + _block_workspace(of),
+        block_workspace=max(one.again for one in kinds) + _block_workspace(of),
     )
 
 
-def _kept(of: Setting, kept: Kept, given: int) -> Kept:
-    """The bytes that a block saves: with checkpointing its input, and with "selective" also the
+class _Saved(NamedTuple):
+    """The bytes that a block saves, of activations and of copies of weights, and those beyond them
+    that its backward pass computes again."""
+
+    activations: int
+    copies: int = 0
+    again: int = 0
+
+
+def _kind(of: Setting, seen: Trace, block: str) -> _Saved:
+    """What a traced block saves: with checkpointing its input, and with "selective" also the
     outputs of its GEMMs and attention."""
+    kept, copies = seen.kept[block], seen.copies[block]
     if of.checkpointing == "none":
-        return kept
-    residual = _residual_bytes(of)
-    return Kept(residual + (given if of.checkpointing == "selective" else 0))
-
-
-def _residual_bytes(of: Setting) -> int:
+        return _Saved(kept, copies)
     item = DTYPES[of.plan.recipe.residual].itemsize
-    return item * of.sequences * of.context * of.config.width
-
-
-def _again(of: Setting, kept: Kept, given: int) -> int:
-    """The bytes that a block recomputes with checkpointing, beyond those saved."""
-    if of.checkpointing == "none":
-        return 0
-    made = kept.activations + kept.weights
-    return max(made - (given if of.checkpointing == "selective" else 0), 0)
+    residual = item * of.sequences * of.context * of.config.width
+    given = seen.given(block) if of.checkpointing == "selective" else 0
+    return _Saved(residual + given, again=max(kept + copies - given, 0))
 
 
 def _loss_workspace(of: Setting) -> int:
@@ -252,3 +256,40 @@ def _gathered(of: Setting, shapes: Shapes) -> int:
         if low and layer.name.startswith("blocks.0.") and layer.out_features % of.ranks == 0:
             as_bytes += 3 * layer.in_features * layer.out_features
     return float_bytes(root) + 2 * (float_bytes(first) - as_bytes) + float_bytes(first)
+
+
+# Parameters and optimizer state
+
+
+def sharded(shapes: Shapes, ranks: int) -> Shapes:
+    """The shapes of FSDP2's largest shards: rows are divided by the ranks, rounded up."""
+    return {name: (-(-first // ranks), *rest) for name, (first, *rest) in shapes.items()}
+
+
+def float_bytes(shapes: Shapes) -> int:
+    """The bytes of float32 tensors of these shapes."""
+    return FLOAT * sum(map(math.prod, shapes.values()))
+
+
+def optimizer_bytes(shapes: Shapes, optimizer: OptimizerName, momentum: float = 0.9) -> int:
+    """The bytes of an optimizer's state after a step, for parameters of these shapes.
+
+    AdamW (fused) has two float32 moments and a step count for each tensor; SGD one float32 buffer,
+    or nothing if `momentum` is 0. The others handle the matrices of the blocks and leave the rest
+    to AdamW: Muon has one float32 buffer, torchao's AdamW two moments of a byte per value, with
+    their scales.
+    """
+    if optimizer == "sgd":
+        return float_bytes(shapes) if momentum else 0
+    return sum(_state_of(name, shape, optimizer) for name, shape in shapes.items())
+
+
+def _state_of(name: str, shape: tuple[int, ...], optimizer: OptimizerName) -> int:
+    count = math.prod(shape)
+    inner = name.startswith("blocks.") and len(shape) == 2
+    if inner and optimizer == "muon":
+        return FLOAT * count
+    if inner and optimizer != "adamw" and count >= SMALLEST and count % BLOCK == 0:
+        table = FLOAT * TABLE if optimizer == "adamw8bit" else 0
+        return 2 * (count + FLOAT * count // BLOCK + table) + STEP
+    return 2 * FLOAT * count + STEP

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,30 +38,6 @@ from fp8stack.model.config import GPTConfig
 from fp8stack.precision import Plan
 
 Rate = Literal["half", "fp8", "fp4", "attention"]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Bytes saved for the backward pass: `activations` grow with the rows, `weights` are copies of
-    weights for the GEMMs of one micro-batch."""
-
-    activations: int = 0
-    weights: int = 0
-
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(self.activations + other.activations, self.weights + other.weights)
-
-    def __mul__(self, times: int) -> Kept:
-        return Kept(times * self.activations, times * self.weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A tensor: an input of the pass or an operator's output. `lasts`: whether it is a gradient
-    that the optimizer reads."""
-
-    bytes: int
-    lasts: bool = False
 
 
 class Part(NamedTuple):
@@ -131,22 +107,27 @@ class Trace:
     Attributes:
         kinds: the indices of the planned blocks that each traced block stands for.
         operators: in order.
-        values: what they read and write, by number.
-        kept: what each part saves for the backward pass: a block, "loss" (with the head), or ""
-            for the rest.
+        values: the bytes of what they read and write, inputs of the pass and outputs of operators,
+            by number.
+        lasting: the numbers of the gradients that the optimizer reads.
+        kept: the bytes of activations that each part saves for the backward pass: a block, "loss"
+            (with the head), or "" for the rest.
+        copies: likewise of copies of weights, for the GEMMs of one micro-batch.
         fp8_weights: the bytes of cached FP8 weights of all layers.
     """
 
     kinds: list[list[int]]
     operators: list[Operator]
-    values: list[Value]
-    kept: dict[str, Kept]
+    values: list[int]
+    lasting: set[int]
+    kept: Counter[str]
+    copies: Counter[str]
     fp8_weights: int
 
     def given(self, part: str) -> int:
         """The bytes of a part's outputs of GEMMs and attention, which "selective" also saves."""
         own = (one for one in self.operators if one.is_given and _part_of(one.path) == part)
-        return sum(self.values[number].bytes for one in own for number in one.writes)
+        return sum(self.values[number] for one in own for number in one.writes)
 
     def all_steps(self) -> Iterator[Step]:
         """Yield the steps of the whole model's forward pass in order."""
@@ -247,8 +228,8 @@ def _traced(
             made = tracer.trace([list(kind) for kind in kinds])
             if backward:
                 loss.backward()
-        for parameter in model.parameters():
-            tracer.keep(parameter.grad)
+        for gradient in (parameter.grad for parameter in model.parameters()):
+            made.lasting.update(() if gradient is None else tracer.read(gradient))
     return made
 
 
@@ -281,7 +262,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: gpt.GPT, plan: Plan, *, composed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
-        self.values: list[Value] = []
+        self.values: list[int] = []
         self._model, self._plan, self._composed = model, plan, composed
         self._paths: dict[nn.Module, str] = {part: path for path, part in model.named_modules()}
         self._inside: list[tuple[nn.Module, int]] = [(model, 0)]
@@ -298,7 +279,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Names of tensors, to name casts by; results inherit them.
         self._labels: dict[tuple[int, int], str] = {}
         self._packed: list[weakref.ref[_Packed]] = []
-        self._kept = defaultdict[str, Kept](Kept)
+        self._kept = Counter[str]()
         if plan.backend == "te":
             backend: Any = model.backend
             backend.norm_linear = lambda x, norm, linear: linear(self._norm(x, norm, linear))
@@ -317,11 +298,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with saves, self:
                 yield
 
-    def keep(self, gradient: Tensor | None) -> None:
-        """Mark a gradient as one that lasts."""
-        for number in () if gradient is None else self._read(gradient):
-            self.values[number] = replace(self.values[number], lasts=True)
-
     def trace(self, kinds: list[list[int]]) -> Trace:
         """The trace, to be taken while the loss is alive; later operators are added to it."""
         counts = {f"blocks.{at}": len(indices) for at, indices in enumerate(kinds)}
@@ -336,15 +312,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memories = {_storage(x): x.untyped_storage().nbytes() for x in tensors}
                 fp8_weights += sum(memories.values()) * counts.get(_part_of(path), 1)
                 known.update(memories)
-        kept = self._kept
+        kept, copies = self._kept, Counter[str]()
         for one in filter(None, (reference() for reference in self._packed)):
             storage, size = _storage(one.tensor), one.tensor.untyped_storage().nbytes()
             if storage not in known:
                 known.add(storage)
-                copies = self._made_of.get(storage) == "weights"
-                kept[one.part] += Kept(0, size) if copies else Kept(size)
-        record: Any = {"operators": self.operators, "values": self.values}
-        return Trace(kinds=kinds, kept=kept, fp8_weights=fp8_weights, **record)
+                sizes = copies if self._made_of.get(storage) == "weights" else kept
+                sizes[one.part] += size
+        return Trace(
+            kinds=kinds,
+            operators=self.operators,
+            values=self.values,
+            lasting=set(),
+            kept=kept,
+            copies=copies,
+            fp8_weights=fp8_weights,
+        )
 
     # Modules
 
@@ -376,7 +359,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             y = run(q, k, v, **options)
         if "attention" in self._by_te:  # two copies in MXFP8, the output, and statistics
             values = sum(x.numel() for x in (q, k, v))
-            self._kept[self._part] += Kept(2 * values * 33 // 32 + y.nbytes + 4 * q[..., 0].numel())
+            self._kept[self._part] += 2 * values * 33 // 32 + y.nbytes + 4 * q[..., 0].numel()
         self._labels[_place(y)] = "output"
         return y
 
@@ -390,7 +373,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Not what torch's norm saves, but the rounded input and float32 statistics.
         statistics = 2 if isinstance(norm, nn.LayerNorm) else 1
         size = x.numel() * self._model.backend.compute_dtype.itemsize + 4 * statistics * rows
-        self._kept[self._part] += Kept(size)
+        self._kept[self._part] += size
         with patch.object(self, "_one", "fused norm"):
             y = norm(x)
         return y
@@ -423,11 +406,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func._schema.name)
         if func.is_view or not outputs:
             return out
-        if name.rpartition(":")[2].startswith(_MADE) or not any(map(self._read, inputs)):
+        if name.rpartition(":")[2].startswith(_MADE) or not any(map(self.read, inputs)):
             self._values_of |= {_storage(x): () for x in outputs}  # constants
         elif self._moves(name, inputs, outputs[0]):
             given = inputs[1:] if name == "aten::copy_" else inputs
-            found = [number for x in given for number in self._read(x)]
+            found = [number for x in given for number in self.read(x)]
             self._values_of[_storage(outputs[0])] = tuple(dict.fromkeys(found))
         else:
             saves = policy(_NO_CONTEXT, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
@@ -442,7 +425,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether an operator only moves its inputs. Copies of FP8 count as operators: GEMMs need
         two layouts."""
         if name == "aten::add":  # to an embedding's gradient
-            return any(number in self._rows for x in inputs for number in self._read(x))
+            return any(number in self._rows for x in inputs for number in self.read(x))
         if name == "aten::copy_":
             return len(inputs) == 2 and output.nbytes == output.untyped_storage().nbytes()
         return name in _MOVES and output.itemsize > 1
@@ -466,10 +449,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "embedding" in name:  # only some rows of the table or its gradient
             size = min(x.nbytes for x in (*inputs, *outputs))
             reads = [] if node is None else reads
-            reads.append(Part(self._new(Value(bytes=size)), 0, size))
+            reads.append(Part(self._new(size), 0, size))
         writes = tuple(self._given(x) for x in outputs)
         if name == "aten::embedding_dense_backward":
-            self.values[writes[0]] = Value(bytes=inputs[0].nbytes)
+            self.values[writes[0]] = inputs[0].nbytes
             self._rows.update(writes)
         many = any(x.numel() > 1 for x in inputs)
         return Operator(
@@ -524,13 +507,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _parts(self, x: Tensor) -> list[Part]:
         """The parts of values that a tensor consists of."""
-        numbers = self._read(x)
+        numbers = self.read(x)
         if len(numbers) == 1:
-            size = min(x.nbytes, self.values[numbers[0]].bytes)
+            size = min(x.nbytes, self.values[numbers[0]])
             return [Part(numbers[0], int(x.storage_offset()), size)]
-        return [Part(number, 0, self.values[number].bytes) for number in numbers]
+        return [Part(number, 0, self.values[number]) for number in numbers]
 
-    def _read(self, x: Tensor) -> tuple[int, ...]:
+    def read(self, x: Tensor) -> tuple[int, ...]:
+        """The numbers of the values that a tensor consists of."""
         place = _storage(x)
         if place not in self._values_of:  # an input of the pass
             self._alive.append(x.untyped_storage())
@@ -538,12 +522,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._values_of[place]
 
     def _given(self, x: Tensor) -> int:
-        number = self._new(Value(bytes=x.untyped_storage().nbytes()))
+        number = self._new(x.untyped_storage().nbytes())
         self._values_of[_storage(x)] = (number,)
         return number
 
-    def _new(self, value: Value) -> int:
-        self.values.append(value)
+    def _new(self, size: int) -> int:
+        self.values.append(size)
         return len(self.values) - 1
 
 

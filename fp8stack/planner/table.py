@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8stack.formats import FORMATS
 from fp8stack.model.config import GPTConfig
-from fp8stack.planner.casts import GRADIENT, Cast, casts_of
-from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, Operation, operations_of
+from fp8stack.planner.operations import (
+    GRADIENT,
+    IN_COMPUTE_DTYPE,
+    IN_FP32,
+    Cast,
+    Operation,
+    casts_of,
+    operations_of,
+)
 from fp8stack.planner.sizes import size_notes
 from fp8stack.precision import Plan
 from fp8stack.tables import aligned
@@ -34,12 +42,14 @@ class PrecisionTable:
     accumulate: int
     notes: tuple[str, ...]
 
-    def count(self, *, to_fp8: bool, per: str) -> int:
-        """How many tensors are cast, to FP8 or between other dtypes, `per` "micro-batch" or
-        "step": in a step all its micro-batches."""
-        found = [cast for cast in self.casts if cast.to_fp8 == to_fp8]
-        each = sum(cast.per == "micro-batch" for cast in found)
-        return each if per == "micro-batch" else each * self.accumulate + len(found) - each
+    def counts(self, per: Literal["micro-batch", "step"]) -> dict[str, int]:
+        """How many tensors are cast, "to_fp8" and between "other" dtypes; per step in all its
+        micro-batches."""
+        found = {"to_fp8": 0, "other": 0}
+        for cast in self.casts:
+            times = self.accumulate if per == "step" and cast.per == "micro-batch" else 1
+            found["to_fp8" if cast.to_fp8 else "other"] += times * (per in ("step", cast.per))
+        return found
 
 
 def make_table(
@@ -66,20 +76,16 @@ def make_table(
         activation_checkpointing: of the run.
     """
     notes = size_notes(config, plan)
-    again = {
-        "block": "activation checkpointing runs the blocks' forward operations and casts once more",
-        "selective": "activation checkpointing runs the blocks' forward operations and casts once "
-        "more, GEMMs and attention left out",
-    }
     if activation_checkpointing != "none":
-        notes.append(again[activation_checkpointing])
+        but = ", GEMMs and attention left out" if activation_checkpointing == "selective" else ""
+        again = "runs the blocks' forward operations and casts once more"
+        notes.append(f"activation checkpointing {again}{but}")
+    run: Any = {"optimizer": optimizer, "grad_compression": grad_compression}
     return PrecisionTable(
         model=model,
         machine=machine,
         plan=plan,
-        operations=tuple(
-            operations_of(config, plan, optimizer=optimizer, grad_compression=grad_compression)
-        ),
+        operations=tuple(operations_of(config, plan, **run)),
         casts=tuple(casts_of(config, plan)),
         accumulate=accumulate,
         notes=tuple(notes),
@@ -95,14 +101,8 @@ def as_json(table: PrecisionTable) -> dict[str, Any]:
         "operations": [asdict(one) for one in table.operations],
         "casts": [asdict(one) for one in table.casts],
         "accumulate": table.accumulate,
-        "casts_per_micro_batch": {
-            "to_fp8": table.count(to_fp8=True, per="micro-batch"),
-            "other": table.count(to_fp8=False, per="micro-batch"),
-        },
-        "casts_per_step": {
-            "to_fp8": table.count(to_fp8=True, per="step"),
-            "other": table.count(to_fp8=False, per="step"),
-        },
+        "casts_per_micro_batch": table.counts("micro-batch"),
+        "casts_per_step": table.counts("step"),
         "in_compute_dtype": IN_COMPUTE_DTYPE,
         "in_fp32": IN_FP32,
         "notes": list(table.notes),
@@ -118,8 +118,8 @@ def as_lines(table: PrecisionTable) -> list[str]:
     return lines + [f"note: {note}" for note in table.notes]
 
 
-def _counts(table: PrecisionTable, per: str) -> str:
-    fp8, other = (table.count(to_fp8=to_fp8, per=per) for to_fp8 in (True, False))
+def _counts(table: PrecisionTable, per: Literal["micro-batch", "step"]) -> str:
+    fp8, other = table.counts(per).values()
     what = "micro-batch"
     if per == "step":
         plural = "es" if table.accumulate > 1 else ""
@@ -132,24 +132,15 @@ def _counts(table: PrecisionTable, per: str) -> str:
     return f"casts per {what}: {fp8} tensors to {low}, {other} between other dtypes"
 
 
-def _star(path: str) -> str:
-    return _BLOCK.sub("blocks.*", path)
-
-
 def _where(casts: Sequence[Cast]) -> list[str]:
     """The casts of each layer in a line; layers of several blocks that are alike share one."""
     layers: dict[str, list[Cast]] = {}
     for cast in casts:
         layers.setdefault(cast.path, []).append(cast)
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[tuple[str, str], list[int]] = {}
     for path, found in layers.items():
-        alike.setdefault((_star(path), "; ".join(_phrases(found))), []).append(path)
-    lines = []
-    for (path, line), paths in alike.items():
-        indices = [int(match[1]) for one in paths if (match := _BLOCK.match(one))]
-        path = path.replace("*", _ranges(indices))
-        lines.append(f"  {path}: {line}")
-    return lines
+        alike.setdefault((_star(path), "; ".join(_phrases(found))), []).append(_block(path))
+    return [f"  {_unstar(path, blocks)}: {line}" for (path, line), blocks in alike.items()]
 
 
 def _phrases(casts: Sequence[Cast]) -> list[str]:
@@ -176,47 +167,41 @@ def rows_of(operations: Sequence[Operation]) -> list[tuple[str, ...]]:
         else:
             merged.append(one)
     return [
-        (
-            one.path or "model",
-            one.name,
-            " x ".join(one.operands),
-            one.adds_in,
-            one.output,
-            one.why,
-        )
+        (one.path or "model", one.name, " x ".join(one.operands), one.adds_in, one.output, one.why)
         for one in merged
     ]
 
 
 def _grouped(operations: Sequence[Operation]) -> list[Operation]:
     """Blocks whose operations are the same are shown in the first one's place, once."""
-    blocks: dict[int, list[Operation]] = {}
-    for one in operations:
-        if found := _BLOCK.match(one.path):
-            blocks.setdefault(int(found[1]), []).append(replace(one, path=_star(one.path)))
-    kinds: dict[tuple[Operation, ...], list[int]] = {}
-    for index, parts in blocks.items():
-        kinds.setdefault(tuple(parts), []).append(index)
-    names = {indices[0]: f"blocks.{_ranges(indices)}" for indices in kinds.values()}
-    shown = []
-    for one in operations:
-        found = _BLOCK.match(one.path)
-        if found is None:
-            shown.append(one)
-        elif int(found[1]) in names:
-            shown.append(replace(one, path=_BLOCK.sub(names[int(found[1])], one.path)))
-    return shown
+    alike: dict[tuple[Operation, ...], list[int]] = {}
+    for block, found in groupby(operations, key=lambda one: _block(one.path)):
+        starred = tuple(replace(one, path=_star(one.path)) for one in found)
+        alike.setdefault(starred, []).append(block)
+    groups = alike.items()
+    return [replace(x, path=_unstar(x.path, blocks)) for group, blocks in groups for x in group]
 
 
-def _ranges(indices: Sequence[int]) -> str:
-    """`0-3,5` of 0, 1, 2, 3 and 5."""
+def _block(path: str) -> int:
+    """The index of the block that a module is in; -1 if it is in none."""
+    found = _BLOCK.match(path)
+    return int(found[1]) if found else -1
+
+
+def _star(path: str) -> str:
+    """`blocks.*.mlp` of the MLP of any block."""
+    return _BLOCK.sub("blocks.*", path)
+
+
+def _unstar(path: str, blocks: Sequence[int]) -> str:
+    """`blocks.0-3,5.mlp` of `blocks.*.mlp` and the blocks 0, 1, 2, 3 and 5."""
     runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
+    for block in blocks:
+        if runs and block == runs[-1][-1] + 1:
+            runs[-1][1:] = [block]
         else:
-            runs.append([index])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+            runs.append([block])
+    return path.replace("*", ",".join("-".join(map(str, run)) for run in runs))
 
 
 def text_rows(table: PrecisionTable) -> list[str]:

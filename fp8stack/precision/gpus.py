@@ -34,9 +34,8 @@ class Gpu:
     def peak(self, units: str) -> tuple[float | None, str]:
         """The peak rate of GEMMs on operands of a dtype ("fp32", "tf32", "bf16", "fp16") or a width
         ("fp8", "fp4"), None without units for them, and the name of that rate."""
-        rates = {"fp32": self.fp32_tflops, "tf32": self.tf32_tflops}
-        rates |= {"fp8": self.fp8_tflops, "fp4": self.fp4_tflops}
-        return (rates[units], units) if units in rates else (self.half_tflops, "half")
+        name = units if units in ("fp32", "tf32", "fp8", "fp4") else "half"
+        return getattr(self, f"{name}_tflops"), name
 
 
 _ADA = "NVIDIA Ada GPU architecture white paper"

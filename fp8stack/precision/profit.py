@@ -16,20 +16,6 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """Which share of its peak rates a GPU is assumed to reach.
-
-    The default is our estimate for an H200: GEMMs at 700 (bf16) and 1300 TFLOP/s (FP8), attention
-    at 400, 4.1 TB/s; FP4 is to reach FP8's share. No measurement of this project stands behind it.
-    """
-
-    half: float = 700 / 989
-    fp8: float = 1300 / 1979
-    attention: float = 400 / 989
-    memory: float = 4.1 / 4.8
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rates:
     """What a GPU is assumed to do per second: operations in GEMMs and in attention, and bytes."""
 
@@ -40,17 +26,21 @@ class Rates:
     memory: float
 
 
-def achievable(gpu: Gpu, efficiency: Efficiency) -> Rates:
+def achievable(gpu: Gpu) -> Rates:
     """The rates that `gpu` is assumed to reach; without FP8 or FP4 units those GEMMs run at the
-    rate of more bits."""
-    half = gpu.half_tflops * 1e12 * efficiency.half
-    fp8 = gpu.fp8_tflops * 1e12 * efficiency.fp8 if gpu.fp8_tflops else half
+    rate of more bits.
+
+    Of each peak it is the share that we estimate for an H200: GEMMs at 700 (bf16) and 1300 TFLOP/s
+    (FP8), attention at 400, 4.1 TB/s; FP4 is to reach FP8's share.
+    """
+    half = gpu.half_tflops * 1e12 * (700 / 989)
+    fp8 = gpu.fp8_tflops * 1e12 * (1300 / 1979) if gpu.fp8_tflops else half
     return Rates(
         half=half,
         fp8=fp8,
-        fp4=gpu.fp4_tflops * 1e12 * efficiency.fp8 if gpu.fp4_tflops else fp8,
-        attention=gpu.half_tflops * 1e12 * efficiency.attention,
-        memory=gpu.memory_tb_per_s * 1e12 * efficiency.memory,
+        fp4=gpu.fp4_tflops * 1e12 * (1300 / 1979) if gpu.fp4_tflops else fp8,
+        attention=gpu.half_tflops * 1e12 * (400 / 989),
+        memory=gpu.memory_tb_per_s * 1e12 * (4.1 / 4.8),
     )
 
 
@@ -85,7 +75,7 @@ def least_ratio(gpu: Gpu, quantizers: Quantizers) -> float:
     They save 6 M K N (1 / bf16 rate - 1 / FP8 rate), the casts move c M (K + N) bytes. In NVFP4,
     FP4's rate stands for FP8's.
     """
-    rates = achievable(gpu, Efficiency())
+    rates = achievable(gpu)
     saved = 6 * (1 / rates.half - 1 / (rates.fp4 if quantizers.bits == 4 else rates.fp8))
     moved = (cast_bytes(quantizers, "input") + cast_bytes(quantizers, "grad_output")) / 2
     return moved / rates.memory / saved
@@ -107,7 +97,7 @@ def doubt(
     ratio, least = inputs * outputs / (inputs + outputs), least_ratio(gpu, quantizers)
     if ratio < least:
         return f"{what} on {gpu.name}: K N / (K + N) = {ratio:.0f}, below {least:.0f}"
-    least = LEAST_GEMM_S * achievable(gpu, Efficiency()).half / 2
+    least = LEAST_GEMM_S * achievable(gpu).half / 2
     if (work := rows * inputs * outputs) < least:
         return f"{what} on {gpu.name}: M K N = {work:.2g}, below {least:.2g}"
     return ""

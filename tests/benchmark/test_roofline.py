@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from fp8stack.benchmark import roofline
 from fp8stack.benchmark.roofline import PARTS, Prediction, Work, ideal_work, predict
 from fp8stack.benchmark.step import FP8
 from fp8stack.model.config import GPTConfig, load_config, padded_vocabulary
-from fp8stack.model.trace import Operator, Part, Value, trace
-from fp8stack.precision import Hardware, Plan, assumed, load_recipe, resolve
+from fp8stack.model.trace import Operator, Part, Trace, trace
+from fp8stack.precision import Hardware, Plan, assumed, hardware, load_recipe, resolve
 from fp8stack.precision.gpus import GPUS, find_gpu, gpu_named
-from fp8stack.precision.profit import Efficiency, Rates, achievable, cast_bytes
+from fp8stack.precision.profit import Rates, achievable, cast_bytes
 from fp8stack.presets import names
 from tests.conftest import refusal
 
@@ -227,7 +228,7 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
     made = resolve(chosen, HOPPER).for_layers(WIDE.linear_shapes())
     got = predict(WIDE, made, H200, batch=2, context=64, rates=BYTES).parts_ms
     whole = trace(WIDE, made, 2, 64, blocks=(0, 1, 2, 3), backward=True)
-    every = list(ideal_work(whole.operators, whole.values))
+    every = list(ideal_work(whole))
     for part in ("GEMMs", "attention", "norms, elementwise", "head and loss"):
         found = sum(one.moved for one in every if one.part == part)
         assert 1000 * found == pytest.approx(got[part], rel=1e-4)
@@ -236,7 +237,7 @@ def test_blocks_of_several_kinds_are_counted_one_by_one():
 # The rule
 
 
-def traced(*operators: dict) -> tuple[list[Operator], list[Value]]:
+def traced(*operators: dict) -> Trace:
     """Operators of values of 100 bytes each; `reads` is their numbers."""
     made, count = [], 0
     for one in operators:
@@ -245,11 +246,13 @@ def traced(*operators: dict) -> tuple[list[Operator], list[Value]]:
             Operator(**({"name": "", "path": "", "backward": False} | one | {"reads": reads}))
         )
         count = max(count, *one["reads"], *one["writes"])
-    return made, [Value(bytes=100)] * (count + 1)
+    none: dict[str, Any] = {"kinds": [], "lasting": set(), "fp8_weights": 0}
+    none |= {"kept": Counter(), "copies": Counter()}
+    return Trace(operators=made, values=[100] * (count + 1), **none)
 
 
 def moved(*operators: dict) -> int:
-    return sum(work.moved for work in ideal_work(*traced(*operators)))
+    return sum(work.moved for work in ideal_work(traced(*operators)))
 
 
 def test_what_one_kernel_can_do_is_one_kernel():
@@ -295,7 +298,7 @@ def test_a_head_that_stays_in_bf16_takes_as_long_as_before():
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
 def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_free_casts_cost_nothing(recipe):
-    rates = achievable(H200, Efficiency())
+    rates = achievable(H200)
     before = at(rates, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
     slower = dataclasses.replace(rates, memory=rates.memory / 2)
     after = at(slower, "gpt2-1.5b", recipe, batch=32, context=1024).parts_ms
@@ -309,7 +312,7 @@ def test_half_the_bandwidth_doubles_what_is_bound_by_memory_and_free_casts_cost_
 
 
 def test_parts_add_up_and_rates_follow_from_the_step():
-    got = at(achievable(H200, Efficiency()), recipe="delayed", batch=8, context=1024)
+    got = at(achievable(H200), recipe="delayed", batch=8, context=1024)
     assert tuple(got.parts_ms) == PARTS
     assert got.step_ms == pytest.approx(sum(got.parts_ms.values()))
     assert got.tokens_per_s == pytest.approx(8 * 1024 / got.step_ms * 1000)
@@ -323,12 +326,12 @@ def test_parts_add_up_and_rates_follow_from_the_step():
 
 
 def test_the_default_rates_are_the_named_shares_of_the_data_sheets_peaks():
-    rates = achievable(H200, Efficiency())
+    rates = achievable(H200)
     found = (rates.half, rates.fp8, rates.attention, rates.memory)
     assert found == pytest.approx((700e12, 1300e12, 400e12, 4.1e12))
-    a100 = achievable(gpu_named("A100"), Efficiency())
+    a100 = achievable(gpu_named("A100"))
     assert a100.fp8 == a100.half
-    b200 = achievable(gpu_named("B200"), Efficiency())
+    b200 = achievable(gpu_named("B200"))
     assert (b200.fp4, rates.fp4) == (2 * b200.fp8, rates.fp8)
 
 
@@ -396,9 +399,9 @@ def test_a_gpu_is_chosen_by_name_or_capability(capability, gpu, name):
 
 def test_this_machines_gpu_is_the_default_and_where_there_is_none_one_has_to_be_named(monkeypatch):
     here = Hardware("cuda", (8, 9), name="NVIDIA L4")
-    monkeypatch.setattr(roofline, "probe", lambda: here)
+    monkeypatch.setattr(hardware, "probe", lambda device: here)
     assert roofline.choose_gpu(None, None) == (gpu_named("L4"), here)
-    monkeypatch.setattr(roofline, "probe", lambda: Hardware("cpu", name="Xeon"))
+    monkeypatch.setattr(hardware, "probe", lambda device: Hardware("cpu", name="Xeon"))
     assert "--gpu H200" in refusal(roofline.choose_gpu, None, None)
 
 
@@ -501,7 +504,7 @@ def test_a_gpu_without_bf16_is_predicted_in_fp16():
 
 
 def test_measured_steps_stand_beside_the_predicted_ones(results):
-    made = table(measured=(roofline.read_results(results), str(results)))
+    made = table(results=results)
     lines = roofline.as_lines(made)
     assert cells(lines[3])[-2:] == ["measured ms", "measured vs bf16"]
     rows = {cells(line)[0]: cells(line)[-2:] for line in lines[5:9]}
@@ -511,7 +514,7 @@ def test_measured_steps_stand_beside_the_predicted_ones(results):
     assert lines[-1] == f"measured: {results}, at the batch and context given there"
     data = {row["precision"]: row for row in roofline.as_json(made)["predictions"]}
     assert (data["delayed"]["measured_ms"], data["block"]["measured_ms"]) == (120.0, None)
-    other = table(model="llama-1b", measured=(roofline.read_results(results), str(results)))
+    other = table(model="llama-1b", results=results)
     assert "measured ms" not in roofline.as_lines(other)[3]
     assert other.measured_in == ""
 
@@ -525,7 +528,7 @@ def test_measured_steps_stand_beside_the_predicted_ones(results):
 def test_a_file_without_results_is_refused_with_what_it_should_hold(tmp_path, content):
     path = tmp_path / "step.json"
     path.write_text(content)
-    said = refusal(roofline.read_results, path)
+    said = refusal(roofline.measured_steps, path, "a")
     assert "median_ms" in said
     assert str(path) in said
 

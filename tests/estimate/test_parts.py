@@ -11,20 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fp8stack
+from bench.cost.activations import Live, kept_bytes
 from fp8stack.backends import build_backend
 from fp8stack.config import RunConfig
-from fp8stack.estimate import Setting, estimate, largest_batch, optimizer_bytes, savings
 from fp8stack.estimate.answer import PhaseEstimate
+from fp8stack.estimate.parts import Setting, estimate, optimizer_bytes
+from fp8stack.estimate.savings import largest_batch, savings
 from fp8stack.model.config import GPTConfig, load_config, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.ops.activations import ACTIVATIONS
 from fp8stack.optim.optimizer import build_optimizer
-from fp8stack.planner import casts_of, operations_of
+from fp8stack.planner.operations import casts_of, operations_of
 from fp8stack.precision import Hardware, assumed, load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,39 +77,15 @@ def loss_of(model: GPT, setting: Setting) -> Tensor:
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
-class Live(TorchDispatchMode):
-    """The bytes of storages that operators made and that still live; the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def now(self) -> int:
-        self.held = {key: one for key, one in self.held.items() if not one[0].expired()}
-        return sum(size for _, size in self.held.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id_of(tensor) not in given:
-                storage = tensor.untyped_storage()
-                self.held[id_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now())
-        return out
+def saved_bytes(model: GPT, setting: Setting) -> int:
+    """What lives after a forward pass and did not before, but for the loss; and the tokens."""
+    shape = setting.sequences, setting.context + 1
+    tokens = torch.randint(model.config.vocabulary, shape)
+    return kept_bytes(model, tokens) + tokens.nbytes
 
 
 def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def saved_bytes(model: GPT, setting: Setting) -> int:
-    """What lives after a forward pass and did not before, but for the loss."""
-    loss_of(model, setting).backward()  # RoPE's tables and kept weights are made in the first pass
-    with Live() as live:
-        loss = loss_of(model, setting)
-        return live.now() - loss.nbytes
 
 
 # Every run in the shape with the most kinds of layers; the other shapes in a few.

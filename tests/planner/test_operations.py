@@ -20,8 +20,7 @@ from fp8stack.backends.base import DTYPES
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.model.trace import Step, Tracer, steps_of
-from fp8stack.planner import Operation, casts_of, operations_of
-from fp8stack.planner.operations import trace_of
+from fp8stack.planner.operations import Operation, casts_of, operations_of, trace_of
 from fp8stack.precision import Hardware, Plan, load_recipe
 from tests.support.dtype_recorder import Recorder
 from tests.support.small_loop import SmallLoop

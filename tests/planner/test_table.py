@@ -9,11 +9,10 @@ from typing import Any, get_args
 
 import pytest
 
-from fp8stack import planner
 from fp8stack.config import RunConfig
 from fp8stack.model.config import GPTConfig, load_config, plan_for
-from fp8stack.planner import IN_COMPUTE_DTYPE, IN_FP32, as_lines, make_table, text_rows
-from fp8stack.planner.operations import OPTIMIZERS, operations_of
+from fp8stack.planner.operations import IN_COMPUTE_DTYPE, IN_FP32, OPTIMIZERS, operations_of
+from fp8stack.planner.table import WIDE, as_lines, make_table, rich_table, text_rows
 from fp8stack.precision import Hardware, assumed, load_recipe, resolve
 from tests.conftest import refusal
 
@@ -135,11 +134,11 @@ def test_blocks_that_are_alike_are_shown_once():
 def test_the_counts_of_a_step_are_those_of_its_micro_batches_and_of_weights_once():
     made = table("delayed", backend="torch", accumulate=4)
     linears = 4 * 4
-    assert made.count(to_fp8=True, per="micro-batch") == 2 * linears
-    assert made.count(to_fp8=True, per="step") == 4 * 2 * linears + linears
+    assert made.counts("micro-batch")["to_fp8"] == 2 * linears
+    assert made.counts("step")["to_fp8"] == 4 * 2 * linears + linears
     emulated = table("delayed", Hardware("cpu"), accumulate=4)
-    assert emulated.count(to_fp8=True, per="step") == 4 * 3 * linears
-    assert emulated.count(to_fp8=False, per="step") == 0
+    assert emulated.counts("step")["to_fp8"] == 4 * 3 * linears
+    assert emulated.counts("step")["other"] == 0
     assert as_lines(emulated)[0] == (
         "casts per micro-batch: 48 tensors to FP8, 0 between other dtypes"
     )
@@ -247,7 +246,7 @@ def test_the_json_has_every_layer(command, capsys):
     paths = {one["path"] for one in found["operations"] if one["name"] == "fprop"}
     assert paths == set(load_config("gpt2-124m").linear_shapes())
     assert {cast["per"] for cast in found["casts"]} == {"micro-batch", "step"}
-    assert found["in_fp32"] == planner.IN_FP32
+    assert found["in_fp32"] == IN_FP32
     each = [cast for cast in found["casts"] if cast["target"] in ("e4m3", "e5m2")]
     assert found["casts_per_step"]["to_fp8"] == len(each)
 
@@ -320,4 +319,4 @@ def test_bad_input_is_one_line_and_exit_code_2(refused, arguments, message):
 
 def test_the_table_of_a_terminal_has_the_same_rows():
     made = table("delayed")
-    assert planner.rich_table(made, planner.WIDE).row_count == len(text_rows(made)) - 1
+    assert rich_table(made, WIDE).row_count == len(text_rows(made)) - 1

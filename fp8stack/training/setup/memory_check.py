@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from fp8stack.config import RunConfig
 from fp8stack.errors import UserError
-from fp8stack.estimate import Estimate, Setting, estimate, largest_batch
+from fp8stack.estimate.parts import Estimate, Setting, estimate
+from fp8stack.estimate.savings import largest_batch
 from fp8stack.model.config import GPTConfig
 from fp8stack.model.gpt import Recompute
 from fp8stack.model.loss import chunk_rows
