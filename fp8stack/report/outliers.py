@@ -7,7 +7,8 @@ Both use robust statistics: medians, and 1.4826 x the median absolute deviation 
    of that distance over all operands of its kind. Constant differences between layers, and trends
    that all layers share, cancel.
 2. *Always different*: the median over samples of the distance from the median of its peers: the
-   same linear in other blocks, or all operands of its kind if there are fewer than four.
+   same linear in other blocks, or all operands of its kind if there are fewer than four. In recipes
+   with several formats, only operands in the same format are peers in what the cast does to them.
 
 A distance counts if it exceeds `SPREADS` spreads and the figure's bound.
 """
@@ -89,7 +90,7 @@ def _of_one_kind(operands: list[Operand]) -> list[Outlier]:
     with warnings.catch_warnings():  # the median of no values is NaN
         warnings.simplefilter("ignore", RuntimeWarning)
         pasts = {figure: _past(values) for figure, values in grids.items()}
-        peers = {figure: _peers(operands, values) for figure, values in grids.items()}
+        peers = {figure: _peers(operands, grids[figure], figure) for figure in grids}
         for figure, values in grids.items():
             for at, score, first, worst, lasts in _changed(values, pasts[figure], figure):
                 scores[at][figure] = (score, first, worst, True)
@@ -137,19 +138,27 @@ def _changed(
     return found
 
 
-def _peers(operands: list[Operand], values: Figures) -> list[tuple[Figures, Figures, bool]]:
+def _peers(
+    operands: list[Operand], values: Figures, figure: str
+) -> list[tuple[Figures, Figures, bool]]:
     """The median and spread of each operand's peers, and whether these are the same linear in
-    other blocks."""
-    roles: dict[str, list[int]] = defaultdict(list)
+    other blocks. The spread is infinite where they are fewer than `PEERS`."""
+    formats: dict[str, list[int]] = defaultdict(list)
+    roles: dict[tuple[str, str], list[int]] = defaultdict(list)
+    keys = []
     for at, operand in enumerate(operands):
-        roles[role(operand.layer)].append(at)
-    cache: dict[str, tuple[Figures, Figures, bool]] = {}
-    for name, members in roles.items():
+        format = "" if figure == "amax" else operand.format  # which a cast does not change
+        keys.append((format, role(operand.layer)))
+        formats[format].append(at)
+        roles[keys[-1]].append(at)
+    cache: dict[tuple[str, str], tuple[Figures, Figures, bool]] = {}
+    for key, members in roles.items():
         same = len(members) >= PEERS
-        group = values[members] if same else values
+        group = values[members if same else formats[key[0]]]
         middle = np.nanmedian(group, axis=0)
-        cache[name] = (middle, 1.4826 * np.nanmedian(np.abs(group - middle), axis=0), same)
-    return [cache[role(operand.layer)] for operand in operands]
+        spread = 1.4826 * np.nanmedian(np.abs(group - middle), axis=0)
+        cache[key] = (middle, spread if len(group) >= PEERS else np.full_like(spread, np.inf), same)
+    return [cache[key] for key in keys]
 
 
 def _different(
