@@ -174,7 +174,7 @@ def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
 
 def _recipe(told: Mapping[str, Any], key: str) -> Recipe:
     """A recipe of a checkpoint's identity."""
-    return recipe_from_json({"name": "its recipe"} | told, f"identity.{key} in checkpoint.json")
+    return recipe_from_json({"name": "its recipe", **told}, f"identity.{key} in checkpoint.json")
 
 
 def _without_memory(

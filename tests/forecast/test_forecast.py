@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 import fp8stack
 from fp8stack.errors import StorageError
@@ -245,7 +246,7 @@ def test_the_assignment_is_the_best_of_all(seed):
 
 
 def test_what_the_solver_prints_is_not_in_the_output(monkeypatch, capfd):
-    solve = tune.milp
+    solve = scipy.optimize.milp
 
     def loud(*args, **kwargs):
         ctypes.CDLL(None).puts(b"HighsMipSolverData")
