@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat
 
 from fp8stack import presets
-from fp8stack.backends import build_backend
+from fp8stack.backends import Draws, build_backend
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import random_state, restore, restore_random_state, restore_weights
@@ -35,6 +35,7 @@ class _Told(BaseModel, frozen=True, strict=True, extra="allow"):
 class _Identity(_Told):
     model: dict[str, Any]
     recipe: dict[str, Any]
+    recipes: dict[str, dict[str, Any]] = {}  # of phases, by their place in `plans`
     data: dict[str, str]
 
 
@@ -124,17 +125,21 @@ def can_go_on(checkpoint: Checkpoint) -> None:
     if checkpoint.info["scaler"] is not None:
         _parsed(_Scaler, checkpoint, "scaler")
     plan = _parsed(_Plan, checkpoint, "plan")
-    _parsed(list[_Plan], checkpoint, "plans")
+    plans = dict(enumerate(_parsed(list[_Plan], checkpoint, "plans")))
     if checkpoint.info["phases"] is not None:
         _parsed(_Phases, checkpoint, "phases")
     if checkpoint.info["guard"] is not None:
         guard = _parsed(_Guard, checkpoint, "guard")
         for name in guard.demoted.keys() - {layer.name for layer in plan.layers}:
             raise UserError(f"guard in checkpoint.json: the model has no layer '{quoted(name)}'")
-    recipe = {"name": "its recipe"} | _parsed(_Identity, checkpoint, "identity").recipe
-    asked = recipe_from_json(recipe, "identity.recipe in checkpoint.json")
-    left_out = {layer.name: layer.reason for layer in plan.layers if layer.reason}
-    model = _without_memory(model_of(checkpoint), asked, left_out)
+    identity = _parsed(_Identity, checkpoint, "identity")
+    shape, draws = model_of(checkpoint), Draws()
+    model = _without_memory(shape, _recipe(identity.recipe, "recipe"), plan, draws)
+    for place, told in identity.recipes.items():
+        recipe = _recipe(told, f"recipes.{quoted(place)}")
+        if any(table.stochastic for table in recipe.tables):  # the phases share `draws`
+            its = plans.get(int(place) if place.isdecimal() else -1, plan)
+            _without_memory(shape, recipe, its, draws)
     kept = random_state()
     try:
         restore(model, build_optimizer(model, config, fused=False), checkpoint.tensors)
@@ -147,7 +152,7 @@ def has_weights(checkpoint: Checkpoint) -> None:
     the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     _parsed(_Plan, checkpoint, "plan")
-    model = _without_memory(model_of(checkpoint), "fp32", {})
+    model = _without_memory(model_of(checkpoint), load_recipe("fp32"))
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
 
@@ -167,10 +172,19 @@ def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
     return presets.parse(schema, checkpoint.info[key], f"{key} in checkpoint.json")
 
 
-def _without_memory(config: GPTConfig, recipe: str | Recipe, left_out: Mapping[str, str]) -> GPT:
-    """A model of shapes without values, to check tensors against."""
-    chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    chosen = chosen.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
+def _recipe(told: Mapping[str, Any], key: str) -> Recipe:
+    """A recipe of a checkpoint's identity."""
+    return recipe_from_json({"name": "its recipe", **told}, f"identity.{key} in checkpoint.json")
+
+
+def _without_memory(
+    config: GPTConfig, recipe: Recipe, saved: _Plan | None = None, draws: Draws | None = None
+) -> GPT:
+    """A model of shapes without values, to check tensors against, with the layers in FP8 that the
+    plan `saved` has."""
+    chosen = recipe.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
+    layers = saved.layers if saved is not None else []
+    left_out = {layer.name: layer.reason for layer in layers if layer.reason}
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
     with torch.device("meta"):
-        return GPT(config, build_backend(plan))
+        return GPT(config, build_backend(plan, draws=draws))

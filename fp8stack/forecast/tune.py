@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -148,14 +151,32 @@ class Choices:
                 limits.append(LinearConstraint(gaps.ravel()[None], -np.inf, budget - constant))
             if bits is not None:
                 limits.append(LinearConstraint(each[None], -np.inf, bits))
-            found = milp(
-                gaps.ravel() if budget is None else each + _TIE * gaps.ravel(),
-                constraints=limits,
-                integrality=np.ones(count * width),
-                bounds=Bounds(0, 1),
-            )
+            with _without_stdout():
+                found = milp(
+                    gaps.ravel() if budget is None else each + _TIE * gaps.ravel(),
+                    constraints=limits,
+                    integrality=np.ones(count * width),
+                    bounds=Bounds(0, 1),
+                )
             if found.x is not None:
                 yield self.assigned(found.x.reshape(count, width).argmax(axis=1).tolist(), law)
+
+
+@contextmanager
+def _without_stdout() -> Iterator[None]:
+    """Discard what C code within writes to stdout. HiGHS in SciPy 1.17 prints a line for debugging
+    ("transformNewIntegerFeasibleSolution"), whatever its options; to be deleted when it does not.
+    """
+    library, kept = ctypes.CDLL(None), os.dup(1)
+    library.fflush(None)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        library.fflush(None)  # what C buffered within
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _is_recipe(pair: tuple[str, str]) -> bool:

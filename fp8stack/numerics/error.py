@@ -87,6 +87,10 @@ def quantization_error(
         found = [block_amax(_blocks(part, sizes)[0]) for _, part in _parts(x, height)]
         amaxes = torch.stack(found).amax(0) if tall else torch.cat(found)
     scales = given_scale(scale) if scale is not None else scales_of(amaxes, quantizer, dtype)
+    if scales.out is not None and quantizer.scale == "e4m3":
+        # A block whose scale rounded to zero is lost to zero, not clipped.
+        lost = (scales.out == 0) & (amaxes > 0)
+        scales = scales._replace(into=torch.where(lost, 0.0, scales.into))
     largest = (amaxes * scales.into).max()
     last_step = 2.0 ** (math.floor(math.log2(target.max)) - target.mantissa_bits)
     limit = target.max + last_step / 2
@@ -115,7 +119,7 @@ def quantization_error(
             left = rounded.ne(0).sum(dim=(1, 3), keepdim=True)
             emptied = ((left == 0) & (amaxes[here] > 0)).sum()
         sums.append([clipped, *_losses(part, restore(rounded), factor), emptied])
-    used = (amaxes > 0) | ~(amaxes > 0).any()
+    used = (amaxes * scales.into > 0) | ~(amaxes > 0).any()
     least = torch.where(used, scales.into, torch.inf).min()
     most = torch.where(used, scales.into, 0.0).max()
     return _figures(x, sums, amaxes.max(), largest, amaxes.numel(), least, most)

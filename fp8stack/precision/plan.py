@@ -231,7 +231,10 @@ class Plan:
         Raises:
             UserError: it cannot, under `strict`.
         """
-        backend = self._served_by(quantizers)[0] or self.backend
+        other, problem = self._served_by(quantizers)
+        if other == "emulate" and self.strict:
+            raise UserError(f"--strict: {name} does not run as asked: {problem}.")
+        backend = other or self.backend
         if backend == "emulate":
             return ""  # it pads
         multiple = feature_multiple(quantizers, backend)

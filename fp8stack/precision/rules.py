@@ -238,10 +238,12 @@ def _others(
     """The tables of a recipe's layers that `backend`, which runs the recipe's own, does not serve:
     who does, and why."""
     found: list[tuple[Quantizers, BackendName, str]] = []
-    if backend in ("te", "torch") and hardware.capability is not None:
+    if backend in ("te", "torch"):
         for table in recipe.tables[1:]:
-            problem = _lacking_hardware(table, hardware)
-            why = problem or _unable("torch", table, hardware)
+            if hardware.capability is None:
+                why = _unable_on_cpu("torch", table, hardware)
+            else:
+                why = _lacking_hardware(table, hardware) or _unable("torch", table, hardware)
             if not why and backend == "te":
                 found.append((table, "torch", "Transformer Engine runs one recipe in a model"))
             elif why:

@@ -47,7 +47,8 @@ def analyze(run: Run) -> Analysis:
         if len(operand.steps) and operand.figures["scale"][0] == 1.0
     )
     operands = settled(run.operands, delayed)
-    outliers = find_outliers(operands)
+    switches = [event["step"] for event in run.events if event.get("event") == "phase"]
+    outliers = find_outliers(operands, switches)
     done = max((row["step"] for row in run.rows), default=0)
     steps = run.config.get("steps")
     total = steps if type(steps) is int else None

@@ -5,9 +5,10 @@ Both use robust statistics: medians, and 1.4826 x the median absolute deviation 
 
 1. *Changed*: the operand's distance from the median of its own previous samples, minus the median
    of that distance over all operands of its kind. Constant differences between layers, and trends
-   that all layers share, cancel.
+   that all layers share, cancel. Samples before a switch to another recipe do not count.
 2. *Always different*: the median over samples of the distance from the median of its peers: the
-   same linear in other blocks, or all operands of its kind if there are fewer than four.
+   same linear in other blocks, or all operands of its kind if there are fewer than four. In recipes
+   with several formats, only operands in the same format are peers in what the cast does to them.
 
 A distance counts if it exceeds `SPREADS` spreads and the figure's bound.
 """
@@ -64,11 +65,12 @@ def settled(operands: Sequence[Operand], delayed: bool) -> list[Operand]:
     return [operand for operand in kept if len(operand.steps)]
 
 
-def find_outliers(operands: Sequence[Operand]) -> list[Outlier]:
-    """The outliers among the settled `operands` of a run, the worst first."""
+def find_outliers(operands: Sequence[Operand], switches: Sequence[int] = ()) -> list[Outlier]:
+    """The outliers among the settled `operands` of a run, the worst first. `switches` are the steps
+    that began in another recipe."""
     kinds = dict.fromkeys(operand.kind for operand in operands)
     same = ([operand for operand in operands if operand.kind == kind] for kind in kinds)
-    found = [out for one in same for out in _of_one_kind(one)]
+    found = [out for one in same for out in _of_one_kind(one, switches)]
     return sorted(found, key=lambda out: (not out.lasting, -out.score))
 
 
@@ -77,10 +79,12 @@ def role(layer: str) -> str:
     return re.sub(r"\d+", "*", layer)
 
 
-def _of_one_kind(operands: list[Operand]) -> list[Outlier]:
+def _of_one_kind(operands: list[Operand], switches: Sequence[int]) -> list[Outlier]:
     if len(operands) < PEERS:
         return []
     steps, amax = grid(operands, "amax")
+    begins = np.searchsorted(steps, [0, *switches]).tolist()
+    since = [max(begin for begin in begins if begin <= at) for at in range(len(steps))]
     grids = {figure: grid(operands, figure)[1] for figure in BOUNDS}
     with np.errstate(divide="ignore", invalid="ignore"):
         grids["amax"] = np.where(amax > 0, np.log2(amax), np.nan)
@@ -88,10 +92,10 @@ def _of_one_kind(operands: list[Operand]) -> list[Outlier]:
     lasting: dict[int, bool] = defaultdict(bool)
     with warnings.catch_warnings():  # the median of no values is NaN
         warnings.simplefilter("ignore", RuntimeWarning)
-        pasts = {figure: _past(values) for figure, values in grids.items()}
-        peers = {figure: _peers(operands, values) for figure, values in grids.items()}
+        pasts = {figure: _past(values, since) for figure, values in grids.items()}
+        peers = {figure: _peers(operands, grids[figure], figure) for figure in grids}
         for figure, values in grids.items():
-            for at, score, first, worst, lasts in _changed(values, pasts[figure], figure):
+            for at, score, first, worst, lasts in _changed(values, pasts[figure], figure, since):
                 scores[at][figure] = (score, first, worst, True)
                 lasting[at] |= lasts
             for at, score, worst in _different(values, peers[figure], figure):
@@ -106,18 +110,19 @@ def _of_one_kind(operands: list[Operand]) -> list[Outlier]:
     ]
 
 
-def _past(values: Figures) -> Figures:
-    """For each sample the median of those before it, NaN if they are fewer than `PAST`."""
+def _past(values: Figures, since: Sequence[int]) -> Figures:
+    """For each sample the median of those before it, from the sample `since` that its recipe began
+    with; NaN if they are fewer than `PAST`."""
     past = np.full_like(values, np.nan)
     for at in range(PAST, values.shape[1]):
-        before = values[:, max(0, at - LONG_PAST) : at]
+        before = values[:, max(since[at], at - LONG_PAST) : at]
         past[:, at] = np.nanmedian(before, axis=1)
         past[np.isfinite(before).sum(axis=1) < PAST, at] = np.nan
     return past
 
 
 def _changed(
-    values: Figures, past: Figures, figure: str
+    values: Figures, past: Figures, figure: str, since: Sequence[int]
 ) -> list[tuple[int, float, int, int, bool]]:
     """Rule 1: operand, score, first and worst sample, and whether it lasts."""
     sign, bound, _, _ = BOUNDS[figure]
@@ -125,7 +130,7 @@ def _changed(
     distance = change - np.nanmedian(change, axis=0)
     spread = 1.4826 * np.nanmedian(np.abs(distance), axis=0)
     # Compare with the operand's own usual variation as well.
-    own = np.nan_to_num(1.4826 * _past(np.abs(distance)))
+    own = np.nan_to_num(1.4826 * _past(np.abs(distance), since))
     loud = distance > np.maximum(bound, SPREADS * np.maximum(spread, own))
     found = []
     for at in np.flatnonzero(loud.any(axis=1)):
@@ -137,19 +142,27 @@ def _changed(
     return found
 
 
-def _peers(operands: list[Operand], values: Figures) -> list[tuple[Figures, Figures, bool]]:
+def _peers(
+    operands: list[Operand], values: Figures, figure: str
+) -> list[tuple[Figures, Figures, bool]]:
     """The median and spread of each operand's peers, and whether these are the same linear in
-    other blocks."""
-    roles: dict[str, list[int]] = defaultdict(list)
+    other blocks. The spread is infinite where they are fewer than `PEERS`."""
+    formats: dict[str, list[int]] = defaultdict(list)
+    roles: dict[tuple[str, str], list[int]] = defaultdict(list)
+    keys = []
     for at, operand in enumerate(operands):
-        roles[role(operand.layer)].append(at)
-    cache: dict[str, tuple[Figures, Figures, bool]] = {}
-    for name, members in roles.items():
+        format = "" if figure == "amax" else operand.format  # which a cast does not change
+        keys.append((format, role(operand.layer)))
+        formats[format].append(at)
+        roles[keys[-1]].append(at)
+    cache: dict[tuple[str, str], tuple[Figures, Figures, bool]] = {}
+    for key, members in roles.items():
         same = len(members) >= PEERS
-        group = values[members] if same else values
+        group = values[members if same else formats[key[0]]]
         middle = np.nanmedian(group, axis=0)
-        cache[name] = (middle, 1.4826 * np.nanmedian(np.abs(group - middle), axis=0), same)
-    return [cache[role(operand.layer)] for operand in operands]
+        spread = 1.4826 * np.nanmedian(np.abs(group - middle), axis=0)
+        cache[key] = (middle, spread if len(group) >= PEERS else np.full_like(spread, np.inf), same)
+    return [cache[key] for key in keys]
 
 
 def _different(

@@ -102,7 +102,8 @@ class TrainedRun:
         return plan
 
     def model(self, recipe: str, hardware: Hardware, backend: str = "auto") -> GPT:
-        """The model in eval mode, on the device of `hardware`. Raises what `plan` raises."""
+        """The model in eval mode, on the device of `hardware`. Raises what `plan` raises, and a
+        UserError if the checkpoint has scales of other layers than `recipe`."""
         plan = self.plan(recipe, hardware, backend)
         model = GPT(model_of(self.checkpoint), build_backend(plan))
         restore_weights(model, self.checkpoint.tensors.get("model", {}))
@@ -110,7 +111,13 @@ class TrainedRun:
         scales = {name: of for name, of in saved.items() if plan.delayed and _is_scale(name)}
         # Layers that did not round stochastically in the run start at their initial counters.
         draws = {n: saved.get(n, t) for n, t in fp8_state(model).items() if not _is_scale(n)}
-        load_fp8_state(model, scales | draws)
+        try:
+            load_fp8_state(model, scales | draws)
+        except UserError as error:
+            raise UserError(
+                f"{self.path} holds scales that do not fit recipe '{recipe}': it is the checkpoint "
+                f"of a run in {self.recipe}. Use that recipe, or one without delayed scaling."
+            ) from error
         return model.to(hardware.device).eval()
 
 

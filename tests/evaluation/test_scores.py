@@ -295,6 +295,15 @@ def test_delayed_scaling_needs_the_scales_of_the_run(tmp_path, capsys):
     assert "windows" not in capsys.readouterr().err  # before any recipe is evaluated
 
 
+def test_scales_of_other_layers_are_refused_with_the_recipes_names(run, tmp_path):
+    file = tmp_path / "fewer.toml"
+    file.write_text('like = "delayed"\nexclude = ["*.mlp.down"]\n')
+    said = refusal(scores, run, recipes=[str(file)])
+    assert (
+        f"scales that do not fit recipe '{file}': it is the checkpoint of a run in delayed" in said
+    )
+
+
 @pytest.mark.parametrize("trained_in", ["fp32", "delayed", "nvfp4"])
 def test_a_run_is_evaluated_in_recipes_whose_state_it_does_not_have(trained_in, tmp_path):
     plain = trained(tmp_path, recipe=trained_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 import fp8stack
 from fp8stack.errors import StorageError
@@ -241,6 +243,22 @@ def test_the_assignment_is_the_best_of_all(seed):
         if best is not None:
             assert best.bits <= limit + 1e-6
             assert best.gap.mean <= min(one.gap.mean for one in within) * (1 + 1e-9)
+
+
+def test_what_the_solver_prints_is_not_in_the_output(monkeypatch, capfd):
+    solve = scipy.optimize.milp
+
+    def loud(*args, **kwargs):
+        ctypes.CDLL(None).puts(b"HighsMipSolverData")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(tune, "milp", loud)
+    numbers = np.full((2, 2), 0.01)
+    made = choices(np.array([[4.0, 8.0]] * 2), numbers, numbers, np.full(2, 0.5))
+    assert made.best(LAW, 6.0) is not None
+    ctypes.CDLL(None).puts(b"after")
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == "after\n"
 
 
 def test_bits_are_those_of_the_wider_operand():

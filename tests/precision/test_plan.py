@@ -660,6 +660,28 @@ def test_torchs_block_gemm_takes_sizes_that_divide_by_128():
     assert left_out(resolve("block", H100, "te", strict=True).for_layers(layers)) == set()
 
 
+def test_layers_that_a_cpus_scaled_mm_cannot_multiply_are_emulated():
+    rules = [{"match": "*.mlp.down", "recipe": "mxfp8"}, {"match": "*.mlp.up", "recipe": "rowwise"}]
+    asked = changed(layers=rules)
+    layers = dict.fromkeys(["blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.0.q"], (64, 64))
+    made = resolve(asked, CPU, "torch").for_layers(layers)
+    ran = {layer.name: layer.backend for layer in made.layers}
+    assert ran == {"blocks.0.mlp.up": None, "blocks.0.mlp.down": "emulate", "blocks.0.q": None}
+    why = "blocks.0.mlp.down: mxfp8, torch's scaled_mm on a CPU has no mxfp8 scaling: emulated"
+    assert why in made.reasons
+
+
+def test_strict_refuses_a_layer_that_is_emulated_where_the_others_are_not():
+    asked = changed(layers=[{"match": "*.mlp.down", "recipe": "mxfp8"}])
+    layers = {"blocks.0.mlp.down": (64, 64), "blocks.0.q": (64, 64)}
+    for machine, backend in ((CPU, "torch"), (H100, "auto"), (H100, "torch")):
+        with pytest.raises(UserError, match=r"--strict: blocks\.0\.mlp\.down .* mxfp8"):
+            resolve(asked, machine, backend, strict=True).for_layers(layers)
+    for machine, backend in ((B200, "auto"), (H100, "emulate")):
+        made = resolve(asked, machine, backend, strict=True).for_layers(layers)
+        assert [layer.fp8 for layer in made.layers] == [True, True]
+
+
 # A user's own recipe
 
 

@@ -245,6 +245,40 @@ def test_what_layers_do_together_or_are_by_nature_does_not_stand_out(tmp_path, w
     assert analyzed(make_run(tmp_path / "r", change=change)).outliers == []
 
 
+def in_fp4(row):
+    """What the last block shows in a recipe that has it in FP4."""
+    if row.get("layer", "").startswith("blocks.5."):
+        row |= {"format": "e2m1", "scale": None, "headroom_bits": 0.0}
+        row |= {"sqnr_db": 19.0 + row["amax"] % 0.1, "underflow": 0.2 + row["amax"] % 0.01}
+
+
+def test_layers_in_another_format_are_no_peers(tmp_path):
+    assert analyzed(make_run(tmp_path / "r", 400, 6, change=in_fp4)).outliers == []
+
+    def change(row):
+        in_fp4(row)
+        if (row.get("layer"), row.get("operand")) == ("blocks.5.mlp.up", "input"):
+            row |= {"sqnr_db": 5.0, "amax": row["amax"] * 2.0**20}
+
+    (out,) = analyzed(make_run(tmp_path / "s", 400, 6, change=change)).outliers
+    assert out.operand.name == "blocks.5.mlp.up, input"
+    assert out.values.keys() == {"sqnr_db", "amax"}
+
+
+def test_another_recipe_of_a_later_phase_does_not_stand_out(tmp_path):
+    def change(row):
+        """From step 200 on in FP4, which costs one layer most."""
+        if row["step"] >= 200 and "amax" in row:
+            row |= {"format": "e2m1", "underflow": 0.1 + 0.2 * row["layer"].endswith("2.mlp.up")}
+            row["sqnr_db"] -= 12
+
+    phase = {"step": 190, "event": "phase", "phase": "late", "why": "nvfp4 was asked for"}
+    rows = [*metric_rows(400), phase]
+    for name, metrics, said in (("one", None, True), ("two", rows, False)):
+        run = make_run(tmp_path / name, 400, 6, metrics=metrics, change=change)
+        assert any("from step 200 on" in text for text in told(run, "warning")) == said
+
+
 def test_values_that_are_not_finite_are_an_alarm_with_their_place(tmp_path):
     bad = {"amax": None, "sqnr_db": None, "nonfinite": 0.02}
     change = at("blocks.0.mlp.down", "grad_output", lambda step: bad if step == 160 else {})

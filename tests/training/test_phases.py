@@ -96,6 +96,19 @@ def test_a_run_resumed_within_each_phase_repeats_to_the_bit(command, phases, rec
         assert difference(Path("again"), Path("whole")) == "", step
 
 
+def test_a_run_with_stochastic_rounding_in_some_phase_repeats_to_the_bit(command, tmp_path):
+    phases = PHASES.replace('recipe = "fp32"', 'recipe = "nvfp4"')
+    (tmp_path / "phases.toml").write_text(phases)
+    saved = [*TINY, "--save-every", "1", "--set", "keep_checkpoints=12"]
+    flags = ["--config", "phases.toml", "--recipe", "delayed"]
+    assert command("pretrain", *flags, "--out", "whole", *saved) == 0
+    for step in (2, 5, 11):
+        shutil.rmtree("again", ignore_errors=True)
+        shutil.copytree("whole", "again")
+        assert command("pretrain", "--resume", f"again/checkpoints/step-{step:06}") == 0
+        assert difference(Path("again"), Path("whole")) == "", step
+
+
 def test_steps_of_the_first_phase_are_those_of_a_run_in_its_recipe_alone(tmp_path):
     phased = SmallLoop(tmp_path / "p", "current", phases=three("bf16"), steps=9)
     alone = SmallLoop(tmp_path / "a", "bf16", steps=9)
