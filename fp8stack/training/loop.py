@@ -56,13 +56,13 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             return train(run, requested)
     config = run.config
     with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
-        peak = peak_rate(run.hardware, run.plan)
-    display = Display(peak)  # silent: only the main rank prints
+        peak_rate(run.hardware, run.plan)  # measured once, and kept
+    display = Display()  # silent: only the main rank prints
     if run.ranks.is_main:
         say(*describe_run(run))
         if run.step == config.steps:
             say(f"all {run.step} steps are done")
-        display = open_display(config.steps, peak, run.step)
+        display = open_display(config.steps, run.step)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
     loop = _Loop(run, display, requested)
@@ -227,13 +227,7 @@ class _Loop:
         """Train with the variant `index` from now on."""
         if index != self.run.state.active:
             self.run.use(index)
-            self.update_peak()
-
-    def update_peak(self) -> None:
-        """Set the peak rate, which the MFU divides by, to that of the active variant."""
-        began = time.perf_counter()
-        self.display.peak = peak_rate(self.run.hardware, self.run.plan)
-        self.metrics.pause(time.perf_counter() - began)  # measuring is not training
+            self.metrics.update_peak()
 
     def check(self, step: int) -> bool:
         """Have the guard check the steps up to `step`. Returns and raises what `carry_out` does."""
@@ -247,7 +241,7 @@ class _Loop:
         run = self.run
         if outcome.to_bf16:
             leave_fp16(run)
-            self.update_peak()
+            self.metrics.update_peak()
             if run.ranks.is_main:
                 run.folder.write_plan(plan_of(run))
         for layer in outcome.leave_fp8:

@@ -397,11 +397,11 @@ def test_a_gpus_mfu_refers_to_the_units_that_the_phase_runs_on(tmp_path, monkeyp
         replace(one, plan=replace(one.plan, device="cuda", native=True, compute_dtype="bf16"))
         for one in run.variants
     )
-    small.loop.run = replace(run, hardware=h100)
+    small.loop.run = small.loop.metrics.run = replace(run, hardware=h100)
     seen = []
     for _ in range(7):
         small.advance(1)
-        seen.append(small.loop.display.peak.tflops)
+        seen.append(small.loop.metrics.peak.tflops)
     assert seen[3:] == [1979] * 3 + [989]
 
 

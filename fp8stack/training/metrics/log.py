@@ -6,20 +6,27 @@ from typing import Any
 
 from fp8stack.optim.optimizer import learning_rate
 from fp8stack.precision import Plan
-from fp8stack.training.metrics.console import Display, describe_event
-from fp8stack.training.metrics.throughput import peak_memory_gib
+from fp8stack.training.metrics.console import Display, describe, describe_event
+from fp8stack.training.metrics.throughput import peak_memory_gib, peak_rate
 from fp8stack.training.run import Run
 
 
 class MetricsLog:
-    """Logs a run. MFU is relative to the display's peak, which is that of one rank."""
+    """Logs a run. MFU is relative to `peak`, which is that of one rank."""
 
     def __init__(self, run: Run, display: Display) -> None:
         self.run, self.display = run, display
+        self.peak = peak_rate(run.hardware, run.plan)
         self._tokens_per_step = run.config.batch * run.context
         self._ready = time.perf_counter()  # when the steps to be timed began
         self._timed = 0  # how many of them there are
         self._pace: tuple[int, float] | None = None  # this process's first step, and its end
+
+    def update_peak(self) -> None:
+        """Set the peak to that of the active variant."""
+        began = time.perf_counter()
+        self.peak = peak_rate(self.run.hardware, self.run.plan)
+        self.pause(time.perf_counter() - began)  # measuring is not training
 
     def step_done(self) -> None:
         """Count a step."""
@@ -50,8 +57,8 @@ class MetricsLog:
         seconds = (time.perf_counter() - self._ready) / self._timed
         rate = self._tokens_per_step / seconds if seconds else 0.0
         tflops = rate * run.model.config.flops_per_token(run.context) / 1e12 / run.ranks.count
-        self.display.peak = self.display.peak.at_least(tflops)
-        mfu = self.display.peak.mfu(tflops)
+        self.peak = self.peak.at_least(tflops)
+        mfu = self.peak.mfu(tflops)
         row = {
             "step": step,
             "loss": loss if math.isfinite(loss) else None,
@@ -82,7 +89,8 @@ class MetricsLog:
             return
         self.run.folder.append_metrics(row)
         if trained:
-            self.display.step(row, self.seconds_left())
+            line = describe(row, self.run.config.steps, self.peak)
+            self.display.step(step, line, self.seconds_left())
         if val_loss is not None:
             self.display.note(f"step {step}: validation loss {val_loss:.4f}")
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
