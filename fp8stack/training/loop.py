@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,8 +98,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             with requested.at_once(at_end) if alone else nullcontext():
                 finish(run, display, loop.evaluate)
     finally:
-        if loop.profiler is not None:  # still recording if the run ends early
-            loop.profiler.close()
+        loop.profiler.close()  # still recording if the run ends early
         display.close()
         # `end_training` would also destroy the process group
         for tracker in run.accelerator.trackers:
@@ -139,10 +139,8 @@ class _Loop:
         if run.step:
             self.use(self.phases.variant(run.step))
         self.train_step = Step(run, self.monitor, self.phases)
-        self.profiler: StepProfiler | None = None
-        if run.ranks.is_main:
-            device = run.accelerator.device
-            self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
+        device = run.accelerator.device
+        self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
         self.busy = BusySteps()
         self.fp8_gemms: int | None = None
         self.saved_at, self.save_due = run.step, False
@@ -178,9 +176,29 @@ class _Loop:
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
         if outcome.leave_out:
-            return self.leave_out(step, evaluates)
+            run.state.step, row, logs = step, {"step": step}, evaluates
+        else:
+            row = self.train(step, tokens_BT, logs)
+        if (logs or self.save_due or self.train_step.draws) and self.check(step):
+            return True
+        if logs:
+            if evaluates and (val_loss := self.evaluate()) is not None:
+                row["val_loss"] = val_loss
+            if len(row) > 1:
+                self.metrics.log(row)
+            self.metrics.restart_clock()
+            if "val_loss" in row and self.judge(step, row["val_loss"]):
+                return True
+        if self.save_if_due(step):
+            return True
+        self.metrics.step_over(step)
+        return False
+
+    def train(self, step: int, tokens_BT: Tensor, logs: bool) -> dict[str, Any]:
+        """Train on the batch of `step`. Returns its row of the metrics if it `logs`."""
+        run, config = self.run, self.config
         tokens_BT = tokens_BT.to(run.accelerator.device, non_blocking=True)
-        profiles = self.profiler is not None and self.profiler.wants(step)
+        profiles = run.ranks.is_main and self.profiler.wants(step)
         with self.busy.step():
             loss, norm = (self.profile if profiles else self.train_step)(step, tokens_BT)
         if (note := self.busy.note(torch.get_num_threads())) is not None:
@@ -191,37 +209,14 @@ class _Loop:
             self.fp8_gemms = run.backend.fp8_gemms()
         if run.telemetry.due(step, 1, config.steps):
             self.metrics.report(step, self.fp8_gemms, self.guard.plan_now())
-        row = {}
-        if logs:  # reading the loss waits for the step
-            precision = self.guard.plan_now().precision
-            row = self.metrics.row(step, float(loss), float(norm), precision, self.fp8_gemms)
-            if len(run.schedule.phases) > 1:
-                row["phase"] = self.phases.phase(step)
-        if (logs or self.save_due or self.train_step.draws) and self.check(step):
-            return True
-        if logs:
-            if evaluates and (val_loss := self.evaluate()) is not None:
-                row["val_loss"] = val_loss
-            self.metrics.log(row)
-            self.metrics.restart_clock()
-            if "val_loss" in row and self.judge(step, row["val_loss"]):
-                return True
-        if self.save_if_due(step):
-            return True
-        self.metrics.step_over(step)
-        return False
-
-    def leave_out(self, step: int, evaluates: bool) -> bool:
-        """Do a step without training on its batch, which was bad. Returns what `advance`
-        returns."""
-        self.run.state.step = step
-        if (evaluates or self.save_due) and self.check(step):
-            return True
-        if evaluates and (loss := self.evaluate()) is not None:
-            self.metrics.log(row := {"step": step, "val_loss": loss})
-            if self.judge(step, row["val_loss"]):
-                return True
-        return self.save_if_due(step)
+        if not logs:
+            return {}
+        # Reading the loss waits for the step.
+        precision = self.guard.plan_now().precision
+        row = self.metrics.row(step, float(loss), float(norm), precision, self.fp8_gemms)
+        if len(run.schedule.phases) > 1:
+            row["phase"] = self.phases.phase(step)
+        return row
 
     def use(self, index: int) -> None:
         """Train with the variant `index` from now on."""
@@ -292,7 +287,6 @@ class _Loop:
 
     def profile(self, step: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Train a step under the profiler; after the last one, write and print the profile."""
-        assert self.profiler is not None
         with self.profiler.step(step):
             result = self.train_step(step, tokens_BT)
         done = time.perf_counter()

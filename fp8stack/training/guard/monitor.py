@@ -1,8 +1,7 @@
 """Judges each step on the device before the optimizer takes it, without a sync.
 
 A bad step changes nothing: the optimizer skips it, and the FP8 state is restored. Broken FP8 state
-is
-repaired before a step uses it. The host polls for the verdicts.
+is repaired before a step uses it. The host polls for the verdicts.
 """
 
 import math

@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fp8stack.backends.fsdp import local_shard
 from fp8stack.backends.observe import fp8_linears
 from fp8stack.checkpoint import reader as checkpoints
 from fp8stack.checkpoint.reader import Checkpoint
-from fp8stack.checkpoint.sharded import local_shard
 from fp8stack.checkpoint.validation import can_go_on, load_sound
 from fp8stack.errors import NoUsableCheckpoint
 from fp8stack.optim.chained import plain
