@@ -1,7 +1,7 @@
 """Load a trained model from its run or checkpoint, for inference."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from fp8stack.backends import build_backend, fp8_state, load_fp8_state
 from fp8stack.checkpoint.reader import Checkpoint
 from fp8stack.checkpoint.state import restore_weights
 from fp8stack.checkpoint.validation import has_weights, load_sound, model_of, newest_sound
-from fp8stack.config import RunConfig
+from fp8stack.config import RunConfig, at_home
 from fp8stack.errors import UserError, quoted
 from fp8stack.model.config import GPTConfig, plan_for
 from fp8stack.model.gpt import GPT
 from fp8stack.precision import Hardware, Plan, Recipe, probe, recipe_from_json
+from fp8stack.tokenizer import TOKENIZER_FILE
 
 
 def load(run_or_checkpoint: str | Path, recipe: str = "fp32") -> GPT:
@@ -48,8 +49,7 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[Checkpoint, Path, li
     try:
         if (path / "checkpoints").is_dir():
             return newest_sound(path / "checkpoints", has_weights)
-        in_run = path.parent.name == "checkpoints" and path.is_dir()
-        if in_run or (path / "checkpoint.json").exists():
+        if (_in_run(path) and path.is_dir()) or (path / "checkpoint.json").exists():
             return load_sound(path, has_weights), path, []
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL
         if isinstance(error, UserError):
@@ -67,18 +67,24 @@ class Trained:
 
     path: Path  # a checkpoint, or `hf:` and a folder's path, or `hf:owner/name@commit`
     shape: GPTConfig
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # float32, of every parameter
     checkpoint: Checkpoint | None = None  # None: of transformers, without data, recipe or scales
     notes: tuple[str, ...] = ()  # to be printed
-    tokenizer: str | None = None  # None: unknown, or in the run's folder
+    tokenizer: Path | None = None  # its `tokenizer.json`, if it has one
+
+    @property
+    def name(self) -> str:
+        """What a run that begins with it calls it: the path, absolute."""
+        return str(self.path.resolve() if self.checkpoint else self.path)
 
     @property
     def config(self) -> RunConfig | None:
         """The configuration of the run it is from, if any."""
         if self.checkpoint is None:
             return None
+        table = at_home(self.checkpoint.info["config"], _folder_of(self.path))
         where = f"config in {self.path / 'checkpoint.json'}"
-        config: RunConfig = presets.parse(RunConfig, self.checkpoint.info["config"], where)
+        config: RunConfig = presets.parse(RunConfig, table, where)
         return config
 
     @property
@@ -87,6 +93,11 @@ class Trained:
         if self.checkpoint is None:
             return "fp32"
         return str(self.checkpoint.info["plan"]["recipe"]["name"])
+
+    @property
+    def own_tokenizer(self) -> str | None:
+        """The tokenizer that came with it, which `tokenizer_of_run` does not find by itself."""
+        return None if self.checkpoint or self.tokenizer is None else str(self.tokenizer)
 
     def plan(self, recipe: str, hardware: Hardware, backend: str) -> Plan:
         """The plan that runs the model in `recipe` on `hardware`, whichever recipe it was trained
@@ -129,11 +140,26 @@ class Trained:
         return {} if self.checkpoint is None else self.checkpoint.tensors.get("fp8", {})
 
 
-def trained_run(checkpoint: Checkpoint, path: Path, notes: tuple[str, ...] = ()) -> Trained:
-    """The model of the checkpoint at `path`, which `find_checkpoint` found."""
-    weights = checkpoint.tensors.get("model", {})
-    shape = model_of(checkpoint)
-    return Trained(path=path, shape=shape, weights=weights, checkpoint=checkpoint, notes=notes)
+def trained_run(checkpoint: Checkpoint, path: Path, passed_over: Sequence[str] = ()) -> Trained:
+    """The model of what `find_checkpoint` found."""
+    tokenizer = _folder_of(path) / TOKENIZER_FILE
+    return Trained(
+        path=path,
+        shape=model_of(checkpoint),
+        weights=checkpoint.tensors.get("model", {}),
+        checkpoint=checkpoint,
+        notes=tuple(f"passed over: {reason}" for reason in passed_over),
+        tokenizer=tokenizer if _in_run(path) and tokenizer.is_file() else None,
+    )
+
+
+def _in_run(path: Path) -> bool:
+    return path.parent.name == "checkpoints"
+
+
+def _folder_of(path: Path) -> Path:
+    """The run's folder of the checkpoint at `path`; `path`, if that is in no run."""
+    return path.parent.parent if _in_run(path) else path
 
 
 def _is_scale(name: str) -> bool:

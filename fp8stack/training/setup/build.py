@@ -30,12 +30,12 @@ from fp8stack.optim.optimizer import build_optimizer, require_optimizer
 from fp8stack.precision import Hardware, Plan, recipe_from_json
 from fp8stack.precision.hardware import available_memory
 from fp8stack.telemetry.operands import Telemetry
+from fp8stack.training.load import Trained
 from fp8stack.training.metrics.trackers import build_trackers
 from fp8stack.training.run import Run, Schedule, Switch, TrainingState, Variant, main_variant
 from fp8stack.training.run_folder import RunFolder
 from fp8stack.training.setup.allocator import keep_freed_memory
 from fp8stack.training.setup.datasets import Reading, read
-from fp8stack.training.setup.init_from import Source
 from fp8stack.training.setup.memory_check import Footprint, require_memory
 from fp8stack.training.setup.variants import Decided, build_variants, never_asked_for, plan_phases
 
@@ -47,7 +47,7 @@ def build(
     *,
     hardware: Hardware,
     ranks: Ranks,
-    source: Source | None,
+    source: Trained | None,
     tokenizer: Path | None,
 ) -> Run:
     """Build the run before its first step: model, optimizer and data of `config`, on all `ranks`.
