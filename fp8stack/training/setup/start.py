@@ -55,7 +55,7 @@ def set_up(
         resume = str(Path(resume).parent.parent)  # newer checkpoints may exist by now
     again = resume is None and restarted
     overwrite = overwrite and not again
-    source, old = None, list[Path]()
+    source = None
     with ranks.together():
         if overwrite:
             _refuse_overwriting(config.out, resume, config.init_from)
@@ -66,12 +66,13 @@ def set_up(
 
             def choose() -> str:
                 chosen = choose_folder(config, resume=False)
-                if not overwrite:
+                if overwrite:
+                    chosen.require_folder()
+                else:
                     chosen.require_free()
                 return str(chosen.path)
 
             folder = RunFolder(Path(ranks.from_main(choose)))
-            old = folder.files() if overwrite else []
         else:
             folder = found.folder
             config = resuming.config_to_resume(found, config)
@@ -100,7 +101,7 @@ def set_up(
             notes = found.notes + notes + _resume(run, found)
         if ranks.is_main:
             start_trackers(run.accelerator, folder.path, resumed=found is not None)
-        removed = folder.remove(old) if overwrite and ranks.is_main else None
+        removed = folder.remove() if overwrite and ranks.is_main else None
         goes_on = "torchrun started this again: going on as with --resume auto" if again else None
         run = replace(
             run,
