@@ -29,7 +29,7 @@ from fp8stack.training.guard.policy import Guard, Outcome
 from fp8stack.training.metrics.console import Display, RichDisplay, describe_run, open_display
 from fp8stack.training.metrics.log import MetricsLog
 from fp8stack.training.metrics.profiler import StepProfiler
-from fp8stack.training.metrics.throughput import peak_rate
+from fp8stack.training.metrics.throughput import Peak, peak_rate
 from fp8stack.training.phases import Phases
 from fp8stack.training.run import Run, Variant
 from fp8stack.training.setup.build import versions
@@ -57,7 +57,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
             return train(run, requested)
     config = run.config
     with run.folder.released_on_error(), requested.at_once(NOTHING_DONE):
-        peak_rate(run.hardware, run.plan)  # measured once, and kept
+        peak = peak_rate(run.hardware, run.plan)
     display = Display()  # silent: only the main rank prints
     if run.ranks.is_main:
         say(*describe_run(run))
@@ -66,7 +66,7 @@ def train(run: Run, requested: StopRequests | None = None) -> int:
         display = open_display(config.steps, run.step)
         if isinstance(display, RichDisplay):
             requested.tell = display.tell
-    loop = _Loop(run, display, requested)
+    loop = _Loop(run, display, peak, requested)
     go_on = f"fp8stack pretrain --resume {run.folder.path}"
     alone = run.ranks.count == 1  # or the other ranks would wait for one that a signal stopped
     compiles = run.compiled and run.step < config.steps and alone
@@ -111,11 +111,11 @@ class _Loop:
     """Trains a run step by step; nothing else changes its state between steps."""
 
     def __init__(
-        self, run: Run, display: Display, stops: Callable[[], bool] = lambda: False
+        self, run: Run, display: Display, peak: Peak, stops: Callable[[], bool] = lambda: False
     ) -> None:
         self.run, self.display, self.stops = run, display, stops
         self.config = config = run.config
-        self.metrics = MetricsLog(run, display)
+        self.metrics = MetricsLog(run, display, peak)
         self.monitor = Monitor(
             run.optimizer,
             config.guard,

@@ -16,6 +16,7 @@ from fp8stack.backends import fp8_state
 from fp8stack.training.dataloader import batches, tokens_of
 from fp8stack.training.loop import _Loop, train
 from fp8stack.training.metrics.console import PlainDisplay
+from fp8stack.training.metrics.throughput import Peak
 from fp8stack.training.setup.start import set_up
 
 # Sizes that every FP8 GEMM takes, 128 x 128 blocks included, have a width of 128.
@@ -30,6 +31,8 @@ WAITS += ("aten::equal",)
 # Tests on a GPU are of eager code, whose numbers repeat, unless they say otherwise.
 ON_GPU = {"compile": False, "deterministic": True} if torch.cuda.is_available() else {}
 
+PEAK = Peak(tflops=None, name="none")
+
 
 class SmallLoop:
     """A loop, its run and the tokens of its steps; `flags` are other keys of the run."""
@@ -42,7 +45,7 @@ class SmallLoop:
         self._again = {"folder": folder, "recipe": recipe, "width": width} | flags
         given = small | {"recipe": recipe, "out": str(folder)} | flags
         self.run = set_up(given, None, [*SETS, f"model_overrides.width={width}"], resume)
-        self.loop = _Loop(self.run, PlainDisplay())
+        self.loop = _Loop(self.run, PlainDisplay(), PEAK)
         self.tokens = batches(self.run)
 
     def tokens_of(self, step: int) -> Tensor:

@@ -7,16 +7,15 @@ from typing import Any
 from fp8stack.optim.optimizer import learning_rate
 from fp8stack.precision import Plan
 from fp8stack.training.metrics.console import Display, describe, describe_event
-from fp8stack.training.metrics.throughput import peak_memory_gib, peak_rate
+from fp8stack.training.metrics.throughput import Peak, peak_memory_gib, peak_rate
 from fp8stack.training.run import Run
 
 
 class MetricsLog:
     """Logs a run. MFU is relative to `peak`, which is that of one rank."""
 
-    def __init__(self, run: Run, display: Display) -> None:
-        self.run, self.display = run, display
-        self.peak = peak_rate(run.hardware, run.plan)
+    def __init__(self, run: Run, display: Display, peak: Peak) -> None:
+        self.run, self.display, self.peak = run, display, peak
         self._tokens_per_step = run.config.batch * run.context
         self._ready = time.perf_counter()  # when the steps to be timed began
         self._timed = 0  # how many of them there are
