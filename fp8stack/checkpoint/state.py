@@ -72,7 +72,7 @@ def restore(
     for name, parameter in parameters.items():
         copy_into(parameter, _saved(weights, name, parameter, model))
     optimizer.state.clear()
-    owners = _owners(optimizer) if moments else {}
+    owners = _owners(optimizer)
     for name, parameter in parameters.items() if moments else ():
         state = first_state(owners[parameter], parameter)
         for key, value in plain(state).items():

@@ -142,7 +142,6 @@ class _Loop:
         device = run.accelerator.device
         self.profiler = StepProfiler(config, run.step, device, run.folder.profile)
         self.busy = BusySteps()
-        self.fp8_gemms: int | None = None
         self.saved_at, self.save_due = run.step, False
         self.streak = 0  # bad steps in a row at the last check
 
@@ -175,10 +174,11 @@ class _Loop:
         self.phases.enter(step)
         outcome = self.guard.begin(step)
         self.carry_out(outcome)
+        row: dict[str, Any] = {"step": step}
         if outcome.leave_out:
-            run.state.step, row, logs = step, {"step": step}, evaluates
+            run.state.step, logs = step, evaluates
         else:
-            row = self.train(step, tokens_BT, logs)
+            row |= self.train(step, tokens_BT, logs)
         if (logs or self.save_due or self.train_step.draws) and self.check(step):
             return True
         if logs:
@@ -205,15 +205,13 @@ class _Loop:
             self.display.note(note)
         run.state.step = step
         self.metrics.step_done()
-        if not run.active.compiled:  # compiled code does not count its GEMMs
-            self.fp8_gemms = run.backend.fp8_gemms()
         if run.telemetry.due(step, 1, config.steps):
-            self.metrics.report(step, self.fp8_gemms, self.guard.plan_now())
+            self.metrics.report(step, self.guard.plan_now())
         if not logs:
             return {}
         # Reading the loss waits for the step.
         precision = self.guard.plan_now().precision
-        row = self.metrics.row(step, float(loss), float(norm), precision, self.fp8_gemms)
+        row = self.metrics.row(step, float(loss), float(norm), precision)
         if len(run.schedule.phases) > 1:
             row["phase"] = self.phases.phase(step)
         return row
@@ -324,7 +322,7 @@ class _Loop:
         run = self.run
         batch, device = self.config.batch // self.config.accumulate, run.accelerator.device
         model = run.wrapped if variant is None else variant.model
-        loss = validation_loss(model, run.windows, batch, device, run.ranks, self.stops)
+        loss = validation_loss(model, run.data.windows, batch, device, run.ranks, self.stops)
         (variant or run.active).backend.fp8_gemms()  # resets the counter
         return loss
 

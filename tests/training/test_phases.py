@@ -193,7 +193,7 @@ def test_evaluation_has_a_recipe_of_its_own(tmp_path):
     found, other = (metrics(tmp_path / n)[-1]["val_loss"] for n in ("own", "plain"))
     assert found != other  # the weights are the same, the GEMMs are not
     reference = next(v for v in own.run.variants if v.plan.recipe.name == "fp32")
-    tokens = own.run.windows
+    tokens = own.run.data.windows
     with torch.no_grad():
         expected = reference.model.eval()(tokens[:, :-1], tokens[:, 1:])
     assert found == pytest.approx(float(expected), rel=1e-6)
@@ -412,7 +412,7 @@ def test_a_layer_that_left_fp8_stays_out_of_it_in_the_next_phase(tmp_path):
     full = {}
     for step in range(1, 7):
         small.advance(1)
-        full[step] = small.loop.fp8_gemms
+        full[step] = small.loop.metrics.fp8_gemms
     assert full[1] == full[4] == 9  # three linears of a block of four
     assert small.loop.guard.plan_now().layer("blocks.0.mlp.up").fp8 is False
 

@@ -105,8 +105,8 @@ def _model(run: Run) -> str:
 
 def _data(run: Run) -> list[str]:
     """The data, and how a mixture or epochs are read."""
-    config, train = run.config, run.train
-    told = [f"{train.name}, {len(train):,} tokens to train on, {len(run.validation):,} held out"]
+    config, train, held_out = run.config, run.data.train, run.data.validation
+    told = [f"{train.name}, {len(train):,} tokens to train on, {len(held_out):,} held out"]
     if config.data_order == "epochs" or isinstance(train, data.Mixture):
         how = {"batch": config.batch, "context": run.context, "steps": config.steps}
         told += data.describe(train, **how, order=config.data_order)

@@ -20,6 +20,7 @@ class MetricsLog:
         self._ready = time.perf_counter()  # when the steps to be timed began
         self._timed = 0  # how many of them there are
         self._pace: tuple[int, float] | None = None  # this process's first step, and its end
+        self.fp8_gemms: int | None = None  # of the last step
 
     def update_peak(self) -> None:
         """Set the peak to that of the active variant."""
@@ -28,8 +29,10 @@ class MetricsLog:
         self.pause(time.perf_counter() - began)  # measuring is not training
 
     def step_done(self) -> None:
-        """Count a step."""
+        """Count a step, and the FP8 GEMMs that it ran."""
         self._timed += 1
+        if not self.run.active.compiled:  # compiled code does not count its GEMMs
+            self.fp8_gemms = self.run.backend.fp8_gemms()
 
     def step_over(self, step: int) -> None:
         """Called when a step is logged and saved; `seconds_left` measures from the first such
@@ -48,9 +51,7 @@ class MetricsLog:
         """Measure the pace anew, after a roll-back."""
         self._pace = None
 
-    def row(
-        self, step: int, loss: float, norm: float, precision: str, fp8_gemms: int | None
-    ) -> dict[str, Any]:
+    def row(self, step: int, loss: float, norm: float, precision: str) -> dict[str, Any]:
         """The metrics of the last step: a row of `metrics.jsonl`."""
         run = self.run
         seconds = (time.perf_counter() - self._ready) / self._timed
@@ -68,7 +69,7 @@ class MetricsLog:
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(run.accelerator.device), 3),
             "precision": precision,
-            "fp8_gemms": fp8_gemms,
+            "fp8_gemms": self.fp8_gemms,
         }
         if run.scaler is not None:
             scaler = run.scaler.statistics()
@@ -105,12 +106,12 @@ class MetricsLog:
         self.run.folder.append_metrics(event)
         self.display.note(describe_event(event))
 
-    def report(self, step: int, fp8_gemms: int | None, plan: Plan) -> None:
+    def report(self, step: int, plan: Plan) -> None:
         """Log a step's telemetry under `plan` to `telemetry.jsonl` and the trackers."""
         run = self.run
         if not run.ranks.is_main:
             return
-        sample = run.telemetry.finish(step, fp8_gemms, plan)
+        sample = run.telemetry.finish(step, self.fp8_gemms, plan)
         run.folder.append_telemetry(sample.rows, run.main.plan.to_json())
         run.accelerator.log(sample.numbers, step=step)
 

@@ -112,8 +112,8 @@ def set_up(
         if ranks.is_main:
             write_atomically(folder.config, to_toml(folder.portable(run.config)).encode())
             folder.write_plan(plan_of(run))
-            if run.tokenizer is not None:
-                write_atomically(folder.tokenizer, run.tokenizer.to_json().encode())
+            if run.data.tokenizer is not None:
+                write_atomically(folder.tokenizer, run.data.tokenizer.to_json().encode())
     return run
 
 
@@ -136,7 +136,7 @@ def _refuse_overwriting(out: str | None, resume: str | None, init_from: str | No
 
 def pinned(run: Run) -> RunConfig:
     """The run's configuration, naming the tokenizer of its text if the user named none."""
-    config, tokenizer = run.config, run.tokenizer
+    config, tokenizer = run.config, run.data.tokenizer
     if config.tokenizer or tokenizer is None or not data.holds_text(config.data):
         return config
     if tokenizer.name == "bytes":
