@@ -238,13 +238,13 @@ class RunFolder:
         return read_rows(self.metrics, {})
 
     def complete_metrics(self, step: int, more: dict[str, Any]) -> None:
-        """Add the keys `more` to the last row of `step`; without one, append a row."""
+        """Add the keys `more` to the row of `step`, if that is the last one but for events; else
+        append a row."""
         rows = self.read_metrics()
-        last = next((row for row in reversed(rows) if row["step"] == step and "loss" in row), None)
-        if last is None:
-            rows.append({"step": step} | more)
-        else:
-            last |= more
+        last = next((row for row in reversed(rows) if "event" not in row), None)
+        if last is None or last["step"] != step:
+            rows.append(last := {"step": step})
+        last |= more
         write_atomically(self.metrics, _lines(rows))
 
     def forget_after(self, step: int) -> None:
