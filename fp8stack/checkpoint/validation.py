@@ -147,7 +147,7 @@ def has_weights(checkpoint: Checkpoint) -> None:
     the first key or tensor that does not fit."""
     presets.parse(RunConfig, checkpoint.info["config"], "config in checkpoint.json")
     _parsed(_Plan, checkpoint, "plan")
-    model = _without_memory(model_of(checkpoint), "fp32", {})
+    model = _without_memory(model_of(checkpoint), load_recipe("fp32"), {})
     restore_weights(model, checkpoint.tensors.get("model", {}))
 
 
@@ -167,10 +167,9 @@ def _parsed(schema: Any, checkpoint: Checkpoint, key: str) -> Any:
     return presets.parse(schema, checkpoint.info[key], f"{key} in checkpoint.json")
 
 
-def _without_memory(config: GPTConfig, recipe: str | Recipe, left_out: Mapping[str, str]) -> GPT:
+def _without_memory(config: GPTConfig, recipe: Recipe, left_out: Mapping[str, str]) -> GPT:
     """A model of shapes without values, to check tensors against."""
-    chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    chosen = chosen.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
+    chosen = recipe.model_copy(update={"attention": "compute"})  # has no state, and needs a GPU
     plan = plan_for(config, chosen, Hardware("cpu"), left_out=left_out)
     with torch.device("meta"):
         return GPT(config, build_backend(plan))

@@ -270,7 +270,7 @@ class Monitor:
         self._polled = count
         cleared = values[_COLUMNS * LOG_ROWS :]
         if self.amaxes is not None and any(cleared):
-            self.amaxes.reset_cleared()
+            self.amaxes.cleared.zero_()
         if not check_weights and (new or streak):
             broken = int(self._broken_state())
         return Findings(
