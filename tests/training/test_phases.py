@@ -241,6 +241,20 @@ def test_a_comparison_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pat
     assert resumed.loop.phases.judged_at == 4
 
 
+@pytest.mark.parametrize("first", ["delayed", "mxfp8"])
+def test_a_run_goes_on_whose_later_phase_rounds_at_random(first, tmp_path):
+    keys = {"phases": three(first), "steps": 7, "width": 128}
+    whole = SmallLoop(tmp_path / "a", "nvfp4", **keys)
+    whole.advance(7)
+    small = SmallLoop(tmp_path / "b", "nvfp4", **keys)
+    small.advance(5)
+    small.loop.save()
+    resumed = small.resumed()
+    assert resumed.run.step == 5
+    resumed.advance(2)
+    assert changed(whole.everything(), resumed.everything()) == []
+
+
 def test_a_recipe_that_does_none_stays(tmp_path):
     small = SmallLoop(tmp_path / "r", "current", phases=three("bf16"), eval_every=2, steps=6)
     compared: list[Variant | None] = []
